@@ -1,0 +1,242 @@
+"""The plain data of a request's life on the engine side. No jax, no tokenizer, no HTTP.
+
+Everything that crosses the socket between the API process and the engine process is a msgspec Struct.
+`SchedulerOutput` is what one process decides and every device process executes.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"  # in the queue, holds no page and no slot
+    RUNNING = "running"  # holds a slot and pages
+    PREEMPTED = "preempted"  # retracted: back in the queue with its output kept, to be recomputed
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token (or, found by the text side, a stop string)
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORT = "abort"  # the client went away or asked for it
+    ERROR = "error"  # this request failed; see TokenOutput.error
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request's output must match.
+
+    kind: "json_object" | "json_schema" | "regex" | "lark" (EBNF is translated to it) | "choice" | "structural_tag"
+    source: the schema as JSON text, the pattern, the grammar text, the JSON list of choices, the tag as JSON text
+    """
+
+    kind: str
+    source: str
+    # output token ids after whose last occurrence the grammar begins (e.g. </think>); empty: at once
+    begin_after: tuple[int, ...] = ()
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request is sampled and when it ends. Values are validated by the caller (`validated()`)."""
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: off (the API maps -1 to 0)
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # multiplicative, over prompt and output tokens
+    frequency_penalty: float = 0.0  # additive per occurrence, over output tokens
+    presence_penalty: float = 0.0  # additive once, over output tokens
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    seed: int | None = None  # None: the engine draws one
+    max_tokens: int | None = 16  # None: the rest of the context
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # None: off; k: the chosen token's and the top k's (k <= 20)
+    prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+    # read by the text side only
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate, as it enters the engine (n > 1 has been expanded: one each, same `group`)."""
+
+    request_id: str  # made by the server, unique among live requests
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0  # lower runs earlier
+    namespace: str = ""  # prefix-cache namespace: adapter and cache salt
+    group: str = ""  # siblings of one n > 1 request share it
+    deadline: float | None = None  # seconds from arrival; then it ends with an error
+    # tokens already delivered to the client before an engine restart; they continue the output, not the prompt
+    resumed_token_ids: list[int] = []
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities (natural log, of the model's distribution at temperature 1) of one position."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one request gained in one step. The last one of a request carries `finish_reason`."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, before or with the first token
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the token that ended it; it is the last of token_ids
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None
+    error_status: int = 500  # HTTP status to answer with when nothing was streamed yet
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's record of one sequence. Only the Scheduler changes it.
+
+    tokens          [0, num_prompt) prompt   [num_prompt, num_tokens) output
+    computed        [0, num_computed_tokens) have their K and V in pages, counting steps in flight
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: float  # time.monotonic() seconds
+    seed: int
+    max_tokens: int  # resolved: never None, clamped to the context
+    priority: int = 0
+    namespace: str = ""
+    group: str = ""
+    deadline: float | None = None  # absolute, time.monotonic()
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_inflight_tokens: int = 0  # sampled on the device, not yet read by the host
+    page_ids: list[int] = field(default_factory=list)
+    slot: int | None = None
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known to the host: prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """Everything the device must know of a request when it takes a slot."""
+
+    slot: int
+    params: SamplingParams
+    seed: int  # 64 bits
+    num_prompt_tokens: int
+    # prompt and kept output; penalties need their counts, min_tokens the number of outputs
+    token_ids: list[int]
+    eos_token_ids: tuple[int, ...]  # banned until min_tokens outputs exist; empty with ignore_eos
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """One request's share of a step.
+
+    q tokens        [start, start + num_tokens) of the sequence
+    token_ids       those tokens as host literals; empty for a decode row: the device's last token of the slot
+    new_page_ids    pages appended to the slot's page table at index first_new_page
+    """
+
+    request_id: str
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool  # the row's last token yields the next token (False: a chunk before the prompt's end)
+    token_ids: list[int]
+    first_new_page: int
+    new_page_ids: list[int]
+    masked: bool = False  # a host-computed token bitmask applies to this row's sample
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step for the device: decode rows (one token each) first, then prefill chunks."""
+
+    step: int
+    rows: list[ScheduledRow]
+    num_decode_rows: int
+    slot_inits: list[SlotInit]  # applied before the rows run
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def masked(self) -> bool:
+        return any(row.masked for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What the device returned for a step, on the host. R rows as in SchedulerOutput.rows, Q tokens at most a row.
+
+    Entries of rows with samples=False have no meaning. `ok` is False where the row's logits were not finite.
+    """
+
+    token_ids: np.ndarray  # int32 [R, Q]
+    num_valid: np.ndarray  # int32 [R]
+    ok: np.ndarray  # bool [R]
+    logprobs: np.ndarray | None = None  # float32 [R, Q] of the chosen tokens
+    ranks: np.ndarray | None = None  # int32 [R, Q]
+    top_ids: np.ndarray | None = None  # int32 [R, Q, 20]
+    top_logprobs: np.ndarray | None = None  # float32 [R, Q, 20]
+    # row index -> (token ids' logprobs, ranks, top ids, top logprobs) of the positions of its chunk
+    prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = None
+
+
+class StepHandle(Protocol):
+    """A step that was dispatched to the device."""
+
+    def sample(self, bitmask: np.ndarray) -> None:
+        """Finish a masked step. bitmask: int32 [R, ceil(V/32)], bit 1 allows; all ones for free rows."""
+        ...
+
+    def result(self) -> SampledTokens:
+        """Block until the step has run and return its tokens."""
+        ...
+
+
+class Runner(Protocol):
+    """The device side as the engine sees it; tests replace it by a fake whose answers are known."""
+
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        """Dispatch a step and return at once. With `output.masked`, sampling waits for `StepHandle.sample`."""
+        ...
