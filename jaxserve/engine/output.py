@@ -1,0 +1,103 @@
+"""From a sequence's tokens to its text: the state of one sequence on the API side of the engine.
+
+Owns the incremental detokenizer and the stop strings of one sequence. Knows no HTTP and no scheduler.
+
+    TokenOutput (engine) -> SequenceText.push -> RequestOutput (text delta, tokens, finish) -> api or research code
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.stop import StopChecker
+from jaxserve.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one choice of a request gained since the last output. Deltas, but for the counts."""
+
+    request_id: str
+    index: int  # the choice: 0 .. n-1
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once
+    finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = None  # the token id or the string that ended it
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+class SequenceText:
+    """Turns one sequence's tokens into text, and finds its stop strings."""
+
+    def __init__(
+        self, request_id: str, index: int, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.finished = False
+        self.output_token_ids: list[int] = []
+        self.stopped_by_text = False  # the engine still runs the sequence and must be told to end it
+        self._params = params
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._num_cached_tokens = 0
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+        has_stops = bool(params.stop or params.stop_regex)
+        self._stops = (
+            StopChecker(params.stop, include=params.include_stop_str_in_output, regexes=params.stop_regex)
+            if has_stops
+            else None
+        )
+
+    def push(self, output: TokenOutput) -> RequestOutput:
+        """The next tokens of the sequence. After a stop string the rest of `output` is dropped."""
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        result = RequestOutput(
+            self.request_id,
+            self.index,
+            prompt_logprobs=output.prompt_logprobs,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+        used, matched = self._take_text(output, result)
+        result.token_ids = output.token_ids[:used]
+        result.logprobs = None if output.logprobs is None else output.logprobs[:used]
+        self.output_token_ids += result.token_ids
+        result.num_output_tokens = len(self.output_token_ids)
+        if matched is not None:
+            self.stopped_by_text = output.finish_reason is None
+            result.finish_reason, result.matched_stop = FinishReason.STOP, matched
+        elif output.finish_reason is not None:
+            result.finish_reason, result.matched_stop = output.finish_reason, output.stop_token_id
+        self.finished = result.finished
+        return result
+
+    def _take_text(self, output: TokenOutput, result: RequestOutput) -> tuple[int, str | None]:
+        """Add the text of the tokens to `result`; (tokens used, stop string found)."""
+        shown = output.token_ids
+        if output.stop_token_id is not None and not self._params.include_stop_str_in_output:
+            shown = shown[:-1]
+        if self._stops is None:
+            result.text = self._detokenizer.push(shown) if shown else ""
+            if output.finish_reason is not None:
+                result.text += self._detokenizer.flush()
+            return len(output.token_ids), None
+        for used, token_id in enumerate(shown, 1):
+            text, matched = self._stops.push(self._detokenizer.push([token_id]))
+            result.text += text
+            if matched is not None:
+                return used, matched
+        if output.finish_reason is not None:
+            text, matched = self._stops.push(self._detokenizer.flush())
+            result.text += text + ("" if matched is not None else self._stops.flush())
+            return len(output.token_ids), matched
+        return len(output.token_ids), None

@@ -1,0 +1,109 @@
+"""The engine's own loop: messages in, steps, outputs back. The same loop runs in a child process and in a thread.
+
+Knows EngineCore and a Channel; knows no socket, no text and no HTTP. One request's error ends that request only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    EngineInfo,
+    FromEngine,
+    Outputs,
+    Progress,
+    Ready,
+    Reply,
+    Stop,
+    ToEngine,
+)
+from jaxserve.engine.request import EngineRequest, FinishReason, TokenOutput
+from jaxserve.errors import HTTPError, JaxserveError
+
+STATS_INTERVAL = 0.25  # seconds between two stats of a busy engine; a frame of stats costs about 20 us
+IDLE_WAIT = 1.0  # seconds an idle loop sleeps at most, so that stats and deadlines move on
+
+Report = Callable[[Progress], None]
+Build = Callable[["Channel"], tuple[EngineCore, EngineInfo]]
+
+
+class Channel(Protocol):
+    """The engine's end of the wire."""
+
+    def receive(self, timeout: float) -> list[ToEngine]:
+        """All messages that are there; waits at most `timeout` seconds for the first one."""
+        ...
+
+    def send(self, message: FromEngine) -> None: ...
+
+
+class EngineServer:
+    """Runs an EngineCore until it is told to stop."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, channel: Channel) -> None:
+        self.steps = 0
+        self.turn_started = time.monotonic()  # read by the heartbeat thread
+        self._core = core
+        self._info = info
+        self._channel = channel
+        self._stopping = False
+        self._stats_sent = 0.0
+        self._calls: dict[str, Callable[..., Any]] = {"flush_cache": core.flush_prefix_cache}
+
+    def run(self) -> None:
+        self._channel.send(Ready(self._info))
+        while not self._stopping:
+            messages = self._channel.receive(0.0 if self._core.has_work else IDLE_WAIT)
+            self.turn_started = time.monotonic()
+            refused = [output for message in messages for output in self._handle(message)]
+            outputs = self._core.step()
+            self.steps += 1
+            self._publish(refused + outputs)
+
+    def _handle(self, message: ToEngine) -> list[TokenOutput]:
+        match message:
+            case Add(request):
+                return self._add(request)
+            case Abort(request_ids):
+                return self._core.abort(request_ids)
+            case Call():
+                self._channel.send(self._call(message))
+            case Stop():
+                self._stopping = True
+        return []
+
+    def _add(self, request: EngineRequest) -> list[TokenOutput]:
+        try:
+            self._core.add(request)
+        except HTTPError as error:
+            return [_refusal(request.request_id, error.message, error.status)]
+        return []
+
+    def _call(self, call: Call) -> Reply:
+        method = self._calls.get(call.method)
+        if method is None:
+            return Reply(call.call_id, error=f"no method {call.method!r}")
+        try:
+            return Reply(call.call_id, result=method(**call.args))
+        except (JaxserveError, TypeError) as error:
+            return Reply(call.call_id, error=str(error))
+
+    def _publish(self, outputs: list[TokenOutput]) -> None:
+        now = time.monotonic()
+        due = now - self._stats_sent >= STATS_INTERVAL
+        if outputs or due:
+            self._channel.send(Outputs(outputs, self._core.stats() if due else None))
+        if due:
+            self._stats_sent = now
+
+
+def _refusal(request_id: str, message: str, status: int) -> TokenOutput:
+    return TokenOutput(
+        request_id=request_id, finish_reason=FinishReason.ERROR, error=message, error_status=status
+    )
