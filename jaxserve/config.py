@@ -1,4 +1,4 @@
-"""The configuration: one frozen tree, validated once, with one spelling in YAML, on the command line and in the environment.
+"""The configuration: one frozen tree, validated once, one spelling in YAML, as flags and in the environment.
 
 This file owns the keys, their defaults and their limits. It reads nothing from a model or a device: "auto" values
 stay "auto" here and are resolved by whoever knows the answer, into a new Config (`resolved`).
@@ -7,10 +7,13 @@ Parsing of files, flags and environment variables is cli/settings.py's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from jaxserve.errors import ConfigError
 
 Auto = Literal["auto"]
 
@@ -149,3 +152,27 @@ class Config(Section):
         for name, changes in sections.items():
             tree[name] = tree[name] | changes
         return Config.model_validate(tree)
+
+    @classmethod
+    def of(cls, model: str | None = None, **keys: Any) -> Config:
+        """A Config from bare key names, for code: `Config.of("DIR", max_num_seqs=8, num_pages=64)`.
+
+        Raises ConfigError for a name that no section has, or that more than one has.
+        """
+        tree: dict[str, dict[str, Any]] = {"model": {"path": model}}
+        for name, value in keys.items():
+            sections = [s for s, field in cls.model_fields.items() if name in _fields_of(field.annotation)]
+            if name == "dtype":
+                sections = ["model"]
+            if len(sections) != 1:
+                raise ConfigError(f"no key {name!r}" if not sections else f"{name!r} is in {sections}")
+            tree.setdefault(sections[0], {})[name] = value
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError("; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors())) from None
+
+
+def _fields_of(section: Any) -> Mapping[str, Any]:
+    assert issubclass(section, Section)
+    return section.model_fields

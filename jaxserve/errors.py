@@ -1,25 +1,25 @@
 """The exception tree. Each request error knows its HTTP status and its OpenAI `type` and `code`.
 
-    JaxserveError
-    ├── ConfigError                 the operator's mistake: one line, a cause and a fix, exit code 2
-    │   └── ModelLoadError          a checkpoint that cannot be served as it is
-    ├── RequestError                a client's mistake (4xx); `param` names the field
-    │   ├── InvalidValueError           400 invalid_value
-    │   ├── UnsupportedParameterError   400 unsupported_parameter
-    │   ├── InvalidSchemaError          400 invalid_json_schema
-    │   ├── ContextLengthError          400 context_length_exceeded
-    │   ├── AuthenticationError         401 invalid_api_key
-    │   ├── PermissionDeniedError       403
-    │   ├── NotFoundError               404
-    │   │   └── ModelNotFoundError          404 model_not_found
-    │   ├── ConflictError               409
-    │   ├── PayloadTooLargeError        413
-    │   └── QueueFullError              429 rate_limit_exceeded, Retry-After
-    └── ServerError                 ours (5xx)
-        ├── NotReadyError               503 while loading or draining, Retry-After
-        ├── RequestTimeoutError         504 a deadline passed
-        ├── EngineDeadError             503 the engine ended and the request cannot be replayed
-        └── StorageError                507 the store cannot be written
+JaxserveError
+├── ConfigError                 the operator's mistake: one line, a cause and a fix, exit code 2
+│   └── ModelLoadError          a checkpoint that cannot be served as it is
+├── RequestError                a client's mistake (4xx); `param` names the field
+│   ├── InvalidValueError           400 invalid_value
+│   ├── UnsupportedParameterError   400 unsupported_parameter
+│   ├── InvalidSchemaError          400 invalid_json_schema
+│   ├── ContextLengthError          400 context_length_exceeded
+│   ├── AuthenticationError         401 invalid_api_key
+│   ├── PermissionDeniedError       403
+│   ├── NotFoundError               404
+│   │   └── ModelNotFoundError          404 model_not_found
+│   ├── ConflictError               409
+│   ├── PayloadTooLargeError        413
+│   └── QueueFullError              429 rate_limit_exceeded, Retry-After
+└── ServerError                 ours (5xx)
+    ├── NotReadyError               503 while loading or draining, Retry-After
+    ├── RequestTimeoutError         504 a deadline passed
+    ├── EngineDeadError             503 the engine ended and the request cannot be replayed
+    └── StorageError                507 the store cannot be written
 """
 
 from typing import ClassVar

@@ -54,7 +54,13 @@ from jaxserve.errors import (
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_REPLAYS = 2  # a sequence that was live at more engine deaths than this is ended: it may be their cause
-RESTART_DELAYS = (0.0, 1.0, 5.0, 15.0, 30.0)  # seconds before each restart in a row; then the engine stays dead
+RESTART_DELAYS = (
+    0.0,
+    1.0,
+    5.0,
+    15.0,
+    30.0,
+)  # seconds before each restart in a row; then the engine stays dead
 STABLE_AFTER = 300.0  # seconds of service after which the restarts in a row are forgotten
 HEARTBEAT_LIMIT = 3.0  # seconds without a beat after which the engine does not count as alive
 
@@ -376,7 +382,13 @@ class AsyncEngine:
         if output.finish_reason is FinishReason.ERROR:
             self._end_with_error(live, _error_of(output))
             return
-        result = live.text.push(output)
+        try:
+            result = live.text.push(output)
+        except Exception as error:  # the boundary of one request: its text must not end the others
+            logger.exception("request %s failed", output.request_id)
+            self._link.send(Abort([output.request_id]))
+            self._end_with_error(live, ServerError(f"the output could not be decoded: {type(error).__name__}"))
+            return
         if result.finished:
             del self._live[output.request_id]
         if live.text.stopped_by_text:

@@ -40,7 +40,12 @@ class SequenceText:
     """Turns one sequence's tokens into text, and finds its stop strings."""
 
     def __init__(
-        self, request_id: str, index: int, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer
+        self,
+        request_id: str,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
     ) -> None:
         self.request_id = request_id
         self.index = index

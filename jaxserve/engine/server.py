@@ -104,6 +104,4 @@ class EngineServer:
 
 
 def _refusal(request_id: str, message: str, status: int) -> TokenOutput:
-    return TokenOutput(
-        request_id=request_id, finish_reason=FinishReason.ERROR, error=message, error_status=status
-    )
+    return TokenOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=message, error_status=status)

@@ -55,9 +55,7 @@ class ThreadLink:
     async def start(self) -> None:
         await self.stop()
         self._channel = QueueChannel(asyncio.get_running_loop())
-        self._thread = threading.Thread(
-            target=self._run, args=(self._channel,), name="jaxserve-engine", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(self._channel,), name="jaxserve-engine", daemon=True)
         self._thread.start()
 
     def _run(self, channel: QueueChannel) -> None:

@@ -1,0 +1,47 @@
+"""jaxserve: an LLM inference server in JAX. The public names; each is loaded when it is first used.
+
+`import jaxserve` alone imports no jax: the API process must start fast and holds no device.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.config import Config
+    from jaxserve.engine.async_engine import AsyncEngine
+    from jaxserve.engine.engine import Completion, Engine
+    from jaxserve.engine.output import RequestOutput
+    from jaxserve.engine.request import GrammarSpec, SamplingParams
+    from jaxserve.serving import launch_server
+
+__all__ = [
+    "AsyncEngine",
+    "Completion",
+    "Config",
+    "Engine",
+    "GrammarSpec",
+    "RequestOutput",
+    "SamplingParams",
+    "launch_server",
+]
+
+_HOMES = {
+    "AsyncEngine": "jaxserve.engine.async_engine",
+    "Completion": "jaxserve.engine.engine",
+    "Config": "jaxserve.config",
+    "Engine": "jaxserve.engine.engine",
+    "GrammarSpec": "jaxserve.engine.request",
+    "RequestOutput": "jaxserve.engine.output",
+    "SamplingParams": "jaxserve.engine.request",
+    "launch_server": "jaxserve.serving",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

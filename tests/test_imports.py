@@ -1,0 +1,111 @@
+"""The import direction: a module may import only rooms of a lower rank, or its own room. No jax where none belongs."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "jaxserve"
+
+# the longest matching prefix decides
+RANKS = {
+    "jaxserve": 90,
+    "jaxserve.errors": 0,
+    "jaxserve.config": 1,
+    "jaxserve.log": 5,
+    "jaxserve.metrics": 42,
+    "jaxserve.engine.request": 5,
+    "jaxserve.engine.messages": 6,
+    "jaxserve.engine.page_pool": 7,
+    "jaxserve.engine.radix_cache": 8,
+    "jaxserve.engine.scheduler": 9,
+    "jaxserve.text": 10,
+    "jaxserve.grammar": 11,
+    "jaxserve.store": 10,
+    "jaxserve.ops": 20,
+    "jaxserve.models": 25,
+    "jaxserve.runtime": 30,
+    "jaxserve.engine": 40,
+    "jaxserve.api": 50,
+    "jaxserve.bench": 60,
+    "jaxserve.cli": 70,
+}
+# what runs in the API process or in the scheduler never imports these
+HOST_ONLY = ("jaxserve.text", "jaxserve.grammar", "jaxserve.store", "jaxserve.api", "jaxserve.engine.request",
+             "jaxserve.engine.messages", "jaxserve.engine.page_pool", "jaxserve.engine.radix_cache",
+             "jaxserve.engine.scheduler", "jaxserve.engine.core", "jaxserve.engine.link",
+             "jaxserve.engine.async_engine", "jaxserve.engine.output", "jaxserve.config", "jaxserve.errors")  # fmt: skip
+DEVICE = ("jax", "flax", "jaxserve.ops", "jaxserve.models", "jaxserve.runtime")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = ["jaxserve", *path.relative_to(ROOT).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"relative import in {path}"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+
+
+def rank(module: str) -> int:
+    while module not in RANKS:
+        module = module.rpartition(".")[0]
+    return RANKS[module]
+
+
+def room(module: str) -> str:
+    while module not in RANKS:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def within(module: str, rooms: tuple[str, ...]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in rooms)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_imports_only_lower_rooms(module: str) -> None:
+    for target in imports(MODULES[module]):
+        if target.startswith("jaxserve") and room(target) != room(module):
+            assert rank(target) < rank(module), f"{module} imports {target}"
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if within(m, HOST_ONLY)))
+def test_host_code_imports_no_device_code(module: str) -> None:
+    for target in imports(MODULES[module]):
+        assert not within(target, DEVICE), f"{module} imports {target}"
+
+
+def test_no_cycles() -> None:
+    graph = {m: {t for t in imports(p) if t in MODULES and t != m} for m, p in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path, module])
+        if module not in done:
+            for target in graph[module]:
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("name", ["pickle", "dill", "cloudpickle", "shelve", "marshal", "torch"])
+def test_no_module_that_runs_data_as_code(name: str) -> None:
+    users = [module for module, path in MODULES.items() if any(within(t, (name,)) for t in imports(path))]
+    assert users == []
