@@ -1,0 +1,29 @@
+"""Strict JAX for every test, and the optional data that tests read from beside the repository."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+class SharedData:
+    """Public data that the project does not carry; a test that needs a missing file is skipped by name."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __truediv__(self, name: str) -> Path:
+        path = self._root / name
+        if not path.exists():
+            pytest.skip(f"needs {name} in the test data folder (JAXSERVE_TEST_DATA)")
+        return path
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> SharedData:
+    default = Path(__file__).parent.parent.parent / "shared" / "data"
+    return SharedData(Path(os.environ.get("JAXSERVE_TEST_DATA", default)))
