@@ -114,6 +114,9 @@ class ServerSection(Section):
     request_timeout: float | None = Field(None, gt=0, description="Seconds a request may take in all.")
     queue_timeout: float | None = Field(None, gt=0, description="Seconds a request may wait in the queue.")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds given to running requests on SIGTERM.")
+    watchdog_timeout: float = Field(
+        60.0, gt=1, description="Seconds without a heartbeat, or in one turn, after which the engine is restarted."
+    )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="Largest body but uploads; more is 413.")
     cors_origins: Names = Field((), description="Origins of browsers that may call; none: no CORS headers.")
     metrics_auth: bool = Field(False, description="Ask for the key on /metrics too.")

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from jaxserve.engine.async_engine import EngineStatus
 from jaxserve.engine.messages import EngineInfo
+from jaxserve.engine.supervisor import EngineStatus
 
 GIB = 2**30
 

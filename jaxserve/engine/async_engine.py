@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -27,20 +27,17 @@ from jaxserve.engine.link import EngineLink, ProcessLink
 from jaxserve.engine.messages import (
     Abort,
     Add,
-    Beat,
     Call,
     EngineInfo,
     EngineStats,
-    Failed,
     FromEngine,
     Located,
     Outputs,
-    Progress,
-    Ready,
     Reply,
 )
 from jaxserve.engine.output import RequestOutput, SequenceText
 from jaxserve.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from jaxserve.engine.supervisor import EngineStatus, Supervisor
 from jaxserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -54,30 +51,8 @@ from jaxserve.errors import (
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_REPLAYS = 2  # a sequence that was live at more engine deaths than this is ended: it may be their cause
-RESTART_DELAYS = (
-    0.0,
-    1.0,
-    5.0,
-    15.0,
-    30.0,
-)  # seconds before each restart in a row; then the engine stays dead
-STABLE_AFTER = 300.0  # seconds of service after which the restarts in a row are forgotten
-HEARTBEAT_LIMIT = 3.0  # seconds without a beat after which the engine does not count as alive
 
 logger = logging.getLogger(__name__)
-
-Phase = Literal["loading", "ready", "restarting", "draining", "dead"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """Where the engine is. `detail`, `done`, `total`, `unit` tell the progress of a start."""
-
-    phase: Phase
-    detail: str = ""
-    done: int = 0
-    total: int = 0
-    unit: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +71,15 @@ class AsyncEngine:
 
     def __init__(self, config: Config, link: EngineLink | None = None) -> None:
         self.config = config
-        self.status = EngineStatus("loading")
-        self.restarts = 0
-        self.failure: ConfigError | None = None  # why the first start failed
         self._link = link or ProcessLink(config)
+        self._supervisor = Supervisor(
+            self._link,
+            watchdog=config.server.watchdog_timeout,
+            on_message=self._handle,
+            on_ready=self._became_ready,
+            on_death=self._fail_calls,
+            on_end=self._fail_all,
+        )
         self._info: EngineInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._stats = EngineStats()
@@ -107,17 +87,12 @@ class AsyncEngine:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._seeds = random.Random(config.runtime.random_seed)
-        self._task: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()  # set and replaced at every change of status
-        self._last_beat = 0.0
-        self._busy_seconds = 0.0
-        self._stopping = False
 
     # -- life ----------------------------------------------------------------------------------------------
 
     async def start(self, *, wait: bool = True) -> None:
         """Start the engine; with `wait`, return when it is ready. Raises ConfigError if it cannot start."""
-        self._task = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        self._supervisor.start()
         if wait:
             await self.wait_ready()
 
@@ -126,16 +101,15 @@ class AsyncEngine:
         while self.status.phase != "ready":
             if self.status.phase == "dead":
                 raise self.failure or EngineDeadError(self.status.detail)
-            await self._changed.wait()
+            await self.next_status()
 
     async def next_status(self) -> EngineStatus:
         """The status after its next change."""
-        await self._changed.wait()
-        return self.status
+        return await self._supervisor.next_status()
 
     def drain(self) -> None:
         """Refuse new requests from now on; running ones go on."""
-        self._set_status(EngineStatus("draining"))
+        self._supervisor.set_status(EngineStatus("draining"))
 
     async def drained(self, timeout: float) -> bool:
         """Wait until no request is live, at most `timeout` seconds; whether none is."""
@@ -146,12 +120,7 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """End the engine. Live requests end with EngineDeadError."""
-        self._stopping = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self._link.stop()
-        self._set_status(EngineStatus("dead", "stopped"))
+        await self._supervisor.stop()
         self._fail_all(EngineDeadError("the server stopped"))
 
     # -- what it is ----------------------------------------------------------------------------------------
@@ -170,10 +139,22 @@ class AsyncEngine:
         return self._tokenizer
 
     @property
+    def status(self) -> EngineStatus:
+        return self._supervisor.status
+
+    @property
+    def failure(self) -> ConfigError | None:
+        """Why a start failed: a mistake of the operator, with its fix."""
+        return self._supervisor.failure
+
+    @property
+    def restarts(self) -> int:
+        return self._supervisor.restarts
+
+    @property
     def alive(self) -> bool:
-        """Ready, and its process beat within the last seconds (a thread needs no beat: it lives as we do)."""
-        ticking = time.monotonic() - self._last_beat < HEARTBEAT_LIMIT or not isinstance(self._link, ProcessLink)
-        return self.status.phase == "ready" and ticking
+        """The engine is ready and ticks."""
+        return self._supervisor.alive
 
     @property
     def num_live(self) -> int:
@@ -309,33 +290,6 @@ class AsyncEngine:
 
     # -- messages from the engine --------------------------------------------------------------------------
 
-    async def _supervise(self) -> None:
-        """Run the engine, and run it again after a death, until it is stopped or dies too often."""
-        delays = iter(RESTART_DELAYS)
-        while True:
-            ready_at = time.monotonic()
-            try:
-                await self._link.start()
-                while True:
-                    self._handle(await self._link.receive())
-            except EngineDeadError as error:
-                logger.error("%s", error)
-                if time.monotonic() - ready_at > STABLE_AFTER:
-                    delays = iter(RESTART_DELAYS)
-                delay = next(delays, None)
-                if self._info is None or delay is None:
-                    self._give_up(str(error))
-                    return
-            self.restarts += 1
-            self._set_status(EngineStatus("restarting", "the engine died"))
-            self._fail_calls(EngineDeadError("the engine died"))
-            await asyncio.sleep(delay)
-
-    def _give_up(self, reason: str) -> None:
-        detail = str(self.failure) if self.failure is not None else reason
-        self._set_status(EngineStatus("dead", detail))
-        self._fail_all(EngineDeadError(f"the engine is dead: {detail}"))
-
     def _handle(self, message: FromEngine) -> None:
         match message:
             case Outputs(outputs, stats):
@@ -343,27 +297,14 @@ class AsyncEngine:
                     self._deliver(output)
                 if stats is not None:
                     self._stats = stats
-            case Beat():
-                self._last_beat = time.monotonic()
-                self._busy_seconds = message.busy_seconds
             case Located(_, tokenizer_dir):
                 if self._tokenizer is None:
-                    template = self.config.model.chat_template
-                    self._tokenizer = Tokenizer.from_directory(tokenizer_dir, chat_template=template)
-            case Progress(phase, done, total, unit):
-                loading: Phase = "loading" if self._info is None else "restarting"
-                self._set_status(EngineStatus(loading, phase, done, total, unit))
-            case Ready(info):
-                self._became_ready(info)
-            case Failed():
-                self.failure = ConfigError(message.message, fix=message.fix)
+                    self._tokenizer = Tokenizer.from_directory(tokenizer_dir)
             case Reply(call_id, result, error):
                 self._reply(call_id, result, error)
 
     def _became_ready(self, info: EngineInfo) -> None:
         self._info = info
-        self._last_beat = time.monotonic()
-        self._set_status(EngineStatus("ready"))
         for live in list(self._live.values()):
             self._replay(live)
 
@@ -417,11 +358,6 @@ class AsyncEngine:
             future.set_result(result)
         else:
             future.set_exception(InvalidValueError(error))
-
-    def _set_status(self, status: EngineStatus) -> None:
-        self.status = status
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:

@@ -71,7 +71,7 @@ class Engine:
         core, info = build_engine(self.config, self._on_message)
         self.core: EngineCore = core
         self.info: EngineInfo = info
-        self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir, chat_template=self.config.model.chat_template)
+        self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir)
         self._sequences: dict[str, SequenceText] = {}
         self._ids = itertools.count()
 

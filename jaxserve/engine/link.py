@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -25,12 +26,21 @@ STOP_TIMEOUT = 5.0  # seconds a child is given to end by itself
 class EngineLink(Protocol):
     """A way to reach one engine. After EngineDeadError it can be started again."""
 
+    @property
+    def beats(self) -> bool:
+        """Whether the engine sends Beat messages."""
+        ...
+
     async def start(self) -> None: ...
 
     def send(self, message: ToEngine) -> None: ...
 
     async def receive(self) -> FromEngine:
         """The next message. Raises EngineDeadError when the engine is gone and no message is left."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Ask the engine to write the stacks of its threads to its log."""
         ...
 
     def kill(self) -> None:
@@ -42,6 +52,8 @@ class EngineLink(Protocol):
 
 class ProcessLink:
     """An engine in a child process."""
+
+    beats = True
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -98,6 +110,10 @@ class ProcessLink:
                 return decode_from_engine(await frame)
             except MessageError:
                 continue
+
+    def dump_stacks(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
-from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.detokenizer import make_detokenizer
+from jaxserve.text.patterns import compile_pattern
 from jaxserve.text.stop import StopChecker
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -55,13 +56,13 @@ class SequenceText:
         self._params = params
         self._num_prompt_tokens = len(prompt_token_ids)
         self._num_cached_tokens = 0
-        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
-        has_stops = bool(params.stop or params.stop_regex)
-        self._stops = (
-            StopChecker(params.stop, include=params.include_stop_str_in_output, regexes=params.stop_regex)
-            if has_stops
-            else None
+        self._detokenizer = make_detokenizer(
+            tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
+        self._stops: StopChecker | None = None
+        if params.stop or params.stop_regex:
+            patterns = [compile_pattern(source) for source in params.stop_regex]
+            self._stops = StopChecker(params.stop, patterns, include=params.include_stop_str_in_output)
 
     def push(self, output: TokenOutput) -> RequestOutput:
         """The next tokens of the sequence. After a stop string the rest of `output` is dropped."""
@@ -97,7 +98,8 @@ class SequenceText:
                 result.text += self._detokenizer.flush()
             return len(output.token_ids), None
         for used, token_id in enumerate(shown, 1):
-            text, matched = self._stops.push(self._detokenizer.push([token_id]))
+            early = len(self.output_token_ids) + used <= self._params.min_tokens
+            text, matched = self._stops.push(self._detokenizer.push([token_id]), ignore=early)
             result.text += text
             if matched is not None:
                 return used, matched

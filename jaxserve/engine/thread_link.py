@@ -46,6 +46,8 @@ class QueueChannel:
 class ThreadLink:
     """An EngineLink to a thread. `build` makes the engine; tests pass one with a fake runner."""
 
+    beats = False
+
     def __init__(self, config: Config, build: Build | None = None) -> None:
         self._config = config
         self._build = build
@@ -79,6 +81,9 @@ class ThreadLink:
         if message is None:
             raise EngineDeadError("the engine thread ended")
         return message
+
+    def dump_stacks(self) -> None:
+        """Its stacks are this process's own."""
 
     def kill(self) -> None:
         """A thread cannot be killed; it is asked to stop."""
