@@ -148,12 +148,12 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 def decode_to_engine(frame: bytes) -> ToEngine:
     try:
         return _TO_ENGINE.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise MessageError(f"no message to the engine: {error}") from None
 
 
 def decode_from_engine(frame: bytes) -> FromEngine:
     try:
         return _FROM_ENGINE.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise MessageError(f"no message from the engine: {error}") from None
