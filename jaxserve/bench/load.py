@@ -1,0 +1,146 @@
+"""The load generator: sends a workload to any OpenAI-compatible server and times every token.
+
+Speaks HTTP and server-sent events only, so that the same client measures jaxserve and its peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx2
+import orjson
+
+from jaxserve.bench.workload import LoadRequest
+from jaxserve.errors import ConfigError
+
+TIMEOUT = 600.0  # seconds without a byte
+
+
+@dataclass(slots=True)
+class Timing:
+    """What one request saw, in seconds since the start of the run."""
+
+    sent: float
+    token_times: list[float] = field(default_factory=list)  # of each chunk that brought text
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    ended: float = 0.0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first."""
+        if self.output_tokens < 2 or not self.token_times:
+            return None
+        return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The server under load."""
+
+    base_url: str  # without /v1
+    model: str
+    api_key: str | None = None
+    chat: bool = False
+    ignore_eos: bool = True
+
+
+async def find_model(base_url: str, api_key: str | None = None) -> str:
+    """The first model that the server serves."""
+    async with httpx2.AsyncClient(headers=_headers(api_key)) as client:
+        try:
+            reply = await client.get(f"{base_url}/v1/models")
+            return str(reply.json()["data"][0]["id"])
+        except (httpx2.HTTPError, KeyError, ValueError) as error:
+            raise ConfigError(f"no OpenAI-compatible server at {base_url}: {error}") from None
+
+
+async def run_load(
+    target: Target,
+    requests: list[LoadRequest],
+    *,
+    concurrency: int | None,
+    on_done: Callable[[Timing], None] = lambda timing: None,
+) -> tuple[list[Timing], float]:
+    """Send all requests, at most `concurrency` at once and not before their time; timings and seconds in all."""
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    gate = asyncio.Semaphore(concurrency or len(requests) or 1)
+    start = time.perf_counter()
+
+    async with httpx2.AsyncClient(limits=limits, timeout=TIMEOUT, headers=_headers(target.api_key)) as client:
+
+        async def one(request: LoadRequest) -> Timing:
+            if request.at is not None:
+                await asyncio.sleep(max(0.0, request.at - (time.perf_counter() - start)))
+            async with gate:
+                timing = await _send(client, target, request, start)
+            on_done(timing)
+            return timing
+
+        timings = await asyncio.gather(*(one(request) for request in requests))
+    return list(timings), time.perf_counter() - start
+
+
+async def _send(client: httpx2.AsyncClient, target: Target, request: LoadRequest, start: float) -> Timing:
+    timing = Timing(sent=time.perf_counter() - start)
+    route = "/v1/chat/completions" if target.chat else "/v1/completions"
+    try:
+        async with client.stream("POST", target.base_url + route, json=_body(target, request)) as reply:
+            if reply.status_code != 200:
+                timing.error = f"{reply.status_code}: {(await reply.aread())[:200]!r}"
+            else:
+                await _read_events(reply, timing, start)
+    except httpx2.HTTPError as error:
+        timing.error = f"{type(error).__name__}: {error}"
+    timing.ended = time.perf_counter() - start
+    if timing.error is None and not timing.token_times:
+        timing.error = "no token came"
+    return timing
+
+
+async def _read_events(reply: httpx2.Response, timing: Timing, start: float) -> None:
+    async for line in reply.aiter_lines():
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        now = time.perf_counter() - start
+        event = orjson.loads(line[6:])
+        if "error" in event:
+            timing.error = str(event["error"].get("message"))
+        for choice in event.get("choices", ()):
+            text = choice.get("text") or choice.get("delta", {}).get("content")
+            if text or choice.get("finish_reason"):
+                timing.token_times.append(now)
+        if usage := event.get("usage"):
+            timing.output_tokens = usage["completion_tokens"]
+            timing.prompt_tokens = usage["prompt_tokens"]
+
+
+def _body(target: Target, request: LoadRequest) -> dict[str, object]:
+    body: dict[str, object] = {
+        "model": target.model,
+        "max_tokens": request.max_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if target.ignore_eos:
+        body["ignore_eos"] = True
+    if target.chat:
+        return body | {"messages": [{"role": "user", "content": request.prompt}]}
+    return body | {"prompt": request.prompt}
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}

@@ -1,0 +1,29 @@
+"""A picture of a run: time to first token and time per output token over the run. Needs the extra `bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.bench.load import Timing
+from jaxserve.errors import ConfigError
+
+
+def plot(timings: Sequence[Timing], path: Path) -> None:
+    """Write a PNG. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional dependency
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib", fix="pip install 'jaxserve[bench]'") from None
+    good = [t for t in timings if t.error is None]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for axis, name, values in zip(
+        figure.subplots(1, 2),
+        ("time to first token, ms", "time per output token, ms"),
+        ([t.ttft for t in good], [t.tpot or 0.0 for t in good]),
+        strict=True,
+    ):
+        axis.plot([t.sent for t in good], [value * 1e3 for value in values], ".")
+        axis.set_xlabel("sent at, s")
+        axis.set_ylabel(name)
+    figure.savefig(path)

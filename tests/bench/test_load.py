@@ -1,0 +1,86 @@
+"""The load generator against a small real server: what it times and counts, and what it says of failures."""
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve.bench.load import Target, Timing, find_model, run_load
+from jaxserve.bench.report import summarize, table
+from jaxserve.bench.workload import LoadRequest
+from jaxserve.errors import ConfigError
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Streams as many chunks as max_tokens asks for; refuses a prompt "bad"."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        self._reply(200, json.dumps({"data": [{"id": "m"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["stream"] and body["ignore_eos"] and body["model"] == "m"
+        if body["prompt"] == "bad":
+            self._reply(400, b'{"error": {"message": "no"}}')
+            return
+        events = [{"choices": [{"text": "x", "finish_reason": None}]}] * body["max_tokens"]
+        events.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"], "prompt_tokens": 3}})
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        self._reply(200, text.encode())
+
+    def _reply(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_every_request_is_counted(url: str) -> None:
+    assert asyncio.run(find_model(url)) == "m"
+    requests = [LoadRequest("a", None, n) for n in (1, 2, 5)] + [LoadRequest("bad", None, 1)]
+    done: list[Timing] = []
+    timings, seconds = asyncio.run(run_load(Target(url, "m"), requests, concurrency=2, on_done=done.append))
+    report = summarize(timings, seconds, ttft_limit=60.0)
+    assert (report.completed, report.failed, report.output_tokens, report.prompt_tokens) == (3, 1, 8, 9)
+    assert report.first_error is not None and report.first_error.startswith("400")
+    assert report.goodput == pytest.approx(report.request_rate)
+    assert len(done) == 4
+    assert "failed 1" in table(report)
+
+
+def test_a_limit_that_none_keeps_means_no_goodput(url: str) -> None:
+    timings, seconds = asyncio.run(run_load(Target(url, "m"), [LoadRequest("a", None, 3)], concurrency=None))
+    assert summarize(timings, seconds, ttft_limit=0.0).goodput == 0
+
+
+def test_no_server_is_said(url: str) -> None:
+    with pytest.raises(ConfigError, match="no OpenAI-compatible server"):
+        asyncio.run(find_model("http://127.0.0.1:9"))
+
+
+def test_figures_are_arithmetic() -> None:
+    timing = Timing(sent=1.0, token_times=[1.5, 1.6, 1.9], output_tokens=3, prompt_tokens=2, ended=2.0)
+    report = summarize([timing], 2.0)
+    assert report.ttft_ms is not None and report.tpot_ms is not None and report.itl_ms is not None
+    assert report.ttft_ms.median == 500.0
+    assert report.tpot_ms.mean == pytest.approx(200.0)
+    assert report.itl_ms.max == pytest.approx(300.0)
+    assert report.output_rate == 1.5
+    assert report.goodput is None
