@@ -1,0 +1,56 @@
+"""Linear layers: x @ W.T in the form that XLA runs best on the platform at hand.
+
+Weights stand as in the checkpoint, [out, in]. Measurements behind the choice: BENCHMARKS.md, "Linear layers on CPU".
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T beats x @ W.T on CPU, which repacks W at every call
+
+
+def linear(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    deterministic: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """x [T, in] times w [*out, in], plus bias [*out]: [T, *out] in `out_dtype` (default: x's dtype).
+
+    The form follows the platform that the program is lowered for and the static number of rows T. With
+    `deterministic` a row's result depends on nothing but that row, given the compiler options of
+    runtime.compiler: one form for all T, and never the kernel for a single row, which sums in another order.
+    """
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    if deterministic:
+        y = _at_least_two_rows(x, w, out_dtype)
+    elif x.shape[0] <= WEIGHT_FIRST_ROWS:
+        on_cpu, elsewhere = partial(_weight_first, out_dtype=out_dtype), partial(_plain, out_dtype=out_dtype)
+        y = lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere)
+    else:
+        y = _plain(x, w, out_dtype)
+    return y if bias is None else y + bias.astype(out_dtype)[None]
+
+
+def _plain(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    contract = (((1,), (w.ndim - 1,)), ((), ()))
+    return lax.dot_general(x, w, contract, preferred_element_type=out_dtype)
+
+
+def _weight_first(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    contract = (((w.ndim - 1,), (1,)), ((), ()))
+    y = lax.dot_general(w, x, contract, preferred_element_type=out_dtype)
+    return jnp.moveaxis(lax.optimization_barrier(y), -1, 0)  # without the barrier XLA turns it back into x @ W.T
+
+
+def _at_least_two_rows(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    padded = jnp.pad(x, ((0, max(0, 2 - x.shape[0])), (0, 0)))
+    return _plain(padded, w, out_dtype)[: x.shape[0]]

@@ -1,0 +1,137 @@
+"""Ragged batches for the attention tests, and an oracle that shares nothing with the package: dense numpy, float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch by its rows (q_len, kv_len) and a layer by its sizes. `id` names the test."""
+
+    id: str
+    rows: tuple[tuple[int, int], ...]
+    num_kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: str = "float32"
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    decode_only: bool = False
+    padding: int = 0  # tokens behind the last row
+    wide_table: int = 3  # columns of the page table behind the longest row
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.head_dim**-0.5, self.num_kv_heads, self.window, self.soft_cap)
+
+
+@dataclass(frozen=True)
+class Batch:
+    case: Case
+    q: np.ndarray  # [T, N, D] float32
+    contexts: list[tuple[np.ndarray, np.ndarray]]  # per row k, v [kv_len, KH, D] float32
+    metadata: AttentionMetadata
+    sinks: np.ndarray | None
+    num_pages: int
+    all_slots: np.ndarray = field(repr=False)  # [sum of kv_lens] slot of each context token, rows in order
+
+
+def make_batch(case: Case, seed: int = 0) -> Batch:
+    """Random contents; pages in random order; table entries behind a row's context point at pages of NaN or nowhere."""
+    rng = np.random.default_rng(seed)
+    q_lens = np.array([q for q, _ in case.rows], np.int32)
+    kv_lens = np.array([kv for _, kv in case.rows], np.int32)
+    used = -(-kv_lens // case.page_size)
+    num_pages = int(used.sum()) + 4
+    table = np.full((len(case.rows), int(used.max(initial=0)) + case.wide_table), num_pages - 1, np.int32)
+    table[:, -1] = 10**6
+    order = rng.permutation(num_pages - 4)
+    slots, contexts = [], []
+    for row, kv_len in enumerate(kv_lens):
+        pages, order = order[: used[row]], order[used[row] :]
+        table[row, : used[row]] = pages
+        slots.append((pages[:, None] * case.page_size + np.arange(case.page_size)).reshape(-1)[:kv_len])
+        contexts.append(tuple(rng.standard_normal((2, kv_len, case.num_kv_heads, case.head_dim), np.float32)))
+    tokens = len(case.rows) if case.decode_only else int(q_lens.sum()) + case.padding
+    positions = np.zeros(tokens, np.int32)
+    step_slots = np.full(tokens, num_pages * case.page_size, np.int32)
+    starts = np.arange(len(case.rows) + 1) if case.decode_only else np.concatenate([[0], np.cumsum(q_lens)])
+    for row, (q_len, kv_len) in enumerate(case.rows):
+        own = slice(starts[row], starts[row] + q_len)
+        positions[own] = np.arange(kv_len - q_len, kv_len)
+        step_slots[own] = slots[row][kv_len - q_len :]
+    metadata = AttentionMetadata(
+        page_table=jnp.asarray(table),
+        cu_q_lens=jnp.asarray(starts, jnp.int32),
+        kv_lens=jnp.asarray(kv_lens),
+        positions=jnp.asarray(positions),
+        slot_mapping=jnp.asarray(step_slots),
+        decode_only=case.decode_only,
+    )
+    q = rng.standard_normal((tokens, case.num_heads, case.head_dim), np.float32)
+    sinks = rng.standard_normal(case.num_heads).astype(np.float32) if case.sinks else None
+    return Batch(case, q, contexts, metadata, sinks, num_pages, np.concatenate(slots).astype(np.int32))
+
+
+def filled_cache(backend: Backend, batch: Batch) -> jax.Array:
+    """A pool of NaN, but for the contexts of the batch, written by the backend."""
+    case = batch.case
+    shape = backend.cache_shape(batch.num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+    cache = jnp.full(shape, jnp.nan, case.dtype)
+    k, v = (np.concatenate([context[half] for context in batch.contexts]) for half in (0, 1))
+    return backend.write(cache, jnp.asarray(k), jnp.asarray(v), jnp.asarray(batch.all_slots))
+
+
+def run(backend: Backend, batch: Batch) -> np.ndarray:
+    sinks = None if batch.sinks is None else jnp.asarray(batch.sinks)
+    q = jnp.asarray(batch.q).astype(batch.case.dtype)
+    attend = jax.jit(backend.attend, static_argnums=3)
+    out = attend(q, filled_cache(backend, batch), batch.metadata, batch.case.spec, sinks)
+    assert out.dtype == q.dtype and out.shape == q.shape
+    return np.asarray(out.astype(jnp.float32))
+
+
+def expected(batch: Batch) -> np.ndarray:
+    """Dense softmax attention of each row, float64, on inputs rounded to the case's dtype."""
+    out = np.zeros(batch.q.shape, np.float64)
+    starts = np.asarray(batch.metadata.cu_q_lens)
+    for row, (q_len, kv_len) in enumerate(batch.case.rows):
+        k, v = (_rounded(half, batch.case.dtype) for half in batch.contexts[row])
+        for i in range(q_len if kv_len else 0):
+            token = starts[row] + i
+            q = _rounded(batch.q[token], batch.case.dtype)
+            out[token] = _dense(batch.case, q, k, v, kv_len - q_len + i, batch.sinks)
+    return out
+
+
+def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    return np.asarray(jnp.asarray(x).astype(dtype).astype(jnp.float32)).astype(np.float64)
+
+
+def _dense(
+    case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, sinks: np.ndarray | None
+) -> np.ndarray:
+    first = 0 if case.window is None else max(0, position - case.window + 1)
+    out = np.empty_like(q)
+    for head in range(case.num_heads):
+        keys, values = (half[first : position + 1, head // case.group] for half in (k, v))
+        scores = keys @ q[head] / np.sqrt(case.head_dim)
+        if case.soft_cap is not None:
+            scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+        weights = np.exp(scores)
+        denominator = weights.sum() + (0 if sinks is None else np.exp(np.float64(sinks[head])))
+        out[head] = weights @ values / denominator
+    return out

@@ -1,0 +1,131 @@
+"""One body for all attention backends against dense numpy: ragged rows around page and tile edges, every option."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.ops.paged_attention.reference import ReferenceBackend
+from jaxserve.ops.paged_attention.xla import XlaBackend
+from tests.ops.attention_cases import Case, expected, filled_cache, make_batch, run
+
+BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend(), "xla": XlaBackend()}
+EDGES = ((1, 1), (1, 15), (1, 16), (0, 0), (1, 17), (1, 255), (1, 256), (1, 257), (1, 300))
+MIXED = ((1, 40), (1, 1), (0, 0), (5, 5), (17, 33), (70, 300), (64, 64), (2, 258), (1, 256))
+
+CASES = [
+    Case("decode-edges", EDGES, decode_only=True),
+    Case("decode-bfloat16", EDGES, decode_only=True, dtype="bfloat16"),
+    Case("decode-all-empty", ((0, 0), (0, 0)), decode_only=True),
+    Case("decode-multi-head", ((1, 20), (1, 40)), num_kv_heads=4, group=1, head_dim=80, decode_only=True),
+    Case("decode-group-7", ((1, 33), (1, 257)), group=7, head_dim=128, decode_only=True),
+    Case(
+        "decode-group-8-page-128",
+        ((1, 127), (1, 129), (0, 0)),
+        num_kv_heads=1,
+        group=8,
+        page_size=128,
+        decode_only=True,
+    ),
+    Case("decode-window", EDGES, window=20, decode_only=True),
+    Case("decode-window-soft-cap-sinks", EDGES, window=200, soft_cap=5.0, sinks=True, decode_only=True),
+    Case("mixed", MIXED, padding=9),
+    Case("mixed-bfloat16", MIXED, dtype="bfloat16", padding=3),
+    Case("mixed-window", MIXED, window=24),
+    Case("mixed-wide-window", ((3, 600), (140, 700)), window=300, num_kv_heads=1, head_dim=16),
+    Case("mixed-soft-cap-sinks", MIXED, soft_cap=3.0, sinks=True, padding=5),
+    Case("mixed-head-256", ((1, 30), (9, 20)), group=4, head_dim=256),
+    Case("mixed-head-96-page-128", ((1, 130), (130, 140)), group=1, head_dim=96, page_size=128),
+    Case("chunk-before-single", ((3, 3), (1, 20), (2, 9), (1, 5))),
+    Case("prefill-only", ((65, 65),), group=4, num_kv_heads=1, head_dim=80),
+    Case("padding-only", ((0, 0), (0, 0)), padding=4),
+]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_dense_attention(case: Case, name: str) -> None:
+    batch = make_batch(case)
+    got = run(BACKENDS[name], batch)
+    tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(got, expected(batch), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_padding_and_empty_rows_are_zero(name: str) -> None:
+    case = Case("", ((1, 7), (0, 0), (3, 9)), padding=5, sinks=True)
+    out = run(BACKENDS[name], make_batch(case))
+    assert np.all(out[4:] == 0) and np.all(out[:4] != 0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rows_do_not_depend_on_the_page_table_width(name: str) -> None:
+    narrow = Case("", ((1, 40), (6, 50)), wide_table=1)
+    wide = Case("", narrow.rows, wide_table=90)
+    got = [run(BACKENDS[name], make_batch(case)) for case in (narrow, wide)]
+    # The oracle sums over the whole width, in an order that follows it.
+    tolerance = 1e-6 if name == "reference" else 0
+    np.testing.assert_allclose(*got, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_write_drops_what_has_no_slot(name: str) -> None:
+    backend = BACKENDS[name]
+    cache = jnp.zeros(backend.cache_shape(3, 4, 2, 8))
+    tokens = np.arange(4 * 2 * 8, dtype=np.float32).reshape(4, 2, 8) + 1
+    written = backend.write(
+        cache, jnp.asarray(tokens), jnp.asarray(-tokens), jnp.asarray([11, 12, 2, 10**6], jnp.int32)
+    )
+    pages = np.asarray(backend.export_pages(written, jnp.arange(3, dtype=jnp.int32), 2)).reshape(12, 2, 2, 8)
+    assert np.array_equal(pages[11, :, 0], tokens[0]) and np.array_equal(pages[11, :, 1], -tokens[0])
+    assert np.array_equal(pages[2, :, 0], tokens[2])
+    assert np.count_nonzero(np.any(pages != 0, axis=(1, 2, 3))) == 2
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_pages_have_one_common_form(name: str) -> None:
+    """Exported pages are the same from every backend, and come back in at other places."""
+    batch = make_batch(Case("", ((1, 30), (1, 45)), decode_only=True))
+    backend, cache = BACKENDS[name], filled_cache(BACKENDS[name], batch)
+    ids = jnp.asarray([2, 0, 1], jnp.int32)
+    pages = backend.export_pages(cache, ids, 2)
+    reference = BACKENDS["reference"]
+    np.testing.assert_array_equal(pages, reference.export_pages(filled_cache(reference, batch), ids, 2))
+    target = jnp.asarray([0, 10**6, 2], jnp.int32)
+    moved = backend.export_pages(backend.import_pages(cache, target, pages), jnp.asarray([0, 2], jnp.int32), 2)
+    np.testing.assert_array_equal(moved, pages[np.array([0, 2])])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_step_writes_in_place(name: str) -> None:
+    """Write and attend compile to a program whose cache output is its cache input, without a copy of it."""
+    backend, batch = BACKENDS[name], make_batch(Case("", ((1, 40), (1, 20)), decode_only=True))
+    case, metadata = batch.case, batch.metadata
+    cache = jax.ShapeDtypeStruct(
+        backend.cache_shape(4096, case.page_size, case.num_kv_heads, case.head_dim), jnp.float32
+    )
+    new = jax.ShapeDtypeStruct((2, case.num_kv_heads, case.head_dim), jnp.float32)
+
+    def step(cache, q, k, v, metadata):
+        cache = backend.write(cache, k, v, metadata.slot_mapping)
+        return cache, backend.attend(q, cache, metadata, case.spec)
+
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, batch.q, new, new, metadata).compile()
+    memory = compiled.memory_analysis()
+    size = int(np.prod(cache.shape)) * 4
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 8
+
+
+def test_auto_takes_the_best_of_the_platform() -> None:
+    assert get_backend("auto", "cpu").name == "xla"
+
+
+def test_explicit_backend_that_cannot_serve_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="triton"):
+        get_backend("triton", "cpu")
