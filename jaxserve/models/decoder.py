@@ -1,0 +1,160 @@
+"""The frame of every causal language model: embedding, layers, final norm, head.
+
+Owns the walk over the layers and the model's call. A family gives the layer (`make_layer`) and nothing else.
+Knows no cache layout, backend or request: attention is a function that the caller passes in.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.config import AttentionLayer, ModelConfig
+from jaxserve.models.layers import (
+    MLP,
+    AttendFn,
+    Attention,
+    Cache,
+    Embed,
+    Linear,
+    LinearFn,
+    RMSNorm,
+    RopeTable,
+)
+from jaxserve.models.rope import rope_table
+from jaxserve.ops.linear import linear as default_linear
+
+
+class AttendLayer(Protocol):
+    """What the caller of a model passes: `AttendFn` with the index of a layer before it.
+
+    The index is that of the first layer of the same kind (equal static description), because layers of one kind are
+    traced once: take from it the spec, never the cache, which is an argument. It is traced under a nested jit: pure.
+    """
+
+    def __call__(
+        self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]: ...
+
+
+class Layer(nnx.Module):
+    """What the frame asks of a family's decoder layer."""
+
+    @abstractmethod
+    def __call__(
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+    ) -> tuple[jax.Array, Cache]:
+        """x [T, D] -> (x [T, D], cache)."""
+
+
+class PreNormLayer(Layer):
+    """x + attention(norm(x)), then x + mlp(norm(x)): Llama and its many relatives."""
+
+    def __init__(self, config: ModelConfig, spec: AttentionLayer, dtype: jnp.dtype) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.self_attn = Attention(config, spec, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.mlp = MLP(config, dtype)
+
+    def __call__(
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+    ) -> tuple[jax.Array, Cache]:
+        out, cache = self.self_attn(self.input_layernorm(x), rope, cache, attend, linear)
+        x = x + out
+        return x + self.mlp(self.post_attention_layernorm(x), linear), cache
+
+
+class Decoder(nnx.Module):
+    """The part that checkpoints call `model`."""
+
+    def __init__(self, config: ModelConfig, layers: Sequence[Layer], dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embed_tokens = Embed(config, dtype)
+        self.layers = nnx.List(layers)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        caches: Sequence[Cache],
+        attend: AttendLayer,
+        linear: LinearFn,
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
+        """x [T, D] at int32 positions [T] -> (normed hidden [T, D], the caches, one a layer)."""
+        rope = rope_table(self.config.rope, positions)
+        x, new_caches = run_layers(self.layers, x, [rope] * len(caches), caches, attend, linear)
+        return self.norm(x), new_caches
+
+
+def run_layers(
+    layers: Sequence[Layer],
+    x: jax.Array,
+    tables: Sequence[RopeTable | None],
+    caches: Sequence[Cache],
+    attend: AttendLayer,
+    linear: LinearFn,
+) -> tuple[jax.Array, tuple[Cache, ...]]:
+    """Every layer in turn. Layers of equal static description share one trace and one lowering: a nested jit, keyed
+    by the layer's graphdef, which takes a quarter off the start of a 32-layer model; XLA inlines the calls."""
+    assert len(layers) == len(tables) == len(caches), (len(layers), len(tables), len(caches))
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def call(
+        graphdef: nnx.GraphDef, index: int, state: nnx.State, x: jax.Array, rope: RopeTable | None, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        layer = nnx.merge(graphdef, state)
+        return layer(x, rope, cache, functools.partial(attend, index), linear)
+
+    first_of_kind: dict[nnx.GraphDef, int] = {}
+    new_caches = []
+    for index, (layer, table, cache) in enumerate(zip(layers, tables, caches, strict=True)):
+        graphdef, state = nnx.split(layer)
+        x, cache = call(graphdef, first_of_kind.setdefault(graphdef, index), state, x, table, cache)
+        new_caches.append(cache)
+    return x, tuple(new_caches)
+
+
+class CausalLM(nnx.Module):
+    """A causal language model. Subclasses are final and give `make_layer`.
+
+    Built under `nnx.eval_shape` (then it holds shapes only), filled by the loader or by `LoadedModel.bind`.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        layers = [self.make_layer(config, spec, dtype) for spec in config.attention_layers]
+        self.model = Decoder(config, layers, dtype)
+        size = config.vocab_size, config.hidden_size
+        self.lm_head = None if config.tie_word_embeddings else Linear(size, ("vocab", "embed"), dtype)
+
+    @classmethod
+    @abstractmethod
+    def make_layer(cls, config: ModelConfig, spec: AttentionLayer, dtype: jnp.dtype) -> Layer:
+        """One decoder layer of the family."""
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        caches: Sequence[Cache],
+        attend: AttendLayer,
+        linear: LinearFn = default_linear,
+    ) -> tuple[jax.Array, tuple[Cache, ...]]:
+        """int32 [T] tokens at int32 [T] positions -> (hidden [T, D] after the final norm, caches, one a layer)."""
+        return self.model(self.embed(token_ids), positions, caches, attend, linear)
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """int32 [T] -> [T, D], as the first layer takes it."""
+        return self.model.embed_tokens(token_ids)
+
+    def logits(self, hidden: jax.Array, linear: LinearFn = default_linear) -> jax.Array:
+        """hidden [R, D] -> float32 [R, V]."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return linear(hidden, head.weight[...], out_dtype=jnp.dtype(jnp.float32))

@@ -1,0 +1,78 @@
+"""How parameters are declared: shape, logical axes, first value, and the checkpoint tensors that they are made of.
+
+Owns `param` and `Part`, and reads them back from a module as `ParamSpec`s. Knows no model, file or mesh.
+
+A parameter has the checkpoint's name, except a fused one, which names its parts. A part is a checkpoint tensor that is
+reshaped to `view` and fills the rectangle [start, start + view) of the parameter:
+
+    qkv_proj [KH, (G + 2) * H, D]   q_proj [KH * G * H, D] -> view [KH, G * H, D] at [0, 0,           0]
+                                    k_proj [KH * H, D]     -> view [KH, H, D]     at [0, G * H,       0]
+                                    v_proj [KH * H, D]     -> view [KH, H, D]     at [0, (G + 1) * H, 0]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+Axes = tuple[str | None, ...]
+Init = Literal["normal", "ones", "zeros"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor's place in a parameter.
+
+    name: relative to the module two levels above the parameter ("q_proj.weight" for "...self_attn.qkv_proj.weight").
+    shape: in the checkpoint. rows: only these of its first axis. transpose: axes, applied before `view`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    start: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    transpose: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A declared parameter of a model: `parts` have full checkpoint names here."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: Axes
+    init: Init
+    parts: tuple[Part, ...]
+
+
+def param(
+    shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, init: Init = "normal", parts: tuple[Part, ...] = ()
+) -> nnx.Param:
+    """Declares a parameter; `axes` has a logical name, or None, for each dimension. Made under `nnx.eval_shape`."""
+    assert len(shape) == len(axes), (shape, axes)
+    assert not parts or math.prod(shape) == sum(math.prod(part.view) for part in parts), (shape, parts)
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init, parts=parts)
+
+
+def param_specs(state: nnx.State) -> Iterator[ParamSpec]:
+    """The declared parameters of an abstract model's state, in the order of its leaves."""
+    for path, variable in nnx.to_flat_state(state):
+        metadata = variable.get_metadata()
+        names = tuple(str(p) for p in path)
+        shape = tuple(variable.shape)
+        whole = Part(names[-1], shape, shape, (0,) * len(shape))
+        scope = names[:-2] if metadata["parts"] else names[:-1]
+        parts = tuple(_with_scope(part, scope) for part in metadata["parts"] or (whole,))
+        yield ParamSpec(".".join(names), shape, variable.dtype, metadata["axes"], metadata["init"], parts)
+
+
+def _with_scope(part: Part, scope: tuple[str, ...]) -> Part:
+    name = ".".join((*scope, part.name))
+    return Part(name, part.shape, part.view, part.start, part.rows, part.transpose)

@@ -1,0 +1,57 @@
+"""Tiny random checkpoints in the published form, for tests that need files to load or to damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxserve.models.hf_config import from_hf
+from jaxserve.models.loader import build
+
+TINY_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def random_tensors(hf: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Float32 tensors by checkpoint name."""
+    rng = np.random.default_rng(seed)
+    parts = [part for spec in build(from_hf(hf), jnp.dtype("float32")).specs for part in spec.parts]
+    return {part.name: rng.normal(0, 0.2, part.shape).astype(np.float32) for part in parts}
+
+
+def write_checkpoint(directory: Path, hf: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    """config.json and one safetensors file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(hf))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_sharded(directory: Path, hf: dict[str, Any], tensors: dict[str, np.ndarray], shards: int = 2) -> Path:
+    """config.json, several safetensors files and their index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(hf))
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        names = sorted(tensors)[shard::shards]
+        save_file({name: tensors[name] for name in names}, directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory

@@ -1,0 +1,98 @@
+"""config.json and generation_config.json as they are published, and as they are broken."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.config import GenerationDefaults
+from jaxserve.models.hf_config import from_hf, read_config
+from jaxserve.models.rope import Llama3Scaling, LongRopeScaling
+from tests.models.checkpoints import TINY_LLAMA
+
+
+def published(shared_data: Path, name: str) -> dict[str, Any]:
+    return json.loads((shared_data / "hf_configs" / f"{name}_config.json").read_text())
+
+
+def test_llama_3_1(shared_data: Path) -> None:
+    config = from_hf(published(shared_data, "meta-llama--Meta-Llama-3.1-8B"))
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.rope.theta == 500000.0
+    assert config.rope.scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    assert not config.qkv_bias and not config.tie_word_embeddings and config.dtype == "bfloat16"
+
+
+def test_qwen2_has_biases_that_its_config_does_not_mention(shared_data: Path) -> None:
+    config = from_hf(published(shared_data, "executorch--Qwen2.5-0.5B-Instruct"))
+    assert config.qkv_bias and not config.out_bias
+    assert config.windows == (None,) * config.num_layers
+
+
+def test_qwen3_heads_are_wider_than_hidden_over_heads(shared_data: Path) -> None:
+    config = from_hf(published(shared_data, "Qwen--Qwen3-0.6B"))
+    assert config.head_dim == config.rope.rotary_dim == 128 and config.qk_norm == "head"
+
+
+def test_longrope_follows_the_served_context() -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0]}
+    hf = TINY_LLAMA | {"rope_scaling": scaling, "original_max_position_embeddings": 32}
+    config = from_hf(hf)
+    assert isinstance(config.rope.scaling, LongRopeScaling) and config.rope.scaling.long
+    shorter = config.for_context(32).rope.scaling
+    assert isinstance(shorter, LongRopeScaling) and not shorter.long
+    assert from_hf(TINY_LLAMA).for_context(8) == from_hf(TINY_LLAMA)
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(2, (2,)), ([1, 106], (1, 106)), (None, (7,))])
+def test_eos_is_an_id_or_a_list_and_the_generation_config_wins(eos: Any, expected: tuple[int, ...]) -> None:
+    assert from_hf(TINY_LLAMA | {"eos_token_id": 7}, {"eos_token_id": eos}).eos_token_ids == expected
+
+
+def test_generation_defaults() -> None:
+    given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    expected = GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    assert from_hf(TINY_LLAMA, given).generation == expected
+    assert from_hf(TINY_LLAMA, given | {"do_sample": False}).generation == GenerationDefaults()
+
+
+def test_newer_rope_parameters_mean_the_same() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32}  # fmt: skip
+    old = from_hf(TINY_LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
+    assert from_hf(TINY_LLAMA | {"rope_parameters": scaling | {"rope_theta": 5e5}}) == old
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"hidden_size": "16"}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3"),
+        ({"hidden_act": "relu6"}, "relu6"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"vocab_size": 0}, "vocab_size must be positive"),
+        ({"num_attention_heads": 0}, "zero"),
+        ({"architectures": None}, "architectures"),
+    ],
+)
+def test_a_wrong_value_is_named(change: dict[str, Any], cause: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA | change))
+    with pytest.raises(ModelLoadError, match=cause) as caught:
+        read_config(tmp_path)
+    assert "config.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in TINY_LLAMA.items() if k != "hidden_size"}))
+    with pytest.raises(ModelLoadError, match="'hidden_size' is missing"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "{", "\x00"])
+def test_no_config_or_no_json(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        read_config(tmp_path)

@@ -1,0 +1,225 @@
+"""Loading: every kind of misfit in one error, shards, slices, dtypes, random weights, damaged files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.checkpoint import open_checkpoint
+from jaxserve.models.dense import dense_logits
+from jaxserve.models.loader import LoadedModel, load_model, read_region
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
+
+FLOAT32 = jnp.dtype("float32")
+
+
+@pytest.fixture
+def tensors() -> dict[str, np.ndarray]:
+    return random_tensors(TINY_LLAMA)
+
+
+def leaf(model: LoadedModel, name: str) -> np.ndarray:
+    index = [spec.name for spec in model.structure.specs].index(name)
+    return np.asarray(model.leaves[index])
+
+
+def test_fused_parameters_hold_their_parts(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    model = load_model(write_checkpoint(tmp_path, TINY_LLAMA, tensors), dtype=FLOAT32)
+    qkv = leaf(model, "model.layers.1.self_attn.qkv_proj.weight")
+    q, k, v = (tensors[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
+    assert qkv.shape == (2, 16, 16)  # 2 kv heads, (2 query heads + k + v) * head_dim 4, hidden
+    for head in range(2):
+        assert np.array_equal(qkv[head, :8], q[head * 8 : head * 8 + 8])
+        assert np.array_equal(qkv[head, 8:12], k[head * 4 : head * 4 + 4])
+        assert np.array_equal(qkv[head, 12:], v[head * 4 : head * 4 + 4])
+    gate_up = leaf(model, "model.layers.0.mlp.gate_up_proj.weight")
+    assert np.array_equal(gate_up[:, 0], tensors["model.layers.0.mlp.gate_proj.weight"])
+    assert np.array_equal(gate_up[:, 1], tensors["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_shards_give_the_same_and_progress_ends_at_the_total(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    seen: list[tuple[int, int]] = []
+    one = load_model(write_checkpoint(tmp_path / "one", TINY_LLAMA, tensors), dtype=FLOAT32)
+    many = load_model(
+        write_sharded(tmp_path / "many", TINY_LLAMA, tensors, 3),
+        dtype=FLOAT32,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(one.leaves, many.leaves, strict=True))
+    size = sum(t.nbytes for t in tensors.values())
+    assert seen[-1] == (size, size) and seen == sorted(seen) and many.checkpoint_bytes == size
+
+
+def test_a_region_reads_what_the_whole_holds(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    directory = write_checkpoint(tmp_path, TINY_LLAMA, tensors)
+    model, checkpoint = load_model(directory, dtype=FLOAT32), open_checkpoint(directory)
+    rng = np.random.default_rng(0)
+    for spec, whole in zip(model.structure.specs, model.leaves, strict=True):
+        bounds = [sorted(rng.integers(0, n + 1, 2)) for n in spec.shape]
+        index = tuple(slice(int(a), int(b)) for a, b in bounds)
+        assert np.array_equal(read_region(spec, index, checkpoint), np.asarray(whole)[index]), spec.name
+
+
+def test_every_misfit_is_in_one_error(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    del tensors["model.layers.0.self_attn.k_proj.weight"], tensors["model.norm.weight"]
+    tensors["model.layers.0.mlp.extra.weight"] = np.zeros(3, np.float32)
+    tensors["lm_head.weight"] = np.zeros((4, 16), np.float32)
+    write_checkpoint(tmp_path, TINY_LLAMA, tensors)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({"model.embed_tokens.weight": np.zeros((32, 16), np.float32)}, tmp_path / "b.safetensors")
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(tmp_path, dtype=FLOAT32)
+    message = str(caught.value)
+    assert "missing: model.layers.0.self_attn.k_proj.weight, model.norm.weight" in message
+    assert "unknown: model.layers.0.mlp.extra.weight" in message
+    assert "in more than one place: model.embed_tokens.weight" in message
+    assert "lm_head.weight is [4, 16], expected [32, 16]" in message
+    assert "5 tensors" in message and "\n" not in message
+
+
+def test_names_that_differ_in_the_layer_are_folded(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    kept = {name: t for name, t in tensors.items() if "up_proj" not in name}
+    with pytest.raises(ModelLoadError, match=r"missing: model\.layers\.\{0-1\}\.mlp\.up_proj\.weight"):
+        load_model(write_checkpoint(tmp_path, TINY_LLAMA, kept), dtype=FLOAT32)
+
+
+def test_buffers_and_a_tied_head_are_left_aside(tmp_path: Path) -> None:
+    hf = TINY_LLAMA | {"tie_word_embeddings": True}
+    tensors = random_tensors(hf)
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(2, np.float32)
+    model = load_model(write_checkpoint(tmp_path, hf, tensors), dtype=FLOAT32)
+    assert dense_logits(model.structure, model.leaves, jnp.arange(3)).shape == (3, 32)
+
+
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("target", ["bfloat16", "float32"])
+def test_dtypes_are_converted(source: str, target: str, tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    stored = {name: t.astype(jnp.dtype(source)) for name, t in tensors.items()}
+    model = load_model(write_checkpoint(tmp_path, TINY_LLAMA, stored), dtype=jnp.dtype(target))
+    down = leaf(model, "model.layers.0.mlp.down_proj.weight")
+    assert down.dtype == jnp.dtype(target)
+    assert np.array_equal(down, stored["model.layers.0.mlp.down_proj.weight"].astype(jnp.dtype(target)))
+
+
+def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    models = [load_model(tmp_path, dtype=FLOAT32, load_format="random", seed=seed) for seed in (1, 1, 2)]
+    down = [leaf(model, "model.layers.0.mlp.down_proj.weight") for model in models]
+    assert np.array_equal(down[0], down[1]) and not np.array_equal(down[0], down[2])
+    assert not np.array_equal(down[0], leaf(models[0], "model.layers.1.mlp.down_proj.weight"))
+    assert np.array_equal(leaf(models[0], "model.norm.weight"), np.ones(16))
+
+
+def test_equal_layers_are_traced_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA | {"num_hidden_layers": 6}))
+    model = load_model(tmp_path, dtype=FLOAT32, load_format="random")
+    text = jax.jit(lambda leaves, ids: dense_logits(model.structure, leaves, ids)).lower(
+        model.leaves, jnp.arange(4)).as_text()  # fmt: skip
+    assert text.count("func.func private @call(") == 1 and text.count("call @call(") == 6
+
+
+def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["ResNetForImages"]}))
+    with pytest.raises(ModelLoadError, match="ResNetForImages") as caught:
+        load_model(tmp_path, dtype=FLOAT32)
+    assert caught.value.fix is not None and "LlamaForCausalLM" in caught.value.fix
+
+
+# --- damaged files ---------------------------------------------------------------------------------------------
+
+
+def rewrite_header(path: Path, change: Any) -> None:
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    text = json.dumps(change(header)).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+
+
+def shifted(header: dict[str, Any]) -> dict[str, Any]:
+    begin, end = header["model.norm.weight"]["data_offsets"]
+    header["model.norm.weight"]["data_offsets"] = [begin + 4, end + 4]
+    return header
+
+
+def beyond(header: dict[str, Any]) -> dict[str, Any]:
+    last = max(header.values(), key=lambda entry: entry["data_offsets"][1])
+    last["shape"][0] *= 2
+    last["data_offsets"][1] += last["data_offsets"][1] - last["data_offsets"][0]
+    return header
+
+
+def odd_dtype(header: dict[str, Any]) -> dict[str, Any]:
+    header["model.norm.weight"]["dtype"] = "F7"
+    return header
+
+
+def malformed(header: dict[str, Any]) -> dict[str, Any]:
+    header["model.norm.weight"]["shape"] = [-16]
+    return header
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [(shifted, "wrong offsets"), (beyond, "truncated"), (odd_dtype, "dtype 'F7'"), (malformed, "malformed"),
+     (list, "no JSON object")],
+)  # fmt: skip
+def test_a_wrong_header_is_refused(change: Any, cause: str, tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_checkpoint(tmp_path, TINY_LLAMA, tensors)
+    rewrite_header(tmp_path / "model.safetensors", change)
+    with pytest.raises(ModelLoadError, match=cause) as caught:
+        load_model(tmp_path, dtype=FLOAT32)
+    assert "model.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_a_truncated_shard_is_refused(keep: int, tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_sharded(tmp_path, TINY_LLAMA, tensors)
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(ModelLoadError, match=r"model-00002-of-00002\.safetensors.* is truncated"):
+        load_model(tmp_path, dtype=FLOAT32)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_sharded(tmp_path, TINY_LLAMA, tensors)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match=r"model-00001-of-00002\.safetensors is missing"):
+        load_model(tmp_path, dtype=FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_a_missing_index_entry_is_named(name: str, tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_sharded(tmp_path, TINY_LLAMA, tensors)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"][name]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=f"not where the index says: {name}"):
+        load_model(tmp_path, dtype=FLOAT32)
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "model.bin", 3])
+def test_an_index_cannot_point_outside(file: Any, tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_sharded(tmp_path, TINY_LLAMA, tensors)
+    content = {"weight_map": {"model.norm.weight": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match="no name of a safetensors file"):
+        load_model(tmp_path, dtype=FLOAT32)
+
+
+def test_weights_in_another_form_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    with pytest.raises(ModelLoadError, match=r"no .*safetensors"):
+        load_model(tmp_path, dtype=FLOAT32)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match=r"only as pytorch_model\.bin"):
+        load_model(tmp_path, dtype=FLOAT32)
