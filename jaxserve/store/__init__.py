@@ -1,0 +1,39 @@
+"""The durable store: files and batches. No jax, no HTTP."""
+
+from jaxserve.store.disk import Disk
+from jaxserve.store.interface import Store, Upload
+from jaxserve.store.records import (
+    MAX_EXPIRY_SECONDS,
+    MIN_EXPIRY_SECONDS,
+    BatchError,
+    BatchRecord,
+    BatchStatus,
+    FileRecord,
+    LineResult,
+    NewBatch,
+    Page,
+    Usage,
+)
+from jaxserve.store.sqlite_store import SqliteStore
+from jaxserve.store.validation import BatchLine, Validation, Validator, normalize_url
+
+__all__ = [
+    "MAX_EXPIRY_SECONDS",
+    "MIN_EXPIRY_SECONDS",
+    "BatchError",
+    "BatchLine",
+    "BatchRecord",
+    "BatchStatus",
+    "Disk",
+    "FileRecord",
+    "LineResult",
+    "NewBatch",
+    "Page",
+    "SqliteStore",
+    "Store",
+    "Upload",
+    "Usage",
+    "Validation",
+    "Validator",
+    "normalize_url",
+]

@@ -1,0 +1,122 @@
+"""The operations that make bytes durable, and files that appear whole or not at all.
+
+Everything that must survive a crash goes through one `Disk` object: writes, fsyncs, renames, removals and database
+commits. Tests hand in a subclass that fails, or kills the process, at a chosen operation; nothing else knows of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxserve.errors import StorageError
+
+
+class Disk:
+    """The real disk. Every method either has happened when it returns or raises OSError."""
+
+    def create(self, path: Path) -> BinaryIO:
+        """A new file for unbuffered writing; it must not exist."""
+        return open(path, "xb", buffering=0)
+
+    def write(self, file: BinaryIO, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            written = file.write(view)
+            view = view[written:]
+
+    def fsync(self, file: BinaryIO) -> None:
+        os.fsync(file.fileno())
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def commit(self, connection: sqlite3.Connection) -> None:
+        connection.execute("COMMIT")
+
+
+class PendingFile:
+    """A file being written under a temporary name; `publish` makes it durable under its own.
+
+    Writes are gathered into blocks of `BLOCK` bytes. Every OSError becomes StorageError, after which only `discard`
+    makes sense: after a failed fsync nobody knows what is on the disk, so the file is written anew or not at all.
+    Safe to discard from one thread while another one writes.
+    """
+
+    BLOCK = 2**20
+
+    def __init__(self, disk: Disk, temporary: Path, target: Path) -> None:
+        self._disk = disk
+        self._temporary = temporary
+        self._target = target
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+        self._published = False
+        self.id = target.name
+        self.size = 0
+        try:
+            self._file = disk.create(temporary)
+        except OSError as error:
+            raise storage_error(error) from error
+
+    def write(self, data: bytes) -> None:
+        self._buffer += data
+        self.size += len(data)
+        if len(self._buffer) >= self.BLOCK:
+            with self._lock:
+                self._flush()
+
+    def _flush(self) -> None:
+        try:
+            self._disk.write(self._file, bytes(self._buffer))
+        except OSError as error:
+            raise storage_error(error) from error
+        self._buffer.clear()
+
+    def publish(self) -> None:
+        """Write the rest, fsync, rename to the target, fsync the directory."""
+        with self._lock:
+            if self._buffer:
+                self._flush()
+            try:
+                self._disk.fsync(self._file)
+                self._file.close()
+                self._disk.rename(self._temporary, self._target)
+                self._published = True
+                self._disk.sync_directory(self._target.parent)
+            except OSError as error:
+                raise storage_error(error) from error
+
+    def discard(self, *, published: bool) -> None:
+        """Remove the temporary file or, if told so, the published one. What cannot be removed is swept at start."""
+        with self._lock:
+            try:
+                self._file.close()
+                if not self._published:
+                    self._disk.unlink(self._temporary)
+                elif published:
+                    self._disk.unlink(self._target)
+            except OSError:
+                return
+
+
+def storage_error(error: OSError) -> StorageError:
+    """The answer to a disk that refuses: 507, with the cause and without a path."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError("The server's disk is full.")
+    return StorageError(f"The server's store cannot be written: {os.strerror(error.errno or errno.EIO)}.")

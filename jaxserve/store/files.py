@@ -1,0 +1,118 @@
+"""SQL of the file table. Every function takes the connection first and runs inside a transaction or a read.
+
+A deleted or expired file is hidden at once. Its bytes stay while an unfinished batch reads them, and its row stays
+for a while, so that a client may page on from a file that it has just deleted.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from jaxserve.errors import InvalidValueError, NotFoundError
+from jaxserve.store.records import FileRecord, Page
+
+TOMBSTONE_SECONDS = 30 * 24 * 3600
+
+COLUMNS = "id, purpose, filename, bytes, created_at, expires_at"
+VISIBLE = "deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)"
+PINNED = """id IN (SELECT input_file_id FROM batches
+    WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))"""
+
+
+def insert_file(connection: sqlite3.Connection, file: FileRecord) -> None:
+    connection.execute(
+        f"INSERT INTO files ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
+        (file.id, file.purpose, file.filename, file.bytes, file.created_at, file.expires_at),
+    )
+
+
+def get_file(connection: sqlite3.Connection, file_id: str, now: int) -> FileRecord:
+    row = connection.execute(
+        f"SELECT {COLUMNS} FROM files WHERE id = :id AND {VISIBLE}", {"id": file_id, "now": now}
+    ).fetchone()
+    if row is None:
+        raise no_such_file(file_id)
+    return FileRecord(*row)
+
+
+def list_files(
+    connection: sqlite3.Connection,
+    *,
+    purpose: str | None,
+    limit: int,
+    after: str | None,
+    ascending: bool,
+    now: int,
+) -> Page[FileRecord]:
+    where, order = [VISIBLE], "ASC" if ascending else "DESC"
+    if purpose is not None:
+        where.append("purpose = :purpose")
+    if after is not None:
+        where.append(f"seq {'>' if ascending else '<'} :cursor")
+    values = {"now": now, "purpose": purpose, "limit": limit + 1, "cursor": None}
+    if after is not None:
+        values["cursor"] = cursor(connection, "files", after)
+    rows = connection.execute(
+        f"SELECT {COLUMNS} FROM files WHERE {' AND '.join(where)} ORDER BY seq {order} LIMIT :limit", values
+    ).fetchall()
+    return Page([FileRecord(*row) for row in rows[:limit]], has_more=len(rows) > limit)
+
+
+def cursor(connection: sqlite3.Connection, table: str, after: str) -> int:
+    """The place of an object in its list. Raises InvalidValueError where there never was one of that id."""
+    row = connection.execute(f"SELECT seq FROM {table} WHERE id = ?", (after,)).fetchone()
+    if row is None:
+        raise InvalidValueError(f"There is no object with id {after!r} to page from.", param="after")
+    return row[0]
+
+
+def delete_file(connection: sqlite3.Connection, file_id: str, now: int) -> None:
+    cursor = connection.execute(
+        f"UPDATE files SET deleted_at = :now WHERE id = :id AND {VISIBLE}", {"id": file_id, "now": now}
+    )
+    if cursor.rowcount == 0:
+        raise no_such_file(file_id)
+
+
+def may_remove(connection: sqlite3.Connection, file_id: str, now: int) -> bool:
+    """Whether a client sees the file and no batch reads it."""
+    row = connection.execute(
+        f"SELECT 1 FROM files WHERE id = :id AND {VISIBLE} AND NOT {PINNED}", {"id": file_id, "now": now}
+    ).fetchone()
+    return row is not None
+
+
+def hide_expired(connection: sqlite3.Connection, now: int) -> None:
+    connection.execute(
+        "UPDATE files SET deleted_at = :now WHERE deleted_at IS NULL AND expires_at <= :now", {"now": now}
+    )
+
+
+def removable(connection: sqlite3.Connection) -> list[str]:
+    """Ids of files whose bytes nobody may read any more."""
+    rows = connection.execute(f"SELECT id FROM files WHERE deleted_at IS NOT NULL AND stored AND NOT {PINNED}")
+    return [row[0] for row in rows]
+
+
+def mark_removed(connection: sqlite3.Connection, file_ids: list[str]) -> None:
+    connection.executemany("UPDATE files SET stored = 0 WHERE id = ?", [(file_id,) for file_id in file_ids])
+
+
+def forget_tombstones(connection: sqlite3.Connection, now: int) -> None:
+    connection.execute("DELETE FROM files WHERE NOT stored AND deleted_at < ?", (now - TOMBSTONE_SECONDS,))
+
+
+def stored_ids(connection: sqlite3.Connection) -> set[str]:
+    return {row[0] for row in connection.execute("SELECT id FROM files WHERE stored")}
+
+
+def mark_lost(connection: sqlite3.Connection, file_ids: list[str], now: int) -> None:
+    """Files whose bytes are not on the disk (somebody removed them): hidden, so that none is listed and unreadable."""
+    connection.executemany(
+        "UPDATE files SET stored = 0, deleted_at = coalesce(deleted_at, ?) WHERE id = ?",
+        [(now, file_id) for file_id in file_ids],
+    )
+
+
+def no_such_file(file_id: str) -> NotFoundError:
+    return NotFoundError(f"No such File object: {file_id}", param="id")

@@ -1,0 +1,145 @@
+"""The plain data of the store: files, batches, the results of lines, and the legal edges between a batch's states.
+
+No SQL, no HTTP, no JSON: those who keep the data (sqlite_store.py) and those who show it (api/) both read this.
+Times are whole Unix seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+MIN_EXPIRY_SECONDS = 3600
+MAX_EXPIRY_SECONDS = 30 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A stored file. `bytes` is its size."""
+
+    id: str
+    purpose: str
+    filename: str
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+
+class BatchStatus(enum.StrEnum):
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+    @property
+    def terminal(self) -> bool:
+        return self in TERMINAL
+
+
+TERMINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
+
+# Cancelling is possible until the output is published: a cancel that meets `finalizing` wins if it commits first.
+EDGES: dict[BatchStatus, frozenset[BatchStatus]] = {
+    BatchStatus.VALIDATING: frozenset({BatchStatus.FAILED, BatchStatus.IN_PROGRESS, BatchStatus.CANCELLING}),
+    BatchStatus.IN_PROGRESS: frozenset(
+        {BatchStatus.FINALIZING, BatchStatus.EXPIRED, BatchStatus.CANCELLING, BatchStatus.FAILED}
+    ),
+    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.CANCELLING}),
+    BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
+} | {status: frozenset() for status in TERMINAL}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchError:
+    """Why a batch failed. `line` is the 1-based line of the input file, None where no line is to blame."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of successful lines."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What a client asked for, checked."""
+
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    window_seconds: int
+    metadata: dict[str, str] | None = None
+    output_expires_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """A batch as it stands. Each `*_at` is set once, by the edge that enters the state of that name."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    created_at: int
+    expires_at: int
+    model: str | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    usage: Usage = Usage()
+    errors: tuple[BatchError, ...] = ()
+    metadata: dict[str, str] | None = None
+    output_expires_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """One finished line. `payload` is its line of the output or error file, without the newline."""
+
+    line: int
+    succeeded: bool
+    payload: bytes
+    usage: Usage = field(default_factory=Usage)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """A part of a list, in the order asked for."""
+
+    items: list[T]
+    has_more: bool

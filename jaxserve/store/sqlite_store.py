@@ -1,0 +1,290 @@
+"""The store of one server: a directory with a SQLite database and the bytes of files beside it.
+
+    lock           held while a server runs
+    store.db       files, batches, results of lines, lease, idempotency keys
+    files/<id>     bytes; written once, never changed
+    tmp/           files on their way; emptied at start
+
+Opening recovers: bytes without a row and rows without bytes, which a crash between the two can leave, are removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxserve.errors import ConfigError, InvalidValueError, NotFoundError, StorageError
+from jaxserve.store import batches, files
+from jaxserve.store.database import Database
+from jaxserve.store.disk import Disk, PendingFile, storage_error
+from jaxserve.store.lock import DirectoryLock
+from jaxserve.store.output import MissingLine, OutputFiles, write_results
+from jaxserve.store.records import (
+    MAX_EXPIRY_SECONDS,
+    BatchError,
+    BatchRecord,
+    BatchStatus,
+    FileRecord,
+    LineResult,
+    NewBatch,
+    Page,
+)
+
+SWEEP_ROWS = 2000  # results removed in one transaction, so that no write waits long
+
+
+class SqliteStore:
+    """Implements `Store`. `clock` gives Unix seconds. Raises ConfigError where the directory cannot be used."""
+
+    def __init__(self, directory: Path, *, disk: Disk | None = None, clock: Callable[[], float] = time.time) -> None:
+        self.disk = disk or Disk()
+        self._clock = clock
+        self._files = directory / "files"
+        self._tmp = directory / "tmp"
+        try:
+            for path in (directory, self._files, self._tmp):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = DirectoryLock(directory)
+        except OSError as error:
+            raise ConfigError(f"the store {directory} cannot be used: {error}", fix="check --store.path") from error
+        try:
+            self._database = Database(directory / "store.db", self.disk)
+            self._recover()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def now(self) -> int:
+        return int(self._clock())
+
+    def _recover(self) -> None:
+        shutil.rmtree(self._tmp)
+        self._tmp.mkdir(mode=0o700)
+        on_disk = {path.name for path in self._files.iterdir()}
+        known = self._database.write_now(files.stored_ids)
+        for name in on_disk - known:
+            self.disk.unlink(self._files / name)
+        if lost := known - on_disk:
+            self._database.write_now(files.mark_lost, sorted(lost), self.now())
+
+    # files
+
+    def begin_upload(self) -> SqliteUpload:
+        return SqliteUpload(self, self._new_file(secrets.token_hex(12)))
+
+    def _new_file(self, name: str) -> PendingFile:
+        return PendingFile(self.disk, self._tmp / secrets.token_hex(12), self._files / f"file-{name}")
+
+    def _output_file(self, batch_id: str, kind: str) -> PendingFile:
+        """The same name in every attempt of one server's life, so that attempts on a full disk do not pile up; another
+        one in the next life, so that a server that lost its lease cannot touch its successor's output."""
+        name = f"{batch_id}:{kind}:{self._database.epoch}"
+        return self._new_file(blake2b(name.encode(), digest_size=12).hexdigest())
+
+    async def insert_file(self, file: FileRecord) -> None:
+        await self._database.write(files.insert_file, file)
+
+    async def get_file(self, file_id: str) -> FileRecord:
+        return await self._database.read(files.get_file, file_id, self.now())
+
+    async def list_files(
+        self, *, purpose: str | None = None, limit: int, after: str | None = None, ascending: bool = False
+    ) -> Page[FileRecord]:
+        return await self._database.read(
+            files.list_files, purpose=purpose, limit=limit, after=after, ascending=ascending, now=self.now()
+        )
+
+    async def delete_file(self, file_id: str) -> None:
+        try:
+            await self._database.write(files.delete_file, file_id, self.now())
+        except StorageError:
+            # On a full disk the mark that it is deleted has no room before the bytes are gone.
+            if not await self._database.read(files.may_remove, file_id, self.now()):
+                raise
+            await asyncio.to_thread(self._unlink_files, [file_id])
+            await self._database.write(files.delete_file, file_id, self.now())
+        await self._remove_bytes()
+
+    async def open_file(self, file_id: str) -> tuple[FileRecord, BinaryIO]:
+        record = await self.get_file(file_id)
+        try:
+            return record, open(self._files / record.id, "rb")
+        except FileNotFoundError as error:
+            raise files.no_such_file(file_id) from error
+        except OSError as error:
+            raise storage_error(error) from error
+
+    # batches
+
+    async def create_batch(
+        self, new: NewBatch, *, idempotency: tuple[str, bytes] | None, reply: Callable[[BatchRecord], bytes]
+    ) -> tuple[bytes, BatchRecord | None]:
+        batch_id = f"batch_{secrets.token_hex(12)}"
+        return await self._database.write(_create_batch, batch_id, new, idempotency, reply, self.now())
+
+    async def get_batch(self, batch_id: str) -> BatchRecord:
+        return await self._database.read(batches.get_batch, batch_id)
+
+    async def list_batches(self, *, limit: int, after: str | None = None) -> Page[BatchRecord]:
+        return await self._database.read(batches.list_batches, limit=limit, after=after)
+
+    async def cancel_batch(self, batch_id: str) -> BatchRecord:
+        return await self._database.write(batches.cancel, batch_id, self.now())
+
+    async def live_batches(self) -> list[str]:
+        return await self._database.read(batches.live_batches)
+
+    def input_path(self, batch: BatchRecord) -> Path:
+        return self._files / batch.input_file_id
+
+    async def start_batch(self, batch_id: str, total: int, model: str | None) -> bool:
+        return await self._database.write(batches.start, batch_id, total, model, self.now())
+
+    async def fail_batch(self, batch_id: str, source: BatchStatus, errors: Sequence[BatchError]) -> bool:
+        return await self._database.write(batches.fail, batch_id, source, errors, self.now())
+
+    async def move_batch(self, batch_id: str, source: BatchStatus, target: BatchStatus) -> bool:
+        return await self._database.write(batches.move, batch_id, source, target, self.now())
+
+    async def add_results(self, batch_id: str, results: Sequence[LineResult]) -> None:
+        await self._database.write(batches.add_results, batch_id, results)
+
+    async def finished_lines(self, batch_id: str) -> set[int]:
+        return await self._database.read(batches.finished_lines, batch_id)
+
+    async def publish_batch(
+        self,
+        batch: BatchRecord,
+        target: BatchStatus,
+        *,
+        max_line_bytes: int,
+        missing_line: MissingLine | None,
+    ) -> BatchRecord | None:
+        published = await asyncio.to_thread(self._publish, batch, target, max_line_bytes, missing_line)
+        return await self.get_batch(batch.id) if published else None
+
+    def _publish(
+        self, batch: BatchRecord, target: BatchStatus, max_line_bytes: int, missing_line: MissingLine | None
+    ) -> bool:
+        output = OutputFiles(
+            lambda: self._output_file(batch.id, "output"), lambda: self._output_file(batch.id, "error")
+        )
+        published = False
+        try:
+            self._write_output(output, batch, max_line_bytes, missing_line)
+            records = (
+                self._output_record(batch, output.output, "output"),
+                self._output_record(batch, output.errors, "error"),
+            )
+            published = self._database.write_blocking(
+                batches.publish, batch.id, batch.status, target, *records, self.now()
+            )
+        finally:
+            if not published:
+                output.discard()
+        return published
+
+    def _write_output(
+        self, output: OutputFiles, batch: BatchRecord, max_line_bytes: int, missing_line: MissingLine | None
+    ) -> None:
+        connection = self._database.connect_reader()
+        try:
+            missing = missing_line if batch.in_progress_at else None  # cancelled before its lines were checked
+            write_results(output, connection, batch.id, self.input_path(batch), max_line_bytes, missing)
+        except OSError as error:
+            raise storage_error(error) from error
+        finally:
+            connection.close()
+        output.publish()
+
+    def _output_record(self, batch: BatchRecord, file: PendingFile | None, kind: str) -> FileRecord | None:
+        if file is None:
+            return None
+        now = self.now()
+        expires = now + (batch.output_expires_seconds or MAX_EXPIRY_SECONDS)
+        return FileRecord(file.id, "batch_output", f"{batch.id}_{kind}.jsonl", file.size, now, expires)
+
+    # housekeeping
+
+    async def sweep(self) -> None:
+        now = self.now()
+        await self._database.write(files.hide_expired, now)
+        await self._remove_bytes()
+        while await self._database.write(batches.drop_published_results, SWEEP_ROWS) == SWEEP_ROWS:
+            pass
+        await self._database.write(files.forget_tombstones, now)
+        await self._database.write(batches.forget_replies, now)
+
+    async def _remove_bytes(self) -> None:
+        """Bytes go first, then the mark that they are gone: a crash between the two is repaired at the next start."""
+        removable = await self._database.read(files.removable)
+        if removable:
+            await asyncio.to_thread(self._unlink_files, removable)
+            await self._database.write(files.mark_removed, removable)
+
+    def _unlink_files(self, file_ids: list[str]) -> None:
+        try:
+            for file_id in file_ids:
+                self.disk.unlink(self._files / file_id)
+        except OSError as error:
+            raise storage_error(error) from error
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._database.close)
+        self._lock.release()
+
+
+class SqliteUpload:
+    """Implements `Upload`: bytes go to tmp/, then to files/, then a row makes them a file."""
+
+    def __init__(self, store: SqliteStore, file: PendingFile) -> None:
+        self._store = store
+        self._file = file
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.to_thread(self._file.write, data)
+
+    async def finish(self, *, filename: str, purpose: str, expires_seconds: int | None) -> FileRecord:
+        await asyncio.to_thread(self._file.publish)
+        now = self._store.now()
+        expires_at = None if expires_seconds is None else now + expires_seconds
+        record = FileRecord(self._file.id, purpose, filename, self._file.size, now, expires_at)
+        await self._store.insert_file(record)
+        return record
+
+    async def discard(self) -> None:
+        await asyncio.to_thread(self._file.discard, published=True)
+
+
+def _create_batch(
+    connection: sqlite3.Connection,
+    batch_id: str,
+    new: NewBatch,
+    idempotency: tuple[str, bytes] | None,
+    reply: Callable[[BatchRecord], bytes],
+    now: int,
+) -> tuple[bytes, BatchRecord | None]:
+    if idempotency is not None and (earlier := batches.find_replay(connection, *idempotency)) is not None:
+        return earlier, None
+    try:
+        file = files.get_file(connection, new.input_file_id, now)
+    except NotFoundError as error:
+        raise InvalidValueError(error.message, param="input_file_id") from error
+    if file.purpose != "batch":
+        raise InvalidValueError(f"The file {file.id} has purpose '{file.purpose}', not 'batch'.", param="input_file_id")
+    record = batches.insert_batch(connection, batch_id, new, now)
+    response = reply(record)
+    if idempotency is not None:
+        batches.remember_reply(connection, *idempotency, response, now)
+    return response, record

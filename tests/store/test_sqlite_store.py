@@ -1,0 +1,296 @@
+"""What survives: recovery, the lease, the lock, and a disk that is full, read-only or broken."""
+
+import asyncio
+import errno
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxserve.errors import ConfigError, StorageError
+from jaxserve.store import BatchStatus, LineResult, SqliteStore
+from jaxserve.store.database import LeaseLostError
+from tests.store.disks import FailingDisk
+from tests.store.helpers import content, new_batch, upload
+
+FULL = "The server's disk is full."
+
+
+def reopen(store: SqliteStore, tmp_path: Path) -> SqliteStore:
+    asyncio.run(store.close())
+    return SqliteStore(tmp_path / "store")
+
+
+def integrity(tmp_path: Path) -> str:
+    connection = sqlite3.connect(tmp_path / "store" / "store.db")
+    try:
+        return connection.execute("PRAGMA integrity_check").fetchone()[0]
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def disk() -> FailingDisk:
+    return FailingDisk()
+
+
+@pytest.fixture
+def failing(tmp_path: Path, disk: FailingDisk) -> Iterator[SqliteStore]:
+    store = SqliteStore(tmp_path / "store", disk=disk)
+    yield store
+    disk.failing.clear()
+    asyncio.run(store.close())
+    assert integrity(tmp_path) == "ok"
+
+
+def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store")
+    batch = asyncio.run(new_batch(store, b"abc"))
+    store = reopen(store, tmp_path)
+    assert asyncio.run(store.get_batch(batch.id)) == batch
+    assert asyncio.run(store.live_batches()) == [batch.id]
+    assert asyncio.run(content(store, batch.input_file_id)) == b"abc"
+    asyncio.run(store.close())
+
+
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store")
+    kept, lost = asyncio.run(upload(store)), asyncio.run(upload(store))
+    (tmp_path / "store" / "files" / "file-orphan").write_bytes(b"x")
+    (tmp_path / "store" / "tmp" / "half").write_bytes(b"x")
+    (tmp_path / "store" / "files" / lost.id).unlink()
+    store = reopen(store, tmp_path)
+    assert [path.name for path in (tmp_path / "store" / "files").iterdir()] == [kept.id]
+    assert list((tmp_path / "store" / "tmp").iterdir()) == []
+    assert asyncio.run(store.list_files(limit=9)).items == [kept]
+    asyncio.run(store.close())
+
+
+def test_a_second_server_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from jaxserve.store import SqliteStore;"
+        "SqliteStore(Path(sys.argv[1])); print('open', flush=True); time.sleep(60)"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code, tmp_path / "store"], stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    try:
+        assert first.stdout.readline() == b"open\n"
+        with pytest.raises(ConfigError, match=f"pid {first.pid}") as error:
+            SqliteStore(tmp_path / "store")
+        assert error.value.fix
+    finally:
+        first.kill()
+        first.wait()
+        first.stdout.close()
+    asyncio.run(SqliteStore(tmp_path / "store").close())
+
+
+def test_a_server_whose_lease_was_taken_cannot_write(tmp_path: Path) -> None:
+    """The lock file is lost (a clean-up script): the epoch in the database still keeps the old server out."""
+    old = SqliteStore(tmp_path / "store")
+    batch = asyncio.run(new_batch(old, b"{}"))
+    asyncio.run(old.start_batch(batch.id, 1, None))
+    (tmp_path / "store" / "lock").unlink()
+    new = SqliteStore(tmp_path / "store")
+
+    async def main() -> None:
+        running = await old.get_batch(batch.id)
+        for write in (
+            upload(old),
+            old.add_results(batch.id, [LineResult(1, True, b"late")]),
+            old.cancel_batch(batch.id),
+            old.delete_file(batch.input_file_id),
+            old.publish_batch(running, BatchStatus.EXPIRED, max_line_bytes=9, missing_line=None),
+        ):
+            with pytest.raises(LeaseLostError):
+                await write
+        assert await new.finished_lines(batch.id) == set()
+        await new.add_results(batch.id, [LineResult(1, True, b"mine")])
+        done = await new.publish_batch(running, BatchStatus.EXPIRED, max_line_bytes=9, missing_line=None)
+        assert done and done.output_file_id
+        with pytest.raises(LeaseLostError):
+            await old.publish_batch(running, BatchStatus.EXPIRED, max_line_bytes=9, missing_line=None)
+        assert await content(new, done.output_file_id) == b"mine\n"
+
+    asyncio.run(main())
+    for store in (old, new):
+        asyncio.run(store.close())
+
+
+def test_a_store_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    asyncio.run(SqliteStore(tmp_path / "store").close())
+    connection = sqlite3.connect(tmp_path / "store" / "store.db")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    for _ in range(2):  # the lock is given back
+        with pytest.raises(ConfigError, match="version 99"):
+            SqliteStore(tmp_path / "store")
+
+
+def test_a_damaged_database_is_refused(tmp_path: Path) -> None:
+    asyncio.run(SqliteStore(tmp_path / "store").close())
+    (tmp_path / "store" / "store.db").write_bytes(b"not a database" * 1000)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        SqliteStore(tmp_path / "store")
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "store").write_bytes(b"")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        SqliteStore(tmp_path / "store")
+
+
+async def _discarding_upload(store: SqliteStore) -> None:
+    incoming = store.begin_upload()
+    try:
+        await incoming.write(b"x" * 2**21)
+        await incoming.finish(filename="a", purpose="batch", expires_seconds=None)
+    except StorageError:
+        await incoming.discard()
+        raise
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "fsync", "rename", "sync_directory", "commit"])
+def test_an_upload_that_fails_leaves_nothing(
+    failing: SqliteStore, disk: FailingDisk, operation: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        disk.failing = {operation}
+        with pytest.raises(StorageError, match=FULL) as error:
+            await _discarding_upload(failing)
+        assert error.value.status == 507
+        disk.failing = set()
+        assert (await failing.list_files(limit=9)).items == []
+        assert (await upload(failing)).bytes == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync", "rename", "sync_directory", "commit"])
+def test_a_discarded_upload_takes_no_room(
+    failing: SqliteStore, disk: FailingDisk, operation: str, tmp_path: Path
+) -> None:
+    disk.failing = {operation}
+    with pytest.raises(StorageError):
+        asyncio.run(_discarding_upload(failing))
+    assert [*(tmp_path / "store" / "tmp").iterdir(), *(tmp_path / "store" / "files").iterdir()] == []
+
+
+@pytest.mark.parametrize(("code", "words"), [(errno.EIO, "Input/output"), (errno.EROFS, "Read-only")])
+def test_other_disk_errors_are_named(failing: SqliteStore, disk: FailingDisk, code: int, words: str) -> None:
+    disk.code, disk.failing = code, {"fsync"}
+    with pytest.raises(StorageError, match=words):
+        asyncio.run(_discarding_upload(failing))
+
+
+def test_a_commit_that_fails_changes_nothing(failing: SqliteStore, disk: FailingDisk) -> None:
+    async def main() -> None:
+        batch = await new_batch(failing, b"{}")
+        await failing.start_batch(batch.id, 1, None)
+        before = await failing.get_batch(batch.id)
+        disk.failing = {"commit"}
+        with pytest.raises(StorageError):
+            await failing.add_results(batch.id, [LineResult(1, True, b"x")])
+        with pytest.raises(StorageError):
+            await failing.cancel_batch(batch.id)
+        assert await failing.get_batch(batch.id) == before
+        assert await failing.finished_lines(batch.id) == set()
+        disk.failing = set()
+        await failing.add_results(batch.id, [LineResult(1, True, b"x")])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("operation", ["create", "write", "fsync", "rename", "sync_directory", "commit"])
+def test_publishing_is_all_or_nothing_and_may_be_tried_again(
+    failing: SqliteStore, disk: FailingDisk, operation: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        batch = await new_batch(failing, b"{}")
+        await failing.start_batch(batch.id, 2, None)
+        await failing.add_results(batch.id, [LineResult(1, True, b"x"), LineResult(2, False, b"y")])
+        batch = await failing.get_batch(batch.id)
+        disk.failing = {operation}
+        for _ in range(3):
+            with pytest.raises(StorageError):
+                await failing.publish_batch(batch, BatchStatus.EXPIRED, max_line_bytes=9, missing_line=None)
+        assert await failing.get_batch(batch.id) == batch
+        assert (await failing.list_files(limit=9, purpose="batch_output")).items == []
+        assert len(list((tmp_path / "store" / "files").iterdir())) <= 3  # attempts do not pile up
+        assert list((tmp_path / "store" / "tmp").iterdir()) == []
+        disk.failing = set()
+        done = await failing.publish_batch(batch, BatchStatus.EXPIRED, max_line_bytes=9, missing_line=None)
+        assert done and done.output_file_id and done.error_file_id
+        assert await content(failing, done.output_file_id) == b"x\n"
+        assert await content(failing, done.error_file_id) == b"y\n"
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB that can really be full."""
+    path = tmp_path / "store"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
+    store = SqliteStore(tiny_disk)
+
+    async def main() -> None:
+        batch = await new_batch(store, b"{}")
+        await store.start_batch(batch.id, 1, None)
+        ballast = tiny_disk / "ballast"
+        with pytest.raises(OSError, match="No space left"):
+            ballast.write_bytes(b"x" * 2**22)
+        with pytest.raises(StorageError, match=FULL):
+            await _discarding_upload(store)
+        payload = LineResult(1, True, b"x" * 300_000)
+        with pytest.raises(StorageError, match=FULL):
+            await store.add_results(batch.id, [payload])
+        assert (await store.get_batch(batch.id)).completed == 0
+        ballast.unlink()
+        await store.add_results(batch.id, [payload])
+        running = await store.get_batch(batch.id)
+        assert running.completed == 1
+        with pytest.raises(OSError, match="No space left"):
+            ballast.write_bytes(b"x" * 2**22)
+        with pytest.raises(StorageError, match=FULL):
+            await store.publish_batch(running, BatchStatus.EXPIRED, max_line_bytes=9, missing_line=None)
+        ballast.unlink()
+        done = await store.publish_batch(running, BatchStatus.EXPIRED, max_line_bytes=9, missing_line=None)
+        assert done and done.output_file_id
+        assert len(await content(store, done.output_file_id)) == 300_001
+
+    asyncio.run(main())
+    asyncio.run(store.close())
+    assert integrity(tmp_path) == "ok"
+
+
+def test_a_disk_that_is_really_read_only(tiny_disk: Path) -> None:
+    asyncio.run(SqliteStore(tiny_disk).close())
+    subprocess.run(["mount", "-o", "remount,ro", tiny_disk], check=True)
+    with pytest.raises(ConfigError, match="Read-only"):
+        SqliteStore(tiny_disk)
+
+
+def test_deleting_makes_room_on_a_full_disk(tiny_disk: Path) -> None:
+    store = SqliteStore(tiny_disk)
+
+    async def main() -> None:
+        file = await upload(store, b"x" * 700_000)
+        with pytest.raises(OSError, match="No space left"):
+            (tiny_disk / "ballast").write_bytes(b"x" * 2**22)
+        await store.delete_file(file.id)
+        assert (await upload(store, b"x" * 600_000)).bytes == 600_000
+
+    asyncio.run(main())
+    asyncio.run(store.close())
