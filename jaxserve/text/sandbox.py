@@ -1,0 +1,256 @@
+"""A Jinja environment for chat templates: immutable sandbox, Hugging Face's globals, and limits on time and size.
+
+A template that loops without end or builds a huge string is stopped by the budget of its render: every loop step,
+every joined string and every product of a string is counted against it. It knows nothing of messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Any, ClassVar
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+_SEQUENCES = (str, list, tuple)
+_CHECK_EVERY = 256  # loop steps between two looks at the clock: 256 empty steps take about 20 us
+
+
+class RenderLimitError(Exception):
+    """A template went over its time or size."""
+
+
+class RenderBudget:
+    """What one render may use: seconds from now, and characters of any one string."""
+
+    NAME: ClassVar[str] = "jaxserve_render_budget"
+
+    def __init__(self, max_seconds: float, max_chars: int) -> None:
+        self.deadline = time.monotonic() + max_seconds
+        self.max_chars = max_chars
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps % _CHECK_EVERY == 0:
+            self.check_time()
+
+    def check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise RenderLimitError("it takes too long")
+
+    def check_size(self, chars: int) -> None:
+        if chars > self.max_chars:
+            raise RenderLimitError(f"its output passes {self.max_chars} characters")
+
+    def join(self, pieces: Iterable[Any]) -> str:
+        """Joined as text, within the limits."""
+        parts, size = [], 0
+        for piece in pieces:
+            part = str(piece)
+            size += len(part)
+            self.step()
+            self.check_size(size)
+            parts.append(part)
+        return "".join(parts)
+
+
+class _CountedLoop:
+    """An iterable whose steps are counted; it keeps the length that `loop.last` and `loop.length` need."""
+
+    def __init__(self, iterable: Any, budget: RenderBudget) -> None:
+        self._items = iterable if hasattr(iterable, "__len__") else list(_counted(iterable, budget))
+        self._budget = budget
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _counted(self._items, self._budget)
+
+
+def _counted(items: Iterable[Any], budget: RenderBudget) -> Iterator[Any]:
+    for item in items:
+        budget.step()
+        yield item
+
+
+@jinja2.pass_context
+def _counted_filter(context: Context, iterable: Any) -> Any:
+    if isinstance(iterable, jinja2.Undefined):
+        return iterable
+    return _CountedLoop(iterable, context[RenderBudget.NAME])
+
+
+@jinja2.pass_context
+def _joined_filter(context: Context, pieces: list[Any]) -> str:
+    return context[RenderBudget.NAME].join(pieces)
+
+
+@jinja2.pass_context
+def _product_filter(context: Context, left: Any, right: Any) -> Any:
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, _SEQUENCES) and isinstance(times, int):
+            context[RenderBudget.NAME].check_size(len(sequence) * times)
+    return left * right
+
+
+@jinja2.pass_context
+def _sum_filter(context: Context, left: Any, right: Any) -> Any:
+    size = sum(len(value) for value in (left, right) if isinstance(value, _SEQUENCES))
+    context[RenderBudget.NAME].check_size(size)
+    return left + right
+
+
+def _power_filter(left: Any, right: Any) -> Any:
+    if abs(right) > 64:
+        raise RenderLimitError("an exponent over 64")
+    return left**right
+
+
+def _modulo_filter(left: Any, right: Any) -> Any:
+    return _format_filter(left, right) if isinstance(left, str) else left % right
+
+
+def _format_filter(text: str, *args: Any, **kwargs: Any) -> str:
+    """printf style, with widths of at most three digits."""
+    if "*" in text or re.search(r"%[^a-zA-Z%]*\d{4}", text):
+        raise RenderLimitError("a width over 999")
+    return str(text) % (kwargs or (args[0] if len(args) == 1 else args))
+
+
+@jinja2.pass_context
+def _replace_filter(context: Context, text: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = str(text), str(old), str(new)
+    context[RenderBudget.NAME].check_size(len(text) + text.count(old) * len(new))
+    return text.replace(old, new, -1 if count is None else count)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja's own spelling
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_through"), [], [], body).set_lineno(line)
+
+    def _through(self, caller: Macro) -> str:
+        return caller()
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Renders need a RenderBudget among their variables, under RenderBudget.NAME."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+        self.filters |= {
+            "tojson": _tojson,
+            "_counted": _counted_filter,
+            "_joined": _joined_filter,
+            "_product": _product_filter,
+            "_sum": _sum_filter,
+            "_power": _power_filter,
+            "_modulo": _modulo_filter,
+            "format": _format_filter,
+            "replace": _replace_filter,
+        }
+        for name in ("center", "indent", "wordwrap"):
+            self.filters[name] = _bounded(self.filters[name])
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        for name in ("lipsum", "cycler", "joiner"):
+            self.globals.pop(name, None)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Jinja's tree with loops, joins and products sent through the filters above."""
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = _filter("_counted", loop.iter)
+        return _Rewriter().visit(tree)
+
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As the sandbox does it; a text's `replace` goes the filter's way, which counts."""
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str) and getattr(obj, "__name__", "") == "replace":
+            return _replace_filter(context, owner, *args)
+        return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """The sandbox's own safe `format`, with widths of at most three digits."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and re.search(r"\{[^{}]*(\d{4}|\{)", value.__self__):
+            raise RenderLimitError("a width over 999")
+        return wrapped
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Texts' own `center` and the like can make any width and no template needs them."""
+        if isinstance(obj, str) and attr in ("center", "ljust", "rjust", "zfill", "expandtabs"):
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+
+class _Rewriter(NodeTransformer):
+    """Operators that can make a text longer than their operands become filters."""
+
+    OPERATORS: ClassVar[dict[type[nodes.BinExpr], str]] = {
+        nodes.Mul: "_product",
+        nodes.Add: "_sum",
+        nodes.Pow: "_power",
+        nodes.Mod: "_modulo",
+    }
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filter("_joined", nodes.List(node.nodes, lineno=node.lineno))
+
+    def visit_BinExpr(self, node: nodes.BinExpr) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filter(self.OPERATORS[type(node)], node.left, node.right)
+
+    visit_Mul = visit_Add = visit_Pow = visit_Mod = visit_BinExpr
+
+
+def _filter(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of widths, refusing numbers that only serve to make strings huge."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, int) and value > 1000 for value in (*args, *kwargs.values())):
+            raise RenderLimitError("a width over 1000")
+        return function(*args, **kwargs)
+
+    for name, value in vars(function).items():  # jinja marks filters that take the environment
+        setattr(checked, name, value)
+    return checked
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As model authors know it: no HTML escapes, characters as they are."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

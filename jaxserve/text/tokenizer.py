@@ -1,0 +1,283 @@
+"""The tokenizer of a model directory: text to token ids and back, and the exact bytes of every token.
+
+Owns what `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` say about tokens. Knows nothing of
+requests, templates' meaning or the device.
+
+Use:
+    tokenizer = Tokenizer.from_directory(path)
+    ids = tokenizer.encode(prompt)                                  # a completion's prompt: BOS as the model wants it
+    ids = tokenizer.encode(rendered, add_special_tokens=False)      # a rendered chat template writes its own BOS
+    text = tokenizer.shield(user_text)                              # its special-token texts will stay plain text
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+from tokenizers.models import BPE
+
+from jaxserve.errors import ConfigError, ModelLoadError
+
+# A Unicode noncharacter, not allowed in interchange: it marks the places where a special token must not be read.
+SHIELD = "\ufdd0"
+
+DecoderKind = Literal["byte_level", "byte_fallback", "other"]
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with the facts around it. Safe to use from several threads.
+
+    Attributes:
+        strips_first_space: a decoded text drops the space its first token carries (sentencepiece)
+        vocab_size: one more than the largest token id, added tokens included (the model's may be padded above it)
+        special_ids: ids that `skip_special_tokens` drops
+        bos_token, eos_token, pad_token, unk_token: their texts, or None
+        eos_token_ids: ids that end a sequence (the tokenizer's and the model's), the tokenizer's first
+        chat_templates: name to Jinja text; the usual one is called "default"
+        decoder_kind: how token strings map to bytes; "other" means only the whole sequence can be decoded
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        config: dict[str, Any] | None = None,
+        *,
+        chat_templates: dict[str, str] | None = None,
+        extra_eos_ids: Sequence[int] = (),
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.config = config or {}
+        self.chat_templates = dict(chat_templates or {})
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        self.bos_token, self.eos_token, self.pad_token, self.unk_token = (
+            _token_text(self.config.get(f"{name}_token")) for name in ("bos", "eos", "pad", "unk")
+        )
+        self.bos_token_id, self.pad_token_id = self._id(self.bos_token), self._id(self.pad_token)
+        own = self._id(self.eos_token)
+        ids = ([] if own is None else [own]) + [i for i in extra_eos_ids if 0 <= i < self.vocab_size]
+        self.eos_token_ids = tuple(dict.fromkeys(ids))
+        steps = _decoder_steps(backend)
+        self.decoder_kind: DecoderKind = _decoder_kind(steps)
+        self.strips_first_space = any(step["type"] == "Strip" and step.get("start") for step in steps)
+        self._added_text = {i: token.content for i, token in added.items()}
+        self._bytes: dict[int, bytes] = {}
+        self._special_ids_by_text = {added[i].content: i for i in self.special_ids if added[i].content}
+        longest_first = sorted(self._special_ids_by_text, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Read a model directory. Raises ModelLoadError naming the file that is missing or damaged."""
+        path = Path(path)
+        config = _read_json(path / "tokenizer_config.json")
+        eos_ids = _eos_ids(path / "generation_config.json") + _eos_ids(path / "config.json")
+        templates = _chat_templates(path, config)
+        return cls(_load_backend(path), config, chat_templates=templates, extra_eos_ids=eos_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, plain: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        add_special_tokens: add BOS and the like where the tokenizer's post-processor does
+        plain: read no special token in the text at all; parts passed through `shield` never are
+        """
+        if not plain and SHIELD not in text:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if plain:
+            return self._plain.encode(text.replace(SHIELD, ""), add_special_tokens=add_special_tokens).ids
+        return self._encode_shielded(text, add_special_tokens)
+
+    def shield(self, text: str) -> str:
+        """`text` marked so that special-token texts in it are encoded as plain text after rendering.
+
+        A text without any is returned unchanged. Noncharacters U+FDD0 in it are dropped.
+        """
+        text = text.replace(SHIELD, "")
+        return self._special_pattern.sub(lambda match: match[0][0] + SHIELD + match[0][1:], text)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes this token adds to the output; joined they are the text, also where a token is half a
+        character. Empty for an id outside the vocabulary."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._compute_bytes(token_id)
+        return found
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token's text in the vocabulary's own spelling (with G-dots or low lines for spaces)."""
+        return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def special_tokens_map(self) -> dict[str, str]:
+        """Names that chat templates may use: bos_token, eos_token, ... as far as they are set."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+        texts = {name: _token_text(self.config.get(name)) for name in names}
+        return {name: text for name, text in texts.items() if text is not None}
+
+    def to_json(self) -> str:
+        """The text of tokenizer.json, for libraries that build their own from it."""
+        return self.backend.to_str()
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """A second backend that reads special tokens as text; the switch is state of a backend."""
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def _id(self, text: str | None) -> int | None:
+        return None if text is None else self.backend.token_to_id(text)
+
+    def _encode_shielded(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Special tokens of the template become ids, the text between them is read by the plain backend."""
+        frame = self.backend.encode("", add_special_tokens=add_special_tokens).ids
+        ids, position = list(frame), 0
+        for match in self._special_pattern.finditer(text):
+            ids += self._plain_ids(text[position : match.start()])
+            ids.append(self._special_ids_by_text[match[0]])
+            position = match.end()
+        return ids + self._plain_ids(text[position:])
+
+    def _plain_ids(self, text: str) -> list[int]:
+        with self._lock:  # the cached property must be made once
+            plain = self._plain
+        return plain.encode(text.replace(SHIELD, ""), add_special_tokens=False).ids if text else []
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        token = self.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.decoder_kind == "byte_level":
+            return _byte_level_bytes(token)
+        if self.decoder_kind == "byte_fallback" and token_id not in self._added_text:
+            return _byte_fallback_bytes(token)
+        if self.decoder_kind == "other":
+            return self.backend.decode([token_id], skip_special_tokens=False).encode()
+        return token.encode()
+
+
+def _token_text(value: Any) -> str | None:
+    """tokenizer_config writes a token as its text or as an AddedToken object."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's invertible map of the 256 bytes to printable characters, character to byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """As the library's decoder: a token with a character outside the alphabet stands for itself."""
+    try:
+        return bytes([_ALPHABET[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback_bytes(token: str) -> bytes:
+    match = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's part of tokenizer.json; the whole file may have megabytes of vocabulary."""
+    if backend.decoder is None:
+        return []
+    blank = tokenizers.Tokenizer(BPE())
+    blank.decoder = backend.decoder
+    decoder = json.loads(blank.to_str())["decoder"]
+    return decoder.get("decoders", [decoder])
+
+
+def _decoder_kind(steps: list[dict[str, Any]]) -> DecoderKind:
+    kinds = {step["type"] for step in steps}
+    if kinds <= {"ByteLevel", "Fuse"} and "ByteLevel" in kinds:
+        return "byte_level"
+    plain = all(step.get("pattern") == {"String": "▁"} for step in steps if step["type"] == "Replace")
+    if plain and kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and kinds >= {"Replace", "ByteFallback"}:
+        return "byte_fallback"
+    return "other"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _eos_ids(path: Path) -> list[int]:
+    value = _read_json(path).get("eos_token_id")
+    return [value] if isinstance(value, int) else list(value or [])
+
+
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return _convert_backend(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+
+
+def _convert_backend(path: Path) -> tokenizers.Tokenizer:
+    """Older forms (vocab.json with merges.txt, tokenizer.model) are converted by transformers."""
+    if not any((path / name).is_file() for name in ("vocab.json", "tokenizer.model", "vocab.txt")):
+        raise ModelLoadError(f"no tokenizer.json in {path}", fix="name a directory with one, or set model.tokenizer")
+    from transformers import AutoTokenizer  # noqa: PLC0415  # takes 2 s to import and is rarely needed
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=False).backend_tokenizer
+    except Exception as error:  # the libraries below raise anything
+        raise ModelLoadError(f"the tokenizer in {path} cannot be converted: {error}") from error
+
+
+def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name: chat_template.jinja wins over tokenizer_config's; additional_chat_templates/*.jinja add."""
+    value = config.get("chat_template")
+    if isinstance(value, str):
+        templates = {"default": value}
+    else:
+        templates = {item["name"]: item["template"] for item in value or []}
+    legacy = _read_json(path / "chat_template.json").get("chat_template")
+    if isinstance(legacy, str):
+        templates["default"] = legacy
+    files = {"default": path / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    templates |= {name: _read_text(file) for name, file in files.items() if file.is_file()}
+    return templates
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error

@@ -1,0 +1,116 @@
+"""The tokenizer against published encode vectors, and what no library promises: exact bytes, shielded text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.text.tokenizer import Tokenizer
+
+VOCABULARIES = ["tokenizers/qwen2.5", "tokenizers/qwen3", "tokenizers/gpt2", "tokenizers/minimind",
+                "tokenizers/smollm2", "models/stories260K-hf"]  # fmt: skip
+HF_VECTORS = [("gpt2", "openai-community/gpt2", "gpt2"), ("gpt2", "Xenova/gpt2", "gpt2"),
+              ("qwen2", "Xenova/Qwen1.5-0.5B-Chat", "qwen2.5")]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, name, directory", HF_VECTORS)
+def test_published_vectors(shared_data: Any, file: str, name: str, directory: str) -> None:
+    vectors = json.loads((shared_data / f"golden/tokenizer_hf/{file}.json").read_text())[name]
+    tokenizer = Tokenizer.from_directory(shared_data / f"tokenizers/{directory}")
+    assert len(vectors) > 20
+    for case in vectors.values():
+        ids = tokenizer.encode(case["text"])
+        assert ids == case["ids"]
+        # gpt2's published texts had spaces before punctuation cleaned away, which would not be what the model wrote
+        expected = case["decoded"] if directory == "qwen2.5" else case["text"]
+        assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize("file, directory", [("gpt-2", "gpt2"), ("qwen2", "qwen2.5")])
+def test_published_vectors_of_odd_text(shared_data: Any, file: str, directory: str) -> None:
+    folder = shared_data / "golden/tokenizer_llamacpp"
+    texts = (folder / f"{file}.inp").read_text().split("\n__ggml_vocab_test__\n")
+    lines = (folder / f"{file}.out").read_text().splitlines()
+    tokenizer = Tokenizer.from_directory(shared_data / f"tokenizers/{directory}")
+    # the vectors were made without Unicode normalisation, which Qwen's tokenizer applies
+    pairs = [(t, [int(i) for i in line.split()]) for t, line in zip(texts, lines, strict=False)]
+    assert len(pairs) > 40
+    assert [tokenizer.encode(text, add_special_tokens=False) for text, _ in pairs] == [ids for _, ids in pairs]
+
+
+@pytest.mark.parametrize("directory", VOCABULARIES)
+def test_bytes_of_every_token(shared_data: Any, directory: str) -> None:
+    tokenizer = Tokenizer.from_directory(shared_data / directory)
+    assert tokenizer.decoder_kind != "other"
+    for token_id in range(tokenizer.vocab_size):
+        decoded = tokenizer.decode([token_id], skip_special_tokens=False)
+        own = tokenizer.token_bytes(token_id).decode(errors="replace")
+        assert own == decoded or own == " " + decoded  # sentencepiece drops a text's first space
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
+TEXT = "Zoë 🦜 日本語のテキスト, नमस्ते à\n\ttabs  and <|not special|>"
+
+
+@pytest.mark.parametrize("directory", VOCABULARIES)
+def test_bytes_join_to_the_text(shared_data: Any, directory: str) -> None:
+    tokenizer = Tokenizer.from_directory(shared_data / directory)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    joined = b"".join(tokenizer.token_bytes(i) for i in ids).decode()
+    assert joined.removeprefix(" ") == TEXT
+
+
+@pytest.mark.parametrize("directory", VOCABULARIES)
+def test_shielded_text_never_yields_a_special_token(shared_data: Any, directory: str) -> None:
+    tokenizer = Tokenizer.from_directory(shared_data / directory)
+    for special in sorted(tokenizer.special_ids):
+        name = tokenizer.id_to_token(special)
+        assert name is not None
+        assert special in tokenizer.encode(f"a{name}b", add_special_tokens=False)
+        shielded = tokenizer.shield(f"a{name}b")
+        for ids in (
+            tokenizer.encode(shielded, add_special_tokens=False),
+            tokenizer.encode(f"a{name}b", add_special_tokens=False, plain=True),
+        ):
+            assert not tokenizer.special_ids & set(ids) - {tokenizer.token_to_id("<unk>")}
+            assert tokenizer.decode(ids) == f"a{name}b"
+        mixed = tokenizer.encode(f"{name}{shielded}{name}", add_special_tokens=False)
+        assert (mixed[0], mixed[-1], mixed.count(special)) == (special, special, 2)
+
+
+def test_facts_of_a_directory(shared_data: Any) -> None:
+    tokenizer = Tokenizer.from_directory(shared_data / "models/stories260K-hf")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.vocab_size) == ("<s>", "</s>", 512)
+    assert tokenizer.eos_token_ids[0] == 2
+    assert tokenizer.encode("a")[0] == tokenizer.bos_token_id == 1
+    assert tokenizer.encode("a", add_special_tokens=False)[0] != 1
+    assert tokenizer.special_tokens_map()["eos_token"] == "</s>"
+    assert "default" in tokenizer.chat_templates
+
+
+def test_damaged_directories_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{]")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match="tokenizer_config"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_templates_by_file_and_name(tmp_path: Path) -> None:
+    Backend(BPE()).save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {}
+    named = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "A", "tool_use": "B"}
+    (tmp_path / "chat_template.jinja").write_text("C")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("D")
+    templates = Tokenizer.from_directory(tmp_path).chat_templates
+    assert templates == {"default": "C", "tool_use": "B", "rag": "D"}
