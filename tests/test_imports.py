@@ -13,6 +13,7 @@ RANKS = {
     "jaxserve": 90,
     "jaxserve.errors": 0,
     "jaxserve.config": 1,
+    "jaxserve.version": 0,
     "jaxserve.log": 5,
     "jaxserve.metrics": 42,
     "jaxserve.engine.request": 5,

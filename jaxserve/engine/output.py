@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 from jaxserve.text.detokenizer import make_detokenizer
-from jaxserve.text.patterns import compile_pattern
+from jaxserve.text.patterns import compile_patterns
 from jaxserve.text.stop import StopChecker
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -61,7 +61,7 @@ class SequenceText:
         )
         self._stops: StopChecker | None = None
         if params.stop or params.stop_regex:
-            patterns = [compile_pattern(source) for source in params.stop_regex]
+            patterns = compile_patterns(params.stop_regex)
             self._stops = StopChecker(params.stop, patterns, include=params.include_stop_str_in_output)
 
     def push(self, output: TokenOutput) -> RequestOutput:

@@ -1,0 +1,59 @@
+"""The HTTP application: routes, middleware and error handlers around one engine."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from jaxserve.api.engine_protocol import EngineProtocol
+from jaxserve.api.errors import install_error_handlers
+from jaxserve.api.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
+from jaxserve.api.routes import chat, completions, health, info, models, native
+from jaxserve.api.state import ServerState
+from jaxserve.config import Config
+from jaxserve.engine.messages import EngineInfo, EngineStats
+from jaxserve.errors import NotReadyError
+from jaxserve.metrics import Metrics
+from jaxserve.version import __version__
+
+ROUTERS = (health, models, completions, chat, native, info)
+
+
+def create_app(engine: EngineProtocol, config: Config, metrics: Metrics | None = None) -> FastAPI:
+    """The application. The engine may still be loading; it is started and stopped by the caller."""
+    state = ServerState(engine, config, metrics or Metrics())
+    state.metrics.watch_engine(lambda: _read_engine(engine))
+    app = FastAPI(
+        title="jaxserve",
+        version=__version__,
+        middleware=_middleware(state),
+        redirect_slashes=False,
+    )
+    app.state.server = state
+    install_error_handlers(app)
+    for module in ROUTERS:
+        app.include_router(module.router)
+    return app
+
+
+def _middleware(state: ServerState) -> list[Middleware]:
+    """Outermost first."""
+    section = state.config.server
+    chain = [Middleware(RequestContext, metrics=state.metrics)]
+    if section.cors_origins:
+        headers = {"allow_origins": section.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        chain.append(Middleware(CORSMiddleware, **headers))
+    return [
+        *chain,
+        Middleware(Authentication, config=section),
+        Middleware(ReadinessGate, engine=state.engine),
+        Middleware(BodyLimit, max_bytes=section.max_body_bytes),
+    ]
+
+
+def _read_engine(engine: EngineProtocol) -> tuple[EngineInfo | None, EngineStats]:
+    try:
+        return engine.info, engine.stats()
+    except NotReadyError:
+        return None, EngineStats()

@@ -1,0 +1,90 @@
+"""From a request's bytes to a validated body, or to one 400 that names the field.
+
+One pass of pydantic over the JSON text; a second parse only to word an error.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from jaxserve.api.errors import ClientDisconnected, from_validation
+from jaxserve.api.limits import MAX_JSON_DEPTH
+from jaxserve.api.protocol.common import UNSUPPORTED, Body
+from jaxserve.api.state import server_state
+from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
+
+B = TypeVar("B", bound=Body)
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """Read and validate a JSON body. Raises a RequestError (4xx)."""
+    _check_content_type(request)
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+    return parse_body(raw, model, request)
+
+
+def parse_body(raw: bytes, model: type[B], request: Request) -> B:
+    try:
+        body = model.model_validate_json(raw)
+    except ValidationError as error:
+        raise _explain(error, raw) from None
+    unknown = refuse_unsupported(body)
+    if unknown:
+        server_state(request).unknown_fields.note(request.url.path, unknown)
+    return body
+
+
+def refuse_unsupported(body: BaseModel, prefix: str = "") -> list[str]:
+    """Raise UnsupportedParameterError for a known field that is not offered; return the unknown ones."""
+    unknown = []
+    for name, value in (body.model_extra or {}).items():
+        if name not in UNSUPPORTED:
+            unknown.append(name)
+        elif value not in (None, False, [], {}, ""):
+            param = prefix + name
+            raise UnsupportedParameterError(f"{param} is not supported: {UNSUPPORTED[name]}.", param=param)
+    return unknown
+
+
+def _check_content_type(request: Request) -> None:
+    """Also what keeps a web page from posting here without asking: such posts cannot be JSON without a preflight."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise InvalidValueError(f"Send JSON with Content-Type: application/json (it is {kind or 'missing'}).")
+
+
+def _explain(error: ValidationError, raw: bytes) -> RequestError:
+    if any(detail["type"] == "json_invalid" for detail in error.errors(include_url=False, include_input=False)):
+        reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        return InvalidValueError(f"The body is not valid JSON. {reason}", code="invalid_json")
+    return from_validation(error, _parsed(raw))
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def check_depth(value: Any, param: str, limit: int = MAX_JSON_DEPTH) -> None:
+    """Refuse JSON nested deeper than `limit`, without recursion."""
+    level, depth = [value], 0
+    while level:
+        if depth > limit:
+            raise InvalidValueError(f"{param} is nested deeper than {limit} levels.", param=param)
+        level = [child for node in level for child in _children(node)]
+        depth += 1
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else []

@@ -1,0 +1,97 @@
+"""From RequestOutputs to the choices of /v1/completions.
+
+One function makes the deltas; an answer in one piece is those deltas joined, so that both forms are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.api.generation import Job
+from jaxserve.api.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
+from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.wire import finish_fields
+from jaxserve.engine.output import RequestOutput
+from jaxserve.engine.request import FinishReason
+
+_ARRAYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+class CompletionChoices:
+    """The choices of one request, numbered prompt by prompt."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        jobs: list[Job],
+        prompt_texts: list[str],
+        texts: TokenTexts,
+        hidden: frozenset[int],
+    ) -> None:
+        self._body = body
+        self._jobs = jobs
+        self._prompt_texts = prompt_texts
+        self._texts = texts
+        self._hidden = hidden if body.skip_special_tokens is not False else frozenset()
+        self._per_prompt = max(body.n or 1, body.best_of or 1)
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._begun: set[int] = set()
+
+    def delta(self, job: int, output: RequestOutput) -> dict[str, Any]:
+        """What `output` adds to its choice."""
+        index = job * self._per_prompt + output.index
+        first = index not in self._begun
+        self._begun.add(index)
+        scoring = self._body.max_tokens == 0
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": "" if scoring else output.text,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if first and self._body.echo:
+            choice["text"] = self._prompt_texts[job] + choice["text"]
+        if self._body.logprobs is not None:
+            choice["logprobs"] = self._take_logprobs(index, job, output, first, scoring)
+        if output.finish_reason is not None:
+            choice |= self._finish(job, output, scoring)
+        return choice | self._extras(job, output, first, scoring)
+
+    def _take_logprobs(self, index: int, job: int, output: RequestOutput, first: bool, scoring: bool) -> dict[str, Any]:
+        if index not in self._logprobs:
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            self._logprobs[index] = CompletionLogprobs(self._body.logprobs or 0, self._texts, self._hidden, as_ids)
+        entries = [] if scoring else list(output.logprobs or ())
+        token_ids = [] if scoring else output.token_ids
+        if first and self._body.echo:
+            entries = [*(output.prompt_logprobs or ()), *entries]
+            token_ids = [*self._jobs[job].prompt_token_ids, *token_ids]
+        return self._logprobs[index].take(entries, token_ids)
+
+    def _finish(self, job: int, output: RequestOutput, scoring: bool) -> dict[str, Any]:
+        if scoring and output.finish_reason is not FinishReason.ABORT:
+            return {"finish_reason": "length", "matched_stop": None, "stop_reason": None}
+        return finish_fields(output, self._jobs[job].params.stop_token_ids)
+
+    def _extras(self, job: int, output: RequestOutput, first: bool, scoring: bool) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            extras["token_ids"] = [] if scoring else output.token_ids
+            if first:
+                extras["prompt_token_ids"] = self._jobs[job].prompt_token_ids
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs, self._texts)
+        return extras
+
+
+def join(choice: dict[str, Any] | None, delta: dict[str, Any]) -> dict[str, Any]:
+    """A choice and its next delta, as one."""
+    if choice is None:
+        return delta
+    joined = choice | {key: value for key, value in delta.items() if key not in ("text", "logprobs", "token_ids")}
+    joined["text"] = choice["text"] + delta["text"]
+    if choice["logprobs"] is not None:
+        joined["logprobs"] = {name: choice["logprobs"][name] + delta["logprobs"][name] for name in _ARRAYS}
+    if "token_ids" in choice:
+        joined["token_ids"] = choice["token_ids"] + delta["token_ids"]
+    return joined

@@ -1,0 +1,115 @@
+"""From a chat body to token ids: which parts a message may have, the template, the encoding."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.api.prompts import INLINE_CHARS, check_ids, encode
+from jaxserve.api.protocol.chat import ChatCompletionRequest, Message
+from jaxserve.api.state import ServerState
+from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+
+_TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
+_MEDIA_PARTS = frozenset(
+    {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "audio"}
+)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """What the types cannot say. Raises a RequestError that names the message."""
+    for number, message in enumerate(messages):
+        param = f"messages.{number}.content"
+        if isinstance(message.content, list):
+            _check_parts(message, param)
+        elif message.content is None and message.role in ("system", "developer", "user", "tool"):
+            raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
+        if message.role == "tool" and message.tool_call_id is None:
+            param = f"messages.{number}.tool_call_id"
+            raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
+
+
+def _check_parts(message: Message, param: str) -> None:
+    assert isinstance(message.content, list)
+    for place, part in enumerate(message.content):
+        where = f"{param}.{place}"
+        if part.type in _MEDIA_PARTS:
+            message_text = f"{where}: a part of type {part.type!r} cannot be given to this model, it takes text only."
+            raise UnsupportedParameterError(message_text, param=where)
+        if part.type not in _TEXT_PARTS:
+            raise InvalidValueError(f"{where}.type: {part.type!r} is no type of part.", param=f"{where}.type")
+        if part.text is None and part.refusal is None:
+            raise InvalidValueError(f"{where}.text is missing.", param=f"{where}.text")
+
+
+def plain_messages(messages: Sequence[Message], state: ServerState) -> list[dict[str, Any]]:
+    """Messages as the template takes them; special-token texts in them will stay text."""
+    shield = state.engine.tokenizer.shield
+    return [_shielded(message.model_dump(exclude_unset=True), shield) for message in messages]
+
+
+def _shielded(value: Any, shield: Any) -> Any:
+    if isinstance(value, str):
+        return shield(value)
+    if isinstance(value, list):
+        return [_shielded(item, shield) for item in value]
+    if isinstance(value, dict):
+        return {key: item if key in ("role", "type") else _shielded(item, shield) for key, item in value.items()}
+    return value
+
+
+async def render(
+    body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+) -> str:
+    """The prompt's text. Raises InvalidValueError for messages that the template refuses."""
+    template = state.chat_template
+    if template is None:
+        message = "This model has no chat template; use /v1/completions, or set model.chat_template on the server."
+        raise InvalidValueError(message, param="messages")
+    messages = plain_messages(body.messages, state)
+    proceed = bool(body.continue_final_message)
+    generation = not proceed if body.add_generation_prompt is None else body.add_generation_prompt
+
+    def work() -> str:
+        return template.render(
+            messages,
+            tools=tools,
+            documents=body.documents,
+            add_generation_prompt=generation,
+            continue_final_message=proceed,
+            kwargs=kwargs,
+        )
+
+    small = sum(len(message.content or "") for message in body.messages) <= INLINE_CHARS
+    return work() if small else await asyncio.to_thread(work)
+
+
+async def chat_prompt(
+    body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+) -> tuple[list[int], str]:
+    """(token ids, rendered text; empty if the body brought its own ids)."""
+    check_messages(body.messages)
+    if body.input_ids is not None:
+        check_ids(body.input_ids, state.engine.info, "input_ids")
+        return body.input_ids, ""
+    text = await render(body, state, tools, kwargs)
+    ids = await encode(state.engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+    return ids, text
+
+
+def template_kwargs(body: ChatCompletionRequest) -> dict[str, Any]:
+    """What the body says to the template besides messages and tools."""
+    kwargs: dict[str, Any] = {}
+    effort = body.reasoning_effort
+    if body.reasoning is not None:
+        effort = body.reasoning.effort if effort is None else effort
+        if body.reasoning.enabled is not None:
+            kwargs |= {"enable_thinking": body.reasoning.enabled, "thinking": body.reasoning.enabled}
+    if effort == "none":
+        kwargs |= {"enable_thinking": False, "thinking": False}
+    elif effort is not None:
+        kwargs["reasoning_effort"] = effort
+    if body.verbosity is not None:
+        kwargs["verbosity"] = body.verbosity
+    return kwargs | (body.chat_template_kwargs or {})

@@ -1,0 +1,70 @@
+"""What the HTTP side asks of an engine: the whole of the border between api/ and engine/.
+
+`AsyncEngine` (jaxserve.engine.async_engine) satisfies `EngineProtocol`; so does the fake of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from jaxserve.config import Config
+from jaxserve.engine.messages import EngineInfo, EngineStats
+from jaxserve.engine.output import RequestOutput
+from jaxserve.engine.request import SamplingParams
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class StatusProtocol(Protocol):
+    """How far the engine is. `done` of `total` counts the present phase's own unit."""
+
+    @property
+    def phase(self) -> str: ...  # "loading" | "ready" | "draining" | "dead"
+    @property
+    def detail(self) -> str: ...
+    @property
+    def done(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+
+
+class EngineProtocol(Protocol):
+    """An engine that may still be loading. `info` and `tokenizer` may be read only once it is ready."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def info(self) -> EngineInfo: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def status(self) -> StatusProtocol: ...
+    @property
+    def alive(self) -> bool: ...  # ready, and its loop ticks
+
+    def stats(self) -> EngineStats: ...
+
+    def check_ready(self) -> None:
+        """Raises NotReadyError or EngineDeadError unless requests can be taken."""
+        ...
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        deadline: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of all choices of one prompt. Closing the iterator aborts; errors are HTTPErrors."""
+        ...
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request with finish_reason abort; whether it ran."""
+        ...
+
+    async def flush_cache(self) -> bool:
+        """Drop the prefix cache; False while requests use it."""
+        ...

@@ -1,0 +1,148 @@
+"""Every error leaves in OpenAI's shape, whatever raised it: our own tree, pydantic, the router, or a bug.
+
+Also for code outside the router (middleware) and for streams that have begun.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.errors import HTTPError, InvalidValueError, PayloadTooLargeError, RequestError, ServerError
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 1000  # a message may quote the client's input; never send a large one back
+
+
+class MethodNotAllowedError(RequestError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class ClientDisconnected(Exception):
+    """The client went away before there was an answer. No response is sent."""
+
+
+def error_body(error: HTTPError) -> bytes:
+    body = error.body()
+    message = body["error"]["message"] or ""
+    if len(message) > MAX_MESSAGE_CHARS:
+        body["error"]["message"] = message[:MAX_MESSAGE_CHARS] + " ..."
+    return orjson.dumps(body)
+
+
+def error_response(error: HTTPError) -> Response:
+    """The response of an error. `Retry-After` is whole seconds, rounded up."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, -int(-error.retry_after // 1)))
+    return Response(error_body(error), error.status, headers, media_type="application/json")
+
+
+async def send_error(error: HTTPError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with `error` from inside a middleware."""
+    await error_response(error)(scope, receive, send)
+
+
+def internal_error(error: BaseException) -> HTTPError:
+    """What the client learns of a bug: nothing but that it was one. The log has the rest."""
+    logger.error("unexpected error in a request", exc_info=error)
+    return ServerError("The server had an internal error. Its log has the details.", code="internal_error")
+
+
+def as_http_error(error: BaseException) -> HTTPError:
+    return error if isinstance(error, HTTPError) else internal_error(error)
+
+
+def from_validation(error: ValidationError, root: Any) -> RequestError:
+    """One error for a body that failed validation.
+
+    `root` is the parsed body: a union's branch names are told from field names by walking it. Of a union's several
+    complaints the deepest wins, and equals are joined.
+    """
+    details = error.errors(include_url=False, include_context=False)
+    found = [(_path(detail, root), detail) for detail in details]
+    deepest = max(len(path) for path, _ in found)
+    path, first = next(item for item in found if len(item[0]) == deepest)
+    param = ".".join(map(str, path)) or None
+    reasons = list(dict.fromkeys(detail["msg"] for other, detail in found if other == path))
+    return InvalidValueError(f"{param or 'body'}: {' or '.join(reasons[:4])}", param=param, code=_code(first["type"]))
+
+
+def _path(detail: ErrorDetails, root: Any) -> list[str | int]:
+    path: list[str | int] = []
+    node, last = root, len(detail["loc"]) - 1
+    for place, key in enumerate(detail["loc"]):
+        if isinstance(node, dict) and key in node:
+            node = node[key]
+        elif isinstance(node, list) and isinstance(key, int) and key < len(node):
+            node = node[key]
+        elif not (place == last and detail["type"] == "missing"):
+            continue
+        path.append(key)
+    return path
+
+
+def _code(kind: str) -> str:
+    if kind == "missing":
+        return "missing_required_parameter"
+    return "invalid_type" if kind.endswith("_type") else "invalid_value"
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Replace FastAPI's own error bodies on every route."""
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPError)
+        return error_response(error)
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:]) or None
+        return error_response(InvalidValueError(f"{param or 'request'}: {first['msg']}", param=param))
+
+    async def on_router(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(_from_router(request, error))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; the access log shows why
+
+    app.add_exception_handler(HTTPError, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_router)
+    app.add_exception_handler(ClientDisconnected, on_disconnect)
+
+
+def _from_router(request: Request, error: HTTPException) -> HTTPError:
+    where = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        result: HTTPError = _NotFoundRoute(f"There is no route {where}.")
+    elif error.status_code == 405:
+        result = MethodNotAllowedError(f"{where}: the method is not allowed here.")
+    else:
+        kind = _ROUTER_ERRORS.get(error.status_code, RequestError if error.status_code < 500 else ServerError)
+        result = kind(str(error.detail))
+    return result
+
+
+class _NotFoundRoute(RequestError):
+    status = 404
+    code = "not_found"
+
+
+_ROUTER_ERRORS: dict[int, type[HTTPError]] = {413: PayloadTooLargeError}

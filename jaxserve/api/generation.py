@@ -1,0 +1,155 @@
+"""Running the engine for one HTTP request: one or more prompts, their outputs merged, counted and measured.
+
+Knows RequestOutputs, not the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from jaxserve.api.state import ServerState
+from jaxserve.engine.output import RequestOutput
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import HTTPError
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt for the engine."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class Usage:
+    """Tokens of one HTTP request, as far as it has come."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "reasoning_tokens": self.reasoning_tokens,
+        }
+
+
+@dataclass
+class Generation:
+    """All the engine work behind one HTTP request. `outputs()` may be iterated once; closing it aborts."""
+
+    state: ServerState
+    request_id: str
+    jobs: list[Job]
+    priority: int = 0
+    cache_salt: str = ""
+    usage: Usage = field(default_factory=Usage)
+
+    def __post_init__(self) -> None:
+        self.usage.prompt_tokens = sum(len(job.prompt_token_ids) for job in self.jobs)
+        self._cached = [0] * len(self.jobs)
+
+    async def outputs(self) -> Outputs:
+        """(number of the job, output) as they come. Raises what the engine raises."""
+        ids = [self.request_id] if len(self.jobs) == 1 else [f"{self.request_id}.{i}" for i in range(len(self.jobs))]
+        with self.state.live.running(self.request_id, ids):
+            streams = [self._measured(number, engine_id) for number, engine_id in enumerate(ids)]
+            merged = streams[0] if len(streams) == 1 else _merge(streams)
+            async with aclosing(merged):
+                async for item in merged:
+                    yield item
+
+    async def _measured(self, number: int, engine_id: str) -> Outputs:
+        metrics, job = self.state.metrics, self.jobs[number]
+        started = time.perf_counter()
+        last: dict[int, float] = {}
+        stream = self._generate(job, engine_id)
+        try:
+            async for output in stream:
+                now = time.perf_counter()
+                if output.token_ids:
+                    before = last.get(output.index)
+                    if before is None:
+                        metrics.time_to_first_token.observe(now - started)
+                    else:
+                        metrics.inter_token_latency.observe((now - before) / len(output.token_ids))
+                    last[output.index] = now
+                    self.usage.completion_tokens += len(output.token_ids)
+                if output.finish_reason is not None:
+                    self._finished(number, output, now - started)
+                yield number, output
+        except HTTPError as error:
+            metrics.errors.labels(error.code or error.type).inc()
+            raise
+        finally:
+            await stream.aclose()
+
+    def _generate(self, job: Job, engine_id: str) -> AsyncGenerator[RequestOutput, None]:
+        stream: AsyncIterator[RequestOutput] = self.state.engine.generate(
+            job.prompt_token_ids,
+            job.params,
+            request_id=engine_id,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            deadline=self.state.config.server.request_timeout,
+        )
+        return cast("AsyncGenerator[RequestOutput, None]", stream)
+
+    def _finished(self, number: int, output: RequestOutput, seconds: float) -> None:
+        metrics = self.state.metrics
+        metrics.requests.labels(str(output.finish_reason)).inc()
+        metrics.request_latency.observe(seconds)
+        metrics.request_prompt_tokens.observe(output.num_prompt_tokens)
+        metrics.request_generation_tokens.observe(output.num_output_tokens)
+        self._cached[number] = max(self._cached[number], output.num_cached_tokens)
+        self.usage.cached_tokens = sum(self._cached)
+
+
+async def _merge(streams: list[Outputs]) -> Outputs:
+    """Interleave several streams. The first error ends all; closing closes all."""
+    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
+
+    async def pump(stream: Outputs) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait(item)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(prefix: str, given: str | None = None) -> str:
+    return given or f"{prefix}-{uuid.uuid4().hex}"

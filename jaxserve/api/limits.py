@@ -1,0 +1,47 @@
+"""The limits on what a request may carry: one table, shared by every route, shown in the OpenAPI document.
+
+Each name is a type with its range. What depends on the model (vocabulary, context) is checked in sampling.py and
+prompts.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 32
+MAX_PROMPTS = 2048
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1024
+MAX_LOGIT_BIAS = 4096
+MAX_JSON_DEPTH = 128  # of a body; json.loads itself gives up near 1000
+MAX_GRAMMAR_BYTES = 1 << 20
+DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_NATIVE_TOKENS = 128
+
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+AdditivePenalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+LogitBias = Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+LogprobsCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenCountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**20)]
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+StopPattern = Annotated[str, Field(min_length=1, max_length=256)]
+StopPatterns = Annotated[list[StopPattern], Field(max_length=MAX_STOPS)]
+Identifier = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=128)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:/-]+$")]

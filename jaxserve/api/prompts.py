@@ -1,0 +1,61 @@
+"""From a body's prompt to token ids that fit the model: completions' four forms, checks, truncation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from jaxserve.engine.messages import EngineInfo
+from jaxserve.errors import ContextLengthError, InvalidValueError
+from jaxserve.text.tokenizer import Tokenizer
+
+# Encoding takes about 1 us a character; longer texts leave the event loop (the library releases the GIL)
+INLINE_CHARS = 4096
+
+Side = Literal["left", "right"]
+
+
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    if len(text) <= INLINE_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str) -> list[str | list[int]]:
+    """One entry a prompt. Raises InvalidValueError for an empty one."""
+    prompts: list[str | list[int]]
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompts = [prompt]  # type: ignore[list-item]
+    else:
+        prompts = list(prompt)  # type: ignore[arg-type]
+    if not prompts or not all(prompts):
+        raise InvalidValueError(f"{param} is empty.", param=param)
+    return prompts
+
+
+def check_ids(token_ids: list[int], info: EngineInfo, param: str) -> None:
+    if token_ids and max(token_ids) >= info.vocab_size:
+        worst = max(token_ids)
+        raise InvalidValueError(f"{param}: {worst} is no token id; the vocabulary has {info.vocab_size}.", param=param)
+
+
+def truncate(token_ids: list[int], keep: int | None, side: Side, max_tokens: int | None, limit: int) -> list[int]:
+    """Cut to `keep` tokens; -1 keeps what leaves room for the output; `side` is where it is cut."""
+    if keep is None:
+        return token_ids
+    count = keep if keep >= 0 else max(1, limit - (max_tokens or 1))
+    if len(token_ids) <= count:
+        return token_ids
+    return token_ids[:count] if side == "right" else token_ids[len(token_ids) - count :]
+
+
+def check_length(token_ids: list[int], info: EngineInfo, param: str) -> None:
+    """There must be room for one output token at least."""
+    if not token_ids:
+        raise InvalidValueError(f"{param} has no tokens.", param=param)
+    if len(token_ids) >= info.max_model_len:
+        raise ContextLengthError(
+            f"This model's context is {info.max_model_len} tokens; {param} has {len(token_ids)}, "
+            "which leaves no room for output.",
+            param=param,
+        )

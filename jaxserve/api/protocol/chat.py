@@ -1,0 +1,162 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxserve.api import limits
+from jaxserve.api.protocol.common import Body, Part, SamplingFields
+
+Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
+
+
+class ContentPart(Part):
+    """A part of a message. Which types are accepted depends on the model; text always is."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(Part):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CustomCall(Part):
+    name: str
+    input: str
+
+
+class ToolCall(Part):
+    id: str | None = None
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CustomCall | None = None
+
+
+class Message(Part):
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    function_call: CalledFunction | None = None
+
+
+class FunctionDefinition(Part):
+    name: limits.FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class CustomGrammar(Part):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomFormat(Part):
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+
+class CustomDefinition(Part):
+    name: limits.FunctionName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class Tool(Part):
+    type: str
+    function: FunctionDefinition | None = None
+    custom: CustomDefinition | None = None
+
+
+class NamedTool(Part):
+    name: str
+
+
+class AllowedTools(Part):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+class ToolChoice(Part):
+    type: Literal["function", "custom", "allowed_tools"]
+    function: NamedTool | None = None
+    custom: NamedTool | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class Reasoning(Part):
+    effort: str | None = None
+    enabled: bool | None = None
+
+
+class ChatCompletionRequest(SamplingFields):
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    input_ids: limits.TokenIds | None = Field(None, description="Token ids used instead of the rendered messages.")
+    max_completion_tokens: limits.TokenCount | None = Field(None, description="Default: the rest of the context.")
+    max_tokens: limits.TokenCount | None = Field(None, description="The older name of max_completion_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: limits.LogprobsCount | None = Field(None, description="Needs logprobs.")
+
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_CHOICES)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Default true.")
+    functions: Annotated[list[FunctionDefinition], Field(max_length=limits.MAX_CHOICES)] | None = None
+    function_call: Literal["none", "auto"] | NamedTool | None = None
+
+    reasoning_effort: str | Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    reasoning: Reasoning | None = None
+    separate_reasoning: bool | None = Field(None, description="Default true; false leaves it in content.")
+    include_reasoning: bool | None = Field(None, description="Default true; false leaves it out of the answer.")
+    stream_reasoning: bool | None = Field(None, description="Default true; false sends it in one piece.")
+
+    add_generation_prompt: bool | None = Field(None, description="Default true.")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message. Default false.")
+    add_special_tokens: bool | None = Field(None, description="Default false: templates write their own.")
+    echo: bool | None = Field(None, description="The last message before the output. Default false.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Given to the chat template.")
+    modalities: list[str] | None = Field(None, description="Only text.")
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Not used.")
+    store: bool | None = Field(None, description="Not used: nothing is kept.")
+    service_tier: str | None = Field(None, description="Not used; the answer says default.")
+    prediction: dict[str, Any] | None = Field(None, description="Not used: a hint.")
+    safety_identifier: str | None = Field(None, description="Not used.")
+    prompt_cache_key: str | None = Field(None, description="Not used: equal prefixes are found by content.")
+    prompt_cache_retention: str | None = Field(None, description="Not used.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Not used.")
+    moderation: Any = Field(None, description="Not used.")
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a text, or a conversation rendered first."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    text: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: limits.TokenIds | list[limits.TokenIds] | None = None
+    ids: limits.TokenIds | None = None
+    skip_special_tokens: bool | None = None

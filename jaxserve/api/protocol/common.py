@@ -1,0 +1,154 @@
+"""What the bodies of all generating routes have in common: their base class, the sampling fields, the known refusals.
+
+A field of no known API is kept in `model_extra` and logged once (see body.py); a field of a known API that this server
+does not support stands in UNSUPPORTED and is answered 400.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jaxserve.api import limits
+
+# field -> why. A null, false, empty list or empty object says "not used" and passes.
+UNSUPPORTED: dict[str, str] = {
+    "audio": "the model makes text only",
+    "web_search_options": "hosted tools are not offered",
+    "prompt_embeds": "tensors from clients are not accepted",
+    "input_embeds": "tensors from clients are not accepted",
+    "chat_template": "a template in a request is not accepted; set model.chat_template on the server",
+    "custom_logit_processor": "serialized code is not accepted",
+    "logits_processors": "serialized code is not accepted",
+    "custom_params": "they are read by custom logit processors, which are not accepted",
+    "vllm_xargs": "there are no custom processors to read it",
+    "kv_transfer_params": "prefill and decode run in one engine",
+    "ec_transfer_params": "there is no separate encoder",
+    "bootstrap_host": "prefill and decode run in one engine",
+    "bootstrap_port": "prefill and decode run in one engine",
+    "bootstrap_room": "prefill and decode run in one engine",
+    "disagg_prefill_dp_rank": "prefill and decode run in one engine",
+    "data_parallel_rank": "the server chooses the replica",
+    "routed_dp_rank": "the server chooses the replica",
+    "session_params": "there are no sessions; prefixes are cached by content",
+    "session_id": "there are no sessions; prefixes are cached by content",
+    "return_hidden_states": "hidden states are not returned over HTTP",
+    "return_routed_experts": "expert choices are not returned over HTTP",
+    "return_sampling_mask": "masks are not returned over HTTP",
+    "sampling_logprobs_mode": "log-probabilities are those of the model before sampling parameters",
+    "logprob_token_ids": "log-probabilities are given of the most likely tokens only",
+    "token_ids_logprob": "log-probabilities are given of the most likely tokens only",
+    "watermark": "watermarks are not offered",
+    "watermarking": "watermarks are not offered",
+    "lora_path": "no adapter is loaded",
+    "lora_name": "no adapter is loaded",
+    "image_data": "the model takes text only",
+    "audio_data": "the model takes text only",
+    "video_data": "the model takes text only",
+    "mm_processor_kwargs": "the model takes text only",
+    "media_io_kwargs": "the model takes text only",
+    "images_config": "the model takes text only",
+    "video_config": "the model takes text only",
+    "max_dynamic_patch": "the model takes text only",
+    "min_dynamic_patch": "the model takes text only",
+    "use_audio_in_video": "the model takes text only",
+    "guided_json": "use response_format or structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "use_beam_search": "beam search is not offered",
+    "length_penalty": "beam search is not offered",
+    "thinking_token_budget": "a budget of thinking tokens is not offered",
+    "repetition_detection": "detection of repetitions is not offered",
+}
+
+
+class Body(BaseModel):
+    """A JSON object from a client. Strict: a number in quotes is no number."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Part(BaseModel):
+    """A nested object. Unknown keys pass."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class StreamOptions(Part):
+    include_usage: bool | None = Field(None, description="End with a chunk that holds the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk.")
+    include_obfuscation: bool | None = Field(None, description="Accepted; no padding is sent either way.")
+
+
+class StructuredOutputs(Part):
+    """vLLM's form of a constraint; exactly one is given."""
+
+    json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class JsonSchemaFormat(Part):
+    name: str | None = Field(None, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Part):
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "regex", "ebnf", "grammar"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class SamplingFields(Body):
+    """Fields that chat/completions, completions and responses share. Null is absent."""
+
+    temperature: limits.Temperature | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
+    top_p: limits.TopP | None = Field(None, description="Default: the model's, else 1.")
+    top_k: limits.TopK | None = Field(None, description="-1 and 0: off. Default: the model's, else off.")
+    min_p: limits.MinP | None = Field(None, description="Default: the model's, else 0.")
+    frequency_penalty: limits.AdditivePenalty | None = Field(None, description="Default 0.")
+    presence_penalty: limits.AdditivePenalty | None = Field(None, description="Default 0.")
+    repetition_penalty: limits.RepetitionPenalty | None = Field(None, description="Default: the model's, else 1.")
+    seed: limits.Seed | None = Field(None, description="The same seed gives the same tokens.")
+    logit_bias: limits.LogitBias | None = Field(None, description="Token id -> added to its logit.")
+    allowed_token_ids: limits.TokenIds | None = Field(None, description="No other token is sampled.")
+    bad_words: list[limits.StopText] | None = Field(None, max_length=limits.MAX_BAD_WORDS)
+    min_tokens: limits.TokenCountOrZero | None = Field(None, description="No end before so many. Default 0.")
+    ignore_eos: bool | None = Field(None, description="Go on to max_tokens. Default false.")
+    stop: limits.StopText | limits.Stops | None = Field(None, description="Texts that end the output.")
+    stop_token_ids: limits.TokenIds | None = None
+    stop_regex: limits.StopPattern | limits.StopPatterns | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="Keep what stopped it. Default false.")
+    no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Default true.")
+
+    n: limits.Choices | None = Field(None, description="Choices. Default 1.")
+    prompt_logprobs: limits.LogprobsCount | None = Field(None, description="Log-probabilities of the prompt.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    stream_interval: limits.TokenCount | None = Field(None, description="Tokens in a chunk, at least. Default 1.")
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    user: str | None = Field(None, description="Not used.")
+    priority: limits.Priority | None = Field(None, description="Lower runs earlier (policy: priority). Default 0.")
+    cache_salt: limits.CacheSalt | None = Field(None, description="Only requests with the same share a prefix.")
+    extra_key: limits.CacheSalt | None = Field(None, description="The same as cache_salt; both are combined.")
+    request_id: limits.Identifier | None = Field(None, description="The id of the answer; unique while it runs.")
+    rid: limits.Identifier | None = Field(None, description="The same as request_id.")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**31 - 1, description="Keep so many; -1: what fits.")
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut. Default left.")
+    return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids in the answer.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens token_id:N.")
+    return_cached_tokens_details: bool | None = None

@@ -1,0 +1,28 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxserve.api import limits
+from jaxserve.api.protocol.common import SamplingFields
+
+Prompt = (
+    str
+    | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)]
+    | limits.TokenIds
+    | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)]
+)
+
+
+class CompletionRequest(SamplingFields):
+    model: str
+    prompt: Prompt = Field(description="A text, texts, token ids, or lists of them.")
+    max_tokens: limits.TokenCountOrZero | None = Field(None, description="Default 16; clamped to the context.")
+    suffix: str | None = Field(None, description="Text after the gap, where the tokenizer has such tokens.")
+    echo: bool | None = Field(None, description="The prompt before the output.")
+    logprobs: limits.LogprobsCount | None = None
+    best_of: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Make so many, give the best n.")
+    add_special_tokens: bool | None = Field(None, description="Begin a text prompt with BOS. Default true.")

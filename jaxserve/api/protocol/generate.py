@@ -1,0 +1,54 @@
+"""The body of POST /generate: SGLang's native form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from jaxserve.api import limits
+from jaxserve.api.protocol.common import Body
+
+
+class NativeSampling(Body):
+    """`sampling_params` of /generate. Absent fields take the model's defaults, as on the other routes."""
+
+    max_new_tokens: limits.TokenCountOrZero | None = Field(None, description="Default 128.")
+    min_new_tokens: limits.TokenCountOrZero | None = None
+    temperature: limits.Temperature | None = None
+    top_p: limits.TopP | None = None
+    top_k: limits.TopK | None = None
+    min_p: limits.MinP | None = None
+    frequency_penalty: limits.AdditivePenalty | None = None
+    presence_penalty: limits.AdditivePenalty | None = None
+    repetition_penalty: limits.RepetitionPenalty | None = None
+    logit_bias: limits.LogitBias | None = None
+    stop: limits.StopText | limits.Stops | None = None
+    stop_token_ids: limits.TokenIds | None = None
+    stop_regex: limits.StopPattern | limits.StopPatterns | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    n: limits.Choices | None = None
+    sampling_seed: limits.Seed | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    stream_interval: limits.TokenCount | None = None
+
+
+class GenerateRequest(Body):
+    text: str | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)] | None = None
+    input_ids: limits.TokenIds | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    rid: limits.Identifier | list[limits.Identifier] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = Field(None, description="First prompt position; -1: outputs only.")
+    top_logprobs_num: limits.LogprobsCount | list[limits.LogprobsCount] | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    incremental: bool | None = Field(None, description="Stream deltas instead of the text so far.")
+    priority: limits.Priority | None = None
+    extra_key: limits.CacheSalt | list[limits.CacheSalt] | None = None

@@ -1,0 +1,107 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.body import read_body
+from jaxserve.api.chat_output import ChatChoices, Joined
+from jaxserve.api.conversation import chat_prompt, template_kwargs
+from jaxserve.api.generation import Generation, Job, new_id
+from jaxserve.api.prompts import check_length, truncate
+from jaxserve.api.protocol.chat import ChatCompletionRequest
+from jaxserve.api.sampling import sampling_params
+from jaxserve.api.sse import EventStream, until_disconnect
+from jaxserve.api.state import ServerState, server_state
+from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
+from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    state = server_state(request)
+    body = await read_body(request, ChatCompletionRequest)
+    check_chat(body)
+    answer = await prepare(body, state)
+    if body.stream:
+        return EventStream(answer.events())
+    return json_response(await until_disconnect(request, answer.whole()))
+
+
+def check_chat(body: ChatCompletionRequest) -> None:
+    check_stream_options(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidValueError("top_logprobs needs logprobs: true.", param="top_logprobs")
+    for modality in body.modalities or ():
+        if modality != "text":
+            raise UnsupportedParameterError(f"modalities: {modality!r} cannot be made.", param="modalities")
+
+
+async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer:
+    """Everything that can be wrong with the request is found here."""
+    model = state.check_model(body.model)
+    info = state.engine.info
+    asked = body.max_completion_tokens or body.max_tokens
+    token_ids, _ = await chat_prompt(body, state, None, template_kwargs(body))
+    token_ids = truncate(
+        token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", asked, info.max_model_len
+    )
+    check_length(token_ids, info, "messages")
+    params = sampling_params(
+        body,
+        info,
+        state.engine.tokenizer,
+        max_tokens=asked,
+        num_prompt_tokens=len(token_ids),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    job = Job(token_ids, params)
+    salt = (body.cache_salt or "") + (body.extra_key or "")
+    request_id = new_id("chatcmpl", body.request_id or body.rid)
+    generation = Generation(state, request_id, [job], body.priority or 0, salt)
+    return ChatAnswer(body, model, generation, ChatChoices(body, job, state.token_texts))
+
+
+class ChatAnswer:
+    """One conversation on its way to one answer."""
+
+    def __init__(self, body: ChatCompletionRequest, model: str, generation: Generation, choices: ChatChoices) -> None:
+        self._body = body
+        self._model = model
+        self._generation = generation
+        self._choices = choices
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        envelope = Envelope(self._generation.request_id, "chat.completion.chunk", self._model)
+        writer = ChunkWriter(envelope, self._generation.usage, self._body)
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for _, output in outputs:
+                for chunk in self._choices.deltas(output):
+                    yield writer.chunk(chunk)
+        if writer.include_usage:
+            yield writer.usage_chunk()
+
+    async def whole(self) -> dict[str, Any]:
+        found: dict[int, Joined] = {}
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for _, output in outputs:
+                choice = found.setdefault(output.index, Joined(output.index))
+                for chunk in self._choices.deltas(output):
+                    choice.add(chunk)
+        envelope = Envelope(self._generation.request_id, "chat.completion", self._model)
+        return envelope.head() | {
+            "choices": [found[index].result() for index in sorted(found)],
+            "usage": self._generation.usage.as_dict(),
+            "service_tier": "default",
+            "system_fingerprint": None,
+        }

@@ -1,0 +1,173 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.body import read_body
+from jaxserve.api.completion_output import CompletionChoices, join
+from jaxserve.api.generation import Generation, Job, new_id
+from jaxserve.api.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
+from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, truncate
+from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.sampling import sampling_params
+from jaxserve.api.sse import EventStream, until_disconnect
+from jaxserve.api.state import ServerState, server_state
+from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
+from jaxserve.engine.request import SamplingParams
+from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(request: Request) -> Response:
+    """Continue one or more prompts."""
+    state = server_state(request)
+    body = await read_body(request, CompletionRequest)
+    _check(body)
+    answer = await _Answer.prepare(body, state)
+    if body.stream:
+        return EventStream(answer.events())
+    return json_response(await until_disconnect(request, answer.whole()))
+
+
+def _check(body: CompletionRequest) -> None:
+    check_stream_options(body)
+    if body.best_of and body.stream:
+        raise InvalidValueError("best_of cannot be streamed.", param="best_of")
+    if body.best_of and body.best_of < (body.n or 1):
+        raise InvalidValueError(f"best_of ({body.best_of}) is less than n ({body.n}).", param="best_of")
+    if body.suffix:
+        raise UnsupportedParameterError("suffix: this model has no fill-in-the-middle tokens.", param="suffix")
+
+
+class _Answer:
+    """One request on its way to one answer."""
+
+    def __init__(self, body: CompletionRequest, model: str, generation: Generation, choices: CompletionChoices) -> None:
+        self._body = body
+        self._generation = generation
+        self._choices = choices
+        self._envelope = Envelope(generation.request_id, "text_completion", model)
+
+    @classmethod
+    async def prepare(cls, body: CompletionRequest, state: ServerState) -> _Answer:
+        """Everything that can be wrong with the request is found here."""
+        model = state.check_model(body.model)
+        prompts = as_prompts(body.prompt, "prompt")
+        if len(prompts) * (body.n or 1) > MAX_CHOICES * 16:
+            raise InvalidValueError("prompts times n are more than 2048 choices.", param="n")
+        jobs = [await _job(body, prompt, state) for prompt in prompts]
+        texts = [_prompt_text(prompt, job, body, state) for prompt, job in zip(prompts, jobs, strict=True)]
+        generation = Generation(
+            state,
+            new_id("cmpl", body.request_id or body.rid),
+            jobs,
+            body.priority or 0,
+            (body.cache_salt or "") + (body.extra_key or ""),
+        )
+        hidden = state.engine.tokenizer.special_ids
+        return cls(body, model, generation, CompletionChoices(body, jobs, texts, state.token_texts, hidden))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        writer = ChunkWriter(self._envelope, self._generation.usage, self._body)
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for job, output in outputs:
+                self._cut_usage()
+                delta = self._choices.delta(job, output)
+                if _says_something(delta):
+                    yield writer.chunk(delta)
+        if writer.include_usage:
+            yield writer.usage_chunk()
+
+    async def whole(self) -> dict[str, Any]:
+        found: dict[int, dict[str, Any]] = {}
+        scores: dict[int, list[float]] = {}
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for job, output in outputs:
+                delta = self._choices.delta(job, output)
+                index = delta["index"]
+                found[index] = join(found.get(index), delta)
+                scores.setdefault(index, []).extend(entry.logprob for entry in output.logprobs or ())
+        self._cut_usage()
+        ordered = [found[index] for index in sorted(found)]
+        return self._envelope.head() | {
+            "choices": self._best(ordered, scores),
+            "usage": self._generation.usage.as_dict(),
+            "system_fingerprint": None,
+        }
+
+    def _cut_usage(self) -> None:
+        """With max_tokens 0 the engine's one token is nobody's."""
+        if self._body.max_tokens == 0:
+            self._generation.usage.completion_tokens = 0
+
+    def _best(self, choices: list[dict[str, Any]], scores: dict[int, list[float]]) -> list[dict[str, Any]]:
+        """Of best_of choices a prompt, the n with the highest mean log-probability, numbered anew."""
+        n, made = self._body.n or 1, self._body.best_of or 0
+        if made <= n:
+            return choices
+        kept = []
+        for start in range(0, len(choices), made):
+            group = sorted(choices[start : start + made], key=lambda choice: -_mean(scores[choice["index"]]))
+            kept += group[:n]
+        return [choice | {"index": index} for index, choice in enumerate(kept)]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _says_something(delta: dict[str, Any]) -> bool:
+    """Not the chunk of a token whose text is still held back (half a character, the begin of a stop string)."""
+    tokens = delta["logprobs"]["tokens"] if delta["logprobs"] is not None else delta.get("token_ids")
+    return bool(delta["text"] or tokens or delta["finish_reason"])
+
+
+async def _job(body: CompletionRequest, prompt: str | list[int], state: ServerState) -> Job:
+    info, tokenizer = state.engine.info, state.engine.tokenizer
+    if isinstance(prompt, str):
+        token_ids = await encode(tokenizer, prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        check_ids(prompt, info, "prompt")
+        token_ids = prompt
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    token_ids = truncate(
+        token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", max_tokens, info.max_model_len
+    )
+    check_length(token_ids, info, "prompt")
+    return Job(token_ids, _params(body, token_ids, max_tokens, state))
+
+
+def _params(body: CompletionRequest, token_ids: list[int], max_tokens: int, state: ServerState) -> SamplingParams:
+    wanted = [value for value in (body.prompt_logprobs, body.logprobs if body.echo else None) if value is not None]
+    best_of = body.best_of or 0
+    params = sampling_params(
+        body,
+        state.engine.info,
+        state.engine.tokenizer,
+        max_tokens=max_tokens,
+        num_prompt_tokens=len(token_ids),
+        logprobs=0 if body.logprobs is None and best_of > (body.n or 1) else body.logprobs,
+        prompt_logprobs=max(wanted) if wanted else None,
+    )
+    return msgspec.structs.replace(params, n=max(params.n, best_of))
+
+
+def _prompt_text(prompt: str | list[int], job: Job, body: CompletionRequest, state: ServerState) -> str:
+    """What echo shows: the text as it was sent, or the text of the ids."""
+    if not body.echo:
+        return ""
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+        return prompt
+    return state.engine.tokenizer.decode(
+        job.prompt_token_ids, skip_special_tokens=body.skip_special_tokens is not False
+    )

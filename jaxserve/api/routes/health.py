@@ -1,0 +1,43 @@
+"""GET /health, /live and /metrics: answered in every phase, without touching the engine."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.state import server_state
+from jaxserve.api.wire import json_response
+from jaxserve.errors import EngineDeadError, HTTPError
+from jaxserve.metrics import CONTENT_TYPE
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while requests are taken and the engine's loop ticks; else 503 with the phase and its progress."""
+    engine = server_state(request).engine
+    status = engine.status
+    report = {"status": status.phase, "phase": status.detail, "progress": {"done": status.done, "total": status.total}}
+    try:
+        engine.check_ready()
+        if not engine.alive:
+            raise EngineDeadError("The engine's loop does not tick.")
+    except HTTPError as error:
+        response = json_response(report | error.body(), 503)
+        response.headers["Retry-After"] = "1"
+        return response
+    return json_response(report)
+
+
+@router.get("/live")
+async def live() -> Response:
+    """200 as long as this process answers."""
+    return json_response({"status": "live"})
+
+
+@router.api_route("/metrics", methods=["GET", "HEAD"])
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(server_state(request).metrics.render(), media_type=CONTENT_TYPE)

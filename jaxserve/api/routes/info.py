@@ -1,0 +1,77 @@
+"""What the server is: /get_model_info, /server_info, /version, in SGLang's and vLLM's spelling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.state import server_state
+from jaxserve.api.wire import json_response
+from jaxserve.version import __version__
+
+router = APIRouter()
+
+
+@router.get("/model_info")
+@router.get("/get_model_info", include_in_schema=False)
+async def model_info(request: Request) -> Response:
+    """The model: its path, its names, its context."""
+    state = server_state(request)
+    info = state.engine.info
+    return json_response(
+        {
+            "model_path": info.model_path,
+            "tokenizer_path": state.config.model.tokenizer or info.model_path,
+            "served_model_name": info.served_names[0],
+            "served_model_names": info.served_names,
+            "architecture": info.architecture,
+            "is_generation": not info.is_embedding,
+            "max_model_len": info.max_model_len,
+            "vocab_size": info.vocab_size,
+            "dtype": info.dtype,
+            "preferred_sampling_params": info.generation_defaults or None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+    )
+
+
+@router.get("/server_info")
+@router.get("/get_server_info", include_in_schema=False)
+async def server_info(request: Request) -> Response:
+    """The resolved configuration (without keys), the engine's facts and its numbers now."""
+    state = server_state(request)
+    info = state.engine.info
+    config = state.config.model_dump(mode="json")
+    for name in ("api_key", "admin_api_key"):
+        config["server"][name] = None if config["server"][name] is None else "set"
+    return json_response(
+        {
+            "version": __version__,
+            "model_path": info.model_path,
+            "served_model_name": info.served_names[0],
+            "context_length": info.max_model_len,
+            "max_running_requests": info.max_num_seqs,
+            "max_total_num_tokens": info.num_kv_tokens,
+            "tp_size": state.config.mesh.tensor,
+            "dp_size": state.config.mesh.replicas,
+            "config": config,
+            "engine": msgspec.to_builtins(info),
+            "stats": _stats(msgspec.to_builtins(state.engine.stats())),
+        }
+    )
+
+
+def _stats(stats: dict[str, Any]) -> dict[str, Any]:
+    return {"num_running": 0, "num_waiting": 0} | stats
+
+
+@router.get("/version")
+async def version() -> Response:
+    """The version of jaxserve."""
+    return json_response({"version": __version__})

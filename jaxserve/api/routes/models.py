@@ -1,0 +1,29 @@
+"""GET /v1/models and GET /v1/models/{id}."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.protocol.models import model_object
+from jaxserve.api.state import server_state
+from jaxserve.api.wire import json_response
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The names under which the model is served."""
+    state = server_state(request)
+    info = state.engine.info
+    data = [model_object(name, info, state.created) for name in info.served_names]
+    return json_response({"object": "list", "data": data})
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, request: Request) -> Response:
+    """One model by its name, which may contain slashes."""
+    state = server_state(request)
+    return json_response(model_object(state.check_model(model), state.engine.info, state.created))

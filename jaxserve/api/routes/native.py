@@ -1,0 +1,131 @@
+"""POST /generate: SGLang's native form, one prompt or many, streamed or not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.body import read_body, refuse_unsupported
+from jaxserve.api.generation import Generation, Job, new_id
+from jaxserve.api.native_output import LogprobOptions, NativeChoice
+from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode
+from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
+from jaxserve.api.sampling import native_params
+from jaxserve.api.sse import EventStream, event, until_disconnect
+from jaxserve.api.state import ServerState, server_state
+from jaxserve.api.wire import json_response
+from jaxserve.errors import InvalidValueError
+
+router = APIRouter()
+T = TypeVar("T")
+
+
+@router.api_route("/generate", methods=["POST", "PUT"])
+async def generate(request: Request) -> Response:
+    """Continue a text or token ids; `meta_info` tells how it went."""
+    body = await read_body(request, GenerateRequest)
+    answer = await _Native.prepare(body, server_state(request))
+    if body.stream:
+        return EventStream(answer.events())
+    return json_response(await until_disconnect(request, answer.whole()))
+
+
+class _Native:
+    def __init__(self, body: GenerateRequest, generation: Generation, choices: list[list[NativeChoice]]) -> None:
+        self._body = body
+        self._generation = generation
+        self._choices = choices
+        self._single = not _is_batch(body)
+
+    @classmethod
+    async def prepare(cls, body: GenerateRequest, state: ServerState) -> _Native:
+        prompts = _prompts(body)
+        count = len(prompts)
+        sampling = _spread(body.sampling_params or NativeSampling.model_validate({}), count, "sampling_params")
+        for each in sampling:
+            refuse_unsupported(each, "sampling_params.")
+        options = _options(body, count)
+        jobs = [await _job(*each, state) for each in zip(prompts, sampling, options, strict=True)]
+        rid = body.rid if isinstance(body.rid, str) else (body.rid[0] if body.rid else None)
+        salts = set(_spread(body.extra_key or "", count, "extra_key"))
+        if len(salts) > 1:
+            raise InvalidValueError("extra_key: one for all prompts of a request.", param="extra_key")
+        generation = Generation(state, new_id("gen", rid), jobs, body.priority or 0, salts.pop())
+        ids = _spread(body.rid or generation.request_id, count, "rid")
+        choices = [
+            [NativeChoice(rid, job, option, state.token_texts) for _ in range(job.params.n)]
+            for rid, job, option in zip(ids, jobs, options, strict=True)
+        ]
+        return cls(body, generation, choices)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The text so far in every event, or with `incremental` what is new."""
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for number, output in outputs:
+                choice = self._choices[number][output.index]
+                choice.add(output)
+                result = choice.result(output if self._body.incremental else None)
+                if not self._single or len(self._choices[number]) > 1:
+                    result["index"] = number * len(self._choices[number]) + output.index
+                yield event(orjson.dumps(result))
+
+    async def whole(self) -> Any:
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for number, output in outputs:
+                self._choices[number][output.index].add(output)
+        results = [choice.result() for group in self._choices for choice in group]
+        return results[0] if self._single and len(results) == 1 else results
+
+
+def _is_batch(body: GenerateRequest) -> bool:
+    given = body.input_ids if body.text is None else body.text
+    return isinstance(given, list) and not (given and isinstance(given[0], int))
+
+
+def _prompts(body: GenerateRequest) -> list[str | list[int]]:
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidValueError("Give text or input_ids, one of them.", param="text")
+    if body.text is not None:
+        return as_prompts(body.text, "text")
+    return as_prompts(body.input_ids or [], "input_ids")
+
+
+def _spread(value: T | list[T], count: int, param: str) -> list[T]:
+    """One value for each prompt."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidValueError(f"{param} has {len(value)} entries for {count} prompts.", param=param)
+    return value
+
+
+def _options(body: GenerateRequest, count: int) -> list[LogprobOptions]:
+    wanted = _spread(body.return_logprob or False, count, "return_logprob")
+    starts = _spread(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
+    tops: Sequence[int] = _spread(body.top_logprobs_num or 0, count, "top_logprobs_num")
+    text = bool(body.return_text_in_logprobs)
+    return [LogprobOptions(*each, text) for each in zip(wanted, starts, tops, strict=True)]
+
+
+async def _job(prompt: str | list[int], sampling: NativeSampling, options: LogprobOptions, state: ServerState) -> Job:
+    info = state.engine.info
+    if isinstance(prompt, str):
+        param, token_ids = "text", await encode(state.engine.tokenizer, prompt, add_special_tokens=True)
+    else:
+        param, token_ids = "input_ids", prompt
+        check_ids(token_ids, info, param)
+    check_length(token_ids, info, param)
+    params = native_params(
+        sampling,
+        info,
+        len(token_ids),
+        logprobs=options.top if options.wanted else None,
+        prompt_logprobs=options.top if options.wanted and options.start >= 0 else None,
+    )
+    return Job(token_ids, params)

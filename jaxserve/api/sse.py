@@ -1,0 +1,88 @@
+"""Server-sent events, written straight to ASGI: one event is one `send`. Also: work that ends when the client leaves.
+
+The events are bytes made by the routes; this file knows nothing of their content but the error event and `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.api.errors import ClientDisconnected, as_http_error, error_body
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+
+
+def event(data: bytes) -> bytes:
+    return b"data: %b\n\n" % data
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, cancelled as soon as the client goes away (then ClientDisconnected is raised)."""
+    return await _race(work, request.receive)
+
+
+async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Streams `events` (each a whole event) and ends them with `[DONE]`.
+
+    The status line waits for the first event, so that an error found before it is an ordinary HTTP error. A later one
+    is sent as an event. `events` is closed in every case: that is what aborts the request behind it.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self._events = events
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _race(self._stream(send), receive)
+        except ClientDisconnected:
+            return
+        finally:
+            await self._events.aclose()
+
+    async def _stream(self, send: Send) -> None:
+        first = await anext(self._events, DONE)
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS.copy()})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            data = event(error_body(as_http_error(error)))
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})

@@ -1,0 +1,128 @@
+"""A server on a real socket, in a thread, over the fake engine; and the official client."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx2
+import openai
+import pytest
+import uvicorn
+import uvloop
+
+from jaxserve.api.app import create_app
+from jaxserve.config import Config
+from jaxserve.engine.async_engine import AsyncEngine
+
+from .fakes import FakeLink, fake_engine
+
+T = TypeVar("T")
+
+
+class QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class LiveServer:
+    """Starts on entering, stops on leaving. Changes to `link` go through `call`: they belong to the server's loop."""
+
+    config: Config = field(default_factory=Config)
+    ready: bool = True
+
+    def __enter__(self) -> "LiveServer":
+        self._up = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()))
+        self._thread.start()
+        assert self._up.wait(20)
+        self.http = httpx2.Client(base_url=self.url, timeout=20)
+        key = self.config.server.api_key or "none"
+        self.client: Any = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.client.close()
+        self.http.close()
+        self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(20)
+        self._listener.close()
+
+    async def _serve(self) -> None:
+        self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
+        link = FakeLink()
+        link.ready = self.ready
+        self.engine, self.link = fake_engine(self.config, link)
+        await self.engine.start(wait=self.ready)
+        app = create_app(self.engine, self.config)
+        self.app = app
+        server = QuietServer(uvicorn.Config(app, http="httptools", log_config=None, timeout_graceful_shutdown=1))
+        task = asyncio.create_task(server.serve(sockets=[self._listener]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        self._up.set()
+        await self._done.wait()
+        server.should_exit = True
+        await task
+        await self.engine.stop()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run on the server's loop and wait for the result."""
+
+        async def run() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until a condition holds on the server's loop."""
+
+        async def poll() -> bool:
+            for _ in range(1000):
+                if condition():
+                    return True
+                await asyncio.sleep(0.005)
+            return False
+
+        assert asyncio.run_coroutine_threadsafe(poll(), self._loop).result(10), what
+
+    def post(self, path: str, body: Any, **keys: Any) -> httpx2.Response:
+        return self.http.post(path, json=body, **keys)
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[LiveServer]:
+    with LiveServer() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: LiveServer) -> Iterator[LiveServer]:
+    """The common server with the common script; a test that ends leaves no request behind."""
+    link = shared_server.link
+    script = link.script
+    yield shared_server
+    shared_server.wait(lambda: not link.running and shared_server.engine.num_live == 0, "requests were left behind")
+    link.script, link.delay = script, 0.0
+    link.seen.clear()
+    link.aborted.clear()
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Any:
+    return server.client
+
+
+def reply_with(server: LiveServer, text: str | list[int]) -> None:
+    """Let the engine answer every prompt with this."""
+    server.link.script = lambda prompt, params: text
+
+
+__all__ = ["AsyncEngine", "LiveServer", "reply_with"]

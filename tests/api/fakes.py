@@ -1,0 +1,174 @@
+"""An engine whose tokens are known: the real AsyncEngine over a link with no model behind it.
+
+Tokenizer, detokenizer, stop strings, queue and errors are the real ones; only the tokens come from a script.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import jaxserve
+from jaxserve.config import Config
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    EngineInfo,
+    EngineStats,
+    FromEngine,
+    Located,
+    Outputs,
+    Ready,
+    Reply,
+    ToEngine,
+)
+from jaxserve.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprobs, TokenOutput
+from jaxserve.text.tokenizer import Tokenizer
+
+DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
+MAX_MODEL_LEN = 512
+
+Script = Callable[[list[int], SamplingParams], list[int] | str]
+
+
+def demo_info(tokenizer: Tokenizer) -> EngineInfo:
+    return EngineInfo(
+        model_path="demo-path",
+        served_names=["demo", "org/demo"],
+        architecture="FakeForCausalLM",
+        dtype="float32",
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=MAX_MODEL_LEN,
+        page_size=16,
+        num_pages=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        attention="none",
+        devices=["fake:0"],
+        num_programs=0,
+        eos_token_ids=list(tokenizer.eos_token_ids),
+        generation_defaults={},
+        memory_plan={},
+        seconds={"load": 0.0},
+    )
+
+
+def logprobs_of(token_id: int, vocab_size: int, top: int) -> TokenLogprobs:
+    """Some numbers that depend on the token only; an odd token is the second most likely."""
+    values = [float(np.float32(-0.3 - 0.1 * (token_id % 7) - 0.7 * k)) for k in range(20)]
+    others = [(token_id + k) % vocab_size for k in range(1, 20)]
+    place = token_id % 2
+    ids = [*others[:place], token_id, *others[place:]]
+    return TokenLogprobs(token_id, values[place], place + 1, ids[:top], values[:top])
+
+
+class FakeLink:
+    """The engine's end of the wire: answers every Add with the script's tokens, one an output."""
+
+    beats = False
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.tokenizer = Tokenizer.from_directory(DEMO)
+        self.info = demo_info(self.tokenizer)
+        self.script: Script = script or (lambda prompt, params: f"I count {len(prompt)} tokens, é and 日本 too.")
+        self.delay = 0.0  # seconds a token
+        self.hold = asyncio.Event()
+        self.hold.set()  # cleared: no token is made
+        self.ready = True
+        self.seen: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.calls: list[Call] = []
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self._messages: asyncio.Queue[FromEngine] = asyncio.Queue()
+
+    async def start(self) -> None:
+        if self.ready:
+            self.become_ready()
+
+    def become_ready(self) -> None:
+        self._messages.put_nowait(Located(str(DEMO), str(DEMO)))
+        self._messages.put_nowait(Ready(self.info))
+
+    async def receive(self) -> FromEngine:
+        return await self._messages.get()
+
+    def send(self, message: ToEngine) -> None:
+        match message:
+            case Add(request=request):
+                self.seen.append(request)
+                self.running[request.request_id] = asyncio.create_task(self._run(request))
+            case Abort(request_ids=request_ids):
+                for request_id in request_ids:
+                    self._abort(request_id)
+            case Call():
+                self.calls.append(message)
+                self._messages.put_nowait(Reply(message.call_id, True))
+
+    def dump_stacks(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    async def stop(self) -> None:
+        tasks = list(self.running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        task = self.running.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+            self._put(TokenOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
+
+    def _put(self, output: TokenOutput) -> None:
+        stats = EngineStats(num_running=len(self.running), num_pages_used=16 * len(self.running))
+        self._messages.put_nowait(Outputs([output], stats))
+
+    async def _run(self, request: EngineRequest) -> None:
+        for number, output in enumerate(self._outputs(request)):
+            await self.hold.wait()
+            await asyncio.sleep(self.delay if number else 0)
+            if output.finish_reason is not None:
+                self.running.pop(request.request_id, None)
+            self._put(output)
+
+    def _outputs(self, request: EngineRequest) -> list[TokenOutput]:
+        params, prompt = request.params, request.prompt_token_ids
+        reply = self.script(prompt, params)
+        token_ids = self.tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else list(reply)
+        if params.ignore_eos:
+            token_ids = (token_ids * 100)[: params.max_tokens]
+        else:
+            token_ids.append(self.info.eos_token_ids[0])
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.info.eos_token_ids)}
+        outputs = []
+        for count, token_id in enumerate(token_ids[: params.max_tokens], 1):
+            output = TokenOutput(request_id=request.request_id, token_ids=[token_id])
+            if count == 1:
+                output.num_cached_tokens = len(prompt) // 16 * 16
+                output.prompt_logprobs = self._prompt_logprobs(prompt, params)
+            if params.logprobs is not None:
+                output.logprobs = [logprobs_of(token_id, self.info.vocab_size, params.logprobs)]
+            if token_id in ends:
+                output.finish_reason, output.stop_token_id = FinishReason.STOP, token_id
+            elif count == params.max_tokens:
+                output.finish_reason = FinishReason.LENGTH
+            outputs.append(output)
+            if output.finish_reason is not None:
+                break
+        return outputs
+
+    def _prompt_logprobs(self, prompt: list[int], params: SamplingParams) -> list[TokenLogprobs | None] | None:
+        top = params.prompt_logprobs
+        if top is None:
+            return None
+        return [None, *(logprobs_of(token_id, self.info.vocab_size, top) for token_id in prompt[1:])]
+
+
+def fake_engine(config: Config | None = None, link: FakeLink | None = None) -> tuple[AsyncEngine, FakeLink]:
+    link = link or FakeLink()
+    return AsyncEngine(config or Config(), link), link

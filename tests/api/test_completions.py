@@ -1,0 +1,111 @@
+"""POST /v1/completions with the official client."""
+
+from typing import Any
+
+import pytest
+
+from .conftest import LiveServer, reply_with
+
+
+def test_the_four_forms_of_a_prompt(server: LiveServer, client: Any) -> None:
+    ids = server.link.tokenizer.encode("one two")
+    for prompt, count in (("one two", 1), (["one two", "three"], 2), (ids, 1), ([ids, [5, 6, 7]], 2)):
+        server.link.seen.clear()
+        answer = client.completions.create(model="demo", prompt=prompt, n=2)
+        assert [choice.index for choice in answer.choices] == list(range(2 * count))
+        first = [request for request in server.link.seen if request.prompt_token_ids == ids]
+        assert len(first) == 2
+        prompts = [request.prompt_token_ids for request in server.link.seen]
+        assert answer.usage.prompt_tokens == sum(map(len, prompts)) // 2
+
+
+def test_defaults_and_the_reference_pages_arguments(server: LiveServer, client: Any) -> None:
+    client.completions.create(model="demo", prompt="List 3 countries.", temperature=0, max_tokens=64, n=1, stop=None)
+    params = server.link.seen[-1].params
+    assert (params.temperature, params.max_tokens, params.stop) == (0, 64, ())
+    client.completions.create(
+        model="org/demo",
+        prompt="Write a story.",
+        temperature=0.7,
+        max_tokens=150,
+        top_p=0.9,
+        stop=["\n\n", "THE END"],
+        presence_penalty=0.3,
+        frequency_penalty=0.3,
+        n=1,
+        seed=123,
+    )
+    params = server.link.seen[-1].params
+    assert params.stop == ("\n\n", "THE END") and params.seed == 123 and params.top_p == 0.9
+    assert params.presence_penalty == params.frequency_penalty == 0.3
+    client.completions.create(model="demo", prompt="x")
+    assert server.link.seen[-1].params.max_tokens == 16
+
+
+def test_stream_equals_whole_with_logprobs(server: LiveServer, client: Any) -> None:
+    reply_with(server, "Grüße, 日本語 👩‍🚀!")
+    keys = {"model": "demo", "prompt": ["a b", "c"], "max_tokens": 40, "logprobs": 3, "n": 2}
+    whole = client.completions.create(**keys)
+    chunks = list(client.completions.create(**keys, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    for choice in whole.choices:
+        mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
+        assert "".join(c.text for c in mine) == choice.text
+        assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [x for c in mine for x in getattr(c.logprobs, name)] == getattr(choice.logprobs, name)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_echo_with_logprobs_as_lm_eval_reads_it(server: LiveServer, client: Any, max_tokens: int) -> None:
+    reply_with(server, [11, 12, 13, 14, 15, 16])
+    prompt = [7, 8, 9, 10]
+    answer = client.completions.create(
+        model="demo", prompt=[prompt], echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1234
+    )
+    choice = answer.choices[0]
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == len(prompt) + max_tokens
+    assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+    assert choice.text.startswith(server.link.tokenizer.decode(prompt))
+    assert answer.usage.completion_tokens == max_tokens and choice.finish_reason == "length"
+    for token, value, top in zip(
+        logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True
+    ):
+        assert top[token] == value  # bit for bit, through JSON and back
+    whole_text = choice.text
+    for place, (token, offset) in enumerate(zip(logprobs.tokens, logprobs.text_offset, strict=True)):
+        assert whole_text[offset : offset + len(token)] == token, place
+
+
+def test_max_tokens_zero_without_echo_is_an_empty_text(client: Any) -> None:
+    choice = client.completions.create(model="demo", prompt="x", max_tokens=0).choices[0]
+    assert (choice.text, choice.finish_reason) == ("", "length")
+
+
+def test_best_of_gives_the_likeliest(server: LiveServer, client: Any) -> None:
+    seeds = iter([[3, 3, 3], [7, 7, 7], [6, 6, 6]])  # mean log-probability is that of the token modulo 7
+    server.link.script = lambda prompt, params: next(seeds)
+    answer = client.completions.create(model="demo", prompt="x", best_of=3, n=1, logit_bias={"3": 1})
+    assert len(answer.choices) == 1 and answer.choices[0].index == 0
+    expected = server.link.tokenizer.decode([6, 6, 6])
+    assert answer.choices[0].text in (expected, server.link.tokenizer.decode([7, 7, 7]))
+    assert answer.choices[0].logprobs is None
+    assert answer.usage.completion_tokens == 12
+
+
+def test_token_ids_and_prompt_logprobs(server: LiveServer, client: Any) -> None:
+    reply_with(server, [11, 12])
+    extra = {"return_token_ids": True, "prompt_logprobs": 2}
+    choice = client.completions.create(model="demo", prompt=[7, 8, 9], extra_body=extra).choices[0]
+    assert choice.token_ids[:2] == [11, 12] and choice.prompt_token_ids == [7, 8, 9]
+    assert choice.prompt_logprobs[0] is None and choice.prompt_logprobs[1]["8"]["rank"] == 1
+
+
+def test_truncate_prompt_tokens(server: LiveServer, client: Any) -> None:
+    for side, kept in (("left", [9, 10]), ("right", [7, 8])):
+        extra = {"truncate_prompt_tokens": 2, "truncation_side": side}
+        client.completions.create(model="demo", prompt=[7, 8, 9, 10], extra_body=extra)
+        assert server.link.seen[-1].prompt_token_ids == kept
+    client.completions.create(model="demo", prompt=[7] * 2000, extra_body={"truncate_prompt_tokens": -1})
+    assert len(server.link.seen[-1].prompt_token_ids) == server.link.info.max_model_len - 16

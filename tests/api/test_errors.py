@@ -1,0 +1,126 @@
+"""Every error in OpenAI's shape, with the right status and the field's name, on every route."""
+
+from typing import Any
+
+import pytest
+
+from .conftest import LiveServer
+from .fakes import MAX_MODEL_LEN
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"model": "demo", "prompt": "Hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def with_part(part: dict[str, Any]) -> dict[str, Any]:
+    return CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+
+
+def check(response: Any, status: int, param: str | None, code: str | None = None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param and error["message"]
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    if code is not None:
+        assert error["code"] == code
+    assert response.headers["x-request-id"]
+
+
+CASES: list[tuple[str, Any, int, str | None, str | None]] = [
+    ("chat/completions", {"messages": CHAT["messages"]}, 400, "model", "missing_required_parameter"),
+    ("chat/completions", {"model": "demo"}, 400, "messages", "missing_required_parameter"),
+    ("chat/completions", CHAT | {"messages": []}, 400, "messages", None),
+    ("chat/completions", CHAT | {"messages": "hi"}, 400, "messages", "invalid_type"),
+    ("chat/completions", CHAT | {"messages": [{"role": "king", "content": "x"}]}, 400, "messages.0.role", None),
+    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content", None),
+    ("chat/completions", CHAT | {"messages": [{"role": "user"}]}, 400, "messages.0.content", None),
+    ("chat/completions", CHAT | {"model": "gpt-9"}, 404, "model", "model_not_found"),
+    ("chat/completions", CHAT | {"temperature": "hot"}, 400, "temperature", "invalid_type"),
+    ("chat/completions", CHAT | {"temperature": 2.1}, 400, "temperature", "invalid_value"),
+    ("chat/completions", CHAT | {"n": 0}, 400, "n", None),
+    ("chat/completions", CHAT | {"top_logprobs": 3}, 400, "top_logprobs", None),
+    ("chat/completions", CHAT | {"stream_options": {"include_usage": True}}, 400, "stream_options", None),
+    ("chat/completions", CHAT | {"modalities": ["text", "audio"]}, 400, "modalities", "unsupported_parameter"),
+    ("chat/completions", CHAT | {"web_search_options": {"x": 1}}, 400, "web_search_options", "unsupported_parameter"),
+    ("chat/completions", CHAT | {"chat_template": "{{ x }}"}, 400, "chat_template", "unsupported_parameter"),
+    ("chat/completions", CHAT | {"logit_bias": {"x": 1}}, 400, "logit_bias", None),
+    ("chat/completions", CHAT | {"logit_bias": {"99999999": 1}}, 400, "logit_bias", None),
+    ("chat/completions", CHAT | {"logit_bias": {"5": 101}}, 400, "logit_bias.5", None),
+    ("chat/completions", CHAT | {"allowed_token_ids": []}, 400, "allowed_token_ids", None),
+    ("chat/completions", CHAT | {"stop": ["x"] * 33}, 400, "stop", None),
+    ("chat/completions", CHAT | {"stop_regex": "(a"}, 400, "stop_regex", None),
+    ("chat/completions", CHAT | {"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", None),
+    ("chat/completions", CHAT | {"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs", None),
+    ("chat/completions", with_part(IMAGE), 400, "messages.0.content.1", "unsupported_parameter"),
+    ("chat/completions", with_part({"type": "file", "file": {}}), 400, "messages.0.content.1", None),
+    ("chat/completions", with_part({"type": "odd"}), 400, "messages.0.content.1.type", None),
+    ("completions", {"model": "demo"}, 400, "prompt", "missing_required_parameter"),
+    ("completions", TEXT | {"prompt": ""}, 400, "prompt", None),
+    ("completions", TEXT | {"prompt": []}, 400, "prompt", None),
+    ("completions", TEXT | {"prompt": [[]]}, 400, "prompt", None),
+    ("completions", TEXT | {"prompt": [1, "a"]}, 400, "prompt.0", None),
+    ("completions", TEXT | {"prompt": [10**6]}, 400, "prompt", None),
+    ("completions", TEXT | {"prompt": [-1]}, 400, "prompt.0", None),
+    ("completions", TEXT | {"prompt": [5] * MAX_MODEL_LEN}, 400, "prompt", "context_length_exceeded"),
+    ("completions", TEXT | {"prompt": "word " * 5000}, 400, "prompt", "context_length_exceeded"),
+    ("completions", TEXT | {"best_of": 1, "n": 2}, 400, "best_of", None),
+    ("completions", TEXT | {"best_of": 2, "stream": True}, 400, "best_of", None),
+    ("completions", TEXT | {"prompt_embeds": "AAAA"}, 400, "prompt_embeds", "unsupported_parameter"),
+    ("completions", [1, 2], 400, None, None),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "status", "param", "code"), CASES)
+def test_bad_bodies(
+    server: LiveServer, route: str, body: Any, status: int, param: str | None, code: str | None
+) -> None:
+    check(server.post(f"/v1/{route}", body), status, param, code)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/generate"])
+@pytest.mark.parametrize("raw", [b"", b"not json", b'{"model":', b"\xff\xfe", b"[" * 100_000, b'"text"', b"null"])
+def test_a_body_that_is_no_json_object(server: LiveServer, route: str, raw: bytes) -> None:
+    response = server.http.post(route, content=raw, headers={"content-type": "application/json"})
+    check(response, 400, None)
+
+
+def test_a_body_that_does_not_say_it_is_json(server: LiveServer) -> None:
+    check(server.http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 400, None)
+
+
+def test_unknown_routes_and_methods(server: LiveServer) -> None:
+    check(server.http.get("/v1/nothing"), 404, None, "not_found")
+    response = server.http.get("/v1/completions")
+    check(response, 405, None, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    check(server.http.get("/v1/models/none/such"), 404, "model", "model_not_found")
+
+
+def test_a_bug_is_a_500_without_details(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = server.app.state.server
+
+    def broken(name: str) -> str:
+        raise RuntimeError("secret path /home/x")
+
+    monkeypatch.setattr(state, "check_model", broken)
+    response = server.post("/v1/completions", TEXT)
+    check(response, 500, None, "internal_error")
+    assert "secret" not in response.text
+
+
+def test_unknown_fields_pass_and_are_logged_once(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert server.post("/v1/completions", TEXT | {"brand_new_field": 1, "bad\nname": 2}).status_code == 200
+    assert [r.getMessage() for r in caplog.records if "brand_new_field" in r.getMessage()] == [
+        "/v1/completions: the field 'brand_new_field' is of no API known here and has no effect"
+    ]
+    assert "bad" not in caplog.text
+
+
+def test_null_is_absent(server: LiveServer) -> None:
+    nulls = dict.fromkeys(
+        ("temperature", "top_p", "n", "stop", "logit_bias", "seed", "logprobs", "stream", "stream_options", "user")
+    )
+    assert server.post("/v1/completions", TEXT | nulls).status_code == 200
+    assert server.post("/v1/chat/completions", CHAT | nulls | {"tools": None, "audio": None}).status_code == 200
