@@ -91,12 +91,11 @@ def load_model(
     dtype: jnp.dtype,
     config: ModelConfig | None = None,
     mesh: Mesh | None = None,
-    device: jax.Device | None = None,
     progress: Progress | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
 ) -> LoadedModel:
-    """Loads a checkpoint directory (see hub.resolve) in `dtype`, over `mesh`, or on `device` (default: the first).
+    """Loads a checkpoint directory (see hub.resolve) in `dtype`, over `mesh`, or on the first device.
 
     `config` replaces the directory's own (a changed context length, say). `load_format` "random" needs config.json
     only and draws the weights on the devices from `seed`.
@@ -104,7 +103,7 @@ def load_model(
     """
     start = time.perf_counter()
     structure = build(config or read_config(directory), dtype)
-    shardings = [_sharding(spec, mesh, device) for spec in structure.specs]
+    shardings = [_sharding(spec, mesh) for spec in structure.specs]
     if load_format == "random":
         leaves, read = random_leaves(structure, shardings, seed), 0
     else:
@@ -113,9 +112,9 @@ def load_model(
     return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
 
 
-def _sharding(spec: ParamSpec, mesh: Mesh | None, device: jax.Device | None) -> Sharding:
+def _sharding(spec: ParamSpec, mesh: Mesh | None) -> Sharding:
     if mesh is None:
-        return SingleDeviceSharding(device or jax.devices()[0])
+        return SingleDeviceSharding(jax.devices()[0])
     return param_sharding(spec.axes, mesh)
 
 
