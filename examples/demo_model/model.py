@@ -20,8 +20,8 @@ class DemoConfig:
     """Shape of the network, in the terms of Hugging Face's LlamaConfig."""
 
     vocab_size: int = 2048
-    hidden_size: int = 192
-    intermediate_size: int = 512
+    hidden_size: int = 256
+    intermediate_size: int = 640
     num_hidden_layers: int = 4
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
