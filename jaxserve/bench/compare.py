@@ -1,0 +1,169 @@
+"""Two servers on the same model directory, measured in turn in one run: ratios with minimum, median and maximum.
+
+    python -m jaxserve.bench.compare MODEL_DIR --peer VLLM_ENVIRONMENT [--concurrency 1 8 32] [--rounds 3]
+
+Each round starts jaxserve, loads it at every concurrency, stops it, and does the same with vLLM; the order changes
+from round to round, so that a drift of the machine hits both. Only one server runs at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jaxserve.bench.load import Target, find_model, run_load
+from jaxserve.bench.report import LoadReport, environment, summarize
+from jaxserve.bench.workload import random_workload
+from jaxserve.errors import ConfigError
+
+START_TIMEOUT = 600.0  # seconds
+
+
+@dataclass(frozen=True)
+class Server:
+    """How to start one server. `command` gets the port appended by `start`."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def jaxserve_server(model: Path, max_len: int) -> Server:
+    command = (sys.executable, "-m", "jaxserve", "launch", "--model", str(model), "--dtype", "float32")
+    return Server("jaxserve", (*command, "--max-model-len", str(max_len)), {})
+
+
+def vllm_server(model: Path, max_len: int, environment_dir: Path) -> Server:
+    """vLLM on a CPU, from the virtual environment that has it."""
+    binaries = environment_dir / "bin"
+    command = (str(binaries / "vllm"), "serve", str(model), "--dtype", "float32", "--max-model-len", str(max_len))
+    variables = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+    }
+    return Server("vllm", command, variables)
+
+
+@contextlib.contextmanager
+def running(server: Server, log: Path) -> Iterator[str]:
+    """The server's URL while it runs; its whole process group is ended afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [*server.command, "--host", "127.0.0.1", "--port", str(port)],
+            env=os.environ | server.environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait(process, url, log)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ConfigError(f"the server ended with status {process.returncode}", fix=f"see {log}")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+                if reply.status == 200:
+                    return
+        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            pass
+        time.sleep(0.5)
+    raise ConfigError(f"{url} was not ready within {START_TIMEOUT:.0f} s", fix=f"see {log}")
+
+
+def measure(url: str, concurrency: int, options: argparse.Namespace) -> LoadReport:
+    """One load at one concurrency, after a warm-up of the same shape."""
+    model = asyncio.run(find_model(url))
+    target = Target(url, model)
+    lengths = {"input_len": options.input_len, "output_len": options.output_len, "vocab_size": options.vocab_size}
+    warmup = random_workload(max(2, concurrency), seed=1, **lengths)
+    asyncio.run(run_load(target, warmup, concurrency=concurrency))
+    requests = random_workload(max(3, 3 * concurrency), seed=2, **lengths)
+    timings, seconds = asyncio.run(run_load(target, requests, concurrency=concurrency))
+    return summarize(timings, seconds)
+
+
+def compare(servers: Sequence[Server], options: argparse.Namespace) -> list[dict[str, object]]:
+    """A record for each (round, server, concurrency)."""
+    records: list[dict[str, object]] = []
+    log = Path(tempfile.gettempdir()) / "jaxserve-compare.log"
+    for turn in range(options.rounds):
+        for server in servers if turn % 2 == 0 else reversed(servers):
+            with running(server, log) as url:
+                for concurrency in options.concurrency:
+                    report = measure(url, concurrency, options)
+                    records.append({"round": turn, "server": server.name, "concurrency": concurrency, **asdict(report)})
+                    print(
+                        f"round {turn} {server.name:9} at {concurrency:3}: {report.output_rate:8.1f} tokens/s",
+                        flush=True,
+                    )
+    return records
+
+
+def ratios(records: Sequence[dict[str, object]], ours: str, peer: str) -> dict[int, tuple[float, float, float]]:
+    """Concurrency to (minimum, median, maximum) over rounds of our output rate over the peer's."""
+    rates = {(r["round"], r["server"], r["concurrency"]): float(str(r["output_rate"])) for r in records}
+    found: dict[int, list[float]] = {}
+    for (turn, server, concurrency), rate in rates.items():
+        if server == ours and (turn, peer, concurrency) in rates:
+            found.setdefault(int(str(concurrency)), []).append(rate / rates[turn, peer, concurrency])
+    return {c: (min(v), statistics.median(v), max(v)) for c, v in sorted(found.items())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--peer", type=Path, help="virtual environment with vllm; without it only jaxserve runs")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--vocab-size", type=int, default=2000)
+    parser.add_argument("--max-len", type=int, default=2048)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    servers = [jaxserve_server(options.model, options.max_len)]
+    if options.peer is not None:
+        servers.append(vllm_server(options.model, options.max_len, options.peer))
+    records = compare(servers, options)
+    for concurrency, (low, median, high) in ratios(records, "jaxserve", "vllm").items():
+        print(f"at {concurrency:3}: jaxserve / vllm {median:.2f} (min {low:.2f}, max {high:.2f})")
+    result = {"environment": environment(), "records": records}
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Make a model directory of random weights in the published form, with a real tokenizer: what benchmarks serve.
+
+    python -m jaxserve.bench.make_model DIR [--hidden 1024 --layers 16 ...] [--tokenizer TOKENIZER_DIR]
+
+The default is a Llama of about 190M parameters. Any server that reads Hugging Face directories can serve it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+STDDEV = 0.02
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of a Llama."""
+
+    hidden: int = 1024
+    layers: int = 16
+    heads: int = 16
+    kv_heads: int = 4
+    ffn: int = 2816
+    vocab: int = 8192
+    context: int = 16384
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor of the checkpoint."""
+        d, kv = self.hidden, self.kv_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab, d)
+        for i in range(self.layers):
+            layer = f"model.layers.{i}"
+            yield f"{layer}.input_layernorm.weight", (d,)
+            yield f"{layer}.post_attention_layernorm.weight", (d,)
+            yield f"{layer}.self_attn.q_proj.weight", (d, d)
+            yield f"{layer}.self_attn.k_proj.weight", (kv, d)
+            yield f"{layer}.self_attn.v_proj.weight", (kv, d)
+            yield f"{layer}.self_attn.o_proj.weight", (d, d)
+            yield f"{layer}.mlp.gate_proj.weight", (self.ffn, d)
+            yield f"{layer}.mlp.up_proj.weight", (self.ffn, d)
+            yield f"{layer}.mlp.down_proj.weight", (d, self.ffn)
+        yield "model.norm.weight", (d,)
+
+    def config(self, dtype: str) -> dict[str, object]:
+        """The config.json of it."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.context,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "dtype": dtype,
+        }
+
+
+def make_model(directory: Path, shape: Shape, *, dtype: str = "float32", tokenizer: Path | None = None) -> None:
+    """Write config.json, model.safetensors and the tokenizer's files into `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(shape.config(dtype), indent=2))
+    rng = np.random.default_rng(0)
+    target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    tensors = {name: _draw(rng, size).astype(target) for name, size in shape.tensors()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if tokenizer is not None:
+        _copy_tokenizer(tokenizer, directory)
+        return
+    with as_file(files("jaxserve") / "assets" / "demo") as demo:
+        _copy_tokenizer(demo, directory)
+
+
+def _draw(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+    if len(size) == 1:
+        return np.ones(size, np.float32)
+    return rng.standard_normal(size, dtype=np.float32) * np.float32(STDDEV)
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    default = Shape()
+    names = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "context")
+    for name in names:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
+    options = parser.parse_args()
+    shape = Shape(**{name: getattr(options, name) for name in names})
+    make_model(options.directory, shape, dtype=options.dtype, tokenizer=options.tokenizer)
+    count = sum(int(np.prod(size)) for _, size in shape.tensors())
+    print(f"{options.directory}: {count / 1e6:.0f}M parameters, {options.dtype}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Builds an engine from a Config: finds the checkpoint, loads it, compiles the programs, joins them to a scheduler.
+
+The only place where configuration, models, runtime and scheduler meet. Reports its progress as messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+from jaxserve.config import Config
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.messages import EngineInfo, FromEngine, Located, Progress
+from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.hf_config import read_config
+from jaxserve.models.hub import resolve
+from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.runtime.mesh import DeviceMesh, make_mesh
+from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
+
+DEMO_NAME = "demo"
+
+Send = Callable[[FromEngine], None]
+
+
+class Phases:
+    """Seconds of each phase of a start."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now
+
+
+def build_engine(config: Config, send: Send) -> tuple[EngineCore, EngineInfo]:
+    """A ready engine and what it is. Raises ConfigError with a cause and a fix."""
+    phases = Phases()
+    if config.mesh.replicas > 1:
+        raise ConfigError("mesh.replicas above 1 is not served yet", fix="start one server a replica")
+    directory = locate(config)
+    send(Located(str(directory), str(_tokenizer_dir(config, directory))))
+    mesh = make_mesh(config.mesh.device, data=config.mesh.data, tensor=config.mesh.tensor, expert=config.mesh.expert)
+    phases.end("devices")
+    loaded = _load(config, directory, mesh, send)
+    phases.end("weights")
+    runner = _runner(config, loaded, mesh, send)
+    phases.end("programs")
+    core = EngineCore(
+        runner,
+        _scheduler_config(config, runner),
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=loaded.config.eos_token_ids,
+        seed=config.runtime.random_seed,
+    )
+    return core, _info(config, loaded, runner, phases.seconds)
+
+
+def locate(config: Config) -> Path:
+    """The checkpoint's directory: the embedded demo's, a local one, or one downloaded from the hub."""
+    if config.model.path is None:
+        return Path(str(files("jaxserve") / "assets" / "demo"))
+    return resolve(config.model.path, revision=config.model.revision)
+
+
+def _tokenizer_dir(config: Config, directory: Path) -> Path:
+    return directory if config.model.tokenizer is None else resolve(config.model.tokenizer)
+
+
+def _load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
+    dtype = resolve_dtype(config.model.dtype, mesh.platform)
+    model_config = read_config(directory)
+    if config.model.max_model_len is not None:
+        model_config = model_config.for_context(config.model.max_model_len)
+    return load_model(
+        directory,
+        dtype=dtype,
+        config=model_config,
+        mesh=mesh.mesh,
+        progress=lambda done, total: send(Progress("weights", done, total, "bytes")),
+        load_format=config.model.load_format,
+        seed=config.runtime.random_seed,
+    )
+
+
+def _runner(config: Config, loaded: LoadedModel, mesh: DeviceMesh, send: Send) -> ModelRunner:
+    dtype = resolve_dtype(config.model.dtype, mesh.platform)
+    return ModelRunner(
+        loaded,
+        RunnerConfig.resolve(config, loaded.config, mesh.platform, dtype),
+        mesh,
+        progress=lambda name, done, total: send(Progress("programs", done, total, "programs")),
+    )
+
+
+def served_names(config: Config) -> list[str]:
+    """The names clients may use: the configured ones, or the checkpoint's own name."""
+    if config.model.served_name:
+        return list(config.model.served_name)
+    path = config.model.path
+    if path is None:
+        return [DEMO_NAME]
+    return [Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else path]
+
+
+def _scheduler_config(config: Config, runner: ModelRunner) -> SchedulerConfig:
+    section = config.scheduler
+    return SchedulerConfig(
+        num_pages=runner.plan.num_pages,
+        page_size=runner.config.page_size,
+        max_num_seqs=runner.config.max_num_seqs,
+        max_num_batched_tokens=runner.config.max_num_batched_tokens,
+        max_model_len=runner.plan.max_model_len,
+        policy=section.policy,
+        prefix_cache=config.cache.prefix_cache,
+        max_queued_requests=section.max_queued_requests,
+        max_queued_tokens=section.max_queued_tokens,
+        new_token_ratio=section.new_token_ratio,
+        queue_timeout=config.server.queue_timeout,
+    )
+
+
+def _info(config: Config, loaded: LoadedModel, runner: ModelRunner, seconds: dict[str, float]) -> EngineInfo:
+    model = loaded.config
+    defaults = dataclasses.asdict(model.generation)
+    return EngineInfo(
+        model_path=config.model.path or DEMO_NAME,
+        served_names=served_names(config),
+        architecture=model.architecture,
+        dtype=config.model.dtype if config.model.dtype != "auto" else str(runner.leaves[0].dtype),
+        vocab_size=model.vocab_size,
+        max_model_len=runner.plan.max_model_len,
+        page_size=runner.config.page_size,
+        num_pages=runner.plan.num_pages,
+        max_num_seqs=runner.config.max_num_seqs,
+        max_num_batched_tokens=runner.config.max_num_batched_tokens,
+        attention=runner.backend.name,
+        devices=[f"{device.platform}:{device.id} {device.device_kind}" for device in runner.mesh.devices],
+        num_programs=runner.num_programs,
+        eos_token_ids=list(model.eos_token_ids),
+        generation_defaults={name: value for name, value in defaults.items() if value is not None},
+        memory_plan=runner.plan.as_dict(),
+        seconds=seconds,
+    )

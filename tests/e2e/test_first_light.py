@@ -1,0 +1,136 @@
+"""The main job, end to end: the demo model behind a real socket, asked by the official client."""
+
+import asyncio
+import random
+import re
+import time
+
+import httpx2
+import openai
+import pytest
+
+from examples.demo_model.facts import COUNTRIES
+from jaxserve.serving import RunningServer
+
+LIST_QUESTION = "List 3 countries and their capitals."
+
+
+def ask(client: openai.OpenAI, question: str, **options: object) -> openai.types.chat.ChatCompletion:
+    return client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": question}], temperature=0, max_tokens=128, **options
+    )  # type: ignore[call-overload]
+
+
+def test_the_capital_of_france(client: openai.OpenAI) -> None:
+    reply = ask(client, "What is the capital of France?")
+    assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_three_right_pairs(client: openai.OpenAI) -> None:
+    text = ask(client, LIST_QUESTION).choices[0].message.content or ""
+    right = {c.name for c in COUNTRIES if c.name in text and c.capital in text.replace(c.name, "", 1)}
+    assert len(right) >= 3, text
+
+
+@pytest.mark.parametrize("question", ["What is the capital of Japan?", LIST_QUESTION])
+def test_a_stream_equals_the_whole(client: openai.OpenAI, question: str) -> None:
+    whole = ask(client, question)
+    chunks = list(ask(client, question, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    usage, streamed = whole.usage, chunks[-1].usage
+    assert usage is not None and streamed is not None
+    assert (streamed.prompt_tokens, streamed.completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_max_tokens_ends_with_length(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="demo", prompt="One day", max_tokens=3, temperature=0)
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None and reply.usage.completion_tokens == 3
+
+
+def random_requests(count: int, vocab: int, longest: int) -> list[tuple[list[int], int]]:
+    rng = random.Random(7)
+    lengths = [1, 2, 15, 16, 17, 255, 256, 257] + [rng.randrange(1, longest) for _ in range(count - 8)]
+    return [([rng.randrange(300, vocab) for _ in range(n)], rng.randrange(1, 48)) for n in lengths]
+
+
+async def stream(client: openai.AsyncOpenAI, prompt: list[int], max_tokens: int, delay: float) -> list[int]:
+    await asyncio.sleep(delay)
+    tokens: list[int] = []
+    async for chunk in await client.completions.create(
+        model="demo",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    ):
+        for choice in chunk.choices:
+            tokens += (choice.model_extra or {}).get("token_ids") or []
+    return tokens
+
+
+def metric(server: RunningServer, name: str) -> float:
+    text = httpx2.get(f"{server.url}/metrics").text
+    found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+    assert found, f"no metric {name}"
+    return float(found[1])
+
+
+def test_a_crowd_gets_the_same_tokens_as_each_alone(server: RunningServer) -> None:
+    requests = random_requests(32, vocab=2000, longest=600)
+
+    async def run() -> tuple[list[list[int]], list[list[int]]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            rng = random.Random(3)
+            crowd = await asyncio.gather(*(stream(client, p, n, rng.random() / 2) for p, n in requests))
+            alone = [await stream(client, p, n, 0.0) for p, n in requests]
+            return list(crowd), alone
+
+    crowd, alone = asyncio.run(run())
+    assert [len(tokens) for tokens in crowd] == [n for _, n in requests]
+    assert crowd == alone
+    deadline = time.monotonic() + 5
+    while metric(server, "jaxserve:num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert metric(server, "jaxserve:num_requests_running") == 0
+    assert metric(server, "jaxserve:num_requests_waiting") == 0
+    assert metric(server, "jaxserve:compiles_after_ready_total") == 0
+
+
+def test_a_client_that_leaves_frees_its_pages(server: RunningServer) -> None:
+    with httpx2.Client(timeout=30) as client, client.stream(
+        "POST",
+        f"{server.url}/v1/completions",
+        json={"model": "demo", "prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True},
+    ) as reply:
+        next(reply.iter_lines())
+    deadline = time.monotonic() + 2
+    while metric(server, "jaxserve:num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert metric(server, "jaxserve:num_requests_running") == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "demo"}, 400, "messages"),
+        ({"model": "demo", "messages": []}, 400, "messages"),
+        ({"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": "many"}, 400, "max_tokens"),
+        ({"model": "other", "messages": [{"role": "user", "content": "a"}]}, 404, "model"),
+        ({"model": "demo", "messages": [{"role": "user", "content": "word " * 9000}]}, 400, "messages"),
+    ],
+)
+def test_a_bad_body_is_answered_within_a_second(
+    server: RunningServer, body: dict[str, object], status: int, param: str
+) -> None:
+    started = time.monotonic()
+    reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body)
+    assert time.monotonic() - started < 1.0
+    error = reply.json()["error"]
+    assert (reply.status_code, set(error)) == (status, {"message", "type", "param", "code"})
+    assert error["param"] is not None and error["param"].startswith(param)
