@@ -1,0 +1,62 @@
+"""Which fixed shapes are compiled: few enough to start fast, close enough that padding costs little.
+
+Every count up to the maximum has a bucket, so no request is refused by shape. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Rows 6 and 12 are slower than 8 and 16 on a CPU; beyond 256 rows a step is bound by arithmetic anyway.
+_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then powers of two
+_HEAD_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """decode: rows; extend: tokens; head: rows of head and sampler. Ascending."""
+
+    decode: tuple[int, ...]
+    extend: tuple[int, ...]
+    head: tuple[int, ...]
+
+    def families(self) -> dict[str, tuple[int, ...]]:
+        """By the name of the program."""
+        return {"decode": self.decode, "extend": self.extend, "head_sample": self.head}
+
+    @property
+    def max_tokens(self) -> int:
+        return self.extend[-1]
+
+
+def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, deterministic: bool = False) -> Buckets:
+    """The buckets of a configuration. Deterministic mode decodes through `extend` and has no decode programs."""
+    max_tokens = max(max_num_seqs, max_num_batched_tokens)
+    decode = () if deterministic else _up_to((*_DECODE, *_powers(512, 2, max_num_seqs)), max_num_seqs)
+    return Buckets(
+        decode=decode,
+        extend=_up_to((*_EXTEND, *_powers(16, 2, max_tokens)), max_tokens),
+        head=_up_to(_powers(1, _HEAD_FACTOR, max_num_seqs), max_num_seqs),
+    )
+
+
+def _powers(first: int, factor: int, limit: int) -> tuple[int, ...]:
+    values = [first]
+    while values[-1] < limit:
+        values.append(values[-1] * factor)
+    return tuple(values)
+
+
+def _up_to(values: Sequence[int], limit: int) -> tuple[int, ...]:
+    return (*(value for value in values if value < limit), limit)
+
+
+def fit(buckets: Sequence[int], count: int) -> int:
+    """The smallest bucket that holds `count`. Raises ValueError above the largest: the caller broke its own limit."""
+    index = bisect_left(buckets, count)
+    if index == len(buckets):
+        raise ValueError(f"{count} is above the largest bucket, {buckets[-1]}")
+    return buckets[index]

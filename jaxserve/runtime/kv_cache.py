@@ -1,0 +1,76 @@
+"""The KV cache's arrays: one a layer, in the attention backend's own layout, made of pages.
+
+Owns each layer's page shape, dtype and sharding, and the allocation. Which page belongs to whom is the page pool's
+affair; what is in one is the attention backend's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import AttentionLayer
+from jaxserve.ops.paged_attention import AttentionSpec, Backend
+from jaxserve.runtime.mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Geometry of one layer's cache: an array [num_pages, *page_shape]."""
+
+    name: str
+    page_shape: tuple[int, ...]
+    dtype: jnp.dtype
+    sharding: NamedSharding
+    num_kv_heads: int
+    attention: AttentionSpec
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all devices."""
+        return math.prod(self.page_shape) * self.dtype.itemsize
+
+    def struct(self, num_pages: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_pages, *self.page_shape), self.dtype, sharding=self.sharding)
+
+
+def layer_caches(
+    layers: Sequence[AttentionLayer], backend: Backend, page_size: int, dtype: jnp.dtype, mesh: DeviceMesh
+) -> tuple[LayerCache, ...]:
+    """One LayerCache a layer, split over kv heads. Raises ConfigError where the heads cannot be split."""
+    return tuple(_layer_cache(i, layer, backend, page_size, dtype, mesh) for i, layer in enumerate(layers))
+
+
+def _layer_cache(
+    index: int, layer: AttentionLayer, backend: Backend, page_size: int, dtype: jnp.dtype, mesh: DeviceMesh
+) -> LayerCache:
+    heads = layer.num_kv_heads
+    if heads % mesh.tensor:
+        raise ConfigError(
+            f"mesh.tensor is {mesh.tensor}, which does not divide the {heads} kv heads of layer {index}",
+            fix="choose a divisor",
+        )
+    shape = backend.cache_shape(1, page_size, heads, layer.head_dim)
+    twice = backend.cache_shape(1, page_size, 2 * heads, layer.head_dim)
+    head_axis = next(axis for axis, (a, b) in enumerate(zip(shape, twice, strict=True)) if a != b)
+    sharding = mesh.split(head_axis, len(shape)) if mesh.tensor > 1 else mesh.replicated
+    spec = AttentionSpec(layer.scale, heads, layer.sliding_window, layer.soft_cap)
+    return LayerCache(f"layers.{index}", tuple(shape[1:]), dtype, sharding, heads, spec)
+
+
+def page_bytes(caches: Sequence[LayerCache]) -> int:
+    """Bytes that one page id stands for, all layers together."""
+    return sum(cache.page_bytes for cache in caches)
+
+
+def allocate(caches: Sequence[LayerCache], num_pages: int) -> tuple[jax.Array, ...]:
+    """Zeroed arrays, one a layer."""
+    return tuple(
+        jnp.zeros((num_pages, *cache.page_shape), cache.dtype, device=cache.sharding) for cache in caches
+    )

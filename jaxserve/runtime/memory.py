@@ -1,0 +1,142 @@
+"""The memory plan: what weights, slots and programs take, what is left for KV pages, and how many requests that serves.
+
+Owns the arithmetic and the reading of a device's size. The plan is made before the pages exist, since their number is
+part of every program's shape: `scratch_bytes` comes from the compiler's own analysis of the largest program on an
+accelerator, and from an upper estimate on a CPU, where the pool is capped far below the memory anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+from jaxserve.errors import ConfigError
+
+MIB = 2**20
+CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pool takes this, or as much as the weights, whichever is more
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes over all devices of the engine, and what they buy."""
+
+    device_bytes: int  # what there is
+    budget_bytes: int  # memory_fraction of it
+    weight_bytes: int
+    state_bytes: int  # slots and the hidden states between extend and head_sample
+    scratch_bytes: int  # temporary memory of the largest program
+    page_bytes: int  # of one page, all layers
+    num_pages: int
+    page_size: int  # tokens
+    max_model_len: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of the full context length that fit at once."""
+        return self.kv_tokens / self.max_model_len
+
+    def as_dict(self) -> dict[str, Any]:
+        derived = {name: getattr(self, name) for name in ("kv_bytes", "kv_tokens", "max_concurrency")}
+        return dataclasses.asdict(self) | derived
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the plan is made from; bytes, over all devices."""
+
+    weight_bytes: int
+    state_bytes: int
+    scratch_bytes: int
+    page_bytes: int
+    page_size: int
+    max_num_seqs: int
+
+
+def plan_memory(
+    sizes: Sizes,
+    *,
+    platform: str,
+    device_bytes: int,
+    memory_fraction: float,
+    num_pages: int | None,
+    max_model_len: int,
+    shrink_context: bool,
+) -> MemoryPlan:
+    """The number of pages, or a ConfigError that says what does not fit.
+
+    num_pages: as configured, None for automatic: what the budget leaves, but no more than every slot at full length
+    needs twice (the rest serves prefix hits). shrink_context: the context length was not asked for and may be cut to
+    what one request can have.
+    """
+    budget = int(device_bytes * memory_fraction)
+    free = budget - sizes.weight_bytes - sizes.state_bytes - sizes.scratch_bytes
+    if num_pages is None:
+        pool = min(free, max(CPU_POOL_FLOOR, sizes.weight_bytes)) if platform == "cpu" else free
+        wanted = 2 * sizes.max_num_seqs * -(-max_model_len // sizes.page_size)
+        num_pages = min(max(pool, 0) // sizes.page_bytes, wanted)
+    longest = num_pages * sizes.page_size
+    if longest < max_model_len and (not shrink_context or longest < sizes.page_size):
+        raise ConfigError(_too_small(sizes, num_pages, max_model_len, budget), fix=_advice(longest))
+    return MemoryPlan(
+        device_bytes=device_bytes,
+        budget_bytes=budget,
+        weight_bytes=sizes.weight_bytes,
+        state_bytes=sizes.state_bytes,
+        scratch_bytes=sizes.scratch_bytes,
+        page_bytes=sizes.page_bytes,
+        num_pages=num_pages,
+        page_size=sizes.page_size,
+        max_model_len=min(max_model_len, longest),
+    )
+
+
+def _too_small(sizes: Sizes, num_pages: int, max_model_len: int, budget: int) -> str:
+    return (
+        f"the KV cache has room for {num_pages * sizes.page_size} tokens, and one request may have {max_model_len} "
+        f"(budget {_mib(budget)}: weights {_mib(sizes.weight_bytes)}, slots {_mib(sizes.state_bytes)}, "
+        f"programs {_mib(sizes.scratch_bytes)}, {_mib(num_pages * sizes.page_bytes)} for pages)"
+    )
+
+
+def _advice(longest: int) -> str:
+    lower = f"set model.max_model_len to at most {longest}, " if longest else ""
+    return f"{lower}raise cache.memory_fraction or cache.num_pages, or take a smaller model"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:.0f} MiB"
+
+
+def device_memory(devices: list[jax.Device]) -> int:
+    """Bytes of memory of the given devices together; of a CPU, the machine's or the container's."""
+    if devices[0].platform == "cpu":
+        return min([psutil.virtual_memory().total, *_container_limits()])
+    stats = [device.memory_stats() or {} for device in devices]
+    return sum(int(stat.get("bytes_limit", 0)) for stat in stats)
+
+
+def _container_limits() -> list[int]:
+    texts = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def scratch_bytes(compiled: jax.stages.Compiled) -> int:
+    """Temporary memory of a program by the compiler's analysis, with its code; 0 where a backend does not say."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return 0
+    return int(analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes)

@@ -1,0 +1,350 @@
+"""The runner: SchedulerOutput in, tokens out. Owns the weights, the KV cache, the slot state and the compiled programs.
+
+Each step is packed into one int32 array and dispatched without waiting; the handle reads the tokens later. Which
+request runs when, and which page is whose, is decided by the scheduler: a step here is a function of its
+SchedulerOutput and of the device state alone.
+
+A step of decode rows only is one dispatch, `decode[B]`. Every other step (chunks of prompts, rows under a grammar,
+deterministic mode) is `extend[T]` and then `head_sample[R]` for the rows that sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.request import ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.models.loader import LoadedModel
+from jaxserve.ops.linear import linear
+from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.runtime import kv_cache, memory, slots, step_input
+from jaxserve.runtime.buckets import Buckets, fit, make_buckets
+from jaxserve.runtime.compiler import CompileCounter, Progress, compile_all, enable_persistent_cache
+from jaxserve.runtime.memory import MemoryPlan
+from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.program_set import (
+    DETERMINISTIC_OPTIONS,
+    PAGE_GROUP,
+    PROMPT_CHUNK,
+    ProgramSet,
+    Shapes,
+)
+from jaxserve.runtime.programs import Caches, Leaves, StepPrograms
+from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.runtime.sampler import Sampled
+from jaxserve.runtime.slots import SlotState
+from jaxserve.runtime.step_handle import DeviceStep
+from jaxserve.runtime.step_input import PageUpdates
+
+
+class ModelRunner:
+    """The device side of one engine (`engine.request.Runner`).
+
+    Made in one go: plan the memory, compile every program, allocate. Raises ConfigError where the model does not fit.
+
+    config, plan, backend, buckets     as resolved; plan.num_pages and plan.max_model_len are the scheduler's limits
+    steps                              the step functions, plain and not jitted: see `programs.StepPrograms`
+    leaves, caches, state, hidden      the live device arrays; the programs donate the last three
+    compile_seconds                    of all programs
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, *, progress: Progress | None = None
+    ) -> None:
+        started = time.perf_counter()
+        if config.compile_cache is not None:
+            enable_persistent_cache(config.compile_cache)
+        self.config = config
+        self.mesh = mesh
+        self.leaves: Leaves = loaded.leaves
+        self.structure = loaded.structure
+        self.backend: Backend = get_backend(config.attention, mesh.platform)
+        self.buckets: Buckets = make_buckets(
+            config.max_num_seqs, config.max_num_batched_tokens, deterministic=config.deterministic
+        )
+        self._layers = kv_cache.layer_caches(
+            loaded.config.attention_layers, self.backend, config.page_size, config.cache_dtype, mesh
+        )
+        self.steps = StepPrograms(
+            bind=loaded.bind,
+            backend=self.backend,
+            layers=self._layers,
+            page_size=config.page_size,
+            linear=functools.partial(linear, deterministic=config.deterministic),
+            per_token=config.deterministic,
+        )
+        plan = self._plan()
+        self._programs = self._program_set(plan.num_pages, plan.max_model_len)
+        self.compiled = compile_all(self._programs.all(), progress=progress)
+        scratch = max(map(memory.scratch_bytes, self.compiled.values())) * len(mesh.devices)
+        self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
+        self._by_size = {
+            family: {size: self.compiled[f"{family}[{size}]"] for size in sizes}
+            for family, sizes in self.buckets.families().items()
+        }
+        self._allocate()
+        self._prompts: dict[int, list[int]] = {}  # slot -> prompt, where its log-probabilities are asked for
+        self._unsampled: DeviceStep | None = None
+        self.compile_seconds = time.perf_counter() - started
+        self._counter = CompileCounter()
+
+    # --- making
+
+    def _plan(self) -> MemoryPlan:
+        config, num_devices = self.config, len(self.mesh.devices)
+        max_pages = -(-config.max_model_len // config.page_size)
+        state = slots.state_bytes(config.max_num_seqs, self.structure.config.vocab_size, max_pages)
+        hidden = self.buckets.max_tokens * self.structure.config.hidden_size * self._dtype.itemsize
+        probe = config.num_pages is None and self.mesh.platform != "cpu"
+        sizes = memory.Sizes(
+            weight_bytes=sum(shard.data.nbytes for leaf in self.leaves for shard in leaf.addressable_shards),
+            state_bytes=(state + hidden) * num_devices,
+            scratch_bytes=(self._probe_scratch() if probe else self._estimate_scratch()) * num_devices,
+            page_bytes=kv_cache.page_bytes(self._layers),
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+        )
+        return memory.plan_memory(
+            sizes,
+            platform=self.mesh.platform,
+            device_bytes=memory.device_memory(self.mesh.devices),
+            memory_fraction=config.memory_fraction,
+            num_pages=config.num_pages,
+            max_model_len=config.max_model_len,
+            shrink_context=config.shrink_context,
+        )
+
+    def _probe_scratch(self) -> int:
+        """Temporary bytes of the largest programs, compiled for a small pool: a pool's size adds nothing to them."""
+        max_pages = -(-self.config.max_model_len // self.config.page_size)
+        probe = compile_all(self._program_set(max_pages, self.config.max_model_len).largest())
+        return max(map(memory.scratch_bytes, probe.values()))
+
+    def _estimate_scratch(self) -> int:
+        """An upper estimate: ten float32 copies of a layer's widest activations, or of the logits."""
+        model, rows = self.structure.config, self.config.max_num_seqs
+        widest = 2 * model.intermediate_size + 4 * model.hidden_size + 4 * model.num_heads * model.head_dim
+        return 10 * 4 * max(self.buckets.max_tokens * widest, rows * model.vocab_size)
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        """Of the activations: the embedding's."""
+        return jnp.dtype(self.structure.specs[0].dtype)
+
+    def _program_set(self, num_pages: int, max_model_len: int) -> ProgramSet:
+        config, model = self.config, self.structure.config
+        shapes = Shapes.of(
+            self.leaves,
+            self._layers,
+            self.mesh,
+            num_pages=num_pages,
+            num_slots=config.max_num_seqs,
+            max_pages=-(-max_model_len // config.page_size),
+            vocab_size=model.vocab_size,
+            hidden=(self.buckets.max_tokens, model.hidden_size),
+            dtype=self._dtype,
+        )
+        options = DETERMINISTIC_OPTIONS.get(self.mesh.platform, {}) if config.deterministic else {}
+        return ProgramSet(self.steps, shapes, self.buckets, options)
+
+    def _allocate(self) -> None:
+        def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
+
+        shapes = self._programs.shapes
+        self.caches: Caches = kv_cache.allocate(self._layers, self.plan.num_pages)
+        self.state: SlotState = jax.tree.map(zeros, shapes.state)
+        self.hidden: jax.Array = zeros(shapes.hidden)
+        self._no_mask = {rows: zeros(shapes.ints(rows, shapes.mask_words)) for rows in self.buckets.head}
+
+    # --- what the engine and its operator may ask
+
+    def num_compiles(self) -> int:
+        """XLA compilations in this process since the runner was ready; 0 while it serves."""
+        return self._counter.count
+
+    @property
+    def num_programs(self) -> int:
+        return len(self.compiled)
+
+    def close(self) -> None:
+        """Stop counting compilations. The arrays go with the object."""
+        self._counter.close()
+
+    # --- a step
+
+    def execute(self, output: SchedulerOutput) -> DeviceStep:
+        """Dispatch a step and return at once. With `output.masked`, the caller calls `sample` on the handle before the
+        next execute. Raises ValueError where a step is larger than configured: the scheduler broke its own limit."""
+        if self._unsampled is not None and self._unsampled.waits_for_mask:
+            raise RuntimeError("execute() before the masked step in flight was sampled")
+        self._admit(output.slot_inits)
+        rows = output.rows
+        if not rows:
+            return DeviceStep(0, [], None, False)
+        fused = output.num_decode_rows == len(rows) and not output.masked and not self.config.deterministic
+        return self._run_decode(rows) if fused else self._run_extend(rows, output.masked)
+
+    def _admit(self, inits: Sequence[SlotInit]) -> None:
+        num_slots, vocab_size = self.config.max_num_seqs, self.structure.config.vocab_size
+        for group in slots.pack_admit(list(inits), num_slots):
+            self._update_state("admit", group)
+        for init in inits:
+            if (masks := slots.pack_masks(init, vocab_size)) is not None:
+                self._update_state("admit_masks", masks)
+            if (bias := slots.pack_bias(init)) is not None:
+                self._update_state("admit_bias", bias)
+            for chunk in slots.pack_tokens(init):
+                self._update_state("admit_tokens", chunk)
+            self._prompts.pop(init.slot, None)
+            if init.params.prompt_logprobs is not None:
+                self._prompts[init.slot] = init.token_ids[: init.num_prompt_tokens]
+
+    def _update_state(self, program: str, packed: np.ndarray) -> None:
+        self.state = self.compiled[program](self.state, packed)
+
+    def _page_updates(self, rows: Sequence[ScheduledRow], room: int) -> PageUpdates:
+        """The step's page-table entries that fit into its own array; the rest is written ahead of it."""
+        updates, rest = PageUpdates.of(rows).split(room)
+        for group in step_input.pack_pages(rest, self.config.max_num_seqs):
+            self._update_state("set_pages", group)
+        return updates
+
+    def _run_decode(self, rows: Sequence[ScheduledRow]) -> DeviceStep:
+        bucket = fit(self.buckets.decode, len(rows))
+        want_logprobs = any(row.logprobs is not None for row in rows)
+        updates = self._page_updates(rows, bucket)
+        packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs)
+        program = self._by_size["decode"][bucket]
+        self.caches, self.state, sampled = program(self.leaves, self.caches, self.state, packed)
+        return DeviceStep(len(rows), range(len(rows)), sampled, want_logprobs)
+
+    def _run_extend(self, rows: Sequence[ScheduledRow], masked: bool) -> DeviceStep:
+        num_tokens = sum(row.num_tokens for row in rows)
+        bucket = fit(self.buckets.extend, num_tokens)
+        updates = self._page_updates(rows, self._programs.extend_updates(bucket))
+        row_bucket = self._programs.extend_rows(bucket)
+        packed = step_input.pack_extend(
+            rows, updates, bucket, row_bucket, self._programs.extend_updates(bucket), self.config.max_num_seqs
+        )
+        program = self._by_size["extend"][bucket]
+        arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
+        self.caches, self.state, self.hidden = arrays
+        return self._run_head(rows, masked)
+
+    def _run_head(self, rows: Sequence[ScheduledRow], masked: bool) -> DeviceStep:
+        ends = np.cumsum([row.num_tokens for row in rows])
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        want_logprobs = any(rows[i].logprobs is not None for i in sampling)
+        prompt = self._dispatch_prompt_logprobs(rows, ends)
+        if not sampling:
+            return DeviceStep(len(rows), [], None, False, prompt=prompt)
+        finish = functools.partial(
+            self._head_sample,
+            [rows[i].slot for i in sampling],
+            [int(ends[i]) - 1 for i in sampling],
+            want_logprobs,
+        )
+        if not masked:
+            return DeviceStep(len(rows), sampling, finish(None), want_logprobs, prompt=prompt)
+        step = DeviceStep(len(rows), sampling, None, want_logprobs, finish=finish, prompt=prompt)
+        self._unsampled = step
+        return step
+
+    def _head_sample(
+        self, row_slots: list[int], token_indices: list[int], want_logprobs: bool, bitmask: np.ndarray | None
+    ) -> Sampled:
+        bucket = fit(self.buckets.head, len(row_slots))
+        packed = step_input.pack_head(
+            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, bitmask is not None
+        )
+        mask: jax.Array | np.ndarray = self._no_mask[bucket]
+        if bitmask is not None:
+            mask = np.zeros((bucket, self._programs.shapes.mask_words), np.int32)
+            mask[: len(bitmask)] = bitmask
+        program = self._by_size["head_sample"][bucket]
+        self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask)
+        return sampled
+
+    def _dispatch_prompt_logprobs(
+        self, rows: Sequence[ScheduledRow], ends: np.ndarray
+    ) -> dict[int, list[tuple[jax.Array, int]]]:
+        """For each row that asks: the log-probabilities of the prompt tokens that follow those of its chunk."""
+        results: dict[int, list[tuple[jax.Array, int]]] = {}
+        for i, row in enumerate(rows):
+            if row.prompt_logprobs is not None and row.token_ids:
+                targets = self._prompts[row.slot][row.start + 1 : row.start + row.num_tokens + 1]
+                first = int(ends[i]) - row.num_tokens
+                results[i] = [
+                    self._prompt_chunk(first + done, targets[done : done + PROMPT_CHUNK])
+                    for done in range(0, len(targets), PROMPT_CHUNK)
+                ]
+        return {row: chunks for row, chunks in results.items() if chunks}
+
+    def _prompt_chunk(self, first: int, targets: list[int]) -> tuple[jax.Array, int]:
+        packed = np.zeros((2, PROMPT_CHUNK), np.int32)
+        packed[0, : len(targets)] = range(first, first + len(targets))
+        packed[1, : len(targets)] = targets
+        return self.compiled["prompt_logprobs"](self.leaves, self.hidden, packed), len(targets)
+
+    # --- pages and weights
+
+    def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy whole pages, in every layer: sources[i] to destinations[i], none of which is also a source."""
+        for first in range(0, len(sources), PAGE_GROUP):
+            packed = np.full((2, PAGE_GROUP), self.plan.num_pages, np.int32)
+            chunk = slice(first, first + PAGE_GROUP)
+            packed[0, : len(sources[chunk])] = sources[chunk]
+            packed[1, : len(sources[chunk])] = destinations[chunk]
+            self.caches = self.compiled["copy_pages"](self.caches, packed)
+
+    def export_pages(self, page_ids: Sequence[int]) -> list[np.ndarray]:
+        """The pages' content after every step dispatched so far: one array [n, page_size, 2 * KH, H] a layer."""
+        groups = [
+            (self.compiled["export_pages"](self.caches, ids), count)
+            for ids, count in self._page_groups(page_ids)
+        ]
+        layers = range(len(self._layers))
+        return [np.concatenate([np.asarray(pages[i])[:count] for pages, count in groups]) for i in layers]
+
+    def import_pages(self, page_ids: Sequence[int], pages: Sequence[np.ndarray]) -> None:
+        """Fill pages with what `export_pages` gave."""
+        first = 0
+        for ids, count in self._page_groups(page_ids):
+            padded = [np.zeros((PAGE_GROUP, *layer.shape[1:]), layer.dtype) for layer in pages]
+            for out, layer in zip(padded, pages, strict=True):
+                out[:count] = layer[first : first + count]
+            self.caches = self.compiled["import_pages"](self.caches, ids, tuple(padded))
+            first += count
+
+    def _page_groups(self, page_ids: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+        groups = []
+        for first in range(0, len(page_ids), PAGE_GROUP):
+            chunk = page_ids[first : first + PAGE_GROUP]
+            ids = np.full(PAGE_GROUP, self.plan.num_pages, np.int32)
+            ids[: len(chunk)] = chunk
+            groups.append((ids, len(chunk)))
+        return groups
+
+    def update_weights(self, leaves: Sequence[jax.Array | np.ndarray]) -> None:
+        """Serve other weights from the next step on, without compiling: leaves as in `leaves`, in the same order.
+
+        KV pages written before keep the old weights' values; flush the prefix cache. Raises ValueError that names
+        the first leaf of another shape or dtype, and then changes nothing.
+        """
+        specs = self.structure.specs
+        if len(leaves) != len(specs):
+            raise ValueError(f"{len(leaves)} leaves given, the model has {len(specs)}")
+        for leaf, spec in zip(leaves, specs, strict=True):
+            if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
+                raise ValueError(
+                    f"{spec.name} is {spec.dtype}{spec.shape}, and {leaf.dtype}{leaf.shape} was given"
+                )
+        pairs = zip(leaves, self.leaves, strict=True)
+        self.leaves = tuple(jax.device_put(new, old.sharding) for new, old in pairs)

@@ -1,0 +1,164 @@
+"""The list of programs: each step function with the shapes it is compiled for.
+
+Owns the shapes of everything the programs take and return, their donation, shardings and compiler options.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.runtime import programs, slots, step_input
+from jaxserve.runtime.buckets import Buckets
+from jaxserve.runtime.compiler import Program
+from jaxserve.runtime.kv_cache import LayerCache
+from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.programs import StepPrograms
+from jaxserve.runtime.slots import SlotState
+
+PAGE_GROUP = 64  # pages a dispatch of copy, export and import
+PROMPT_CHUNK = 64  # tokens a dispatch of prompt_logprobs: the head's [C, V] stays small
+
+# Without it XLA fuses a dot with its neighbours, and how depends on the program: bits would differ between shapes.
+DETERMINISTIC_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Everything that does not change while the server runs. Pytrees of ShapeDtypeStruct with shardings."""
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    caches: tuple[jax.ShapeDtypeStruct, ...]
+    state: SlotState
+    hidden: jax.ShapeDtypeStruct  # [largest extend, D]
+    replicated: jax.sharding.NamedSharding
+
+    @classmethod
+    def of(
+        cls,
+        leaves: tuple[jax.Array, ...],
+        layers: tuple[LayerCache, ...],
+        mesh: DeviceMesh,
+        *,
+        num_pages: int,
+        num_slots: int,
+        max_pages: int,
+        vocab_size: int,
+        hidden: tuple[int, int],
+        dtype: jnp.dtype,
+    ) -> Shapes:
+        state = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=mesh.replicated),
+            slots.state_shapes(num_slots, vocab_size, max_pages),
+        )
+        return cls(
+            leaves=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves),
+            caches=tuple(layer.struct(num_pages) for layer in layers),
+            state=state,
+            hidden=jax.ShapeDtypeStruct(hidden, dtype, sharding=mesh.replicated),
+            replicated=mesh.replicated,
+        )
+
+    @property
+    def mask_words(self) -> int:
+        return self.state.allow_mask.shape[1]
+
+    @property
+    def cache_shardings(self) -> tuple[Any, ...]:
+        return tuple(cache.sharding for cache in self.caches)
+
+    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.replicated)
+
+
+@dataclass(frozen=True)
+class ProgramSet:
+    """All programs of a runner. `all()` is what is compiled; the methods name single ones."""
+
+    steps: StepPrograms
+    shapes: Shapes
+    buckets: Buckets
+    options: Mapping[str, str]
+
+    def all(self) -> list[Program]:
+        return [
+            *map(self.decode, self.buckets.decode),
+            *map(self.extend, self.buckets.extend),
+            *map(self.head_sample, self.buckets.head),
+            *self._small(),
+        ]
+
+    def largest(self) -> list[Program]:
+        """Those that need the most temporary memory, one of each family."""
+        decode = [self.decode(self.buckets.decode[-1])] if self.buckets.decode else []
+        return [*decode, self.extend(self.buckets.extend[-1]), self.head_sample(self.buckets.head[-1])]
+
+    def extend_rows(self, num_tokens: int) -> int:
+        """Most rows of a step of `num_tokens` tokens."""
+        return min(num_tokens, self.shapes.state.num_slots)
+
+    def extend_updates(self, num_tokens: int) -> int:
+        """Page-table entries that an extend carries: all it can need, but for the pages of a prefix hit."""
+        return self.extend_rows(num_tokens) + num_tokens // self.steps.page_size
+
+    def decode(self, rows: int) -> Program:
+        s = self.shapes
+        args = (s.leaves, s.caches, s.state, s.ints(step_input.decode_size(rows)))
+        out = (s.cache_shardings, s.replicated, s.replicated)
+        return self._program(f"decode[{rows}]", self.steps.decode, args, (1, 2), out, weight=10_000 + rows)
+
+    def extend(self, tokens: int) -> Program:
+        s, rows = self.shapes, self.extend_rows(tokens)
+        size = step_input.extend_size(tokens, rows, self.extend_updates(tokens))
+        function = functools.partial(self.steps.extend, num_tokens=tokens, num_rows=rows)
+        args = (s.leaves, s.caches, s.state, s.hidden, s.ints(size))
+        out = (s.cache_shardings, s.replicated, s.replicated)
+        return self._program(f"extend[{tokens}]", function, args, (1, 2, 3), out, weight=20_000 + tokens)
+
+    def head_sample(self, rows: int) -> Program:
+        s = self.shapes
+        packed, bitmask = s.ints(step_input.head_size(rows)), s.ints(rows, s.mask_words)
+        args = (s.leaves, s.state, s.hidden, packed, bitmask)
+        return self._program(
+            f"head_sample[{rows}]", self.steps.head_sample, args, (1,), s.replicated, weight=rows
+        )
+
+    def _small(self) -> Iterator[Program]:
+        s, words = self.shapes, self.shapes.mask_words
+        state_programs: list[tuple[str, Callable[..., Any], tuple[int, ...]]] = [
+            ("admit", slots.admit, (slots.ADMIT_GROUP, slots.ADMIT_WIDTH)),
+            ("admit_masks", slots.admit_masks, (1 + 2 * words,)),
+            ("admit_bias", slots.admit_bias, (1 + 2 * slots.MAX_LOGIT_BIAS,)),
+            ("admit_tokens", slots.admit_tokens, (2 + slots.TOKEN_CHUNK,)),
+            ("set_pages", step_input.set_pages, (3, step_input.PAGE_GROUP)),
+        ]
+        for name, function, shape in state_programs:
+            yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.replicated)
+        args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK))
+        yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
+        copies = (s.caches, s.ints(2, PAGE_GROUP))
+        yield self._program("copy_pages", programs.copy_pages, copies, (0,), s.cache_shardings)
+        ids = s.ints(PAGE_GROUP)
+        yield self._program("export_pages", self.steps.export_pages, (s.caches, ids), (), s.replicated)
+        pages = jax.eval_shape(self.steps.export_pages, s.caches, ids)
+        pages = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s.replicated), pages)
+        args = (s.caches, ids, pages)
+        yield self._program("import_pages", self.steps.import_pages, args, (0,), s.cache_shardings)
+
+    def _program(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        donate: tuple[int, ...],
+        out_shardings: Any,
+        weight: int = 0,
+    ) -> Program:
+        return Program(name, function, args, donate, out_shardings, weight, self.options)

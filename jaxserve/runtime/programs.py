@@ -1,0 +1,180 @@
+"""The device programs as plain functions over pytrees: what the runner compiles, and what a researcher may jit himself.
+
+Owns how a step is put together from model, attention backend, sampler and slot state. No state of its own, no host
+work, no shapes: those are the runner's.
+
+    decode          B rows of one token: forward, sampling and state update fused in one dispatch
+    extend          T ragged tokens: forward; the hidden states stay on the device in `hidden`
+    head_sample     head and sampler for R tokens of the last extend
+    prompt_logprobs head for C tokens of the last extend, of which the next token is known
+
+Arguments everywhere: `leaves`, the model's flat parameters; `caches`, one array a layer; `state`, the slots;
+`packed`, the int32 array of step_input. Caches, state and hidden are donated by the runner and returned anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.decoder import CausalLM
+from jaxserve.models.layers import LinearFn
+from jaxserve.ops.paged_attention import AttentionMetadata, Backend
+from jaxserve.runtime.kv_cache import LayerCache
+from jaxserve.runtime.sampler import Sampled, pack_logprobs, sample, token_logprobs
+from jaxserve.runtime.slots import SlotState, append_tokens
+from jaxserve.runtime.step_input import (
+    HeadInput,
+    TokenInput,
+    unpack_decode,
+    unpack_extend,
+    unpack_head,
+)
+
+Leaves = tuple[jax.Array, ...]
+Caches = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """The step functions of one model on one backend. bind: leaves -> model, called while tracing."""
+
+    bind: Callable[[Leaves], CausalLM]
+    backend: Backend
+    layers: tuple[LayerCache, ...]
+    page_size: int
+    linear: LinearFn
+    per_token: bool = (
+        False  # deterministic: each token attends alone, so that chunking cannot change its sums
+    )
+
+    def decode(
+        self, leaves: Leaves, caches: Caches, state: SlotState, packed: jax.Array
+    ) -> tuple[Caches, SlotState, Sampled]:
+        """packed: int32 [decode_size(B)] -> one sampled token a row."""
+        state, tokens, head = unpack_decode(packed, state)
+        model = self.bind(leaves)
+        hidden, caches, state = self._forward(model, caches, state, tokens, decode_only=True)
+        bitmask = jnp.zeros((1, state.allow_mask.shape[1]), jnp.int32)
+        state, sampled = self._sample(model, hidden, state, head, bitmask)
+        return caches, state, sampled
+
+    def extend(
+        self,
+        leaves: Leaves,
+        caches: Caches,
+        state: SlotState,
+        hidden: jax.Array,
+        packed: jax.Array,
+        *,
+        num_tokens: int,
+        num_rows: int,
+    ) -> tuple[Caches, SlotState, jax.Array]:
+        """packed: int32 [extend_size(T, R, U)]; hidden [max T, D] gets the step's hidden states in its first T rows."""
+        state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
+        new, caches, state = self._forward(self.bind(leaves), caches, state, tokens, decode_only=False)
+        return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0))
+
+    def head_sample(
+        self, leaves: Leaves, state: SlotState, hidden: jax.Array, packed: jax.Array, bitmask: jax.Array
+    ) -> tuple[SlotState, Sampled]:
+        """packed: int32 [head_size(R)]; bitmask: int32 [R, W], read only if the packed flag says so."""
+        head = unpack_head(packed)
+        rows = hidden.at[head.token_indices].get(mode="clip")
+        return self._sample(self.bind(leaves), rows, state, head, bitmask)
+
+    def prompt_logprobs(self, leaves: Leaves, hidden: jax.Array, packed: jax.Array) -> jax.Array:
+        """packed: int32 [2, C] of token index in the step and the token that follows -> int32 [C, 2 + 2K]."""
+        indices, targets = packed
+        logits = self.bind(leaves).logits(hidden.at[indices].get(mode="clip"), self.linear)
+        return pack_logprobs(*token_logprobs(logits, targets))
+
+    def export_pages(self, caches: Caches, page_ids: jax.Array) -> Caches:
+        """Pages [n] of every layer in the form common to all backends, [n, page_size, 2 * KH, H] each."""
+        layers = zip(caches, self.layers, strict=True)
+        return tuple(
+            self.backend.export_pages(cache, page_ids, layer.num_kv_heads) for cache, layer in layers
+        )
+
+    def import_pages(self, caches: Caches, page_ids: jax.Array, pages: Caches) -> Caches:
+        """The caches with `pages`, as exported, at page_ids [n]; ids of num_pages and above are dropped."""
+        pairs = zip(caches, pages, strict=True)
+        return tuple(self.backend.import_pages(cache, page_ids, page) for cache, page in pairs)
+
+    def _forward(
+        self, model: CausalLM, caches: Caches, state: SlotState, tokens: TokenInput, *, decode_only: bool
+    ) -> tuple[jax.Array, Caches, SlotState]:
+        rows = each_token(tokens) if self.per_token else tokens
+        decode_only = decode_only or self.per_token
+        metadata = attention_metadata(rows, state, caches[0].shape[0], self.page_size, decode_only)
+
+        def attend(
+            layer_index: int,
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            cache: jax.Array | None,
+            sinks: jax.Array | None = None,
+        ) -> tuple[jax.Array, jax.Array | None]:
+            assert cache is not None
+            cache = self.backend.write(cache, k, v, metadata.slot_mapping)
+            return self.backend.attend(q, cache, metadata, self.layers[layer_index].attention, sinks), cache
+
+        hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
+        ends = tokens.starts + tokens.num_tokens
+        state = state.replace(position=state.position.at[tokens.slots].set(ends, mode="drop"))
+        return hidden, tuple(c for c in new_caches if c is not None), state
+
+    def _sample(
+        self, model: CausalLM, hidden: jax.Array, state: SlotState, head: HeadInput, bitmask: jax.Array
+    ) -> tuple[SlotState, Sampled]:
+        logits = model.logits(hidden, self.linear)
+        sampled = sample(logits, head.slots, state, bitmask, head.masked, head.want_logprobs)
+        return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
+
+
+def each_token(tokens: TokenInput) -> TokenInput:
+    """The same tokens as rows of one token each."""
+    count, num_rows = tokens.token_ids.shape[0], tokens.slots.shape[0]
+    live = tokens.row_of_token < num_rows
+    index = jnp.arange(count, dtype=jnp.int32)
+    return TokenInput(
+        token_ids=tokens.token_ids,
+        positions=tokens.positions,
+        row_of_token=jnp.where(live, index, count),
+        slots=tokens.slots.at[tokens.row_of_token].get(mode="clip"),
+        starts=tokens.positions,
+        num_tokens=live.astype(jnp.int32),
+    )
+
+
+def attention_metadata(
+    tokens: TokenInput, state: SlotState, num_pages: int, page_size: int, decode_only: bool
+) -> AttentionMetadata:
+    """Page table, lengths and the place of each token's K and V. Padding tokens get a place past the cache."""
+    num_rows = tokens.slots.shape[0]
+    page_table = state.page_table.at[tokens.slots].get(mode="clip")
+    row = jnp.minimum(tokens.row_of_token, num_rows - 1)
+    page = page_table.at[row, tokens.positions // page_size].get(mode="clip")
+    place = page * page_size + tokens.positions % page_size
+    one_each = jnp.arange(num_rows + 1, dtype=jnp.int32)
+    return AttentionMetadata(
+        page_table=page_table,
+        cu_q_lens=one_each if decode_only else jnp.pad(jnp.cumsum(tokens.num_tokens), (1, 0)),
+        kv_lens=jnp.where(tokens.num_tokens > 0, tokens.starts + tokens.num_tokens, 0),
+        positions=tokens.positions,
+        slot_mapping=jnp.where(tokens.row_of_token < num_rows, place, num_pages * page_size),
+        decode_only=decode_only,
+    )
+
+
+def copy_pages(caches: Caches, packed: jax.Array) -> Caches:
+    """Copy whole pages in every layer. packed: int32 [2, n] of source and destination; a destination of num_pages
+    or more copies nothing."""
+    source, destination = packed
+    return tuple(
+        cache.at[destination].set(cache.at[source].get(mode="clip"), mode="drop") for cache in caches
+    )

@@ -1,0 +1,74 @@
+"""What the runner needs to know, with every "auto" resolved against the platform and the model.
+
+Owns the defaults that depend on them. Reads the configuration tree; knows no device program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """num_pages None: as many as memory_fraction leaves. shrink_context: max_model_len was not asked for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    cache_dtype: jnp.dtype
+    attention: str = "auto"
+    num_pages: int | None = None
+    memory_fraction: float = 0.9
+    shrink_context: bool = False
+    deterministic: bool = False
+    compile_cache: Path | None = None
+
+    @classmethod
+    def resolve(cls, config: Config, model: ModelConfig, platform: str, dtype: jnp.dtype) -> RunnerConfig:
+        """dtype: of the weights. Raises ConfigError where the context asked for is longer than the model's."""
+        cpu, tpu = platform == "cpu", platform == "tpu"
+        scheduler, cache = config.scheduler, config.cache
+        max_num_seqs = _or(scheduler.max_num_seqs, 64 if cpu else 512)
+        return cls(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=_or(
+                scheduler.max_num_batched_tokens, max(512 if cpu else 8192, max_num_seqs)
+            ),
+            max_model_len=_context(config.model.max_model_len, model.max_position_embeddings),
+            page_size=_or(cache.page_size, 128 if tpu else 16),
+            cache_dtype=dtype if cache.dtype == "auto" else jnp.dtype(cache.dtype),
+            attention=config.runtime.attention,
+            num_pages=None if cache.num_pages == "auto" else cache.num_pages,
+            memory_fraction=cache.memory_fraction,
+            shrink_context=config.model.max_model_len is None,
+            deterministic=config.runtime.deterministic,
+            compile_cache=config.runtime.compile_cache,
+        )
+
+
+def resolve_dtype(name: str, platform: str) -> jnp.dtype:
+    """Dtype of weights and activations. auto: float32 on a CPU, where bfloat16 is slower and inexact, else bfloat16."""
+    if name == "auto":
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _or(value: int | str, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def _context(asked: int | None, longest: int) -> int:
+    if asked is not None and asked > longest:
+        raise ConfigError(
+            f"model.max_model_len is {asked}, and the model was made for {longest} tokens",
+            fix=f"set it to at most {longest}",
+        )
+    return asked or longest

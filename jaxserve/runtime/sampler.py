@@ -1,0 +1,322 @@
+"""The sampler: logits of R rows -> one token a row, wholly on the device.
+
+Every feature that is off by default sits under `lax.cond` on a scalar of the batch, so that one program serves every
+mix of requests and a plain batch pays for none of them. A row's token is a function of its own logits, its slot's
+state and its position: never of its neighbours, the step or a clock. Knows slot rows; nothing of models or pages.
+
+Order, as in Hugging Face and vLLM: repetition, frequency and presence penalties; logit bias; min_tokens; static and
+step masks; then greedy, or temperature, top-k, top-p over what top-k left, min-p relative to the likeliest token.
+Tokens that tie with the last one kept by top-k or top-p are all kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.runtime.slots import SlotState
+
+TOP_LOGPROBS = 20
+BANNED = np.float32(
+    -1e30
+)  # min_tokens: below any logit, yet above the -inf of a mask that allows nothing else
+_BLOCK = 128  # probabilities a block of the two-level inverse CDF
+_ONE_BITS = 0x3F800000  # float32 1.0: positive floats are ordered as their bits are
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    """tokens int32 [R, 2] of (token id, ok); logprobs int32 [R, 2 + 2*K] of (logprob bits, rank, ids, logprob bits).
+
+    K = min(20, V). ok is 0 where logits are not finite or no token is allowed. Packed so that each is one copy.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+
+
+def sample(
+    logits: jax.Array,
+    slots: jax.Array,
+    state: SlotState,
+    bitmask: jax.Array,
+    masked: jax.Array,
+    want_logprobs: jax.Array,
+) -> Sampled:
+    """Sample one token for each of R slots.
+
+    logits: float32 [R, V]; slots: int32 [R], max_num_seqs and above for padding; bitmask: int32 [R, W], read only
+    if the scalar `masked`; want_logprobs: bool scalar, False leaves `Sampled.logprobs` zero.
+    """
+    valid = slots < state.num_slots
+    rows = jnp.minimum(slots, state.num_slots - 1)
+    shaped = shape_logits(logits, rows, valid, state, bitmask, masked)
+    peak = shaped.max(axis=-1)
+    ok = jnp.isfinite(logits.max(axis=-1)) & jnp.isfinite(peak)
+    tokens = _choose(shaped, peak, rows, valid, state)
+    logprobs = jax.lax.cond(
+        want_logprobs,
+        lambda: pack_logprobs(*token_logprobs(logits, tokens)),
+        lambda: jnp.zeros((logits.shape[0], 2 + 2 * _top_k_width(logits.shape[1])), jnp.int32),
+    )
+    return Sampled(jnp.stack([tokens, ok.astype(jnp.int32)], axis=1), logprobs)
+
+
+def _choose(
+    logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState
+) -> jax.Array:
+    greedy = jnp.minimum(logits.argmax(axis=-1), logits.shape[1] - 1).astype(jnp.int32)
+    temperature = state.temperature[rows]
+    random = valid & (temperature > 0)
+
+    def draw() -> jax.Array:
+        divisor = jnp.where(random, temperature, 1)
+        probs = jnp.exp((logits - peak[:, None]) / divisor[:, None])
+        probs = filter_probs(probs, state.top_k[rows], state.top_p[rows], state.min_p[rows], random)
+        uniform = random_uniform(state.seed[rows], state.position[rows])
+        return jnp.where(random, inverse_cdf(probs, uniform), greedy)
+
+    return jax.lax.cond(random.any(), draw, lambda: greedy)
+
+
+# --- logits
+
+
+def shape_logits(
+    logits: jax.Array,
+    rows: jax.Array,
+    valid: jax.Array,
+    state: SlotState,
+    bitmask: jax.Array,
+    masked: jax.Array,
+) -> jax.Array:
+    """Penalties, bias, min_tokens and masks, each under its own condition. float32 [R, V] -> float32 [R, V]."""
+    repetition, frequency, presence = (
+        jnp.where(valid, values[rows], neutral)
+        for values, neutral in (
+            (state.repetition_penalty, 1.0),
+            (state.frequency_penalty, 0.0),
+            (state.presence_penalty, 0.0),
+        )
+    )
+    early = valid & (state.num_outputs[rows] < state.min_tokens[rows])
+    static = valid & (state.has_allow[rows] > 0)
+    num_bias = jnp.where(valid, state.num_bias[rows], 0)
+    steps: list[tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = [
+        (
+            ((repetition != 1) | (frequency != 0) | (presence != 0)).any(),
+            lambda x: penalize(
+                x, state.token_counts[rows], state.in_prompt[rows], repetition, frequency, presence
+            ),
+        ),
+        (
+            (num_bias > 0).any(),
+            lambda x: add_bias(x, state.bias_ids[rows], state.bias_values[rows], num_bias),
+        ),
+        (early.any(), lambda x: ban(x, state.early_mask[rows], early, BANNED)),
+        (static.any(), lambda x: ban(x, state.allow_mask[rows], static, np.float32(-np.inf))),
+        (masked, lambda x: ban(x, bitmask, valid, np.float32(-np.inf))),
+    ]
+    for needed, step in steps:
+        logits = jax.lax.cond(needed, step, lambda x: x, logits)
+    return logits
+
+
+def penalize(
+    logits: jax.Array,
+    counts: jax.Array,
+    in_prompt: jax.Array,
+    repetition: jax.Array,
+    frequency: jax.Array,
+    presence: jax.Array,
+) -> jax.Array:
+    """Repetition over prompt and output (CTRL, Keskar et al. 2019), frequency and presence over output (OpenAI).
+
+    logits float32 [R, V]; counts int16 [R, V]; in_prompt bool [R, V]; the three penalties float32 [R].
+    """
+    times = counts.astype(jnp.float32)
+    scale = jnp.where(in_prompt | (counts > 0), repetition[:, None], 1)
+    logits = jnp.where(logits > 0, logits / scale, logits * scale)
+    return logits - frequency[:, None] * times - jnp.where(times > 0, presence[:, None], 0)
+
+
+def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array, num: jax.Array) -> jax.Array:
+    """Add sparse biases: ids int32, values float32 [R, N], the first num[r] of row r count; outside ids are dropped."""
+    ids = jnp.where(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < num[:, None], ids, logits.shape[1])
+    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    return logits.at[row, ids].add(values, mode="drop")
+
+
+def ban(logits: jax.Array, words: jax.Array, active: jax.Array, value: np.float32) -> jax.Array:
+    """Set tokens whose bit in words (int32 [R, W]) is 0 to `value`, in the rows where `active` (bool [R])."""
+    allowed = unpack_bits(words, logits.shape[1])
+    return jnp.where(allowed | ~active[:, None], logits, value)
+
+
+def unpack_bits(words: jax.Array, vocab_size: int) -> jax.Array:
+    """int32 [R, W] -> bool [R, V]: bit v % 32 of word v // 32."""
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
+    return bits.reshape(words.shape[0], -1)[:, :vocab_size].astype(bool)
+
+
+# --- probabilities
+
+
+def filter_probs(
+    probs: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, active: jax.Array
+) -> jax.Array:
+    """Zero what top-k, top-p and min-p exclude. probs float32 [R, V], largest of a row 1, need not sum to 1."""
+    some_k = active & (top_k > 0)
+    some_p = active & (top_p < 1)
+    probs = jax.lax.cond(some_k.any(), lambda p: keep_top_k(p, top_k, some_k), lambda p: p, probs)
+    probs = jax.lax.cond(some_p.any(), lambda p: keep_top_p(p, top_p, some_p), lambda p: p, probs)
+    floor = jnp.where(active, min_p, 0)[:, None]
+    return jnp.where(probs >= floor, probs, 0)
+
+
+def keep_top_k(probs: jax.Array, top_k: jax.Array, active: jax.Array) -> jax.Array:
+    """The k largest of each active row, and all that tie with the k-th."""
+    target = jnp.minimum(top_k, probs.shape[1]).astype(jnp.float32)
+
+    def count(kept: jax.Array) -> jax.Array:
+        return kept.sum(axis=-1, dtype=jnp.int32).astype(jnp.float32)
+
+    return _keep_from(probs, _border(probs, count, target, active))
+
+
+def keep_top_p(probs: jax.Array, top_p: jax.Array, active: jax.Array) -> jax.Array:
+    """The fewest likeliest tokens whose share of the row's sum reaches top_p, and all that tie with the last."""
+    target = jnp.maximum(top_p * probs.sum(axis=-1), np.finfo(np.float32).tiny)
+
+    def mass(kept: jax.Array) -> jax.Array:
+        return jnp.where(kept, probs, 0).sum(axis=-1)
+
+    return _keep_from(probs, _border(probs, mass, target, active))
+
+
+def _keep_from(probs: jax.Array, border: jax.Array) -> jax.Array:
+    return jnp.where(probs >= border[:, None], probs, 0)
+
+
+def _border(
+    probs: jax.Array, measure: Callable[[jax.Array], jax.Array], target: jax.Array, active: jax.Array
+) -> jax.Array:
+    """The largest t with measure(probs >= t) >= target, float32 [R]; 0 in rows that are not active.
+
+    Bisection on the bits of t: at most 30 passes over the probabilities, without sorting them, and usually half as
+    many, for a row is decided once a single token is left between the bounds. A decided row's set no longer changes.
+    """
+    low = jnp.zeros(probs.shape[0], jnp.int32)
+    high = jnp.where(active, _ONE_BITS + 1, 1).astype(jnp.int32)
+    between = jnp.where(active, probs.shape[1], 0).astype(jnp.int32)
+
+    def undecided(carry: tuple[jax.Array, ...]) -> jax.Array:
+        low, high, _, _ = carry
+        return ((high - low > 1) & (carry[2] - carry[3] > 1)).any()
+
+    def halve(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        low, high, above_low, above_high = carry
+        middle = low + (high - low) // 2
+        kept = probs >= jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None]
+        enough = measure(kept) >= target
+        above = kept.sum(axis=-1, dtype=jnp.int32)
+        return (
+            jnp.where(enough, middle, low),
+            jnp.where(enough, high, middle),
+            jnp.where(enough, above, above_low),
+            jnp.where(enough, above_high, above),
+        )
+
+    carry = (low, high, between, jnp.zeros_like(between))
+    low, *_ = jax.lax.while_loop(undecided, halve, carry)
+    return jnp.where(active, jax.lax.bitcast_convert_type(low, jnp.float32), 0)
+
+
+def inverse_cdf(probs: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The token at which the cumulative sum passes uniform * total. probs float32 [R, V], uniform [R] -> int32 [R].
+
+    Two levels: the block of 128 in which it passes, then the token in the block; a token of probability 0 is never
+    chosen, whatever the rounding of the sums.
+    """
+    num_rows, vocab_size = probs.shape
+    blocks = jnp.pad(probs, ((0, 0), (0, -vocab_size % _BLOCK))).reshape(num_rows, -1, _BLOCK)
+    sums = blocks.sum(axis=-1)
+    ends = jnp.cumsum(sums, axis=-1)
+    target = uniform * ends[:, -1]
+    block = _first_above(ends, target, sums)
+    start = jnp.where(
+        block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0
+    )
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token = block * _BLOCK + _first_above(jnp.cumsum(inside, axis=-1), target - start, inside)
+    return jnp.minimum(token, vocab_size - 1)
+
+
+def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
+    """Index of the first end above target, but no further than the last positive weight. int32 [R]."""
+    passed = (ends <= target[:, None]).sum(axis=-1, dtype=jnp.int32)
+    indices = jnp.arange(weights.shape[1], dtype=jnp.int32)
+    last = jnp.where(weights > 0, indices[None, :], 0).max(axis=-1)
+    return jnp.minimum(passed, last)
+
+
+def random_uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """One float32 in (0, 1) a row from its seed (uint32 [R, 2]) and position (int32 [R])."""
+    bits, _ = threefry2x32(seed[:, 0], seed[:, 1], position.astype(jnp.uint32), jnp.zeros_like(seed[:, 0]))
+    return ((bits >> 8).astype(jnp.float32) + 0.5) * np.float32(2**-24)
+
+
+def threefry2x32(
+    key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32, 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011); uint32 arrays.
+
+    Written out so that a seed's bits depend neither on JAX's version nor on its configuration.
+    """
+    keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
+    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
+    x0, x1 = count0 + keys[0], count1 + keys[1]
+    for group in range(5):
+        for rotation in rotations[group % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))) ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x0, x1
+
+
+# --- log-probabilities
+
+
+def _top_k_width(vocab_size: int) -> int:
+    return min(TOP_LOGPROBS, vocab_size)
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of the model's own distribution: (logprob float32 [R], rank int32 [R], top ids int32 [R, K], top logprobs)."""
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    rank = 1 + (logits > chosen).sum(axis=-1, dtype=jnp.int32)
+    top, ids = jax.lax.top_k(logits, _top_k_width(logits.shape[1]))
+    return chosen[:, 0] - norm, rank, ids.astype(jnp.int32), top - norm[:, None]
+
+
+def pack_logprobs(logprob: jax.Array, rank: jax.Array, ids: jax.Array, top: jax.Array) -> jax.Array:
+    """The four of `token_logprobs` as int32 [R, 2 + 2K], one copy to the host."""
+
+    def bits(values: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(values, jnp.int32)
+
+    return jnp.concatenate([bits(logprob)[:, None], rank[:, None], ids, bits(top)], axis=1)
+
+
+def unpack_logprobs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """On the host: int32 [R, 2 + 2K] -> (logprobs [R], ranks [R], top ids [R, K], top logprobs [R, K])."""
+    width = (packed.shape[1] - 2) // 2
+    floats = packed.view(np.float32)
+    return floats[:, 0], packed[:, 1], packed[:, 2 : 2 + width], floats[:, 2 + width :]

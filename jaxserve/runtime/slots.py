@@ -1,0 +1,305 @@
+"""Slot state: what the device remembers of every running request, one row a slot, so that a step sends almost nothing.
+
+Owns the state's layout and the small programs that admit a request into a slot. The host side here packs a SlotInit
+into fixed-size int32 groups; the device side unpacks and scatters them. Knows nothing of models, KV pages' content
+or the scheduler. A row index of `max_num_seqs` or more means "nobody": every write to it is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.request import SamplingParams, SlotInit
+
+ADMIT_GROUP = 8  # slots a dispatch of `admit`
+TOKEN_CHUNK = 1024  # tokens a dispatch of `admit_tokens`
+MAX_LOGIT_BIAS = 1024  # logit_bias entries a request, kept sparse; see `split_bias`
+BAN_BIAS = -100.0  # OpenAI: "values like -100 or 100 should result in a ban or exclusive selection"
+MAX_COUNT = np.iinfo(np.int16).max  # token counts saturate here: a penalty is long decided by then
+
+_NO_TOKEN = np.int32(np.iinfo(np.int32).max)  # out of every vocabulary: dropped
+_INT_FIELDS = ("top_k", "min_tokens", "num_outputs", "num_bias", "has_allow")
+_FLOAT_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+ADMIT_WIDTH = 3 + len(_INT_FIELDS) + len(_FLOAT_FIELDS)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotState:
+    """S = max_num_seqs rows, V = vocabulary, W = ceil(V/32) mask words, M = pages of the longest sequence.
+
+    position        tokens whose K and V are in pages = position at which `last_token` is fed
+    num_outputs     tokens sampled so far
+    seed            64 bits, low word first; with a position it gives the row's random number
+    bias_ids        V or more: no entry
+    allow_mask      bit 1: the token may ever be sampled; read where `has_allow`
+    early_mask      bit 1: the token may be sampled before `min_tokens` outputs exist
+    token_counts    occurrences in the output, saturating
+    in_prompt       the token occurs in the prompt
+    """
+
+    last_token: jax.Array  # int32 [S]
+    position: jax.Array  # int32 [S]
+    num_outputs: jax.Array  # int32 [S]
+    page_table: jax.Array  # int32 [S, M]
+    seed: jax.Array  # uint32 [S, 2]
+    temperature: jax.Array  # float32 [S]; 0: greedy
+    top_k: jax.Array  # int32 [S]; 0: off
+    top_p: jax.Array  # float32 [S]
+    min_p: jax.Array  # float32 [S]
+    repetition_penalty: jax.Array  # float32 [S]
+    frequency_penalty: jax.Array  # float32 [S]
+    presence_penalty: jax.Array  # float32 [S]
+    min_tokens: jax.Array  # int32 [S]
+    num_bias: jax.Array  # int32 [S]
+    bias_ids: jax.Array  # int32 [S, MAX_LOGIT_BIAS]
+    bias_values: jax.Array  # float32 [S, MAX_LOGIT_BIAS]
+    has_allow: jax.Array  # int32 [S]
+    allow_mask: jax.Array  # int32 [S, W]
+    early_mask: jax.Array  # int32 [S, W]
+    token_counts: jax.Array  # int16 [S, V]
+    in_prompt: jax.Array  # bool [S, V]
+
+    @property
+    def num_slots(self) -> int:
+        return self.last_token.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.token_counts.shape[1]
+
+    def replace(self, **changes: jax.Array) -> SlotState:
+        return dataclasses.replace(self, **changes)
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a token bitmask."""
+    return -(-vocab_size // 32)
+
+
+def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
+    """The state as ShapeDtypeStructs, for sizing and ahead-of-time compiling."""
+    s, words = num_slots, mask_words(vocab_size)
+
+    def array(dtype: jax.typing.DTypeLike, *trailing: int) -> jax.Array:
+        return jax.ShapeDtypeStruct((s, *trailing), dtype)  # type: ignore[return-value]  # stands for an array
+
+    return SlotState(
+        last_token=array(jnp.int32),
+        position=array(jnp.int32),
+        num_outputs=array(jnp.int32),
+        page_table=array(jnp.int32, max_pages),
+        seed=array(jnp.uint32, 2),
+        temperature=array(jnp.float32),
+        top_k=array(jnp.int32),
+        top_p=array(jnp.float32),
+        min_p=array(jnp.float32),
+        repetition_penalty=array(jnp.float32),
+        frequency_penalty=array(jnp.float32),
+        presence_penalty=array(jnp.float32),
+        min_tokens=array(jnp.int32),
+        num_bias=array(jnp.int32),
+        bias_ids=array(jnp.int32, MAX_LOGIT_BIAS),
+        bias_values=array(jnp.float32, MAX_LOGIT_BIAS),
+        has_allow=array(jnp.int32),
+        allow_mask=array(jnp.int32, words),
+        early_mask=array(jnp.int32, words),
+        token_counts=array(jnp.int16, vocab_size),
+        in_prompt=array(jnp.bool_, vocab_size),
+    )
+
+
+def empty_state(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
+    """All slots free: zeros everywhere."""
+    shapes = state_shapes(num_slots, vocab_size, max_pages)
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+
+def state_bytes(num_slots: int, vocab_size: int, max_pages: int) -> int:
+    leaves = jax.tree.leaves(state_shapes(num_slots, vocab_size, max_pages))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+# --- host: SlotInit -> packed int32 groups
+
+
+def split_bias(params: SamplingParams) -> tuple[dict[int, float], set[int]]:
+    """(sparse entries, banned ids) of a request's logit_bias.
+
+    Up to MAX_LOGIT_BIAS entries are added to the logits as they are. Beyond that, entries of -100 and less become
+    entries of the static ban mask, which has no limit. Raises ValueError if too many others remain; a front end
+    calls this before it admits the request.
+    """
+    bias = params.logit_bias
+    if len(bias) <= MAX_LOGIT_BIAS:
+        return bias, set()
+    banned = {token for token, value in bias.items() if value <= BAN_BIAS}
+    rest = {token: value for token, value in bias.items() if token not in banned}
+    if len(rest) > MAX_LOGIT_BIAS:
+        raise ValueError(
+            f"logit_bias has {len(rest)} entries above {BAN_BIAS:g}; the limit is {MAX_LOGIT_BIAS}"
+        )
+    return rest, banned
+
+
+def pack_bits(token_ids: Iterable[int], vocab_size: int, *, allow: bool) -> np.ndarray:
+    """int32 [W] bitmask: bit 1 for the given ids if `allow`, else for all others. Ids outside are ignored."""
+    bits = np.full(mask_words(vocab_size) * 32, not allow, bool)
+    ids = np.fromiter(token_ids, np.int64)
+    bits[ids[(ids >= 0) & (ids < vocab_size)]] = allow
+    return np.packbits(bits, bitorder="little").view("<u4").view(np.int32)
+
+
+def pack_admit(inits: list[SlotInit], num_slots: int) -> Iterator[np.ndarray]:
+    """int32 [ADMIT_GROUP, width] groups for `admit`; unused rows name slot `num_slots`."""
+    for first in range(0, len(inits), ADMIT_GROUP):
+        group = np.zeros((ADMIT_GROUP, ADMIT_WIDTH), np.int32)
+        group[:, 0] = num_slots
+        for row, init in zip(group, inits[first : first + ADMIT_GROUP], strict=False):
+            _pack_admit_row(row, init)
+        yield group
+
+
+def _pack_admit_row(row: np.ndarray, init: SlotInit) -> None:
+    params = init.params
+    sparse, _ = split_bias(params)
+    num_outputs = len(init.token_ids) - init.num_prompt_tokens
+    seed = init.seed & (2**64 - 1)
+    row[0] = init.slot
+    row[1:3] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+    row[3:8] = (params.top_k, params.min_tokens, num_outputs, len(sparse), _allow_mask_needed(params))
+    row[8:] = np.array([getattr(params, name) for name in _FLOAT_FIELDS], np.float32).view(np.int32)
+
+
+def _single_bad_words(params: SamplingParams) -> set[int]:
+    return {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+
+
+def _allow_mask_needed(params: SamplingParams) -> bool:
+    return params.allowed_token_ids is not None or bool(_single_bad_words(params) or split_bias(params)[1])
+
+
+def pack_masks(init: SlotInit, vocab_size: int) -> np.ndarray | None:
+    """int32 [1 + 2W] for `admit_masks` (slot, allow words, early words), or None if the request needs no mask.
+
+    The allow mask holds allowed_token_ids less bad words of one token less bans of `split_bias`; bad words of several
+    tokens depend on the output and belong to the step's own bitmask.
+    """
+    params = init.params
+    if not (_allow_mask_needed(params) or params.min_tokens):
+        return None
+    allow = pack_bits(_single_bad_words(params) | split_bias(params)[1], vocab_size, allow=False)
+    if params.allowed_token_ids is not None:
+        allow &= pack_bits(params.allowed_token_ids, vocab_size, allow=True)
+    early = pack_bits((*init.eos_token_ids, *params.stop_token_ids), vocab_size, allow=False)
+    return np.concatenate([np.array([init.slot], np.int32), allow, early])
+
+
+def pack_bias(init: SlotInit) -> np.ndarray | None:
+    """int32 [1 + 2*MAX_LOGIT_BIAS] for `admit_bias` (slot, ids, values), or None without logit_bias."""
+    sparse, _ = split_bias(init.params)
+    if not sparse:
+        return None
+    packed = np.zeros(1 + 2 * MAX_LOGIT_BIAS, np.int32)
+    packed[0] = init.slot
+    packed[1 : 1 + MAX_LOGIT_BIAS] = _NO_TOKEN
+    packed[1 : 1 + len(sparse)] = list(sparse)
+    values = np.array(list(sparse.values()), np.float32).view(np.int32)
+    packed[1 + MAX_LOGIT_BIAS : 1 + MAX_LOGIT_BIAS + len(sparse)] = values
+    return packed
+
+
+def pack_tokens(init: SlotInit) -> Iterator[np.ndarray]:
+    """int32 [2 + TOKEN_CHUNK] chunks for `admit_tokens` (slot, prompt tokens in the chunk, ids), if penalties apply."""
+    if not has_penalties(init.params):
+        return
+    for first in range(0, len(init.token_ids), TOKEN_CHUNK):
+        chunk = init.token_ids[first : first + TOKEN_CHUNK]
+        packed = np.full(2 + TOKEN_CHUNK, _NO_TOKEN, np.int32)
+        packed[0] = init.slot
+        packed[1] = max(0, init.num_prompt_tokens - first)
+        packed[2 : 2 + len(chunk)] = chunk
+        yield packed
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    neutral = (1.0, 0.0, 0.0)
+    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != neutral
+
+
+# --- device: packed groups -> slot state
+
+
+def admit(state: SlotState, packed: jax.Array) -> SlotState:
+    """Apply a group of SlotInits. packed: int32 [ADMIT_GROUP, width] of `pack_admit`."""
+    slots = packed[:, 0]
+    values = {
+        "seed": jax.lax.bitcast_convert_type(packed[:, 1:3], jnp.uint32),
+        "token_counts": jnp.int16(0),
+        "in_prompt": jnp.bool_(False),
+    }
+    values |= {name: packed[:, 3 + i] for i, name in enumerate(_INT_FIELDS)}
+    floats = jax.lax.bitcast_convert_type(packed[:, 8:], jnp.float32)
+    values |= {name: floats[:, i] for i, name in enumerate(_FLOAT_FIELDS)}
+    return state.replace(
+        **{name: getattr(state, name).at[slots].set(value, mode="drop") for name, value in values.items()}
+    )
+
+
+def admit_masks(state: SlotState, packed: jax.Array) -> SlotState:
+    """Set one slot's allow and early masks. packed: int32 [1 + 2W] of `pack_masks`."""
+    slot, words = packed[0], state.allow_mask.shape[1]
+    return state.replace(
+        allow_mask=state.allow_mask.at[slot].set(packed[1 : 1 + words], mode="drop"),
+        early_mask=state.early_mask.at[slot].set(packed[1 + words :], mode="drop"),
+    )
+
+
+def admit_bias(state: SlotState, packed: jax.Array) -> SlotState:
+    """Set one slot's logit bias. packed: int32 [1 + 2*MAX_LOGIT_BIAS] of `pack_bias`."""
+    slot = packed[0]
+    ids, values = packed[1 : 1 + MAX_LOGIT_BIAS], packed[1 + MAX_LOGIT_BIAS :]
+    return state.replace(
+        bias_ids=state.bias_ids.at[slot].set(ids, mode="drop"),
+        bias_values=state.bias_values.at[slot].set(
+            jax.lax.bitcast_convert_type(values, jnp.float32), mode="drop"
+        ),
+    )
+
+
+def admit_tokens(state: SlotState, packed: jax.Array) -> SlotState:
+    """Count a chunk of one slot's prompt and kept output. packed: int32 [2 + TOKEN_CHUNK] of `pack_tokens`."""
+    slot, num_prompt, tokens = packed[0], packed[1], packed[2:]
+    is_prompt = jnp.arange(TOKEN_CHUNK, dtype=jnp.int32) < num_prompt
+    prompt_tokens = jnp.where(is_prompt, tokens, _NO_TOKEN)
+    output_tokens = jnp.where(is_prompt, _NO_TOKEN, tokens)
+    row = state.token_counts[slot].astype(jnp.int32).at[output_tokens].add(1, mode="drop")
+    return state.replace(
+        in_prompt=state.in_prompt.at[slot, prompt_tokens].set(True, mode="drop"),
+        token_counts=state.token_counts.at[slot].set(
+            jnp.minimum(row, MAX_COUNT).astype(jnp.int16), mode="drop"
+        ),
+    )
+
+
+def append_tokens(state: SlotState, slots: jax.Array, tokens: jax.Array) -> SlotState:
+    """Record one sampled token a row. slots, tokens: int32 [R]; rows of nobody write nothing."""
+    room = state.token_counts.at[slots, tokens].get(mode="clip") < MAX_COUNT
+    return state.replace(
+        last_token=state.last_token.at[slots].set(tokens, mode="drop"),
+        num_outputs=state.num_outputs.at[slots].add(1, mode="drop"),
+        token_counts=state.token_counts.at[slots, tokens].add(room.astype(jnp.int16), mode="drop"),
+    )

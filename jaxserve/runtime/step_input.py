@@ -1,0 +1,223 @@
+"""A step as one array: SchedulerOutput -> packed int32 on the host -> StepInput pytrees inside the jitted program.
+
+Owns both ends of the layout, side by side. Every `pack_*` returns a freshly allocated array, never touched again:
+the CPU client reads host memory in place while the step runs. Knows buckets and slots, nothing of models.
+
+    decode  [B]     header | B x (slot, page index, page id)
+    extend  [T, R]  header | R x (slot, start, tokens) | T x token id | U x (slot, page index, page id)
+    head    [R]     header | R x (slot, token index)
+
+Unused rows name slot S = max_num_seqs, unused page updates too: scatters drop both. A token id of -1 means the
+slot's last token, a start of -1 the slot's position: what the host does not know yet while a step is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.engine.request import ScheduledRow
+from jaxserve.runtime.slots import SlotState
+
+PAGE_GROUP = 256  # page-table entries a dispatch of `set_pages`
+FROM_DEVICE = -1
+_HEADER = 2  # flags of the head: log-probabilities wanted, bitmask valid
+
+
+@dataclass(frozen=True)
+class PageUpdates:
+    """Entries of page tables to set, as three lists of one length."""
+
+    slots: list[int]
+    indices: list[int]
+    page_ids: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[ScheduledRow]) -> PageUpdates:
+        slots: list[int] = []
+        indices: list[int] = []
+        page_ids: list[int] = []
+        for row in rows:
+            if count := len(row.new_page_ids):
+                slots += [row.slot] * count
+                indices += range(row.first_new_page, row.first_new_page + count)
+                page_ids += row.new_page_ids
+        return cls(slots, indices, page_ids)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def split(self, count: int) -> tuple[PageUpdates, PageUpdates]:
+        """(the first `count`, the rest)"""
+        fields = (self.slots, self.indices, self.page_ids)
+        return PageUpdates(*(f[:count] for f in fields)), PageUpdates(*(f[count:] for f in fields))
+
+    def write(self, out: np.ndarray) -> None:
+        """Into out [3, n], whose unused columns already name nobody."""
+        count = len(self)
+        out[0, :count], out[1, :count], out[2, :count] = self.slots, self.indices, self.page_ids
+
+
+# --- host
+
+
+def decode_size(num_rows: int) -> int:
+    return _HEADER + 6 * num_rows
+
+
+def extend_size(num_tokens: int, num_rows: int, num_updates: int) -> int:
+    return 3 * num_rows + num_tokens + 3 * num_updates
+
+
+def head_size(num_rows: int) -> int:
+    return _HEADER + 2 * num_rows
+
+
+def pack_decode(
+    rows: Sequence[ScheduledRow], updates: PageUpdates, bucket: int, num_slots: int, want_logprobs: bool
+) -> np.ndarray:
+    """int32 [decode_size(bucket)]. At most `bucket` rows and page updates."""
+    packed = np.zeros(decode_size(bucket), np.int32)
+    packed[0] = want_logprobs
+    table = packed[_HEADER:].reshape(6, bucket)
+    table[0], table[3] = num_slots, num_slots
+    table[0, : len(rows)] = [row.slot for row in rows]
+    updates.write(table[3:])
+    return packed
+
+
+def pack_extend(
+    rows: Sequence[ScheduledRow],
+    updates: PageUpdates,
+    bucket: int,
+    row_bucket: int,
+    num_updates: int,
+    num_slots: int,
+) -> np.ndarray:
+    """int32 [extend_size(...)]. At most `bucket` tokens, `row_bucket` rows, `num_updates` page updates."""
+    packed = np.zeros(extend_size(bucket, row_bucket, num_updates), np.int32)
+    table = packed[: 3 * row_bucket].reshape(3, row_bucket)
+    tokens = packed[3 * row_bucket : 3 * row_bucket + bucket]
+    updates_out = packed[3 * row_bucket + bucket :].reshape(3, num_updates)
+    count = len(rows)
+    table[0], updates_out[0] = num_slots, num_slots
+    table[0, :count] = [row.slot for row in rows]
+    table[1, :count] = [row.start if row.token_ids else FROM_DEVICE for row in rows]
+    table[2, :count] = [row.num_tokens for row in rows]
+    literals: list[int] = []
+    for row in rows:
+        literals += row.token_ids or [FROM_DEVICE] * row.num_tokens
+    tokens[: len(literals)] = literals
+    updates.write(updates_out)
+    return packed
+
+
+def pack_head(
+    slots: Sequence[int],
+    token_indices: Sequence[int],
+    bucket: int,
+    num_slots: int,
+    want_logprobs: bool,
+    masked: bool,
+) -> np.ndarray:
+    """int32 [head_size(bucket)]: which of the step's tokens to sample after, and for which slots."""
+    packed = np.zeros(head_size(bucket), np.int32)
+    packed[:_HEADER] = want_logprobs, masked
+    table = packed[_HEADER:].reshape(2, bucket)
+    table[0] = num_slots
+    table[0, : len(slots)] = slots
+    table[1, : len(slots)] = token_indices
+    return packed
+
+
+def pack_pages(updates: PageUpdates, num_slots: int) -> Iterator[np.ndarray]:
+    """int32 [3, PAGE_GROUP] groups for `set_pages`."""
+    while len(updates):
+        group, updates = updates.split(PAGE_GROUP)
+        packed = np.full((3, PAGE_GROUP), num_slots, np.int32)
+        group.write(packed)
+        yield packed
+
+
+# --- device
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenInput:
+    """What the backbone takes: T tokens of R rows.
+
+    token_ids, positions: int32 [T]; row_of_token: int32 [T], R for padding; slots: int32 [R];
+    starts, num_tokens: int32 [R], position of a row's first token and how many it has.
+    """
+
+    token_ids: jax.Array
+    positions: jax.Array
+    row_of_token: jax.Array
+    slots: jax.Array
+    starts: jax.Array
+    num_tokens: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadInput:
+    """What head and sampler take: slots and token_indices int32 [R], and two bool scalars."""
+
+    slots: jax.Array
+    token_indices: jax.Array
+    want_logprobs: jax.Array
+    masked: jax.Array
+
+
+def set_pages(state: SlotState, packed: jax.Array) -> SlotState:
+    """Write page-table entries. packed: int32 [3, n] of slot, index, page id."""
+    slots, indices, page_ids = packed
+    return state.replace(page_table=state.page_table.at[slots, indices].set(page_ids, mode="drop"))
+
+
+def unpack_decode(packed: jax.Array, state: SlotState) -> tuple[SlotState, TokenInput, HeadInput]:
+    """The state with new pages, and the step's rows: token r is row r's only one."""
+    table = packed[_HEADER:].reshape(6, -1)
+    state = set_pages(state, table[3:])
+    slots = table[0]
+    live = slots < state.num_slots
+    starts = jnp.where(live, state.position.at[slots].get(mode="clip"), 0)
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    tokens = TokenInput(
+        token_ids=state.last_token.at[slots].get(mode="clip"),
+        positions=starts,
+        row_of_token=jnp.where(live, index, slots.shape[0]),
+        slots=slots,
+        starts=starts,
+        num_tokens=live.astype(jnp.int32),
+    )
+    return state, tokens, HeadInput(slots, index, packed[0] > 0, jnp.bool_(False))
+
+
+def unpack_extend(
+    packed: jax.Array, state: SlotState, num_tokens: int, num_rows: int
+) -> tuple[SlotState, TokenInput]:
+    """The state with new pages, and the step's ragged rows, packed one after another."""
+    rows_end, tokens_end = 3 * num_rows, 3 * num_rows + num_tokens
+    state = set_pages(state, packed[tokens_end:].reshape(3, -1))
+    slots, starts, lengths = packed[:rows_end].reshape(3, num_rows)
+    literals = packed[rows_end:tokens_end]
+    starts = jnp.where(starts == FROM_DEVICE, state.position.at[slots].get(mode="clip"), starts)
+    ends = jnp.cumsum(lengths)
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    safe = jnp.minimum(row, num_rows - 1)
+    positions = jnp.where(row < num_rows, starts[safe] + index - (ends - lengths)[safe], 0)
+    last_tokens = state.last_token.at[slots[safe]].get(mode="clip")
+    token_ids = jnp.where(literals == FROM_DEVICE, last_tokens, literals)
+    return state, TokenInput(token_ids, positions, row, slots, starts, lengths)
+
+
+def unpack_head(packed: jax.Array) -> HeadInput:
+    slots, token_indices = packed[_HEADER:].reshape(2, -1)
+    return HeadInput(slots, token_indices, packed[0] > 0, packed[1] > 0)

@@ -1,0 +1,435 @@
+"""The sampler against numpy oracles, its distribution, and the independence of its rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.request import SamplingParams, SlotInit
+from jaxserve.runtime import sampler, slots
+
+V = 200  # more than one block of the inverse CDF, and no multiple of 32 or 128
+S = 8
+
+
+@functools.lru_cache
+def programs() -> dict[str, jax.stages.Wrapped]:
+    return {
+        "admit": jax.jit(slots.admit),
+        "admit_masks": jax.jit(slots.admit_masks),
+        "admit_bias": jax.jit(slots.admit_bias),
+        "admit_tokens": jax.jit(slots.admit_tokens),
+        "sample": jax.jit(sampler.sample),
+    }
+
+
+def state_of(
+    params: Sequence[SamplingParams],
+    *,
+    seeds: Sequence[int] | None = None,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+    eos: tuple[int, ...] = (),
+    vocab: int = V,
+) -> slots.SlotState:
+    """Slots 0.. of the given requests, admitted as the runner does it."""
+    state = slots.empty_state(S, vocab, 4)
+    tokens = [*prompt, *output]
+    inits = [
+        SlotInit(i, p, i if seeds is None else seeds[i], len(prompt), tokens, eos)
+        for i, p in enumerate(params)
+    ]
+    for group in slots.pack_admit(inits, S):
+        state = programs()["admit"](state, group)
+    for init in inits:
+        if (masks := slots.pack_masks(init, vocab)) is not None:
+            state = programs()["admit_masks"](state, masks)
+        if (bias := slots.pack_bias(init)) is not None:
+            state = programs()["admit_bias"](state, bias)
+        for chunk in slots.pack_tokens(init):
+            state = programs()["admit_tokens"](state, chunk)
+    return state
+
+
+def run(
+    logits: np.ndarray,
+    state: slots.SlotState,
+    *,
+    rows: Sequence[int] | None = None,
+    bitmask: np.ndarray | None = None,
+    want_logprobs: bool = False,
+) -> sampler.Sampled:
+    num_rows, vocab = logits.shape
+    masked = bitmask is not None
+    words = np.zeros((num_rows, slots.mask_words(vocab)), np.int32) if bitmask is None else bitmask
+    ids = np.arange(num_rows) if rows is None else np.array(rows)
+    return programs()["sample"](
+        jnp.asarray(logits, jnp.float32),
+        jnp.asarray(ids, jnp.int32),
+        state,
+        jnp.asarray(words),
+        jnp.asarray(masked),
+        jnp.asarray(want_logprobs),
+    )
+
+
+def tokens(sampled: sampler.Sampled) -> np.ndarray:
+    return np.asarray(sampled.tokens)[:, 0]
+
+
+def random_logits(num_rows: int, vocab: int = V, seed: int = 0, scale: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=(num_rows, vocab)) * scale).astype(np.float32)
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def test_greedy_takes_the_largest_and_of_equals_the_first() -> None:
+    logits = random_logits(3)
+    logits[1, [7, 50]] = 99.0
+    assert tokens(run(logits, state_of([GREEDY] * 3))).tolist() == logits.argmax(axis=1).tolist()
+
+
+# --- logits
+
+
+def oracle_penalties(
+    logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]
+) -> np.ndarray:
+    out = logits.astype(np.float64).copy()
+    for token in set(prompt) | set(output):
+        factor = params.repetition_penalty
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+    for token in set(output):
+        out[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return out
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, repetition_penalty=1.7),
+        SamplingParams(temperature=0, repetition_penalty=0.6),
+        SamplingParams(temperature=0, frequency_penalty=0.9),
+        SamplingParams(temperature=0, frequency_penalty=-0.4),
+        SamplingParams(temperature=0, presence_penalty=1.5),
+        SamplingParams(temperature=0, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=-0.8),
+    ],
+    ids=str,
+)
+def test_penalties_against_an_oracle(params: SamplingParams) -> None:
+    prompt, output = [3, 3, 9, 150], [9, 9, 9, 27, 199]
+    logits = random_logits(2)
+    state = state_of([params, GREEDY], prompt=prompt, output=output)
+    rows = jnp.arange(2, dtype=jnp.int32)
+    shaped = sampler.shape_logits(
+        jnp.asarray(logits), rows, rows >= 0, state, jnp.zeros((2, 7), jnp.int32), jnp.asarray(False)
+    )
+    expected = oracle_penalties(logits[0], params, prompt, output)
+    np.testing.assert_allclose(np.asarray(shaped)[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(shaped)[1], logits[1])  # a neighbour without penalties
+
+
+def test_sampled_tokens_are_counted_for_the_penalties() -> None:
+    state = state_of([SamplingParams(temperature=0, presence_penalty=2.0)])
+    logits = np.zeros((1, V), np.float32)
+    logits[0, [5, 6]] = 3.0, 2.5
+    first = tokens(run(logits, state))
+    state = slots.append_tokens(state, jnp.zeros(1, jnp.int32), jnp.asarray(first))
+    assert (first[0], tokens(run(logits, state))[0]) == (5, 6)
+    assert int(state.num_outputs[0]) == 1 and int(state.last_token[0]) == 5
+
+
+def test_token_counts_saturate() -> None:
+    state = state_of([GREEDY])
+    state = state.replace(token_counts=state.token_counts.at[0, 5].set(slots.MAX_COUNT))
+    state = slots.append_tokens(state, jnp.zeros(1, jnp.int32), jnp.full(1, 5, jnp.int32))
+    assert int(state.token_counts[0, 5]) == slots.MAX_COUNT
+
+
+def test_penalties_count_a_prompt_longer_than_one_chunk() -> None:
+    prompt = [7] * (slots.TOKEN_CHUNK - 1) + [8]
+    state = state_of([SamplingParams(frequency_penalty=1.0)], prompt=prompt, output=[8, 8, 9])
+    assert np.asarray(state.in_prompt)[0].nonzero()[0].tolist() == [7, 8]
+    assert {int(t): int(state.token_counts[0, t]) for t in (7, 8, 9)} == {7: 0, 8: 2, 9: 1}
+
+
+def test_logit_bias_moves_the_choice_of_its_own_row_only() -> None:
+    logits = random_logits(2)
+    logits[1] = logits[0]
+    best = int(logits[0].argmax())
+    params = SamplingParams(temperature=0, logit_bias={best: -100.0, 11: 60.0, 12: 59.0})
+    assert tokens(run(logits, state_of([params, GREEDY]))).tolist() == [11, best]
+
+
+def test_more_bans_than_sparse_entries_go_to_the_mask() -> None:
+    vocab = slots.MAX_LOGIT_BIAS + 500
+    bias = {token: -100.0 for token in range(vocab - 1)} | {3: 1.0}
+    params = SamplingParams(temperature=0, logit_bias=bias)
+    logits = np.zeros((1, vocab), np.float32)
+    assert tokens(run(logits, state_of([params], vocab=vocab)))[0] == 3
+    too_many = SamplingParams(logit_bias={token: 1.0 for token in range(vocab)})
+    with pytest.raises(ValueError, match=f"{vocab} entries"):
+        slots.split_bias(too_many)
+
+
+def test_min_tokens_bans_eos_and_stop_tokens_until_reached() -> None:
+    logits = np.zeros((1, V), np.float32)
+    logits[0, [2, 40, 41]] = 9.0, 8.0, 7.0
+    params = SamplingParams(temperature=0, min_tokens=1, stop_token_ids=(40,))
+    state = state_of([params], eos=(2,))
+    assert tokens(run(logits, state))[0] == 41
+    state = slots.append_tokens(state, jnp.zeros(1, jnp.int32), jnp.full(1, 41, jnp.int32))
+    assert tokens(run(logits, state))[0] == 2
+
+
+def test_min_tokens_yields_to_a_grammar_that_allows_nothing_else() -> None:
+    state = state_of([SamplingParams(temperature=0, min_tokens=5)], eos=(2,))
+    only_eos = slots.pack_bits([2], V, allow=True)[None]
+    sampled = run(random_logits(1), state, bitmask=only_eos)
+    assert np.asarray(sampled.tokens).tolist() == [[2, 1]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_static_and_step_masks(temperature: float) -> None:
+    allowed = SamplingParams(
+        temperature=temperature, allowed_token_ids=(5, 77, 150), bad_words_token_ids=((77,), (5, 6))
+    )
+    free = SamplingParams(temperature=temperature)
+    logits = random_logits(3)
+    state = state_of([allowed, free, free])
+    step = np.stack([slots.pack_bits(ids, V, allow=True) for ids in ([150, 3], [199], range(V))])
+    assert set(tokens(run(logits, state)).tolist()[:1]) <= {5, 150}
+    assert tokens(run(logits, state, bitmask=step)).tolist()[:2] == [150, 199]
+
+
+def test_a_row_with_nothing_allowed_is_not_ok() -> None:
+    state = state_of([SamplingParams(allowed_token_ids=(5,)), GREEDY])
+    step = np.stack([slots.pack_bits([6], V, allow=True), slots.pack_bits([6], V, allow=True)])
+    assert np.asarray(run(random_logits(2), state, bitmask=step).tokens)[:, 1].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_fail_their_row_alone(poison: float, temperature: float) -> None:
+    params = [SamplingParams(temperature=temperature, top_k=50, top_p=0.9)] * 3
+    logits = random_logits(3)
+    clean = tokens(run(logits, state_of(params)))
+    logits[1, 17] = poison
+    sampled = np.asarray(run(logits, state_of(params)).tokens)
+    assert sampled[:, 1].tolist() == [1, 0, 1]
+    assert sampled[[0, 2], 0].tolist() == clean[[0, 2]].tolist()
+    assert 0 <= sampled[1, 0] < V
+
+
+def test_minus_infinity_in_the_logits_is_no_error() -> None:
+    logits = random_logits(1)
+    logits[0, 100:] = -np.inf
+    sampled = np.asarray(run(logits, state_of([SamplingParams()])).tokens)
+    assert sampled[0, 1] == 1 and sampled[0, 0] < 100
+
+
+# --- which tokens may be drawn
+
+
+def oracle_support(logits: np.ndarray, params: SamplingParams) -> set[int]:
+    """Tokens that may be drawn, by sorting."""
+    scaled = logits.astype(np.float64) / params.temperature
+    probs = np.exp(scaled - scaled.max())
+    keep = np.ones(len(probs), bool)
+    if params.top_k:
+        keep &= logits >= np.sort(logits)[::-1][min(params.top_k, len(logits)) - 1]
+    if params.top_p < 1:
+        kept = np.where(keep, probs, 0)
+        order = np.argsort(-kept, kind="stable")
+        cumulative = np.cumsum(kept[order])
+        last = int(np.searchsorted(cumulative, params.top_p * cumulative[-1]))
+        keep &= kept >= kept[order[min(last, len(order) - 1)]]
+    keep &= probs >= params.min_p
+    return set(np.flatnonzero(keep).tolist())
+
+
+def support(logits: np.ndarray, params: SamplingParams) -> set[int]:
+    probs = np.exp((logits - logits.max()) / params.temperature).astype(np.float32)[None]
+
+    def one(value: float, dtype: type) -> jax.Array:
+        return jnp.full(1, value, dtype)
+
+    kept = sampler.filter_probs(
+        jnp.asarray(probs),
+        one(params.top_k, jnp.int32),
+        one(params.top_p, jnp.float32),
+        one(params.min_p, jnp.float32),
+        jnp.ones(1, bool),
+    )
+    return set(np.flatnonzero(np.asarray(kept)[0]).tolist())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=7),
+        SamplingParams(top_k=V),
+        SamplingParams(top_k=10**6),
+        SamplingParams(top_p=0.0),
+        SamplingParams(top_p=0.3),
+        SamplingParams(top_p=0.95),
+        SamplingParams(top_p=0.9999),
+        SamplingParams(min_p=0.02),
+        SamplingParams(min_p=1.0),
+        SamplingParams(top_k=20, top_p=0.8),
+        SamplingParams(top_k=40, top_p=0.9, min_p=0.05, temperature=1.7),
+        SamplingParams(top_p=0.9, temperature=0.2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_filters_against_a_sorting_oracle(params: SamplingParams, seed: int) -> None:
+    logits = random_logits(1, seed=seed)[0]
+    assert support(logits, params) == oracle_support(logits, params)
+
+
+def test_ties_at_the_border_of_top_k_are_all_kept() -> None:
+    logits = np.zeros(V, np.float32)
+    logits[[3, 60, 61, 190]] = 5.0, 4.0, 4.0, 4.0
+    assert support(logits, SamplingParams(top_k=2)) == {3, 60, 61, 190}
+    assert support(logits, SamplingParams(top_k=1)) == {3}
+    assert support(np.zeros(V, np.float32), SamplingParams(top_p=0.5)) == set(range(V))
+
+
+def test_filters_agree_with_float64_sorting_on_a_large_vocabulary() -> None:
+    logits = random_logits(1, vocab=50_000, seed=5, scale=2.0)[0]
+    for params in (
+        SamplingParams(top_k=50),
+        SamplingParams(top_p=0.9),
+        SamplingParams(top_k=1000, top_p=0.7),
+    ):
+        got, expected = support(logits, params), oracle_support(logits, params)
+        assert len(got ^ expected) <= max(1, len(expected) // 2000)  # float32 sums decide the last token
+
+
+# --- drawing
+
+
+def draw_many(logits: np.ndarray, params: SamplingParams, count: int) -> np.ndarray:
+    """`count` draws of one request: its positions 0..count-1."""
+    probs = jnp.exp((jnp.asarray(logits) - logits.max()) / params.temperature)[None].repeat(count, axis=0)
+    full = functools.partial(jnp.full, count)
+    kept = sampler.filter_probs(
+        probs,
+        full(params.top_k, jnp.int32),
+        full(params.top_p, jnp.float32),
+        full(params.min_p, jnp.float32),
+        jnp.ones(count, bool),
+    )
+    seed = jnp.full((count, 2), 1234, jnp.uint32)
+    return np.asarray(
+        sampler.inverse_cdf(kept, sampler.random_uniform(seed, jnp.arange(count, dtype=jnp.int32)))
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(temperature=0.5), SamplingParams(top_k=5), SamplingParams(top_p=0.7)],
+    ids=str,
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    """Chi-square over 20,000 draws: 0.999 quantile by Wilson and Hilferty's approximation."""
+    logits, count = random_logits(1, vocab=12, seed=3, scale=1.0)[0], 20_000
+    allowed = sorted(oracle_support(logits, params))
+    probs = np.exp(logits[allowed].astype(np.float64) / params.temperature)
+    expected = probs / probs.sum() * count
+    observed = np.bincount(draw_many(logits, params, count), minlength=12)
+    assert observed.sum() == observed[allowed].sum() == count
+    statistic = ((observed[allowed] - expected) ** 2 / expected).sum()
+    freedom = len(allowed) - 1
+    quantile = freedom * (1 - 2 / (9 * freedom) + 3.09 * np.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < quantile
+
+
+def test_inverse_cdf_hits_every_token_and_never_one_of_probability_zero() -> None:
+    probs = np.zeros((1, V), np.float32)
+    probs[0, [0, 127, 128, 199]] = 1.0
+    uniform = np.linspace(0, 1, 1000, dtype=np.float32)  # both ends included
+    drawn = sampler.inverse_cdf(jnp.asarray(probs.repeat(1000, axis=0)), jnp.asarray(uniform))
+    assert np.unique(np.asarray(drawn)).tolist() == [0, 127, 128, 199]
+    assert np.bincount(np.asarray(drawn))[[0, 127, 128, 199]].tolist() == pytest.approx([250] * 4, abs=1)
+
+
+def test_threefry_equals_jax() -> None:
+    """JAX's own generator is an independent implementation of the published algorithm."""
+    key = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
+    counts = np.arange(10, dtype=np.uint32)
+    with jax.threefry_partitionable(False):
+        expected = jax.random.bits(jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"), (20,))
+    got = sampler.threefry2x32(
+        *(jnp.full(10, k, jnp.uint32) for k in key), jnp.asarray(counts), jnp.asarray(counts + 10)
+    )
+    assert np.concatenate(got).tolist() == np.asarray(expected).tolist()
+
+
+def test_a_row_depends_on_itself_alone() -> None:
+    """The same request among other neighbours, in another slot and another row, draws the same token."""
+    busy = SamplingParams(temperature=1.3, top_k=50, top_p=0.9, min_p=0.01, frequency_penalty=0.5, seed=1)
+    mine = SamplingParams(temperature=1.0, top_p=0.95)
+    logits = random_logits(4, scale=1.0)
+    alone = tokens(run(logits[:1], state_of([mine], seeds=[2**40 + 7])))[0]
+    state = state_of([busy, GREEDY, mine, busy], seeds=[1, 2, 2**40 + 7, 4], prompt=[1, 2], output=[3])
+    crowd = tokens(run(logits[[1, 2, 0, 3]], state))[2]
+    assert alone == crowd
+
+
+def test_seed_and_position_decide_the_draw() -> None:
+    logits = random_logits(1, scale=1.0)
+    state = state_of([SamplingParams()], seeds=[5])
+    at = [tokens(run(logits, state.replace(position=jnp.full(S, p, jnp.int32))))[0] for p in range(20)]
+    again = [tokens(run(logits, state.replace(position=jnp.full(S, p, jnp.int32))))[0] for p in range(20)]
+    other = [
+        tokens(
+            run(logits, state_of([SamplingParams()], seeds=[6]).replace(position=jnp.full(S, p, jnp.int32)))
+        )[0]
+        for p in range(20)
+    ]
+    assert at == again != other and len(set(at)) > 5
+
+
+def test_padding_rows_change_nothing() -> None:
+    logits = random_logits(3)
+    state = state_of([SamplingParams(temperature=0)])
+    sampled = run(logits, state, rows=[0, S, S])
+    after = slots.append_tokens(state, jnp.asarray([0, S, S], jnp.int32), sampled.tokens[:, 0])
+    assert int(after.token_counts.astype(jnp.int32).sum()) == 1 and int(after.num_outputs.sum()) == 1
+
+
+# --- log-probabilities
+
+
+def test_logprobs_rank_and_top_twenty() -> None:
+    logits = random_logits(2)
+    params = SamplingParams(temperature=3.0, top_p=0.99, presence_penalty=1.0)
+    sampled = run(logits, state_of([params] * 2, output=[4, 5]), want_logprobs=True)
+    logprob, rank, ids, top = sampler.unpack_logprobs(np.asarray(sampled.logprobs))
+    exact = logits.astype(np.float64)
+    exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    order = np.argsort(-exact, axis=1, kind="stable")
+    for row, token in enumerate(tokens(sampled)):
+        assert logprob[row] == pytest.approx(exact[row, token], abs=1e-5)
+        assert order[row, rank[row] - 1] == token
+        assert ids[row].tolist() == order[row, :20].tolist()
+        np.testing.assert_allclose(top[row], exact[row, order[row, :20]], atol=1e-5)
+
+
+def test_top_logprobs_of_a_vocabulary_below_twenty() -> None:
+    logits = random_logits(1, vocab=6)
+    sampled = run(logits, state_of([GREEDY], vocab=6), want_logprobs=True)
+    assert sampler.unpack_logprobs(np.asarray(sampled.logprobs))[2].shape == (1, 6)
+
+
+def test_logprobs_are_zero_when_nobody_asks() -> None:
+    assert not np.asarray(run(random_logits(1), state_of([GREEDY])).logprobs).any()
