@@ -23,7 +23,7 @@ def _one_or_list(value: Any) -> Any:
 
 
 def _expand(value: Any) -> Any:
-    return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+    return str(Path(value).expanduser()) if isinstance(value, str | Path) else value
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_list)]

@@ -155,7 +155,6 @@ class Launch:
             await self._engine.next_status()
         if self._engine.failure is not None:
             raise self._engine.failure
-        logger.error("the engine is dead: %s", self._engine.status.detail)
         return 1
 
     def _on_signal(self) -> None:
