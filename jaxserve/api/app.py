@@ -9,7 +9,8 @@ from starlette.middleware.cors import CORSMiddleware
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.errors import install_error_handlers
 from jaxserve.api.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
-from jaxserve.api.routes import chat, completions, health, info, models, native
+from jaxserve.api.openapi import install_openapi
+from jaxserve.api.routes import admin, chat, completions, health, info, models, native, tokens
 from jaxserve.api.state import ServerState
 from jaxserve.config import Config
 from jaxserve.engine.messages import EngineInfo, EngineStats
@@ -17,7 +18,7 @@ from jaxserve.errors import NotReadyError
 from jaxserve.metrics import Metrics
 from jaxserve.version import __version__
 
-ROUTERS = (health, models, completions, chat, native, info)
+ROUTERS = (health, models, completions, chat, native, tokens, info, admin)
 
 
 def create_app(engine: EngineProtocol, config: Config, metrics: Metrics | None = None) -> FastAPI:
@@ -32,6 +33,7 @@ def create_app(engine: EngineProtocol, config: Config, metrics: Metrics | None =
     )
     app.state.server = state
     install_error_handlers(app)
+    install_openapi(app)
     for module in ROUTERS:
         app.include_router(module.router)
     return app

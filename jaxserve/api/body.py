@@ -6,6 +6,7 @@ One pass of pydantic over the JSON text; a second parse only to word an error.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -18,6 +19,9 @@ from jaxserve.api.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
 
 B = TypeVar("B", bound=Body)
+
+# the parser reads numbers of up to 4300 digits, and names no field when it gives up
+_HUGE_NUMBER = re.compile(rb'"(\w{1,64})"\s*:\s*[\[{]*-?\d{4300}')
 
 
 async def read_body(request: Request, model: type[B]) -> B:
@@ -63,7 +67,9 @@ def _check_content_type(request: Request) -> None:
 def _explain(error: ValidationError, raw: bytes) -> RequestError:
     if any(detail["type"] == "json_invalid" for detail in error.errors(include_url=False, include_input=False)):
         reason = error.errors(include_url=False, include_input=False)[0]["msg"]
-        return InvalidValueError(f"The body is not valid JSON. {reason}", code="invalid_json")
+        huge = _HUGE_NUMBER.search(raw) if "number out of range" in reason else None
+        param = huge[1].decode() if huge else None
+        return InvalidValueError(f"The body is not valid JSON. {reason}", param=param, code="invalid_json")
     return from_validation(error, _parsed(raw))
 
 

@@ -59,29 +59,35 @@ def _shielded(value: Any, shield: Any) -> Any:
     return value
 
 
-async def render(
-    body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+async def render_messages(
+    messages: Sequence[Message],
+    state: ServerState,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    documents: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    kwargs: dict[str, Any] | None = None,
 ) -> str:
     """The prompt's text. Raises InvalidValueError for messages that the template refuses."""
     template = state.chat_template
     if template is None:
         message = "This model has no chat template; use /v1/completions, or set model.chat_template on the server."
         raise InvalidValueError(message, param="messages")
-    messages = plain_messages(body.messages, state)
-    proceed = bool(body.continue_final_message)
-    generation = not proceed if body.add_generation_prompt is None else body.add_generation_prompt
+    plain = plain_messages(messages, state)
+    generation = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
     def work() -> str:
         return template.render(
-            messages,
+            plain,
             tools=tools,
-            documents=body.documents,
+            documents=documents,
             add_generation_prompt=generation,
-            continue_final_message=proceed,
+            continue_final_message=continue_final_message,
             kwargs=kwargs,
         )
 
-    small = sum(len(message.content or "") for message in body.messages) <= INLINE_CHARS
+    small = sum(len(message.content or "") for message in messages) <= INLINE_CHARS
     return work() if small else await asyncio.to_thread(work)
 
 
@@ -93,7 +99,15 @@ async def chat_prompt(
     if body.input_ids is not None:
         check_ids(body.input_ids, state.engine.info, "input_ids")
         return body.input_ids, ""
-    text = await render(body, state, tools, kwargs)
+    text = await render_messages(
+        body.messages,
+        state,
+        tools=tools,
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        kwargs=kwargs,
+    )
     ids = await encode(state.engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
     return ids, text
 

@@ -167,6 +167,7 @@ def test_two_requests_with_one_id(server: LiveServer) -> None:
     server.link.delay = 0.05
     body = TEXT | {"request_id": "mine", "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
-        assert '"id":"mine"' in next(response.iter_lines())
+        lines = response.iter_lines()  # kept: closing it would close the stream
+        assert '"id":"mine"' in next(lines)
         second = server.post("/v1/completions", TEXT | {"request_id": "mine"})
     assert second.status_code == 400 and second.json()["error"]["param"] == "request_id"

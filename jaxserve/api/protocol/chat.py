@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxserve.api import limits
-from jaxserve.api.protocol.common import Body, Part, SamplingFields
+from jaxserve.api.protocol.common import Part, SamplingFields
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
@@ -138,25 +138,3 @@ class ChatCompletionRequest(SamplingFields):
     prompt_cache_retention: str | None = Field(None, description="Not used.")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Not used.")
     moderation: Any = Field(None, description="Not used.")
-
-
-class TokenizeRequest(Body):
-    """POST /tokenize: a text, or a conversation rendered first."""
-
-    model: str | None = None
-    prompt: str | list[str] | None = None
-    text: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(Body):
-    model: str | None = None
-    tokens: limits.TokenIds | list[limits.TokenIds] | None = None
-    ids: limits.TokenIds | None = None
-    skip_special_tokens: bool | None = None

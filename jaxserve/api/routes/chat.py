@@ -14,7 +14,9 @@ from jaxserve.api.body import read_body
 from jaxserve.api.chat_output import ChatChoices, Joined
 from jaxserve.api.conversation import chat_prompt, template_kwargs
 from jaxserve.api.generation import Generation, Job, new_id
+from jaxserve.api.openapi import documented
 from jaxserve.api.prompts import check_length, truncate
+from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.sampling import sampling_params
 from jaxserve.api.sse import EventStream, until_disconnect
@@ -25,7 +27,10 @@ from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post(
+    "/v1/chat/completions",
+    **documented(ChatCompletion, body=ChatCompletionRequest, events=ChatCompletionChunk),
+)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     state = server_state(request)

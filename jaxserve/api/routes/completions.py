@@ -14,20 +14,23 @@ from starlette.responses import Response
 from jaxserve.api.body import read_body
 from jaxserve.api.completion_output import CompletionChoices, join
 from jaxserve.api.generation import Generation, Job, new_id
+from jaxserve.api.infill import infill_prompt
 from jaxserve.api.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
+from jaxserve.api.openapi import documented
 from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, truncate
+from jaxserve.api.protocol.answers import Completion
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.sampling import sampling_params
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
 from jaxserve.engine.request import SamplingParams
-from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+from jaxserve.errors import InvalidValueError
 
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", **documented(Completion, body=CompletionRequest, events=Completion))
 async def create_completion(request: Request) -> Response:
     """Continue one or more prompts."""
     state = server_state(request)
@@ -45,8 +48,8 @@ def _check(body: CompletionRequest) -> None:
         raise InvalidValueError("best_of cannot be streamed.", param="best_of")
     if body.best_of and body.best_of < (body.n or 1):
         raise InvalidValueError(f"best_of ({body.best_of}) is less than n ({body.n}).", param="best_of")
-    if body.suffix:
-        raise UnsupportedParameterError("suffix: this model has no fill-in-the-middle tokens.", param="suffix")
+    if body.suffix and body.echo:
+        raise InvalidValueError("suffix and echo exclude each other.", param="suffix")
 
 
 class _Answer:
@@ -134,10 +137,13 @@ def _says_something(delta: dict[str, Any]) -> bool:
 
 async def _job(body: CompletionRequest, prompt: str | list[int], state: ServerState) -> Job:
     info, tokenizer = state.engine.info, state.engine.tokenizer
-    if isinstance(prompt, str):
+    if isinstance(prompt, list):
+        check_ids(prompt, info, "prompt")
+    if body.suffix:
+        token_ids = infill_prompt(tokenizer, prompt, body.suffix)
+    elif isinstance(prompt, str):
         token_ids = await encode(tokenizer, prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
-        check_ids(prompt, info, "prompt")
         token_ids = prompt
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     token_ids = truncate(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from jaxserve.api.openapi import documented
+from jaxserve.api.protocol.answers import Health
 from jaxserve.api.state import server_state
 from jaxserve.api.wire import json_response
 from jaxserve.errors import EngineDeadError, HTTPError
@@ -14,7 +16,7 @@ from jaxserve.metrics import CONTENT_TYPE
 router = APIRouter()
 
 
-@router.get("/health")
+@router.get("/health", **documented(Health))
 async def health(request: Request) -> Response:
     """200 while requests are taken and the engine's loop ticks; else 503 with the phase and its progress."""
     engine = server_state(request).engine
@@ -31,13 +33,14 @@ async def health(request: Request) -> Response:
     return json_response(report)
 
 
-@router.get("/live")
+@router.get("/live", **documented())
 async def live() -> Response:
     """200 as long as this process answers."""
     return json_response({"status": "live"})
 
 
-@router.api_route("/metrics", methods=["GET", "HEAD"])
+@router.get("/metrics", response_class=PlainTextResponse)
+@router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(server_state(request).metrics.render(), media_type=CONTENT_TYPE)

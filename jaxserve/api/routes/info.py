@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.api.openapi import documented
 from jaxserve.api.state import server_state
 from jaxserve.api.wire import json_response
 from jaxserve.version import __version__
@@ -16,7 +17,7 @@ from jaxserve.version import __version__
 router = APIRouter()
 
 
-@router.get("/model_info")
+@router.get("/model_info", **documented())
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(request: Request) -> Response:
     """The model: its path, its names, its context."""
@@ -41,7 +42,7 @@ async def model_info(request: Request) -> Response:
     )
 
 
-@router.get("/server_info")
+@router.get("/server_info", **documented())
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(request: Request) -> Response:
     """The resolved configuration (without keys), the engine's facts and its numbers now."""
@@ -71,7 +72,7 @@ def _stats(stats: dict[str, Any]) -> dict[str, Any]:
     return {"num_running": 0, "num_waiting": 0} | stats
 
 
-@router.get("/version")
+@router.get("/version", **documented())
 async def version() -> Response:
     """The version of jaxserve."""
     return json_response({"version": __version__})

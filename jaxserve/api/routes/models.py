@@ -6,6 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.api.openapi import documented
+from jaxserve.api.protocol.answers import ModelAnswer, ModelList
 from jaxserve.api.protocol.models import model_object
 from jaxserve.api.state import server_state
 from jaxserve.api.wire import json_response
@@ -13,7 +15,7 @@ from jaxserve.api.wire import json_response
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **documented(ModelList))
 async def list_models(request: Request) -> Response:
     """The names under which the model is served."""
     state = server_state(request)
@@ -22,7 +24,7 @@ async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": data})
 
 
-@router.get("/v1/models/{model:path}")
+@router.get("/v1/models/{model:path}", **documented(ModelAnswer))
 async def retrieve_model(model: str, request: Request) -> Response:
     """One model by its name, which may contain slashes."""
     state = server_state(request)

@@ -14,7 +14,9 @@ from starlette.responses import Response
 from jaxserve.api.body import read_body, refuse_unsupported
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.native_output import LogprobOptions, NativeChoice
+from jaxserve.api.openapi import documented
 from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode
+from jaxserve.api.protocol.answers import Generated
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
 from jaxserve.api.sampling import native_params
 from jaxserve.api.sse import EventStream, event, until_disconnect
@@ -26,7 +28,8 @@ router = APIRouter()
 T = TypeVar("T")
 
 
-@router.api_route("/generate", methods=["POST", "PUT"])
+@router.post("/generate", **documented(Generated, body=GenerateRequest, events=Generated, many=True))
+@router.put("/generate", include_in_schema=False)
 async def generate(request: Request) -> Response:
     """Continue a text or token ids; `meta_info` tells how it went."""
     body = await read_body(request, GenerateRequest)

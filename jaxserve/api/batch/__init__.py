@@ -1,0 +1,1 @@
+"""Running OpenAI's batches on the server's own routes."""

@@ -1,0 +1,70 @@
+"""The lines of one batch in flight: fed from the input file, bounded by the window, committed as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from jaxserve.api.batch.committer import Committer
+from jaxserve.api.batch.lines import LineRunner
+from jaxserve.api.batch.window import Window
+from jaxserve.store import BatchLine
+from jaxserve.store.jsonl import Line, read_lines
+
+READ_LINES = 32  # read from the file at a time, in a thread
+_decode = msgspec.json.Decoder(BatchLine).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The lines of a batch that are still to run."""
+
+    path: Path
+    max_line_bytes: int
+    finished: set[int]
+
+    async def lines(self) -> AsyncIterator[Line]:
+        lines = (line for line in read_lines(self.path, self.max_line_bytes) if line.number not in self.finished)
+        while group := await asyncio.to_thread(_take, lines):
+            for line in group:
+                yield line
+
+
+def _take(lines: Iterator[Line]) -> list[Line]:
+    return list(itertools.islice(lines, READ_LINES))
+
+
+class Execution:
+    """All lines of an input, each started when it has a place in the window."""
+
+    def __init__(self, lines: Input, runner: LineRunner, window: Window, committer: Committer) -> None:
+        self._lines = lines
+        self._runner = runner
+        self._window = window
+        self._committer = committer
+
+    async def run(self) -> None:
+        """Return when every line has finished and is durable. Cancelling ends the lines in flight."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for line in self._lines.lines():
+                    await self._start(line, group)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+
+    async def _start(self, line: Line, group: asyncio.TaskGroup) -> None:
+        assert line.data is not None, "validation refuses lines that are too long"
+        size = len(line.data)
+        await self._window.enter(size)
+        task = group.create_task(self._run_line(line.number, line.data))
+        # Not in the task: one that is cancelled before its first step runs none of its code.
+        task.add_done_callback(lambda _: self._window.leave(size))
+
+    async def _run_line(self, number: int, data: bytes) -> None:
+        result = await self._runner.run(number, _decode(data))
+        await self._committer.commit(result)

@@ -1,0 +1,140 @@
+"""One line of a batch from its input to its line of the output or error file.
+
+Knows which errors are the line's own and which are the server's: a full queue and an engine that is not ready are
+waited out for as long as the batch lives, other errors of the server are tried again a few times, and what is left
+fails this line alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import orjson
+
+from jaxserve.api.batch.handlers import LineAnswer, LineHandler
+from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, QueueFullError, ServerError
+from jaxserve.store import BatchLine, LineResult, Usage
+
+MAX_ATTEMPTS = 3  # of a line that meets errors of the server
+READY_POLL = 0.25  # seconds between looks at an engine that is not ready
+MAX_WAIT = 5.0  # seconds between two attempts at a full queue, at most
+
+EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
+CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LineRunner:
+    """Runs lines of one endpoint. `ready` says whether the engine takes requests now."""
+
+    handler: LineHandler
+    ready: Callable[[], bool]
+    retry_delay: float = 1.0  # seconds before the second attempt; doubles
+
+    async def run(self, number: int, line: BatchLine) -> LineResult:
+        """The outcome of a line that passed validation. Never raises but when cancelled."""
+        request_id = f"req-{secrets.token_hex(16)}"
+        answer = await self._answer(bytes(line.body), request_id)
+        succeeded = answer.status < 400
+        usage = read_usage(answer.body) if succeeded else Usage()
+        return LineResult(number, succeeded, response_line(line.custom_id, request_id, answer), usage)
+
+    async def _answer(self, body: bytes, request_id: str) -> LineAnswer:
+        attempt = 1
+        while True:
+            await self._until_ready()
+            try:
+                return await self.handler(body, request_id)
+            except (QueueFullError, NotReadyError) as error:
+                await asyncio.sleep(min(error.retry_after or 1.0, MAX_WAIT))
+            except Exception as error:
+                failure = _as_failure(error)
+                if failure.status < 500 or attempt == MAX_ATTEMPTS:
+                    return LineAnswer(failure.status, orjson.dumps(failure.body()))
+                logger.warning("a batch line is tried again (attempt %d): %s", attempt, failure.message)
+                await asyncio.sleep(self.retry_delay * 2 ** (attempt - 1))
+                attempt += 1
+
+    async def _until_ready(self) -> None:
+        while not self.ready():
+            await asyncio.sleep(READY_POLL)
+
+
+def _as_failure(error: Exception) -> HTTPError:
+    if isinstance(error, HTTPError):
+        return error
+    logger.error("unexpected error in a batch line", exc_info=error)
+    return ServerError("The server had an internal error. Its log has the details.", code="internal_error")
+
+
+def engine_ready(check_ready: Callable[[], None]) -> bool:
+    """Whether `check_ready` passes; a dead engine counts as one that is yet to come back."""
+    try:
+        check_ready()
+    except (NotReadyError, EngineDeadError):
+        return False
+    return True
+
+
+def response_line(custom_id: str, request_id: str, answer: LineAnswer) -> bytes:
+    """A line that was executed, whatever came of it."""
+    body = answer.body if b"\n" not in answer.body else orjson.dumps(orjson.loads(answer.body))
+    response = orjson.Fragment(
+        b'{"status_code":%d,"request_id":%b,"body":%b}' % (answer.status, orjson.dumps(request_id), body)
+    )
+    return _line(custom_id, response, None)
+
+
+def unexecuted_line(custom_id: str, reason: tuple[str, str]) -> bytes:
+    """A line that never ran. reason: code and message."""
+    return _line(custom_id, None, {"code": reason[0], "message": reason[1]})
+
+
+def _line(custom_id: str, response: orjson.Fragment | None, error: dict[str, str] | None) -> bytes:
+    line_id = f"batch_req_{secrets.token_hex(12)}"
+    return orjson.dumps({"id": line_id, "custom_id": custom_id, "response": response, "error": error})
+
+
+class _InputDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _OutputDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    """Usage in the words of any route."""
+
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _InputDetails | None = None
+    input_tokens_details: _InputDetails | None = None
+    completion_tokens_details: _OutputDetails | None = None
+    output_tokens_details: _OutputDetails | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def read_usage(body: bytes) -> Usage:
+    """The tokens that an answer says it used."""
+    usage = msgspec.json.decode(body, type=_Answer).usage or _Usage()
+    cached = usage.prompt_tokens_details or usage.input_tokens_details or _InputDetails()
+    reasoning = usage.completion_tokens_details or usage.output_tokens_details or _OutputDetails()
+    return Usage(
+        input_tokens=usage.prompt_tokens or usage.input_tokens or 0,
+        cached_tokens=cached.cached_tokens or 0,
+        output_tokens=usage.completion_tokens or usage.output_tokens or 0,
+        reasoning_tokens=reasoning.reasoning_tokens or 0,
+    )

@@ -1,0 +1,109 @@
+"""All batches of a server: one task each from its creation, or the server's start, to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from starlette.requests import Request
+
+from jaxserve.api.batch.handlers import Handlers
+from jaxserve.api.batch.job import BatchJob, BatchSettings
+from jaxserve.api.batch.window import Window
+from jaxserve.errors import HTTPError, StorageError
+from jaxserve.store import BatchRecord, NewBatch, Store
+from jaxserve.store.database import LeaseLostError
+
+SWEEP_SECONDS = 60.0
+CRASH_DELAY = 5.0  # seconds until a batch goes on after a bug of ours
+
+logger = logging.getLogger(__name__)
+
+
+class BatchRunner:
+    """Runs the batches of `store` on `handlers`.
+
+    limit: lines that may be in flight, given those that are (see Window)
+    """
+
+    def __init__(self, store: Store, handlers: Handlers, settings: BatchSettings, limit: Callable[[int], int]) -> None:
+        self.store = store
+        self.handlers = handlers
+        self.window = Window(limit)
+        self._settings = settings
+        self._turn = asyncio.Semaphore(settings.max_running)
+        self._jobs: dict[str, BatchJob] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Go on with every batch that has not ended."""
+        for batch_id in await self.store.live_batches():
+            self._add(batch_id)
+        self._spawn(self._sweep_forever())
+
+    async def stop(self) -> None:
+        """Leave every batch where it is; the next start goes on from there."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def create(
+        self, new: NewBatch, idempotency: tuple[str, bytes] | None, reply: Callable[[BatchRecord], bytes]
+    ) -> bytes:
+        """Create a batch and begin with it; as Store.create_batch."""
+        answer, record = await self.store.create_batch(new, idempotency=idempotency, reply=reply)
+        if record is not None:
+            self._add(record.id)
+        return answer
+
+    async def cancel(self, batch_id: str) -> BatchRecord:
+        """Cancel a batch; its lines are told before this returns."""
+        record = await self.store.cancel_batch(batch_id)
+        if (job := self._jobs.get(batch_id)) is not None:
+            job.stop_lines()
+        return record
+
+    def _add(self, batch_id: str) -> None:
+        job = BatchJob(batch_id, self.store, self.handlers, self.window, self._turn, self._settings)
+        self._jobs[batch_id] = job
+        self._spawn(self._run(batch_id, job))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, batch_id: str, job: BatchJob) -> None:
+        while True:
+            try:
+                batch = await job.run()
+                break
+            except LeaseLostError as error:
+                logger.critical("batch %s stops here: %s", batch_id, error.message)
+                return
+            except Exception:
+                logger.exception("batch %s met an unexpected error and goes on in %.0f s", batch_id, CRASH_DELAY)
+                await asyncio.sleep(CRASH_DELAY)
+        del self._jobs[batch_id]
+        counts = f"{batch.completed} completed, {batch.failed} failed of {batch.total}"
+        logger.info("batch %s is %s: %s", batch_id, batch.status, counts)
+        await self._sweep()
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._sweep()
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    async def _sweep(self) -> None:
+        try:
+            await self.store.sweep()
+        except HTTPError as error:
+            level = logging.WARNING if isinstance(error, StorageError) else logging.CRITICAL
+            logger.log(level, "the store cannot be swept: %s", error.message)
+
+
+def batch_runner(request: Request) -> BatchRunner:
+    """The runner of the application that answers `request`."""
+    return request.app.state.batches

@@ -1,0 +1,109 @@
+"""A multipart form with one file in it, parsed as it streams in: the file's bytes pass through and are never kept."""
+
+from __future__ import annotations
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from jaxserve.errors import InvalidValueError, RequestError
+
+MAX_FIELD_BYTES = 64 * 1024  # of all fields but the file, with their headers
+MAX_PARTS = 32
+
+
+class UploadForm:
+    """Feed it the body; `fields` and `filename` are known once their parts have passed.
+
+    Raises InvalidValueError where the body is not such a form.
+    """
+
+    def __init__(self, content_type: str) -> None:
+        kind, options = parse_options_header(content_type)
+        if kind != b"multipart/form-data" or not options.get(b"boundary"):
+            raise InvalidValueError("Send the file as multipart/form-data.")
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self.complete = False
+        self._parts = 0
+        self._field_bytes = 0
+        self._header = (bytearray(), bytearray())  # name and value, as far as they have come
+        self._name: str | None = None  # of the part that is passing
+        self._value: bytearray | None = None  # of the field that is passing; None: the file passes
+        self._file_data: list[bytes] = []
+        self._parser = MultipartParser(
+            options[b"boundary"],
+            {
+                "on_part_begin": self._on_part_begin,
+                "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),
+                "on_header_value": lambda data, start, end: self._on_header(1, data[start:end]),
+                "on_header_end": self._on_header_end,
+                "on_headers_finished": self._on_headers_finished,
+                "on_part_data": lambda data, start, end: self._on_data(data[start:end]),
+                "on_part_end": self._on_part_end,
+                "on_end": self._on_end,
+            },
+        )
+
+    def feed(self, data: bytes) -> bytes:
+        """Take a piece of the body; returns the file's bytes in it."""
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise InvalidValueError(f"The multipart body is malformed: {error}") from error
+        passed = b"".join(self._file_data)
+        self._file_data.clear()
+        return passed
+
+    def _on_part_begin(self) -> None:
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise InvalidValueError(f"The form has more than {MAX_PARTS} parts.")
+        self._name, self._value = None, None
+
+    def _on_header(self, half: int, data: bytes) -> None:
+        self._count(data)
+        self._header[half].extend(data)
+
+    def _on_header_end(self) -> None:
+        name, value = (bytes(half) for half in self._header)
+        for half in self._header:
+            half.clear()
+        if name.lower() == b"content-disposition":
+            self._begin_part(value)
+
+    def _begin_part(self, disposition: bytes) -> None:
+        _, options = parse_options_header(disposition)
+        self._name = options.get(b"name", b"").decode(errors="replace")
+        if self._name != "file":
+            self._value = bytearray()
+        elif self.filename is not None:
+            raise InvalidValueError("The form has more than one file.", param="file")
+        else:
+            self.filename = options.get(b"filename", b"").decode(errors="replace")
+
+    def _on_headers_finished(self) -> None:
+        if self._name is None:
+            raise InvalidValueError("A part of the form has no Content-Disposition.")
+
+    def _on_data(self, data: bytes) -> None:
+        if self._value is None:
+            self._file_data.append(data)
+        else:
+            self._count(data)
+            self._value += data
+
+    def _count(self, data: bytes) -> None:
+        self._field_bytes += len(data)
+        if self._field_bytes > MAX_FIELD_BYTES:
+            raise _too_large()
+
+    def _on_part_end(self) -> None:
+        if self._name is not None and self._value is not None:
+            self.fields[self._name] = self._value.decode(errors="replace")
+
+    def _on_end(self) -> None:
+        self.complete = True
+
+
+def _too_large() -> RequestError:
+    return InvalidValueError(f"The form's fields are larger than {MAX_FIELD_BYTES} bytes.")

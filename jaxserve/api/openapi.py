@@ -1,0 +1,84 @@
+"""The OpenAPI document. Bodies are parsed by body.py and answers are plain dicts, so it is told of both here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from jaxserve.api.protocol import answers
+from jaxserve.api.protocol.admin import AbortRequest
+from jaxserve.api.protocol.chat import ChatCompletionRequest
+from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.protocol.generate import GenerateRequest
+from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
+
+_REF = "#/components/schemas/{model}"
+BODIES: tuple[type[BaseModel], ...] = (
+    *(ChatCompletionRequest, CompletionRequest, GenerateRequest),
+    *(TokenizeRequest, DetokenizeRequest, AbortRequest),
+)
+ANSWERS: tuple[type[BaseModel], ...] = (
+    *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.Completion, answers.ModelList),
+    *(answers.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
+    *(answers.Aborted, answers.Success, answers.Facts),
+)
+
+
+def documented(
+    answer: type[BaseModel] = answers.Facts,
+    *,
+    body: type[BaseModel] | None = None,
+    events: type[BaseModel] | None = None,
+    many: bool = False,
+) -> dict[str, Any]:
+    """Keyword arguments for a route decorator.
+
+    answer: of status 200; with `many` a list of it is possible too
+    events: the data of a streamed answer's events
+    """
+    shape = _schema(answer)
+    whole = {"anyOf": [shape, {"type": "array", "items": shape}]} if many else shape
+    content = {"application/json": {"schema": whole}}
+    if events is not None:
+        content["text/event-stream"] = {"schema": _schema(events)}
+    extra: dict[str, Any] = {"responses": {"200": {"content": content}}}
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema(body)}}}
+    return {"openapi_extra": extra, "responses": _ERRORS}
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return {"$ref": _REF.format(model=model.__name__)}
+
+
+_ERROR_CONTENT = {"application/json": {"schema": _schema(answers.Error)}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "A mistake in the request; `param` names the field.", "content": _ERROR_CONTENT},
+    "5XX": {"description": "Ours, or not ready (503 with Retry-After).", "content": _ERROR_CONTENT},
+}
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Let /openapi.json and /docs show the models."""
+
+    def build() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _build(app)
+        return app.openapi_schema
+
+    app.openapi = build
+
+
+def _build(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
+    pairs = [(model, "validation") for model in (*BODIES, *ANSWERS)]
+    _, schemas = models_json_schema(pairs, ref_template=_REF)  # type: ignore[arg-type]
+    components = document.setdefault("components", {})
+    components["schemas"] = schemas["$defs"]
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{}, {"key": []}]
+    return document

@@ -1,0 +1,256 @@
+"""The shapes of the answers, for the OpenAPI document and the tests that hold answers to it.
+
+Answers are built as plain dicts: a model a chunk would cost more than everything else. These models never touch a
+request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """Every 4xx and 5xx."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class UsageAnswer(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+    reasoning_tokens: int
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[TokenLogprob] | None
+    refusal: None
+
+
+class FunctionAnswer(Answer):
+    name: str
+    arguments: str
+
+
+class CustomAnswer(Answer):
+    name: str
+    input: str
+
+
+class ToolCallAnswer(Answer):
+    id: str
+    type: str
+    function: FunctionAnswer | None = None
+    custom: CustomAnswer | None = None
+
+
+class MessageAnswer(Answer):
+    role: str
+    content: str | None
+    refusal: None
+    annotations: list[Any]
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallAnswer] | None = None
+    function_call: FunctionAnswer | None = None
+
+
+class Ending(Answer):
+    finish_reason: str | None
+    matched_stop: int | str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+
+
+class ChatChoice(Ending):
+    index: int
+    message: MessageAnswer
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    service_tier: str
+    system_fingerprint: None
+
+
+class FunctionDelta(Answer):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CustomDelta(Answer):
+    name: str | None = None
+    input: str | None = None
+
+
+class ToolCallDelta(Answer):
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta | None = None
+    custom: CustomDelta | None = None
+
+
+class Delta(Answer):
+    role: str | None = None
+    content: str | None = None
+    refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    function_call: FunctionDelta | None = None
+
+
+class ChatChunkChoice(Ending):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletionChunk(Answer):
+    """The data of one event; the last event's data is [DONE]."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageAnswer | None = None
+
+
+class CompletionLogprobsAnswer(Answer):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Ending):
+    index: int
+    text: str
+    logprobs: CompletionLogprobsAnswer | None
+
+
+class Completion(Answer):
+    """Also the data of one event of a stream, without usage unless asked for."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageAnswer | None = None
+    system_fingerprint: None = None
+
+
+class ModelAnswer(Answer):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    shutdown_date: None
+    root: str
+    parent: None
+    max_model_len: int
+    permission: list[Any]
+
+
+class ModelList(Answer):
+    object: str
+    data: list[ModelAnswer]
+
+
+class Health(Answer):
+    status: str
+    phase: str
+    progress: dict[str, int]
+    error: ErrorDetail | None = None
+
+
+class MetaInfo(Answer):
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    e2e_latency: float
+    input_token_logprobs: list[list[Any]] | None = None
+    output_token_logprobs: list[list[Any]] | None = None
+    input_top_logprobs: list[list[list[Any]] | None] | None = None
+    output_top_logprobs: list[list[list[Any]] | None] | None = None
+
+
+class Generated(Answer):
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | None = None
+
+
+class Tokenized(Answer):
+    tokens: list[int] | list[list[int]]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: list[str] | list[list[str]] | None = None
+
+
+class Detokenized(Answer):
+    prompt: str | list[str]
+    text: str | list[str]
+
+
+class Aborted(Answer):
+    success: bool
+    aborted: list[str]
+
+
+class Success(Answer):
+    success: bool
+
+
+class Facts(BaseModel):
+    """An object of facts; its keys may grow."""
+
+    model_config = ConfigDict(extra="allow")

@@ -1,0 +1,80 @@
+"""OpenAI's Batch object and the request that makes one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxserve.api.protocol.common import Body, Part
+from jaxserve.store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, BatchRecord, NewBatch, normalize_url
+
+WINDOW_SECONDS = {"24h": 24 * 3600}
+
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class OutputExpiresAfter(Part):
+    """Counted from the making of the output file, not of the batch."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)
+
+
+class CreateBatchRequest(Body):
+    input_file_id: str = Field(max_length=256, description="A file of purpose batch.")
+    endpoint: str = Field(max_length=256, description="The route of all its lines.")
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    output_expires_after: OutputExpiresAfter | None = Field(None, description="Default: 30 days.")
+
+
+def new_batch(body: CreateBatchRequest) -> NewBatch:
+    expiry = body.output_expires_after
+    return NewBatch(
+        normalize_url(body.endpoint),
+        body.input_file_id,
+        body.completion_window,
+        WINDOW_SECONDS[body.completion_window],
+        body.metadata,
+        expiry and expiry.seconds,
+    )
+
+
+def batch_object(batch: BatchRecord) -> dict[str, Any]:
+    usage = batch.usage
+    errors = [
+        {"code": error.code, "message": error.message, "param": error.param, "line": error.line}
+        for error in batch.errors
+    ]
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "model": batch.model,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": batch.status,
+        "output_file_id": batch.output_file_id,
+        "error_file_id": batch.error_file_id,
+        "created_at": batch.created_at,
+        "in_progress_at": batch.in_progress_at,
+        "expires_at": batch.expires_at,
+        "finalizing_at": batch.finalizing_at,
+        "completed_at": batch.completed_at,
+        "failed_at": batch.failed_at,
+        "expired_at": batch.expired_at,
+        "cancelling_at": batch.cancelling_at,
+        "cancelled_at": batch.cancelled_at,
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": {
+            "input_tokens": usage.input_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.input_tokens + usage.output_tokens,
+        },
+        "metadata": batch.metadata,
+    }

@@ -1,0 +1,97 @@
+"""OpenAI's File object and what an upload may say about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from jaxserve.api.errors import from_validation
+from jaxserve.errors import InvalidValueError
+from jaxserve.store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, FileRecord, Page
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+MAX_BATCH_FILE_BYTES = 200 * 2**20
+MAX_FILE_BYTES = 512 * 2**20
+MAX_FILENAME_CHARS = 512
+
+# Multipart has no JSON schema of its own in FastAPI: the body is read as a stream, and documented here.
+UPLOAD_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": list(PURPOSES)},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {
+                            "type": "integer",
+                            "minimum": MIN_EXPIRY_SECONDS,
+                            "maximum": MAX_EXPIRY_SECONDS,
+                        },
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+class UploadFields(BaseModel):
+    """The form's fields beside the file. All come as text."""
+
+    purpose: str
+    anchor: str | None = Field(None, alias="expires_after[anchor]", pattern=r"^created_at\Z")
+    seconds: int | None = Field(None, alias="expires_after[seconds]", ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)
+
+
+def upload_fields(form: dict[str, str]) -> UploadFields:
+    """Raises InvalidValueError naming the field."""
+    try:
+        fields = UploadFields.model_validate(form)
+    except ValidationError as error:
+        raise from_validation(error, form) from None
+    if fields.purpose not in PURPOSES:
+        raise InvalidValueError(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
+    if (fields.anchor is None) != (fields.seconds is None):
+        raise InvalidValueError("expires_after needs both anchor and seconds.", param="expires_after")
+    return fields
+
+
+def size_limit(purpose: str | None) -> int:
+    """Bytes that a file may have."""
+    return MAX_BATCH_FILE_BYTES if purpose == "batch" else MAX_FILE_BYTES
+
+
+def expiry_seconds(fields: UploadFields) -> int | None:
+    """Files for batches live for 30 days unless told otherwise; others have no end."""
+    return MAX_EXPIRY_SECONDS if fields.seconds is None and fields.purpose == "batch" else fields.seconds
+
+
+def file_object(file: FileRecord) -> dict[str, Any]:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def list_object(data: list[dict[str, Any]], page: Page[Any]) -> dict[str, Any]:
+    """A page of objects, as all of OpenAI's lists are."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": page.has_more,
+    }

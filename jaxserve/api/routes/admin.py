@@ -1,0 +1,38 @@
+"""Routes for the operator: they need the admin key and are off without one (see middleware.Authentication)."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.body import read_body
+from jaxserve.api.openapi import documented
+from jaxserve.api.protocol.admin import AbortRequest
+from jaxserve.api.protocol.answers import Aborted, Success
+from jaxserve.api.state import server_state
+from jaxserve.api.wire import json_response
+from jaxserve.errors import InvalidValueError
+
+router = APIRouter()
+
+
+@router.post("/flush_cache", **documented(Success))
+@router.get("/flush_cache", include_in_schema=False)
+async def flush_cache(request: Request) -> Response:
+    """Drop the prefix cache; 400 while requests are using it."""
+    if not await server_state(request).engine.flush_cache():
+        raise InvalidValueError("The cache is in use by running requests.")
+    return json_response({"success": True})
+
+
+@router.post("/abort_request", **documented(Aborted, body=AbortRequest))
+async def abort_request(request: Request) -> Response:
+    """End the requests whose id begins with `rid`, or all; each ends with finish_reason abort."""
+    state = server_state(request)
+    body = await read_body(request, AbortRequest)
+    if not body.abort_all and not body.rid:
+        raise InvalidValueError("Give rid or abort_all.", param="rid")
+    found = state.live.matching("" if body.abort_all else body.rid or "")
+    aborted = [request_id for request_id in found if await state.engine.abort(request_id)]
+    return json_response({"success": True, "aborted": aborted})

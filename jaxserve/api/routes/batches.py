@@ -1,0 +1,72 @@
+"""Batches: create, list, retrieve, cancel."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Annotated
+
+import orjson
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.batch.runner import batch_runner
+from jaxserve.api.body import read_body
+from jaxserve.api.errors import error_response
+from jaxserve.api.protocol.batches import CreateBatchRequest, batch_object, new_batch
+from jaxserve.api.protocol.files import list_object
+from jaxserve.api.wire import json_response
+from jaxserve.errors import ConflictError, InvalidValueError
+from jaxserve.store import NewBatch
+
+MAX_KEY_CHARS = 255
+
+router = APIRouter()
+
+
+@router.post("/v1/batches")
+async def create_batch(request: Request) -> Response:
+    """Run the requests of a file. With an Idempotency-Key the same request twice makes one batch."""
+    runner = batch_runner(request)
+    new = new_batch(await read_body(request, CreateBatchRequest))
+    if new.endpoint not in runner.handlers:
+        offered = ", ".join(runner.handlers)
+        raise InvalidValueError(f"endpoint must be one of {offered}.", param="endpoint")
+    answer = await runner.create(new, _idempotency(request, new), lambda record: orjson.dumps(batch_object(record)))
+    return Response(answer, media_type="application/json")
+
+
+def _idempotency(request: Request, new: NewBatch) -> tuple[str, bytes] | None:
+    """The client's key and a digest of what it asked for."""
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 0 < len(key) <= MAX_KEY_CHARS:
+        raise InvalidValueError(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters.", param="Idempotency-Key")
+    return key, sha256(orjson.dumps(new, option=orjson.OPT_SORT_KEYS)).digest()
+
+
+@router.get("/v1/batches")
+async def list_batches(
+    request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
+) -> Response:
+    """Batches, newest first."""
+    page = await batch_runner(request).store.list_batches(limit=limit, after=after)
+    return json_response(list_object([batch_object(batch) for batch in page.items], page))
+
+
+@router.get("/v1/batches/{batch_id}")
+async def retrieve_batch(request: Request, batch_id: str) -> Response:
+    """How far a batch is."""
+    return json_response(batch_object(await batch_runner(request).store.get_batch(batch_id)))
+
+
+@router.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """End a batch. What has finished is delivered."""
+    try:
+        return json_response(batch_object(await batch_runner(request).cancel(batch_id)))
+    except ConflictError as error:
+        response = error_response(error)
+        response.headers["x-should-retry"] = "false"  # clients repeat a 409 otherwise, and this one is final
+        return response

@@ -1,0 +1,150 @@
+"""Files: upload, list, retrieve, content, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, BinaryIO, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Query
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.api.batch.runner import batch_runner
+from jaxserve.api.errors import ClientDisconnected
+from jaxserve.api.multipart import UploadForm
+from jaxserve.api.protocol.files import (
+    MAX_FILE_BYTES,
+    MAX_FILENAME_CHARS,
+    UPLOAD_BODY,
+    expiry_seconds,
+    file_object,
+    list_object,
+    size_limit,
+    upload_fields,
+)
+from jaxserve.api.state import server_state
+from jaxserve.api.wire import json_response
+from jaxserve.errors import InvalidValueError, PayloadTooLargeError
+from jaxserve.store import FileRecord, Store, Upload
+
+CHUNK_BYTES = 2**20
+# A body over the limit is read on and dropped, up to here: a client that still sends does not read the answer.
+MAX_DRAINED_BYTES = 2 * MAX_FILE_BYTES
+
+router = APIRouter()
+
+
+def store_of(request: Request) -> Store:
+    return batch_runner(request).store
+
+
+@router.post("/v1/files", openapi_extra=UPLOAD_BODY)
+async def upload_file(request: Request) -> Response:
+    """Store a file."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > MAX_DRAINED_BYTES:
+        raise _too_large(MAX_FILE_BYTES)
+    form = UploadForm(request.headers.get("content-type", ""))
+    incoming = store_of(request).begin_upload()
+    try:
+        await _receive(request, form, incoming)
+        record = await _finish(request, form, incoming)
+    except BaseException:
+        await asyncio.shield(incoming.discard())
+        raise
+    return json_response(file_object(record))
+
+
+async def _receive(request: Request, form: UploadForm, incoming: Upload) -> None:
+    """The body into the upload. Of what is too large the rest is dropped."""
+    too_large = False
+    received = 0
+    try:
+        async for data in request.stream():
+            received += len(data)
+            passed = form.feed(data)
+            too_large = too_large or incoming.size + len(passed) > size_limit(form.fields.get("purpose"))
+            if received > MAX_DRAINED_BYTES:
+                break
+            if passed and not too_large:
+                await incoming.write(passed)
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+    if too_large:
+        raise _too_large(size_limit(form.fields.get("purpose")))
+
+
+async def _finish(request: Request, form: UploadForm, incoming: Upload) -> FileRecord:
+    if not form.complete:
+        raise InvalidValueError("The multipart body ends too early.")
+    if form.filename is None:
+        raise InvalidValueError("file is missing.", param="file", code="missing_required_parameter")
+    fields = upload_fields(form.fields)
+    if incoming.size > size_limit(fields.purpose):
+        raise _too_large(size_limit(fields.purpose))
+    if len(form.filename) > MAX_FILENAME_CHARS:
+        raise InvalidValueError(f"The file's name is longer than {MAX_FILENAME_CHARS} characters.", param="file")
+    if fields.purpose == "batch" and not form.filename.lower().endswith(".jsonl"):
+        raise InvalidValueError("Invalid file format for Batch API. Must be .jsonl", param="file")
+    server_state(request).unknown_fields.note("/v1/files", sorted(form.fields.keys() - KNOWN_FIELDS))
+    return await incoming.finish(filename=form.filename, purpose=fields.purpose, expires_seconds=expiry_seconds(fields))
+
+
+KNOWN_FIELDS = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
+
+
+def _too_large(limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(f"The file is larger than the limit of {limit} bytes.", param="file")
+
+
+@router.get("/v1/files")
+async def list_files(
+    request: Request,
+    purpose: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """Files, newest first unless told otherwise."""
+    page = await store_of(request).list_files(purpose=purpose, limit=limit, after=after, ascending=order == "asc")
+    return json_response(list_object([file_object(file) for file in page.items], page))
+
+
+@router.get("/v1/files/{file_id}")
+async def retrieve_file(request: Request, file_id: str) -> Response:
+    """What is known of a file."""
+    return json_response(file_object(await store_of(request).get_file(file_id)))
+
+
+@router.get("/v1/files/{file_id}/content", response_class=Response)
+async def file_content(request: Request, file_id: str) -> Response:
+    """The bytes of a file."""
+    return FileBytes(*await store_of(request).open_file(file_id))
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Delete a file. A batch that reads it goes on."""
+    await store_of(request).delete_file(file_id)
+    return json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+class FileBytes(Response):
+    """A stored file, sent from an open file: deleting it meanwhile does no harm."""
+
+    def __init__(self, record: FileRecord, file: BinaryIO) -> None:
+        self._file = file
+        headers: dict[str, Any] = {
+            "content-length": str(record.bytes),
+            "content-disposition": f"attachment; filename*=UTF-8''{quote(record.filename, safe='')}",
+        }
+        super().__init__(None, headers=headers, media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while data := await asyncio.to_thread(self._file.read, CHUNK_BYTES):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

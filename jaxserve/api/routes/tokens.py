@@ -1,0 +1,105 @@
+"""/tokenize, /detokenize and /tokenizer_info, in the forms of vLLM, SGLang and lm-eval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.body import read_body
+from jaxserve.api.conversation import check_messages, render_messages
+from jaxserve.api.openapi import documented
+from jaxserve.api.prompts import check_ids, encode
+from jaxserve.api.protocol.answers import Detokenized, Tokenized
+from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jaxserve.api.state import ServerState, server_state
+from jaxserve.api.wire import json_response
+from jaxserve.errors import InvalidValueError
+
+router = APIRouter()
+
+
+@router.post("/tokenize", **documented(Tokenized, body=TokenizeRequest))
+@router.post("/v1/tokenize", include_in_schema=False)
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text (or texts), or of a conversation as the chat template renders it."""
+    state = server_state(request)
+    body = await read_body(request, TokenizeRequest)
+    state.check_model(body.model)
+    texts, special = await _texts(body, state)
+    ids = [await encode(state.engine.tokenizer, text, add_special_tokens=special) for text in texts]
+    many = isinstance(body.prompt, list)
+    answer: dict[str, Any] = {
+        "tokens": ids if many else ids[0],
+        "count": [len(each) for each in ids] if many else len(ids[0]),
+        "max_model_len": state.engine.info.max_model_len,
+    }
+    if body.return_token_strs:
+        strings = [[state.token_texts.text(i) for i in each] for each in ids]
+        answer["token_strs"] = strings if many else strings[0]
+    return json_response(answer)
+
+
+async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[list[str], bool]:
+    """(texts, whether to add special tokens: by default to plain texts, not to rendered conversations)"""
+    given = [value for value in (body.prompt, body.text, body.messages) if value is not None]
+    if len(given) != 1:
+        raise InvalidValueError("Give prompt or messages, one of them.", param="prompt")
+    if body.messages is None:
+        text = body.prompt if body.prompt is not None else body.text
+        return [text] if isinstance(text, str) else list(text or []), body.add_special_tokens is not False
+    check_messages(body.messages)
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    rendered = await render_messages(
+        body.messages,
+        state,
+        tools=tools or None,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        kwargs=body.chat_template_kwargs or {},
+    )
+    return [rendered], bool(body.add_special_tokens)
+
+
+@router.post("/detokenize", **documented(Detokenized, body=DetokenizeRequest))
+@router.post("/v1/detokenize", include_in_schema=False)
+async def detokenize(request: Request) -> Response:
+    """The text of token ids; special tokens are shown unless skip_special_tokens."""
+    state = server_state(request)
+    body = await read_body(request, DetokenizeRequest)
+    state.check_model(body.model)
+    tokens = body.tokens if body.tokens is not None else body.ids
+    if tokens is None:
+        raise InvalidValueError("tokens is missing.", param="tokens", code="missing_required_parameter")
+    many = bool(tokens) and isinstance(tokens[0], list)
+    lists: list[list[int]] = tokens if many else [tokens]  # type: ignore[list-item]
+    for each in lists:
+        check_ids(each, state.engine.info, "tokens")
+    decode = state.engine.tokenizer.decode
+    texts = [decode(each, skip_special_tokens=bool(body.skip_special_tokens)) for each in lists]
+    text: Any = texts if many else texts[0]
+    return json_response({"prompt": text, "text": text})
+
+
+@router.get("/tokenizer_info", **documented())
+async def tokenizer_info(request: Request) -> Response:
+    """The special tokens and the chat template: what lm-eval needs to work without a tokenizer of its own."""
+    state = server_state(request)
+    tokenizer = state.engine.tokenizer
+    template = state.chat_template
+    return json_response(
+        {
+            "tokenizer_class": tokenizer.config.get("tokenizer_class"),
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": state.engine.info.max_model_len,
+            "chat_template": template.source if template is not None else None,
+            "eos_token_ids": list(tokenizer.eos_token_ids),
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": None,
+            "unk_token": None,
+        }
+        | tokenizer.special_tokens_map()
+    )

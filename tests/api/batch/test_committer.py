@@ -1,0 +1,106 @@
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from jaxserve.api.batch.committer import Committer
+from jaxserve.errors import StorageError
+from jaxserve.store import LineResult
+
+
+class Disk:
+    def __init__(self) -> None:
+        self.groups: list[list[int]] = []
+        self.full = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def save(self, results: Sequence[LineResult]) -> None:
+        await self.gate.wait()
+        if self.full:
+            raise StorageError("full")
+        self.groups.append([result.line for result in results])
+
+
+def result(line: int) -> LineResult:
+    return LineResult(line, True, b"")
+
+
+def test_lines_that_finish_during_a_commit_share_the_next() -> None:
+    async def main() -> None:
+        disk = Disk()
+        disk.gate.clear()
+        committer = Committer(disk.save, 0.01)
+        first = asyncio.create_task(committer.commit(result(1)))
+        await asyncio.sleep(0.01)
+        others = [asyncio.create_task(committer.commit(result(line))) for line in (2, 3, 4)]
+        await asyncio.sleep(0.01)
+        disk.gate.set()
+        await asyncio.gather(first, *others)
+        assert disk.groups == [[1], [2, 3, 4]]
+        await committer.commit(result(5))
+        assert disk.groups[2:] == [[5]]
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_is_waited_for() -> None:
+    async def main() -> None:
+        disk = Disk()
+        disk.full = True
+        committer = Committer(disk.save, 0.01)
+        task = asyncio.create_task(committer.commit(result(1)))
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        disk.full = False
+        await task
+        assert disk.groups == [[1]]
+
+    asyncio.run(main())
+
+
+def test_what_was_handed_in_is_saved_though_nobody_waits() -> None:
+    async def main() -> None:
+        disk = Disk()
+        disk.full = True
+        committer = Committer(disk.save, 0.01)
+        tasks = [asyncio.create_task(committer.commit(result(line))) for line in (1, 2)]
+        await asyncio.sleep(0.02)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        disk.full = False
+        await committer.close(None)
+        assert disk.groups == [[1, 2]]
+        with pytest.raises(RuntimeError):
+            await committer.commit(result(3))
+
+    asyncio.run(main())
+
+
+def test_closing_may_be_given_a_limit() -> None:
+    async def main() -> None:
+        disk = Disk()
+        disk.full = True
+        committer = Committer(disk.save, 0.01)
+        task = asyncio.create_task(committer.commit(result(1)))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(committer.close(0.03), 1)
+        task.cancel()
+        await asyncio.wait({task})
+
+    asyncio.run(main())
+
+
+def test_other_errors_reach_every_line_and_the_close() -> None:
+    async def main() -> None:
+        async def save(results: Sequence[LineResult]) -> None:
+            raise KeyError("bug")
+
+        committer = Committer(save, 0.01)
+        outcomes = await asyncio.gather(*(committer.commit(result(i)) for i in (1, 2)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [KeyError, KeyError]
+        with pytest.raises(KeyError):
+            await committer.close(None)
+
+    asyncio.run(main())

@@ -1,0 +1,58 @@
+"""The OpenAPI document is complete, and the answers are what it says."""
+
+import re
+from typing import Any
+
+import orjson
+import pytest
+
+from jaxserve.api.protocol import answers
+
+from .conftest import LiveServer
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+CHAT |= {"top_logprobs": 2, "return_token_ids": True, "prompt_logprobs": 1}
+TEXT: dict[str, Any] = {"model": "demo", "prompt": "Hi", "logprobs": 2, "return_token_ids": True, "prompt_logprobs": 1}
+
+
+def test_every_reference_resolves_and_every_route_has_an_answer(server: LiveServer) -> None:
+    document = server.http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for reference in re.findall(r'"#/components/schemas/([^"]+)"', orjson.dumps(document).decode()):
+        assert reference in schemas
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["responses"]["200"]["content"], path
+            assert "422" not in operation["responses"]
+            assert (method == "post" and path != "/flush_cache") == ("requestBody" in operation), path
+    assert server.http.get("/docs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "whole", "chunk"),
+    [
+        ("/v1/chat/completions", CHAT, answers.ChatCompletion, answers.ChatCompletionChunk),
+        ("/v1/completions", TEXT, answers.Completion, answers.Completion),
+        ("/generate", {"text": "Hi", "return_logprob": True}, answers.Generated, answers.Generated),
+    ],
+)
+def test_answers_have_the_documented_shape(
+    server: LiveServer, path: str, body: dict[str, Any], whole: Any, chunk: Any
+) -> None:
+    whole.model_validate_json(server.post(path, body).content, strict=True)
+    streamed = server.post(path, body | {"stream": True, "stream_options": {"include_usage": True}})
+    if path == "/generate":
+        streamed = server.post(path, body | {"stream": True})
+    events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    assert events.pop() == "[DONE]" and len(events) > 3
+    for data in events:
+        chunk.model_validate_json(data, strict=True)
+
+
+def test_the_other_answers(server: LiveServer) -> None:
+    answers.ModelList.model_validate_json(server.http.get("/v1/models").content)
+    answers.ModelAnswer.model_validate_json(server.http.get("/v1/models/demo").content)
+    answers.Health.model_validate_json(server.http.get("/health").content)
+    answers.Error.model_validate_json(server.http.get("/nowhere").content)
+    answers.Tokenized.model_validate_json(server.post("/tokenize", {"prompt": "x"}).content)
+    answers.Detokenized.model_validate_json(server.post("/detokenize", {"tokens": [5]}).content)
