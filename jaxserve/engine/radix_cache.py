@@ -87,7 +87,9 @@ class RadixCache:
     def _start(self, namespace: str, max_pages: int, hint: Node | None) -> Node:
         while hint is not None and (not hint.alive or hint.depth > max_pages):
             hint = hint.parent
-        return hint or self._roots.get(namespace) or Node(namespace, -1, None)
+        if hint is None or hint.parent is None:
+            return self._roots.get(namespace) or Node(namespace, -1, None)
+        return hint
 
     def num_unlocked(self, node: Node) -> int:
         """Pages of the path to `node` that are evictable now and would not be with `node` locked."""
@@ -226,6 +228,7 @@ class RadixCache:
     def _forget_root(self, root: Node) -> None:
         if not root.children and not root.num_locks and self._roots.get(str(root.key)) is root:
             del self._roots[str(root.key)]
+            root.alive = False
 
     def _push_leaf(self, node: Node) -> None:
         if node.children:

@@ -131,6 +131,7 @@ class Request:
     group: str = ""
     deadline: float | None = None  # absolute, time.monotonic()
     stop_token_ids: frozenset[int] = frozenset()  # resolved: those of params, and end of sequence unless ignored
+    max_computed_tokens: int = 0  # resolved by the scheduler: all but the last token need their K and V
     masked: bool = False  # its samples need a bitmask computed on the host
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -140,6 +141,7 @@ class Request:
     queued_step: int = 0  # scheduler step at which it first queued
     aged: bool = False  # has waited so long that nobody may pass it or preempt it
     admitted: float | None = None  # time.monotonic() of the first admission
+    first_token: float | None = None  # time.monotonic() at which the first token was read
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
 
@@ -171,11 +173,6 @@ class Request:
         if end <= len(prompt):
             return prompt[start:end]
         return prompt[start:] + self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)]
-
-    @property
-    def max_computed_tokens(self) -> int:
-        """Tokens whose K and V are ever needed: all but the last one it may generate."""
-        return len(self.prompt_token_ids) + self.max_tokens - 1
 
     @property
     def finished(self) -> bool:
@@ -274,4 +271,8 @@ class Runner(Protocol):
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
         """Dispatch a step and return at once. With `output.masked`, sampling waits for `StepHandle.sample`."""
+        ...
+
+    def num_compiles(self) -> int:
+        """Compilations since the runner was ready: 0 while all is well."""
         ...

@@ -1,0 +1,252 @@
+"""The engine at token level: a scheduler and a runner, one step ahead of what the host has read. No text, no sockets.
+
+    step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which need them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from jaxserve.engine.messages import EngineStats
+from jaxserve.engine.request import (
+    EngineRequest,
+    FinishReason,
+    GrammarSpec,
+    Request,
+    Runner,
+    SchedulerOutput,
+    StepHandle,
+    TokenOutput,
+)
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.token_mask import Matcher, TokenMask
+from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+
+MakeMatcher = Callable[[GrammarSpec], Matcher]
+
+
+class EngineCore:
+    """Every request that `add` accepts gets exactly one TokenOutput with a finish reason, from `step` or `abort`.
+
+    eos_token_ids, vocab_size    the model's
+    seed                         of the generator that seeds requests without a seed of their own
+    make_matcher                 compiles a grammar; None: requests with a grammar are refused
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        seed: int = 0,
+        make_matcher: MakeMatcher | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(config, tuple(eos_token_ids))
+        self._vocab_size = vocab_size
+        self._seeds = random.Random(seed)
+        self._make_matcher = make_matcher
+        self._clock = clock
+        self._masks: dict[str, TokenMask] = {}
+        self._ready: list[TokenOutput] = []  # last outputs of requests that needed no step
+        self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read
+        self._scheduler_seconds = 0.0
+        self._host_seconds = 0.0
+
+    # --- requests
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a sequence. Raises RequestError; the limits of the queue are asked of `scheduler.check_queue`."""
+        record = self._record(request)
+        mask = self._mask(request)
+        record.masked = mask is not None
+        self.scheduler.add(record)
+        if mask is not None:
+            self._masks[record.request_id] = mask
+        self._resume(record, mask)
+
+    def _record(self, request: EngineRequest) -> Request:
+        params, prompt = request.params, request.prompt_token_ids
+        self.scheduler.config.check_fits(len(prompt), 0 if params.max_tokens == 0 else 1)
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
+        room = self.scheduler.config.max_sequence_tokens - len(prompt)
+        now = self._clock()
+        return Request(
+            request_id=request.request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            arrival=now,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            priority=request.priority,
+            namespace=request.namespace,
+            group=request.group,
+            deadline=None if request.deadline is None else now + request.deadline,
+            output_token_ids=list(request.resumed_token_ids),
+        )
+
+    def _mask(self, request: EngineRequest) -> TokenMask | None:
+        grammar = request.params.grammar
+        if grammar is None:
+            return TokenMask.of(request.params, None)
+        if self._make_matcher is None:
+            raise UnsupportedParameterError("this engine has no grammars", param="response_format")
+        return TokenMask.of(request.params, self._make_matcher(grammar))
+
+    def _resume(self, record: Request, mask: TokenMask | None) -> None:
+        """Take up an output begun before a restart, which may turn out to be complete."""
+        if not record.output_token_ids:
+            return
+        resumed = record.output_token_ids
+        output = self.scheduler.end_resumed(record.request_id) or TokenOutput(request_id=record.request_id)
+        output.token_ids = resumed
+        self._end_by_mask(output)
+        output.token_ids = []  # the client has them
+        if output.finish_reason is not None:
+            self._ready.append(output)
+
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[TokenOutput]:
+        """End requests; the last outputs of those that had not ended by themselves."""
+        ended = [self.scheduler.abort(request_id, reason) for request_id in request_ids]
+        outputs = [output for output in ended if output is not None]
+        for output in outputs:
+            self._masks.pop(output.request_id, None)
+        return outputs
+
+    # --- the loop
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._ready or self._previous or self.scheduler.has_work)
+
+    def step(self) -> list[TokenOutput]:
+        """Dispatch the next step, then read the one before it. One output at most for each request."""
+        began = self._clock()
+        outputs, self._ready = self._ready + self.scheduler.expire(began), []
+        output = self.scheduler.schedule(began)
+        self._scheduler_seconds += self._clock() - began
+        handle = self.runner.execute(output) if output is not None else None
+        self._host_seconds += self._clock() - began
+        outputs += self._read_previous()
+        for ended in outputs:
+            self._end_by_mask(ended)
+        if output is not None and handle is not None:
+            if output.masked:
+                handle.sample(self._bitmask(output))
+            self._previous = (output, handle)
+        return outputs
+
+    def _read_previous(self) -> list[TokenOutput]:
+        if self._previous is None:
+            return []
+        output, handle = self._previous
+        self._previous = None
+        sampled = handle.result()
+        began = self._clock()
+        outputs = self.scheduler.update(output, sampled, began)
+        spent = self._clock() - began
+        self._scheduler_seconds += spent
+        self._host_seconds += spent
+        return outputs
+
+    def _end_by_mask(self, output: TokenOutput) -> None:
+        """Show a constrained request's tokens to its mask; a grammar that is complete or was left ends the request."""
+        mask = self._masks.get(output.request_id)
+        if mask is None:
+            return
+        if output.finish_reason is None:
+            if not mask.accept(output.token_ids):
+                output.error = "the output left the grammar"
+                self.scheduler.fail(output.request_id, output.error)
+                output.finish_reason = FinishReason.ERROR
+            elif mask.is_terminated:
+                self.scheduler.abort(output.request_id, FinishReason.STOP)
+                output.finish_reason = FinishReason.STOP
+        if output.finish_reason is not None:
+            del self._masks[output.request_id]
+
+    def _bitmask(self, output: SchedulerOutput) -> np.ndarray:
+        """int32 [R, ceil(V/32)], made anew for every step: the device may read the last one's still."""
+        bitmask = np.full((len(output.rows), -(-self._vocab_size // 32)), -1, np.int32)
+        for i, row in enumerate(output.rows):
+            if row.masked and (mask := self._masks.get(row.request_id)) is not None:
+                mask.fill(bitmask[i])
+        return bitmask
+
+    def drain(self) -> list[TokenOutput]:
+        """Step until nothing is left to do."""
+        outputs: list[TokenOutput] = []
+        while self.has_work:
+            outputs += self.step()
+        return outputs
+
+    def recover(self) -> None:
+        """The runner lost the device's state and has been made anew: compute again whatever was running."""
+        self._previous = None
+        self.scheduler.recover()
+
+    # --- administration
+
+    def flush_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; pages in use are freed when their requests end."""
+        self.scheduler.kv.cache.flush()
+        return True
+
+    def stats(self) -> EngineStats:
+        stats = self.scheduler.stats()
+        counters = stats.counters
+        details = {name: float(value) for name, value in dataclasses.asdict(counters).items()}
+        return EngineStats(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_pages_free=stats.num_pages_free,
+            num_pages_cached=stats.num_pages_cached,
+            num_pages_used=stats.num_pages - stats.num_pages_free - stats.num_pages_evictable,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            computed_prompt_tokens=counters.prefill_tokens,
+            cached_tokens=counters.cached_tokens,
+            generation_tokens=counters.generation_tokens,
+            preemptions=counters.retractions + counters.priority_preemptions,
+            compiles=self.runner.num_compiles(),
+            host_seconds=self._host_seconds,
+            details={
+                "requests_preempted": stats.num_preempted,
+                "pages_evictable": stats.num_pages_evictable,
+                "new_token_ratio": stats.new_token_ratio,
+                "scheduler_seconds": self._scheduler_seconds,
+                **{name: details[name] for name in _DETAILS},
+            },
+        )
+
+
+# counters that the named fields of EngineStats do not hold
+_DETAILS = (
+    "recomputed_tokens",
+    "dropped_tokens",
+    "retractions",
+    "retraction_events",
+    "priority_preemptions",
+    "admissions",
+    "queue_seconds",
+    "first_tokens",
+    "first_token_seconds",
+    "finished_stop",
+    "finished_length",
+    "finished_abort",
+    "finished_error",
+)

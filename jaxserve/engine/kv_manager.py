@@ -1,0 +1,157 @@
+"""What running requests hold of the device: a slot and pages each. Takes, grows and gives back; decides nothing.
+
+Owns the PagePool, the RadixCache and the free slots. All a request holds is given back in one place, `release`, and
+only after the last step that was dispatched with it has been read: until then the device may still write there.
+
+pages of a request     [0, cache_node.depth)      the cache's, locked; but for duplicate_page_ids, its own
+                       [cache_node.depth, end)    its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.radix_cache import Node, RadixCache
+from jaxserve.engine.request import Request
+
+
+class KVManager:
+    """Slots and pages of one engine. With `prefix_cache` off nothing is ever put into the cache."""
+
+    def __init__(self, num_pages: int, page_size: int, num_slots: int, prefix_cache: bool) -> None:
+        self.page_size = page_size
+        self.num_slots = num_slots
+        self.pool = PagePool(num_pages)
+        self.cache = RadixCache(self.pool, page_size)
+        self._prefix_cache = prefix_cache
+        self._slots = list(range(num_slots - 1, -1, -1))
+        self._leaving: list[Request] = []  # they end or were preempted, and a step with them is not read yet
+
+    # --- counting
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could give now."""
+        return self.pool.num_free + self.cache.num_evictable
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether reading the steps in flight will give pages and slots back."""
+        return bool(self._leaving)
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def num_reclaimable(self, request: Request) -> int:
+        """Pages that become available once a running request is released."""
+        node: Node = request.cache_node
+        own = len(request.page_ids) - node.depth + len(request.duplicate_page_ids)
+        above: Node | None = node
+        while above is not None and above.parent is not None and above.num_locks == 1:
+            own += 1
+            above = above.parent
+        return own
+
+    # --- taking
+
+    def match(self, request: Request) -> Node:
+        """The cached prefix that a waiting request would use; at least one of its tokens stays to be computed."""
+        assert request.slot is None, "its cache_node is in use"
+        bypass = request.prompt_logprobs is not None or not self._prefix_cache
+        max_pages = 0 if bypass else (request.num_tokens - 1) // self.page_size
+        tokens = request.prompt_token_ids
+        if request.output_token_ids:
+            tokens = tokens + request.output_token_ids
+        node = self.cache.match_prefix(request.namespace, tokens, max_pages, request.cache_node)
+        request.cache_node = node  # a hint, not locked
+        return node
+
+    def num_new_pages(self, request: Request, node: Node) -> int:
+        """Pages that `take` must find: those to allocate, and those of the prefix that can then not be evicted."""
+        return self.num_pages_for(request.num_tokens) - node.depth + self.cache.num_unlocked(node)
+
+    def take(self, request: Request, node: Node) -> None:
+        """Give a slot and the pages of all its known tokens to a request; `node` is its fresh `match`."""
+        self.cache.lock(node)
+        total = self.num_pages_for(request.num_tokens)
+        request.cache_node = node
+        request.slot = self._slots.pop()
+        request.page_ids = node.page_ids + self.allocate(total - node.depth)
+        request.page_capacity = total * self.page_size
+
+    def allocate(self, count: int) -> list[int]:
+        """Raises ValueError if fewer than `count` pages are available."""
+        if (missing := count - self.pool.num_free) > 0:
+            self.cache.evict(missing)
+        return self.pool.allocate(count)
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        """`count` more pages for a running request."""
+        pages = self.allocate(count)
+        request.page_ids += pages
+        request.page_capacity += count * self.page_size
+        return pages
+
+    # --- sharing and giving back
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Offer the full pages of the first `num_tokens` tokens, which have been computed and read, to the cache."""
+        num_pages = num_tokens // self.page_size
+        if self._prefix_cache and num_pages > request.cache_node.depth:
+            tokens = request.token_ids(0, num_pages * self.page_size)
+            request.cache_node, duplicates = self.cache.insert(
+                request.cache_node, tokens, request.page_ids, num_pages
+            )
+            request.duplicate_page_ids += duplicates
+
+    def release(self, request: Request, last_step_read: int) -> None:
+        """Take back what a request holds: now, or by `retire` once its last step has been read."""
+        if request.last_step > last_step_read:
+            self._leaving.append(request)
+        else:
+            self._give_back(request)
+
+    def retire(self, step: int) -> None:
+        """`step` has been read, and with it all before."""
+        if self._leaving:
+            gone = [request for request in self._leaving if request.last_step <= step]
+            self._leaving = [request for request in self._leaving if request.last_step > step]
+            for request in gone:
+                self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        assert request.slot is not None
+        if request.prompt_done:
+            self.commit(request, request.num_tokens - 1)
+        node: Node = request.cache_node
+        self.pool.free(request.duplicate_page_ids)
+        self.pool.free(request.page_ids[node.depth :])
+        self.cache.unlock(node)
+        self._slots.append(request.slot)
+        request.slot, request.page_ids, request.duplicate_page_ids = None, [], []
+        request.page_capacity = 0
+
+    def discard(self, request: Request) -> None:
+        """The content of a running request's pages is suspect: nobody may match its prefix again."""
+        request.prompt_done = False
+        self.cache.discard(request.cache_node)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raise AssertionError unless free + cached + held is every page, once, and the same for slots."""
+        holders = [*running, *self._leaving]
+        owned = self.cache.check_integrity([request.cache_node for request in holders])
+        for request in holders:
+            node: Node = request.cache_node
+            shared = set(node.page_ids)
+            own = [page for page in request.page_ids if page not in shared]
+            assert sorted(own) == sorted(request.duplicate_page_ids + request.page_ids[node.depth :])
+            assert request.page_capacity == len(request.page_ids) * self.page_size
+            owned += own
+        self.pool.check_integrity(owned)
+        slots = [request.slot for request in holders] + self._slots
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two owners"  # type: ignore[type-var]

@@ -1,0 +1,91 @@
+"""What the scheduler must know of the model, the device and the operator's wishes: resolved numbers, no "auto"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Raises ConfigError where two numbers cannot work together."""
+
+    num_pages: int
+    page_size: int  # tokens
+    max_num_seqs: int  # slots
+    max_num_batched_tokens: int  # tokens in one step
+    max_model_len: int  # tokens of one sequence, prompt and output
+    policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
+    prefix_cache: bool = True
+    max_queued_requests: int = 4096
+    max_queued_tokens: int | None = None
+    new_token_ratio: float = 0.7
+    queue_timeout: float | None = None  # seconds
+    prefill_chunk_size: int | None = None  # prompt tokens in one step, all requests together; None: the budget
+    aging_steps: int = 1024  # scheduler steps after which a waiting request may not be passed any more
+    tokens_per_step: int = 1  # tokens that a row may yield in one step (multi-step decode, speculation)
+
+    def __post_init__(self) -> None:
+        if min(self.num_pages, self.page_size, self.max_num_seqs, self.max_model_len) < 1:
+            raise ConfigError("num_pages, page_size, max_num_seqs and max_model_len must be at least 1")
+        if self.max_num_batched_tokens < 2:
+            raise ConfigError("scheduler.max_num_batched_tokens must be at least 2: one to decode and one of a prompt")
+        if min(self.tokens_per_step, self.aging_steps, self.prefill_chunk_size or 1) < 1:
+            raise ConfigError("tokens_per_step, aging_steps and prefill_chunk_size must be at least 1")
+
+    @classmethod
+    def resolve(
+        cls,
+        config: Config,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> SchedulerConfig:
+        """From the configuration tree and what the runner made of its "auto" values."""
+        return cls(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            policy=config.scheduler.policy,
+            prefix_cache=config.cache.prefix_cache,
+            max_queued_requests=config.scheduler.max_queued_requests,
+            max_queued_tokens=config.scheduler.max_queued_tokens,
+            new_token_ratio=config.scheduler.new_token_ratio,
+            queue_timeout=config.server.queue_timeout,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that run at once: a step with a token of each has room for a prompt's as well."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens - 1)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of the longest sequence that can ever run: the model's context, or all pages."""
+        return min(self.max_model_len, self.num_pages * self.page_size)
+
+    @property
+    def prefill_budget(self) -> int:
+        return self.prefill_chunk_size or self.max_num_batched_tokens
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise ContextLengthError or InvalidValueError for a request that could never run to its end."""
+        room = self.max_sequence_tokens - num_prompt_tokens
+        if num_prompt_tokens < 1:
+            raise InvalidValueError("the prompt has no tokens", param="prompt")
+        if room < min(max_tokens, 1):
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens, and prompt and answer together may have "
+                f"{self.max_sequence_tokens}",
+                param="prompt",
+            )
+        if max_tokens > room:
+            raise InvalidValueError(f"max_tokens is {max_tokens}; {room} fit after the prompt", param="max_tokens")

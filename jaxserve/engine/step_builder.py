@@ -1,0 +1,121 @@
+"""A step in the making: rows for the device from Requests, and what each Request then counts as computed.
+
+Every row is built here. What a row may cost and who gets one is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from jaxserve.engine.kv_manager import KVManager
+from jaxserve.engine.request import Request, ScheduledRow, SchedulerOutput, SlotInit
+
+_EMPTY: list[int] = []  # shared by all decode rows; nobody writes to it
+
+
+class StepBuilder:
+    """Decode rows are added first, then chunks.
+
+    tokens_per_step    tokens that a sampling row may yield; the host counts with all of them until they are read
+    budget             prompt tokens that still fit
+    requests           of the rows, in their order
+    """
+
+    def __init__(self, number: int, tokens_per_step: int) -> None:
+        self.number = number
+        self.budget = 0
+        self.rows: list[ScheduledRow] = []
+        self.requests: list[Request] = []
+        self._tokens_per_step = tokens_per_step
+        self._slot_inits: list[SlotInit] = []
+        self._num_decode_rows = 0
+
+    def add_decodes(self, decoding: list[Request], kv: KVManager) -> bool:
+        """A row for each request that has more to generate and a page to do it on; whether one had no page."""
+        short = False
+        number, per_step, rows, requests = self.number, self._tokens_per_step, self.rows, self.requests
+        for request in decoding:
+            start = request.num_computed_tokens
+            if start >= request.max_computed_tokens:
+                continue  # its last token is in flight
+            first_new_page, new_page_ids = 0, _EMPTY
+            if start + per_step > request.page_capacity:
+                if (wanted := pages_wanted(request, kv, per_step)) > kv.num_available:
+                    short = True
+                    continue
+                first_new_page, new_page_ids = len(request.page_ids), kv.grow(request, wanted)
+            rows.append(
+                ScheduledRow(
+                    request.request_id,
+                    request.slot,  # type: ignore[arg-type]  # a running request has one
+                    start,
+                    1,
+                    True,
+                    _EMPTY,
+                    first_new_page,
+                    new_page_ids,
+                    request.masked,
+                    request.params.logprobs,
+                )
+            )
+            requests.append(request)
+            request.num_computed_tokens = start + per_step
+            request.num_inflight_tokens += per_step
+            request.last_step = number
+        self._num_decode_rows = len(rows)
+        return short
+
+    def add_first_chunk(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+        """The first row of a request that has just been given a slot and all the pages of its known tokens."""
+        assert request.slot is not None
+        init = SlotInit(
+            slot=request.slot,
+            params=request.params,
+            seed=request.seed,
+            num_prompt_tokens=request.num_prompt_tokens,
+            token_ids=request.token_ids(0, request.num_tokens),
+            eos_token_ids=() if request.params.ignore_eos else eos_token_ids,
+        )
+        self._slot_inits.append(init)
+        self.add_chunk(request, request.page_ids.copy())
+
+    def add_chunk(self, request: Request, new_page_ids: list[int] = _EMPTY) -> None:
+        """As much of a prompt as the budget allows; nothing when it is used up."""
+        start = request.num_computed_tokens
+        end = min(request.num_prefill_tokens, start + self.budget)
+        if end <= start:
+            return
+        done = end == request.num_prefill_tokens
+        assert request.slot is not None
+        row = ScheduledRow(
+            request_id=request.request_id,
+            slot=request.slot,
+            start=start,
+            num_tokens=end - start,
+            samples=done,
+            token_ids=request.token_ids(start, end),
+            first_new_page=0,
+            new_page_ids=new_page_ids,
+            masked=request.masked and done,
+            logprobs=request.params.logprobs,
+            prompt_logprobs=None if request.prompt_logprobs is None else request.params.prompt_logprobs,
+        )
+        self.rows.append(row)
+        self.requests.append(request)
+        self.budget -= end - start
+        request.num_computed_tokens = end
+        request.last_step = self.number
+        if done:
+            request.num_computed_tokens += self._tokens_per_step - 1
+            request.num_inflight_tokens += self._tokens_per_step
+
+    @property
+    def num_decode_rows(self) -> int:
+        return self._num_decode_rows
+
+    def build(self) -> SchedulerOutput:
+        return SchedulerOutput(self.number, self.rows, self._num_decode_rows, self._slot_inits)
+
+
+def pages_wanted(request: Request, kv: KVManager, tokens_per_step: int) -> int:
+    """Pages that a decoding request lacks for its next step."""
+    end = min(request.num_computed_tokens + tokens_per_step, request.max_computed_tokens)
+    return max(0, kv.num_pages_for(end) - len(request.page_ids))

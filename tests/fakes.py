@@ -1,0 +1,295 @@
+"""A device that can be computed by hand: its next token is a function of the tokens that it finds in its own pages.
+
+Whatever goes wrong between scheduler and pages (a page in two hands, a wrong offset, a slot reused too early) changes
+what a row reads and so its tokens, or trips an assertion. Steps run when they are read, so that an array or list that
+the host changes after dispatch shows as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.request import (
+    EngineRequest,
+    FinishReason,
+    SampledTokens,
+    SamplingParams,
+    ScheduledRow,
+    SchedulerOutput,
+    SlotInit,
+    TokenOutput,
+)
+from jaxserve.engine.scheduler_config import SchedulerConfig
+
+VOCAB = 97
+EMPTY = -1  # of an offset in a page that was never written
+
+
+def next_token(context: Sequence[int] | np.ndarray, seed: int = 0) -> int:
+    """Every token counts by its position, so that a missing, stale or moved one is seen."""
+    tokens = np.asarray(context, np.int64)
+    return int((tokens + 1) @ np.arange(1, len(tokens) + 1) + seed) % VOCAB
+
+
+def masked_next_token(context: Sequence[int] | np.ndarray, seed: int, mask: np.ndarray | None) -> int:
+    """The first allowed token from `next_token` on, cyclically. mask: int32 [ceil(VOCAB/32)]."""
+    token = next_token(context, seed)
+    if mask is None:
+        return token
+    allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]
+    return int((token + np.argmax(np.roll(allowed, -token))) % VOCAB)
+
+
+def alone(
+    prompt: Sequence[int], params: SamplingParams, eos: Container[int] = (), room: int = 10**6
+) -> tuple[list[int], FinishReason]:
+    """What a request yields that has the device to itself, by the definition of its parameters. room: of max_tokens."""
+    seed = (params.seed or 0) if params.temperature else 0
+    context, output = list(prompt), list[int]()
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    while len(output) < limit:
+        token = next_token(context, seed)
+        context.append(token)
+        output.append(token)
+        stops = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
+        if stops and len(output) >= params.min_tokens:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+@dataclass
+class FakeSlot:
+    """The slot state of the device."""
+
+    init: SlotInit
+    page_table: list[int] = field(default_factory=list)
+    position: int = 0
+    last_token: int = EMPTY
+
+
+class FakeStep:
+    """A StepHandle. Runs when it is asked, after all steps before it."""
+
+    def __init__(self, runner: FakeRunner, output: SchedulerOutput) -> None:
+        self.output = output
+        self.writes = {page: row.request_id for row in output.rows for page in runner.pages_written(row)}
+        self.sampled: SampledTokens | None = None
+        self.bitmask: np.ndarray | None = None
+        self._runner = runner
+
+    def sample(self, bitmask: np.ndarray) -> None:
+        assert self.output.masked and self.bitmask is None
+        assert bitmask.shape == (len(self.output.rows), -(-VOCAB // 32)) and bitmask.dtype == np.int32
+        self.bitmask = bitmask
+
+    def result(self) -> SampledTokens:
+        assert not self.output.masked or self.bitmask is not None
+        self._runner.run_until(self)
+        assert self.sampled is not None
+        return self.sampled
+
+
+class FakeRunner:
+    """A Runner of `config`'s sizes.
+
+    not_finite   request ids whose logits are NaN
+    count        tokens that a decode row of q tokens at most yields; called once a row
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        not_finite: Container[str] = (),
+        count: Callable[[int], int] = lambda q: q,
+    ) -> None:
+        self.config = config
+        self.not_finite = not_finite
+        self.pages = np.full((config.num_pages, config.page_size), EMPTY, np.int64)
+        self.slots: dict[int, FakeSlot] = {}
+        self.num_steps = 0
+        self._count = count
+        self._tables: dict[int, list[int]] = {}  # as dispatched: ahead of `slots`
+        self._unread: deque[FakeStep] = deque()
+
+    def num_compiles(self) -> int:
+        return 0
+
+    # --- dispatch
+
+    def execute(self, output: SchedulerOutput) -> FakeStep:
+        rows, config = output.rows, self.config
+        assert rows and sum(row.num_tokens for row in rows) == output.num_tokens <= config.max_num_batched_tokens
+        assert len({row.slot for row in rows}) == len(rows) <= config.max_num_seqs
+        assert all(row.num_tokens == 1 and not row.token_ids for row in rows[: output.num_decode_rows])
+        assert all(len(row.token_ids) == row.num_tokens for row in rows[output.num_decode_rows :])
+        assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
+        admitted = {init.slot for init in output.slot_inits}
+        assert not admitted & {row.slot for step in self._unread for row in step.output.rows}, "a slot reused too early"
+        for slot in admitted:
+            self._tables[slot] = []
+        for row in rows:
+            self._extend_table(row, row.slot in admitted)
+        step = FakeStep(self, output)
+        self._unread.append(step)
+        self.num_steps += 1
+        return step
+
+    def _extend_table(self, row: ScheduledRow, first: bool) -> None:
+        table, new = self._tables[row.slot], row.new_page_ids
+        assert not new or row.first_new_page == len(table)
+        assert first or len(new) <= -(-(2 * self.config.tokens_per_step - 1) // self.config.page_size)
+        for step in self._unread:
+            assert all(step.writes.get(page, row.request_id) == row.request_id for page in new), "a page reused too early"
+        table += new
+        assert len(table) <= -(-self.config.max_sequence_tokens // self.config.page_size)
+
+    def pages_written(self, row: ScheduledRow) -> set[int]:
+        size, table = self.config.page_size, self._tables[row.slot]
+        last = row.start + row.num_tokens - 1 + (0 if row.token_ids else self.config.tokens_per_step - 1)
+        return set(table[row.start // size : last // size + 1])
+
+    # --- the device
+
+    def run_until(self, last: FakeStep) -> None:
+        assert last in self._unread, "read twice"
+        while self._unread:
+            step = self._unread.popleft()
+            self._run(step)
+            if step is last:
+                return
+
+    def _run(self, step: FakeStep) -> None:
+        for init in step.output.slot_inits:
+            self.slots[init.slot] = FakeSlot(init)
+        rows, per_step = step.output.rows, self.config.tokens_per_step
+        tokens = np.full((len(rows), per_step), EMPTY, np.int32)
+        valid = np.zeros(len(rows), np.int32)
+        ok = np.ones(len(rows), bool)
+        for i, row in enumerate(rows):
+            mask = step.bitmask[i] if row.masked and step.bitmask is not None else None
+            new = self._run_row(row, mask)
+            tokens[i, : len(new)], valid[i] = new, len(new)
+            ok[i] = not row.samples or row.request_id not in self.not_finite
+        logprobs = self._logprobs(tokens) if any(row.logprobs is not None for row in rows) else ()
+        step.sampled = SampledTokens(tokens, valid, ok, *logprobs, prompt_logprobs=self._prompt_logprobs(rows))
+
+    def _run_row(self, row: ScheduledRow, mask: np.ndarray | None) -> list[int]:
+        slot = self.slots[row.slot]
+        slot.page_table += row.new_page_ids
+        if row.token_ids:
+            slot.position = row.start
+        per_step = 1 if row.token_ids or row.masked else self._count(self.config.tokens_per_step)
+        assert slot.position <= row.start and (slot.position == row.start or self.config.tokens_per_step > 1)
+        self._write(slot, row.token_ids or [slot.last_token])
+        if not row.samples:
+            return []
+        if row.token_ids:
+            assert self._context(slot).tolist() == slot.init.token_ids
+        new = [self._sample(slot, mask)]
+        while len(new) < per_step and slot.position < len(slot.page_table) * self.config.page_size:
+            self._write(slot, new[-1:])
+            new.append(self._sample(slot, mask))
+        slot.last_token = new[-1]
+        return new
+
+    def _write(self, slot: FakeSlot, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            page, offset = divmod(slot.position, self.config.page_size)
+            self.pages[slot.page_table[page], offset] = token
+            slot.position += 1
+
+    def _context(self, slot: FakeSlot) -> np.ndarray:
+        context = self.pages[slot.page_table].reshape(-1)[: slot.position]
+        assert (context != EMPTY).all(), "a position was read that was never written"
+        return context
+
+    def _sample(self, slot: FakeSlot, mask: np.ndarray | None) -> int:
+        seed = slot.init.seed if slot.init.params.temperature else 0
+        return masked_next_token(self._context(slot), seed, mask)
+
+    def _logprobs(self, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+        """A token's log-probability is minus itself, its rank itself, and the k-th most likely one is k tokens on."""
+        top = (tokens[..., None] + np.arange(20)) % VOCAB
+        return -tokens.astype(np.float32), tokens, top, -top.astype(np.float32)
+
+    def _prompt_logprobs(self, rows: list[ScheduledRow]) -> dict[int, tuple[np.ndarray, ...]] | None:
+        """As `_logprobs`, of the prompt tokens that follow those of each chunk."""
+        result = {}
+        for i, row in enumerate(rows):
+            if row.prompt_logprobs is not None and row.token_ids:
+                init = self.slots[row.slot].init
+                following = init.token_ids[: init.num_prompt_tokens][row.start + 1 : row.start + row.num_tokens + 1]
+                if following:
+                    result[i] = self._logprobs(np.array(following, np.int32))
+        return result or None  # type: ignore[return-value]  # tuples of four
+
+
+# --- driving an engine
+
+
+def small_config(**changes: object) -> SchedulerConfig:
+    sizes: dict[str, object] = {
+        "num_pages": 64,
+        "page_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 128,
+    }
+    return SchedulerConfig(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def make_core(config: SchedulerConfig, **options: object) -> EngineCore:
+    core_options = {key: options.pop(key) for key in ("eos_token_ids", "make_matcher", "clock") if key in options}
+    return EngineCore(FakeRunner(config, **options), config, vocab_size=VOCAB, **core_options)  # type: ignore[arg-type]
+
+
+@dataclass
+class Transcript:
+    """What the outputs of one request add up to."""
+
+    token_ids: list[int] = field(default_factory=list)
+    last: TokenOutput | None = None
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.last.finish_reason if self.last else None
+
+
+class Transcripts(dict[str, Transcript]):
+    """Collects outputs; a second last output, or anything after it, is an error."""
+
+    def take(self, outputs: Iterable[TokenOutput]) -> None:
+        for output in outputs:
+            transcript = self.setdefault(output.request_id, Transcript())
+            assert transcript.last is None, f"{output.request_id}: an output after the last one"
+            transcript.token_ids += output.token_ids
+            transcript.outputs.append(output)
+            if output.finish_reason is not None:
+                transcript.last = output
+
+
+def run_all(core: EngineCore, requests: Iterable[EngineRequest] = (), max_steps: int = 10_000) -> Transcripts:
+    """Add the requests and step to the end, with a check of the scheduler's integrity after every step."""
+    transcripts = Transcripts()
+    for request in requests:
+        core.add(request)
+    for _ in range(max_steps):
+        if not core.has_work:
+            return transcripts
+        transcripts.take(core.step())
+        core.scheduler.check_integrity()
+    raise AssertionError(f"still busy after {max_steps} steps: {core.scheduler.stats()}")
+
+
+def make_request(request_id: str, prompt: Sequence[int], **changes: object) -> EngineRequest:
+    """`changes` are fields of EngineRequest or SamplingParams. Greedy unless a temperature is given."""
+    fields = {key: changes.pop(key) for key in list(changes) if key in EngineRequest.__struct_fields__}
+    params = SamplingParams(**({"temperature": 0.0} | changes))  # type: ignore[arg-type]
+    return EngineRequest(request_id=request_id, prompt_token_ids=list(prompt), params=params, **fields)  # type: ignore[arg-type]
