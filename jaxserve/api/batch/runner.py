@@ -6,8 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
-from starlette.requests import Request
-
 from jaxserve.api.batch.handlers import Handlers
 from jaxserve.api.batch.job import BatchJob, BatchSettings
 from jaxserve.api.batch.window import Window
@@ -102,8 +100,3 @@ class BatchRunner:
         except HTTPError as error:
             level = logging.WARNING if isinstance(error, StorageError) else logging.CRITICAL
             logger.log(level, "the store cannot be swept: %s", error.message)
-
-
-def batch_runner(request: Request) -> BatchRunner:
-    """The runner of the application that answers `request`."""
-    return request.app.state.batches

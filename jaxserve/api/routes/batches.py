@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.batch.runner import batch_runner
+from jaxserve.api.batch.service import batch_runner
 from jaxserve.api.body import read_body
 from jaxserve.api.errors import error_response
 from jaxserve.api.protocol.batches import CreateBatchRequest, batch_object, new_batch

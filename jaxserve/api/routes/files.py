@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.api.batch.runner import batch_runner
+from jaxserve.api.batch.service import batch_runner
 from jaxserve.api.errors import ClientDisconnected
 from jaxserve.api.multipart import UploadForm
 from jaxserve.api.protocol.files import (
