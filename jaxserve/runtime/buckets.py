@@ -9,10 +9,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Rows 6 and 12 are slower than 8 and 16 on a CPU; beyond 256 rows a step is bound by arithmetic anyway.
+# Each costs about 2 s of a CPU core to compile. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the finer steps
+# up to 256 rows pay, and beyond a step is bound by arithmetic.
+_DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
 _DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then powers of two
-_HEAD_FACTOR = 4
+_HEAD = (1, 8)  # then by factors of eight
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,17 @@ class Buckets:
         return self.extend[-1]
 
 
-def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, deterministic: bool = False) -> Buckets:
+def make_buckets(
+    max_num_seqs: int, max_num_batched_tokens: int, *, platform: str, deterministic: bool = False
+) -> Buckets:
     """The buckets of a configuration. Deterministic mode decodes through `extend` and has no decode programs."""
     max_tokens = max(max_num_seqs, max_num_batched_tokens)
-    decode = () if deterministic else _up_to((*_DECODE, *_powers(512, 2, max_num_seqs)), max_num_seqs)
+    fine = _DECODE_CPU if platform == "cpu" else _DECODE
+    decode = _up_to((*fine, *_powers(2 * fine[-1], 2, max_num_seqs)), max_num_seqs)
     return Buckets(
-        decode=decode,
-        extend=_up_to((*_EXTEND, *_powers(16, 2, max_tokens)), max_tokens),
-        head=_up_to(_powers(1, _HEAD_FACTOR, max_num_seqs), max_num_seqs),
+        decode=() if deterministic else decode,
+        extend=_up_to((*_EXTEND, *_powers(32, 2, max_tokens)), max_tokens),
+        head=_up_to((*_HEAD, *_powers(64, 8, max_num_seqs)), max_num_seqs),
     )
 
 

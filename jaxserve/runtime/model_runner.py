@@ -66,7 +66,10 @@ class ModelRunner:
         self.structure = loaded.structure
         self.backend: Backend = get_backend(config.attention, mesh.platform)
         self.buckets: Buckets = make_buckets(
-            config.max_num_seqs, config.max_num_batched_tokens, deterministic=config.deterministic
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            platform=mesh.platform,
+            deterministic=config.deterministic,
         )
         self._layers = kv_cache.layer_caches(
             loaded.config.attention_layers, self.backend, config.page_size, config.cache_dtype, mesh

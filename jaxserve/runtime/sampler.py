@@ -170,60 +170,51 @@ def unpack_bits(words: jax.Array, vocab_size: int) -> jax.Array:
 def filter_probs(
     probs: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, active: jax.Array
 ) -> jax.Array:
-    """Zero what top-k, top-p and min-p exclude. probs float32 [R, V], largest of a row 1, need not sum to 1."""
+    """Zero what top-k, top-p and min-p exclude, in the rows where `active`.
+
+    probs float32 [R, V], the largest of a row is 1, they need not sum to 1. top_k int32, top_p, min_p float32 [R].
+    top-k: the k largest and all that tie with the k-th. top-p: the fewest likeliest tokens whose share of what top-k
+    left reaches top_p, and all that tie with the last. min-p: at least min_p times the largest.
+    """
     some_k = active & (top_k > 0)
     some_p = active & (top_p < 1)
-    probs = jax.lax.cond(some_k.any(), lambda p: keep_top_k(p, top_k, some_k), lambda p: p, probs)
-    probs = jax.lax.cond(some_p.any(), lambda p: keep_top_p(p, top_p, some_p), lambda p: p, probs)
+    counts = jnp.minimum(top_k, probs.shape[1]).astype(jnp.float32)
+
+    def stage(index: jax.Array, probs: jax.Array) -> jax.Array:
+        by_mass = index == 1  # one loop body for both: half the code to compile
+        weights = jnp.where(by_mass, probs, 1)
+        shares = jnp.maximum(top_p * probs.sum(axis=-1), np.finfo(np.float32).tiny)
+        border = _border(
+            probs, weights, jnp.where(by_mass, shares, counts), jnp.where(by_mass, some_p, some_k)
+        )
+        return jnp.where(probs >= border[:, None], probs, 0)
+
+    probs = jax.lax.cond(
+        (some_k | some_p).any(), lambda p: jax.lax.fori_loop(0, 2, stage, p), lambda p: p, probs
+    )
     floor = jnp.where(active, min_p, 0)[:, None]
     return jnp.where(probs >= floor, probs, 0)
 
 
-def keep_top_k(probs: jax.Array, top_k: jax.Array, active: jax.Array) -> jax.Array:
-    """The k largest of each active row, and all that tie with the k-th."""
-    target = jnp.minimum(top_k, probs.shape[1]).astype(jnp.float32)
-
-    def count(kept: jax.Array) -> jax.Array:
-        return kept.sum(axis=-1, dtype=jnp.int32).astype(jnp.float32)
-
-    return _keep_from(probs, _border(probs, count, target, active))
-
-
-def keep_top_p(probs: jax.Array, top_p: jax.Array, active: jax.Array) -> jax.Array:
-    """The fewest likeliest tokens whose share of the row's sum reaches top_p, and all that tie with the last."""
-    target = jnp.maximum(top_p * probs.sum(axis=-1), np.finfo(np.float32).tiny)
-
-    def mass(kept: jax.Array) -> jax.Array:
-        return jnp.where(kept, probs, 0).sum(axis=-1)
-
-    return _keep_from(probs, _border(probs, mass, target, active))
-
-
-def _keep_from(probs: jax.Array, border: jax.Array) -> jax.Array:
-    return jnp.where(probs >= border[:, None], probs, 0)
-
-
-def _border(
-    probs: jax.Array, measure: Callable[[jax.Array], jax.Array], target: jax.Array, active: jax.Array
-) -> jax.Array:
-    """The largest t with measure(probs >= t) >= target, float32 [R]; 0 in rows that are not active.
+def _border(probs: jax.Array, weights: jax.Array, target: jax.Array, active: jax.Array) -> jax.Array:
+    """The largest t for which the weights where probs >= t sum to target or more, float32 [R]; 0 if not active.
 
     Bisection on the bits of t: at most 30 passes over the probabilities, without sorting them, and usually half as
     many, for a row is decided once a single token is left between the bounds. A decided row's set no longer changes.
     """
     low = jnp.zeros(probs.shape[0], jnp.int32)
     high = jnp.where(active, _ONE_BITS + 1, 1).astype(jnp.int32)
-    between = jnp.where(active, probs.shape[1], 0).astype(jnp.int32)
+    above_low = jnp.full_like(low, probs.shape[1])
 
     def undecided(carry: tuple[jax.Array, ...]) -> jax.Array:
-        low, high, _, _ = carry
-        return ((high - low > 1) & (carry[2] - carry[3] > 1)).any()
+        low, high, above_low, above_high = carry
+        return ((high - low > 1) & (above_low - above_high > 1)).any()
 
     def halve(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         low, high, above_low, above_high = carry
         middle = low + (high - low) // 2
         kept = probs >= jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None]
-        enough = measure(kept) >= target
+        enough = jnp.where(kept, weights, 0).sum(axis=-1) >= target
         above = kept.sum(axis=-1, dtype=jnp.int32)
         return (
             jnp.where(enough, middle, low),
@@ -232,9 +223,8 @@ def _border(
             jnp.where(enough, above_high, above),
         )
 
-    carry = (low, high, between, jnp.zeros_like(between))
-    low, *_ = jax.lax.while_loop(undecided, halve, carry)
-    return jnp.where(active, jax.lax.bitcast_convert_type(low, jnp.float32), 0)
+    low, *_ = jax.lax.while_loop(undecided, halve, (low, high, above_low, jnp.zeros_like(low)))
+    return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
 def inverse_cdf(probs: jax.Array, uniform: jax.Array) -> jax.Array:
