@@ -57,7 +57,10 @@ class SequenceText:
         self._num_prompt_tokens = len(prompt_token_ids)
         self._num_cached_tokens = 0
         self._detokenizer = make_detokenizer(
-            tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            visible_token_ids=params.visible_token_ids,
         )
         self._stops: StopChecker | None = None
         if params.stop or params.stop_regex:

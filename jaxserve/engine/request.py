@@ -68,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_regex: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    visible_token_ids: tuple[int, ...] = ()  # special tokens that stay in the text: a parser of the output reads them
     spaces_between_special_tokens: bool = True
 
 

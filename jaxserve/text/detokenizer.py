@@ -8,7 +8,7 @@ need the neighbours of a token; they go through the tokenizers library's DecodeS
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from tokenizers.decoders import DecodeStream
@@ -32,21 +32,29 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+    visible_token_ids: Collection[int] = (),
 ) -> Detokenizer:
-    """A detokenizer for the output that follows a prompt (only its last few ids are read)."""
+    """A detokenizer for the output that follows a prompt (only its last few ids are read).
+
+    visible_token_ids: special tokens that are not skipped; with any, the "other" kind skips none
+    """
     tail = list(prompt_token_ids[-TAIL_TOKENS:])
     if tokenizer.decoder_kind == "other":
-        return StreamDetokenizer(tokenizer, tail, skip_special_tokens)
-    return ByteDetokenizer(tokenizer, tail, skip_special_tokens)
+        return StreamDetokenizer(tokenizer, tail, skip_special_tokens and not visible_token_ids)
+    skipped = tokenizer.special_ids.difference(visible_token_ids) if skip_special_tokens else frozenset[int]()
+    return ByteDetokenizer(tokenizer, tail, skipped)
 
 
 class ByteDetokenizer:
     """Joins the tokens' bytes and decodes them as UTF-8; bytes that no character has become U+FFFD."""
 
-    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skipped: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skip = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # A sentencepiece text does not begin with the space that its first token carries.
         first = all(i in tokenizer.special_ids for i in tail)
