@@ -5,11 +5,13 @@ Names are `jaxserve:*`; those that routers and dashboards of the field read are 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.messages import EngineInfo, EngineStats
@@ -55,7 +57,9 @@ class Metrics:
         return Counter(f"jaxserve:{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"jaxserve:{name}", name.replace("_", " "), buckets=buckets, registry=self.registry)
+        histogram = Histogram(f"jaxserve:{name}", buckets)
+        self.registry.register(histogram)
+        return histogram
 
     def watch_engine(self, read: EngineReader) -> None:
         """Export the engine's own numbers; `read` is called at every scrape."""
@@ -68,6 +72,29 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self.registry)
+
+
+class Histogram(Collector):
+    """Written by one thread only, so it needs no lock: a tenth of the cost of the library's, and it runs every token."""
+
+    def __init__(self, name: str, buckets: tuple[float, ...]) -> None:
+        self._name = name
+        self._buckets = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        names = [*map(str, map(float, self._buckets)), "+Inf"]
+        text = self._name.partition(":")[2].replace("_", " ")
+        pairs = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, text, buckets=pairs, sum_value=self._sum)
 
 
 class _EngineCollector(Collector):

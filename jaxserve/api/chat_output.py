@@ -5,81 +5,249 @@ One function makes the deltas; an answer in one piece is those deltas joined, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.api.generation import Job
+from jaxserve.api.generation import Job, Usage
 from jaxserve.api.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.wire import finish_fields
 from jaxserve.engine.output import RequestOutput
+from jaxserve.engine.request import FinishReason, TokenLogprobs
+from jaxserve.text.events import (
+    ContentDelta,
+    Event,
+    OutputParser,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+
+Chunk = dict[str, Any]
+
+
+@dataclass
+class _Choice:
+    """Where one choice is."""
+
+    index: int
+    parser: OutputParser
+    begun: bool = False
+    done: bool = False
+    num_calls: int = 0
+    custom: set[int] = field(default_factory=set)  # numbers of the calls of custom tools
+    thinking: bool = False
+    unsure_tokens: int = 0  # tokens without an event yet: of the reasoning, or of what follows it
+    held_reasoning: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that no chunk has carried yet
+    token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How the answer is to look."""
+
+    parallel: bool = True  # False: an output ends with its first call
+    legacy: bool = False  # function_call instead of tool_calls
+    echo: str = ""  # text of the last message, given again before the output
 
 
 class ChatChoices:
     """The choices of one conversation."""
 
-    def __init__(self, body: ChatCompletionRequest, job: Job, texts: TokenTexts) -> None:
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        job: Job,
+        texts: TokenTexts,
+        usage: Usage,
+        make_parser: Callable[[], OutputParser],
+        options: ChatOptions,
+    ) -> None:
         self._body = body
         self._job = job
         self._texts = texts
-        self._begun: set[int] = set()
+        self._usage = usage
+        self._make_parser = make_parser
+        self._options = options
+        self._choices: dict[int, _Choice] = {}
 
-    def deltas(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """The chunks that `output` makes of its choice: the role once, text, and the finish alone at the end."""
-        chunks = []
-        if output.index not in self._begun:
-            self._begun.add(output.index)
-            chunks.append(self._first(output))
-        logprobs = self._logprobs(output)
-        if output.text or logprobs is not None or (self._body.return_token_ids and output.token_ids):
-            chunks.append(self._text(output, logprobs))
+    @property
+    def complete(self) -> bool:
+        """Every choice has ended, perhaps before its output did."""
+        return len(self._choices) == self._job.params.n and all(choice.done for choice in self._choices.values())
+
+    def chunks(self, output: RequestOutput) -> list[Chunk]:
+        """The chunks that `output` makes of its choice: the role once, deltas, and the finish alone at the end."""
+        choice = self._choices.get(output.index)
+        if choice is None:
+            choice = self._choices[output.index] = _Choice(output.index, self._make_parser())
+        if choice.done:
+            return []
+        choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
+        if self._body.logprobs:
+            choice.logprobs += output.logprobs or ()
+        if self._body.return_token_ids:
+            choice.token_ids += output.token_ids
+        events = choice.parser.feed(output.text) if output.text else []
         if output.finish_reason is not None:
-            finish = finish_fields(output, self._job.params.stop_token_ids)
-            chunks.append({"index": output.index, "delta": {}, "logprobs": None} | finish)
+            events += choice.parser.finish()
+        self._count_reasoning(choice, events, len(output.token_ids))
+        chunks = self._deltas(choice, events)
+        if output.finish_reason is not None or choice.done:
+            chunks += self._last(choice, output)
         return chunks
 
-    def _first(self, output: RequestOutput) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        chunk: dict[str, Any] = {"index": output.index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _deltas(self, choice: _Choice, events: list[Event]) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for event in events:
+            delta = self._delta(choice, event)
+            if delta is None:
+                continue
+            if not choice.begun:
+                chunks.append(self._first(choice, isinstance(event, ContentDelta)))
+            chunks.append(self._chunk(choice, delta))
+            if choice.done:
+                break
+        return chunks
+
+    def _delta(self, choice: _Choice, event: Event) -> dict[str, Any] | None:
+        match event:
+            case ContentDelta(text):
+                return {"content": text}
+            case ReasoningDelta(text):
+                return self._reasoning(choice, text)
+            case ToolCallStart():
+                return self._start_call(choice, event)
+            case ToolCallDelta(index, text):
+                return self._call_text(choice, index, text)
+            case ToolCallEnd():
+                choice.done = not self._options.parallel
+        return None
+
+    def _reasoning(self, choice: _Choice, text: str) -> dict[str, Any] | None:
+        if self._body.include_reasoning is False:
+            return None
+        if self._body.stream_reasoning is False:
+            choice.held_reasoning += text
+            return None
+        return {"reasoning_content": text, "reasoning": text}
+
+    def _start_call(self, choice: _Choice, event: ToolCallStart) -> dict[str, Any]:
+        choice.num_calls += 1
+        if self._options.legacy:
+            return {"function_call": {"name": event.name, "arguments": ""}}
+        if event.custom:
+            choice.custom.add(event.index)
+            call: dict[str, Any] = {"type": "custom", "custom": {"name": event.name, "input": ""}}
+        else:
+            call = {"type": "function", "function": {"name": event.name, "arguments": ""}}
+        return {"tool_calls": [{"index": event.index, "id": event.id} | call]}
+
+    def _call_text(self, choice: _Choice, index: int, text: str) -> dict[str, Any]:
+        if self._options.legacy:
+            return {"function_call": {"arguments": text}}
+        part = {"custom": {"input": text}} if index in choice.custom else {"function": {"arguments": text}}
+        return {"tool_calls": [{"index": index} | part]}
+
+    def _first(self, choice: _Choice, content: bool) -> Chunk:
+        """The chunk of the role. Its content is null before reasoning and calls, which have none."""
+        choice.begun = True
+        text = self._options.echo or ("" if content else None)
+        chunk: Chunk = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         if self._body.return_token_ids:
             chunk["prompt_token_ids"] = self._job.prompt_token_ids
         if self._body.prompt_logprobs is not None:
-            chunk["prompt_logprobs"] = prompt_logprobs(
-                output.prompt_logprobs or [], self._body.prompt_logprobs, self._texts
-            )
+            entries = choice.prompt_logprobs or []
+            chunk["prompt_logprobs"] = prompt_logprobs(entries, self._body.prompt_logprobs, self._texts)
         return chunk
 
-    def _text(self, output: RequestOutput, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        chunk = {"index": output.index, "delta": {"content": output.text}, "logprobs": logprobs, "finish_reason": None}
-        return chunk | {"token_ids": output.token_ids} if self._body.return_token_ids else chunk
+    def _chunk(self, choice: _Choice, delta: dict[str, Any]) -> Chunk:
+        """A delta, with the log-probabilities and ids of all tokens since the last one."""
+        chunk: Chunk = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        if choice.held_reasoning:
+            held, choice.held_reasoning = choice.held_reasoning, ""
+            chunk["delta"] = {"reasoning_content": held, "reasoning": held} | delta
+        if choice.logprobs:
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            chunk["logprobs"] = chat_logprobs(choice.logprobs, self._body.top_logprobs or 0, self._texts, as_ids)
+            choice.logprobs = []
+        if self._body.return_token_ids:
+            chunk["token_ids"], choice.token_ids = choice.token_ids, []
+        return chunk
 
-    def _logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
-        if not (self._body.logprobs and output.logprobs):
-            return None
-        as_ids = bool(self._body.return_tokens_as_token_ids)
-        return chat_logprobs(output.logprobs, self._body.top_logprobs or 0, self._texts, as_ids)
+    def _last(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
+        choice.done = True
+        chunks = [] if choice.begun else [self._first(choice, choice.num_calls == 0 and not choice.held_reasoning)]
+        finish = finish_fields(output, self._job.params.stop_token_ids)
+        if choice.num_calls and output.finish_reason in (None, FinishReason.STOP):
+            finish["finish_reason"] = "function_call" if self._options.legacy else "tool_calls"
+        return [*chunks, self._chunk(choice, {}) | finish]
+
+    def _count_reasoning(self, choice: _Choice, events: list[Event], num_tokens: int) -> None:
+        """Tokens of the reasoning and its tags. A token that made no event belongs with what comes next."""
+        choice.unsure_tokens += num_tokens
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                choice.thinking = True
+                self._usage.reasoning_tokens += choice.unsure_tokens
+                choice.unsure_tokens = 0
+            elif choice.thinking:
+                choice.thinking = False
+                self._usage.reasoning_tokens += max(0, choice.unsure_tokens - num_tokens)
+                choice.unsure_tokens = 0
+            else:
+                choice.unsure_tokens = 0
 
 
 class Joined:
     """The chunks of one choice, joined to the form of an answer in one piece."""
 
     def __init__(self, index: int) -> None:
-        self.message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
-        self.choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+        self._message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
+        self._message |= {"reasoning_content": None, "reasoning": None}
+        self._choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
 
-    def add(self, chunk: dict[str, Any]) -> None:
+    def add(self, chunk: Chunk) -> None:
         for key, value in chunk["delta"].items():
-            if isinstance(value, str) and key != "role":
-                self.message[key] = (self.message.get(key) or "") + value
+            if key == "tool_calls":
+                self._add_call(value[0])
+            elif key == "function_call":
+                self._message[key] = _joined_text(self._message.get(key, {}), value)
+            elif value is not None:
+                self._message[key] = value if key == "role" else (self._message.get(key) or "") + value
         if chunk["logprobs"] is not None:
-            known = self.choice["logprobs"]
+            known = self._choice["logprobs"]
             content = [*known["content"], *chunk["logprobs"]["content"]] if known else chunk["logprobs"]["content"]
-            self.choice["logprobs"] = chunk["logprobs"] | {"content": content}
+            self._choice["logprobs"] = chunk["logprobs"] | {"content": content}
         if "token_ids" in chunk:
-            self.choice["token_ids"] = [*self.choice.get("token_ids", ()), *chunk["token_ids"]]
+            self._choice["token_ids"] = [*self._choice.get("token_ids", ()), *chunk["token_ids"]]
         for key in ("matched_stop", "stop_reason", "prompt_token_ids", "prompt_logprobs"):
             if key in chunk:
-                self.choice[key] = chunk[key]
-        self.choice["finish_reason"] = chunk["finish_reason"]
+                self._choice[key] = chunk[key]
+        self._choice["finish_reason"] = chunk["finish_reason"]
+
+    def _add_call(self, delta: dict[str, Any]) -> None:
+        calls: list[dict[str, Any]] = self._message.setdefault("tool_calls", [])
+        part = {key: value for key, value in delta.items() if key != "index"}
+        if "id" in part:
+            calls.append(part)
+            return
+        for key, value in part.items():
+            calls[-1][key] = _joined_text(calls[-1][key], value)
 
     def result(self) -> dict[str, Any]:
-        return {"index": self.choice["index"], "message": self.message} | self.choice
+        index = self._choice.pop("index")
+        return {"index": index, "message": self._message} | self._choice
+
+
+def _joined_text(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
+    return first | {key: first.get(key, "") + value for key, value in second.items()}

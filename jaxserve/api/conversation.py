@@ -92,10 +92,9 @@ async def render_messages(
 
 
 async def chat_prompt(
-    body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+    body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None
 ) -> tuple[list[int], str]:
-    """(token ids, rendered text; empty if the body brought its own ids)."""
-    check_messages(body.messages)
+    """(token ids, rendered text); the text is empty if the body brought its own ids."""
     if body.input_ids is not None:
         check_ids(body.input_ids, state.engine.info, "input_ids")
         return body.input_ids, ""
@@ -106,10 +105,16 @@ async def chat_prompt(
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        kwargs=kwargs,
+        kwargs=template_kwargs(body),
     )
     ids = await encode(state.engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
     return ids, text
+
+
+def last_text(messages: Sequence[Message]) -> str:
+    """The text of the last message."""
+    content = messages[-1].content
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
 
 
 def template_kwargs(body: ChatCompletionRequest) -> dict[str, Any]:

@@ -65,32 +65,31 @@ class Generation:
         self.usage.prompt_tokens = sum(len(job.prompt_token_ids) for job in self.jobs)
         self._cached = [0] * len(self.jobs)
 
-    async def outputs(self) -> Outputs:
+    def outputs(self) -> Outputs:
         """(number of the job, output) as they come. Raises what the engine raises."""
-        ids = [self.request_id] if len(self.jobs) == 1 else [f"{self.request_id}.{i}" for i in range(len(self.jobs))]
-        with self.state.live.running(self.request_id, ids):
-            streams = [self._measured(number, engine_id) for number, engine_id in enumerate(ids)]
-            merged = streams[0] if len(streams) == 1 else _merge(streams)
-            async with aclosing(merged):
-                async for item in merged:
-                    yield item
+        if len(self.jobs) == 1:
+            return self._measured(0, self.request_id)
+        return _merge([self._measured(number, f"{self.request_id}.{number}") for number in range(len(self.jobs))])
 
     async def _measured(self, number: int, engine_id: str) -> Outputs:
-        metrics, job = self.state.metrics, self.jobs[number]
+        """The outputs of one job. One of few functions that run for every token: keep it lean."""
+        metrics, usage = self.state.metrics, self.usage
         started = time.perf_counter()
         last: dict[int, float] = {}
-        stream = self._generate(job, engine_id)
+        stream = self._generate(self.jobs[number], engine_id)
+        self.state.live.add(engine_id)
         try:
             async for output in stream:
                 now = time.perf_counter()
-                if output.token_ids:
+                count = len(output.token_ids)
+                if count:
                     before = last.get(output.index)
                     if before is None:
                         metrics.time_to_first_token.observe(now - started)
                     else:
-                        metrics.inter_token_latency.observe((now - before) / len(output.token_ids))
+                        metrics.inter_token_latency.observe((now - before) / count)
                     last[output.index] = now
-                    self.usage.completion_tokens += len(output.token_ids)
+                    usage.completion_tokens += count
                 if output.finish_reason is not None:
                     self._finished(number, output, now - started)
                 yield number, output
@@ -98,6 +97,7 @@ class Generation:
             metrics.errors.labels(error.code or error.type).inc()
             raise
         finally:
+            self.state.live.discard(engine_id)
             await stream.aclose()
 
     def _generate(self, job: Job, engine_id: str) -> AsyncGenerator[RequestOutput, None]:

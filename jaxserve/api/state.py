@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,9 +14,10 @@ from starlette.requests import Request
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.logprobs import TokenTexts
 from jaxserve.config import Config
-from jaxserve.errors import InvalidValueError, ModelNotFoundError
+from jaxserve.errors import ModelNotFoundError
 from jaxserve.metrics import Metrics
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.output_parser import ParserChoice, choose_parsers
 
 logger = logging.getLogger(__name__)
 
@@ -39,26 +39,15 @@ class UnknownFields:
             logger.warning("%s: the field %r is of no API known here and has no effect", route, name)
 
 
-class LiveRequests:
-    """The requests that run, by the id their client knows, for duplicates and for /abort_request."""
+class LiveRequests(set[str]):
+    """Engine ids of the requests that run. They begin with the id that the client knows."""
 
-    def __init__(self) -> None:
-        self._engine_ids: dict[str, list[str]] = {}
-
-    @contextmanager
-    def running(self, request_id: str, engine_ids: list[str]) -> Iterator[None]:
-        """Raises InvalidValueError if the id is in use."""
-        if request_id in self._engine_ids:
-            raise InvalidValueError(f"A request with the id {request_id!r} is running.", param="request_id")
-        self._engine_ids[request_id] = engine_ids
-        try:
-            yield
-        finally:
-            del self._engine_ids[request_id]
+    @property
+    def count(self) -> int:
+        return len(self)
 
     def matching(self, prefix: str) -> list[str]:
-        """Engine ids of the requests whose id begins with `prefix`."""
-        return [each for key, ids in self._engine_ids.items() if key.startswith(prefix) for each in ids]
+        return sorted(each for each in self if each.startswith(prefix))
 
 
 @dataclass
@@ -80,6 +69,13 @@ class ServerState:
     def chat_template(self) -> ChatTemplate | None:
         """The operator's template or the model's; None if there is neither."""
         return ChatTemplate.load(self.engine.tokenizer, self.config.model.chat_template)
+
+    @cached_property
+    def parsers(self) -> ParserChoice:
+        """What reads the model's output: by name, or found by the chat template."""
+        source = self.chat_template.source if self.chat_template is not None else None
+        model = self.config.model
+        return choose_parsers(source, tool=model.tool_parser, reasoning=model.reasoning_parser)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ModelNotFoundError; None means the first served name."""

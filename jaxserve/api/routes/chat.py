@@ -6,13 +6,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.body import read_body
-from jaxserve.api.chat_output import ChatChoices, Joined
-from jaxserve.api.conversation import chat_prompt, template_kwargs
+from jaxserve.api.chat_output import ChatChoices, ChatOptions, Chunk, Joined
+from jaxserve.api.conversation import chat_prompt, check_messages, last_text
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.openapi import documented
 from jaxserve.api.prompts import check_length, truncate
@@ -21,8 +22,10 @@ from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.sampling import sampling_params
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
+from jaxserve.api.tools import tool_use
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+from jaxserve.text.events import OutputParser
 
 router = APIRouter()
 
@@ -54,27 +57,43 @@ def check_chat(body: ChatCompletionRequest) -> None:
 async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer:
     """Everything that can be wrong with the request is found here."""
     model = state.check_model(body.model)
-    info = state.engine.info
+    check_messages(body.messages)
+    info, tokenizer = state.engine.info, state.engine.tokenizer
+    tools = tool_use(body)
     asked = body.max_completion_tokens or body.max_tokens
-    token_ids, _ = await chat_prompt(body, state, None, template_kwargs(body))
+    token_ids, prompt = await chat_prompt(body, state, tools.shown or None)
     token_ids = truncate(
         token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", asked, info.max_model_len
     )
-    check_length(token_ids, info, "messages")
+    check_length(token_ids, info, "messages" if body.input_ids is None else "input_ids")
     params = sampling_params(
         body,
         info,
-        state.engine.tokenizer,
+        tokenizer,
         max_tokens=asked,
         num_prompt_tokens=len(token_ids),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    job = Job(token_ids, params)
+    visible = state.parsers.visible_token_ids(tokenizer, tools=tools.mode != "none")
+    job = Job(token_ids, msgspec.structs.replace(params, visible_token_ids=visible))
     salt = (body.cache_salt or "") + (body.extra_key or "")
     request_id = new_id("chatcmpl", body.request_id or body.rid)
     generation = Generation(state, request_id, [job], body.priority or 0, salt)
-    return ChatAnswer(body, model, generation, ChatChoices(body, job, state.token_texts))
+    continued = last_text(body.messages) if body.continue_final_message else ""
+
+    def make_parser() -> OutputParser:
+        return state.parsers.make(
+            tools=tools.tool_set,
+            prompt=prompt,
+            continued=continued,
+            separate_reasoning=body.separate_reasoning is not False,
+            fallback_tool="json" if tools.mode == "required" else None,
+        )
+
+    options = ChatOptions(tools.parallel, tools.legacy, last_text(body.messages) if body.echo else "")
+    choices = ChatChoices(body, job, state.token_texts, generation.usage, make_parser, options)
+    return ChatAnswer(body, model, generation, choices)
 
 
 class ChatAnswer:
@@ -86,23 +105,28 @@ class ChatAnswer:
         self._generation = generation
         self._choices = choices
 
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for _, output in outputs:
+                for chunk in self._choices.chunks(output):
+                    yield chunk
+                if self._choices.complete:
+                    return
+
     async def events(self) -> AsyncGenerator[bytes, None]:
         envelope = Envelope(self._generation.request_id, "chat.completion.chunk", self._model)
         writer = ChunkWriter(envelope, self._generation.usage, self._body)
-        async with aclosing(self._generation.outputs()) as outputs:
-            async for _, output in outputs:
-                for chunk in self._choices.deltas(output):
-                    yield writer.chunk(chunk)
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                yield writer.chunk(chunk)
         if writer.include_usage:
             yield writer.usage_chunk()
 
     async def whole(self) -> dict[str, Any]:
         found: dict[int, Joined] = {}
-        async with aclosing(self._generation.outputs()) as outputs:
-            async for _, output in outputs:
-                choice = found.setdefault(output.index, Joined(output.index))
-                for chunk in self._choices.deltas(output):
-                    choice.add(chunk)
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                found.setdefault(chunk["index"], Joined(chunk["index"])).add(chunk)
         envelope = Envelope(self._generation.request_id, "chat.completion", self._model)
         return envelope.head() | {
             "choices": [found[index].result() for index in sorted(found)],

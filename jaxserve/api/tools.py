@@ -1,0 +1,134 @@
+"""The tools of a chat request: which the model sees, which it may or must call, and the older `functions` form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxserve.api.protocol.chat import ChatCompletionRequest, NamedTool, Tool, ToolChoice
+from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+from jaxserve.text.tools import ToolSet
+
+Mode = Literal["none", "auto", "required"]
+
+# how a custom tool is shown to a model that knows functions only; the parser undoes it
+_CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says about tools.
+
+    tools: those that the model may call; none of them with mode "none"
+    mode: "required" also for a named tool, which is then the only one here
+    parallel: more than one call in an output
+    legacy: asked for with functions and function_call, and to be answered so
+    """
+
+    tools: tuple[Tool, ...] = ()
+    mode: Mode = "none"
+    parallel: bool = True
+    legacy: bool = False
+    shown: list[dict[str, Any]] = field(default_factory=list)  # as the chat template sees them
+
+    @property
+    def tool_set(self) -> ToolSet | None:
+        """For the parser of the output; None leaves calls in the text."""
+        if self.mode == "none":
+            return None
+        functions = [tool.function for tool in self.tools if tool.function is not None]
+        custom = [tool.custom.name for tool in self.tools if tool.custom is not None]
+        return ToolSet({function.name: function.parameters or {} for function in functions}, custom)
+
+
+def tool_use(body: ChatCompletionRequest) -> ToolUse:
+    """Read tools, tool_choice, parallel_tool_calls, functions and function_call. Raises a RequestError."""
+    legacy = bool(body.functions)
+    if legacy and body.tools:
+        raise InvalidValueError("Give tools or functions, not both.", param="functions")
+    tools = _legacy_tools(body) if legacy else body.tools or []
+    choice = _legacy_choice(body) if legacy else body.tool_choice
+    for number, tool in enumerate(tools):
+        _check_tool(tool, f"tools.{number}")
+    param = "function_call" if legacy else "tool_choice"
+    mode, allowed = _resolve(choice, tools, param)
+    if mode == "required" and not tools:
+        raise InvalidValueError(f"{param} asks for a call, but there are no tools.", param=param)
+    parallel = body.parallel_tool_calls is not False and not legacy
+    if mode == "none":
+        return ToolUse(legacy=legacy)
+    shown = [_shown(tool) for tool in allowed]
+    return ToolUse(tuple(allowed), mode, parallel, legacy, shown)
+
+
+def tool_name(tool: Tool) -> str:
+    named = tool.function or tool.custom
+    assert named is not None
+    return named.name
+
+
+def _check_tool(tool: Tool, param: str) -> None:
+    if tool.type not in ("function", "custom"):
+        message = f"{param}: tools of type {tool.type!r} are not offered; function and custom are."
+        raise UnsupportedParameterError(message, param=f"{param}.type")
+    if (tool.function if tool.type == "function" else tool.custom) is None:
+        message = f"{param}.{tool.type} is missing."
+        raise InvalidValueError(message, param=f"{param}.{tool.type}", code="missing_required_parameter")
+
+
+def _resolve(choice: str | ToolChoice | None, tools: list[Tool], param: str) -> tuple[Mode, list[Tool]]:
+    """(mode, tools that may be called)"""
+    if choice is None or choice == "auto":
+        return ("auto" if tools else "none"), tools
+    if choice in ("none", "required"):
+        return choice, tools  # type: ignore[return-value]
+    assert isinstance(choice, ToolChoice)
+    if choice.type == "allowed_tools":
+        return _allowed(choice, tools, param)
+    named = choice.function if choice.type == "function" else choice.custom
+    if named is None:
+        raise InvalidValueError(f"{param}.{choice.type} is missing.", param=param)
+    return "required", [_find(named.name, tools, param)]
+
+
+def _allowed(choice: ToolChoice, tools: list[Tool], param: str) -> tuple[Mode, list[Tool]]:
+    if choice.allowed_tools is None:
+        raise InvalidValueError(f"{param}.allowed_tools is missing.", param=param)
+    names = [_name_of(entry) for entry in choice.allowed_tools.tools]
+    found = [_find(name, tools, param) for name in names if name is not None]
+    if len(found) < len(names) or not found:
+        raise InvalidValueError(f"{param}.allowed_tools.tools names no tool.", param=param)
+    return choice.allowed_tools.mode, found
+
+
+def _name_of(entry: dict[str, Any]) -> str | None:
+    inner = entry.get("function") or entry.get("custom") or entry
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _find(name: str, tools: list[Tool], param: str) -> Tool:
+    for tool in tools:
+        if tool_name(tool) == name:
+            return tool
+    raise InvalidValueError(f"{param}: there is no tool {name!r}.", param=param)
+
+
+def _legacy_tools(body: ChatCompletionRequest) -> list[Tool]:
+    return [Tool(type="function", function=function) for function in body.functions or ()]
+
+
+def _legacy_choice(body: ChatCompletionRequest) -> str | ToolChoice | None:
+    if isinstance(body.function_call, NamedTool):
+        return ToolChoice(type="function", function=body.function_call)
+    return body.function_call
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    """A tool as chat templates know them: a function."""
+    if tool.custom is None:
+        return tool.model_dump(exclude_unset=True, exclude={"custom"})
+    function: dict[str, Any] = {"name": tool.custom.name, "parameters": _CUSTOM_INPUT}
+    if tool.custom.description is not None:
+        function["description"] = tool.custom.description
+    return {"type": "function", "function": function}
