@@ -10,6 +10,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# one shape for all servers and engines of the tests: their programs are compiled once and shared by the cache
+SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 256}
+
+
 class SharedData:
     """Public data that the project does not carry; a test that needs a missing file is skipped by name."""
 
@@ -27,3 +31,9 @@ class SharedData:
 def shared_data() -> SharedData:
     default = Path(__file__).parent.parent.parent / "shared" / "data"
     return SharedData(Path(os.environ.get("JAXSERVE_TEST_DATA", default)))
+
+
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Compiled programs shared by the servers and engines of the session."""
+    return str(tmp_path_factory.mktemp("xla"))

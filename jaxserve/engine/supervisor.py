@@ -21,7 +21,7 @@ from jaxserve.engine.link import EngineLink
 from jaxserve.engine.messages import Beat, EngineInfo, Failed, FromEngine, Progress, Ready
 from jaxserve.errors import ConfigError, EngineDeadError
 
-RESTART_DELAYS = (0.0, 1.0, 5.0, 15.0, 30.0)  # seconds before each restart in a row; then the engine stays dead
+RESTART_DELAYS = (0.0, 0.5, 2.0, 10.0, 30.0)  # seconds before each restart in a row; then the engine stays dead
 STABLE_AFTER = 300.0  # seconds of service after which the restarts in a row are forgotten
 HEARTBEAT_LIMIT = 3.0  # seconds without a beat after which the engine does not count as alive; beats come every 0.5
 DUMP_TIME = 0.5  # seconds the engine is given to write its stacks before the watchdog kills it

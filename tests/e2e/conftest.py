@@ -7,17 +7,12 @@ import pytest
 
 from jaxserve import launch_server
 from jaxserve.serving import RunningServer
-
-
-@pytest.fixture(scope="session")
-def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Compiled programs shared by the servers and engines of the session."""
-    return str(tmp_path_factory.mktemp("xla"))
+from tests.conftest import SMALL
 
 
 @pytest.fixture(scope="session")
 def server(compile_cache: str) -> Iterator[RunningServer]:
-    with launch_server(max_num_seqs=32, max_num_batched_tokens=256, compile_cache=compile_cache) as running:
+    with launch_server(compile_cache=compile_cache, **SMALL) as running:
         yield running
 
 
