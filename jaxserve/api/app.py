@@ -6,23 +6,31 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
+from jaxserve.api.batch.service import batches_running, install_batches
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.errors import install_error_handlers
 from jaxserve.api.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
 from jaxserve.api.openapi import install_openapi
-from jaxserve.api.routes import admin, chat, completions, health, info, models, native, tokens
+from jaxserve.api.routes import admin, batches, chat, completions, files, health, info, models, native, tokens
 from jaxserve.api.state import ServerState
 from jaxserve.config import Config
 from jaxserve.engine.messages import EngineInfo, EngineStats
 from jaxserve.errors import NotReadyError
 from jaxserve.metrics import Metrics
+from jaxserve.store import Store
 from jaxserve.version import __version__
 
+STORE_ROUTERS = (files, batches)
 ROUTERS = (health, models, completions, chat, native, tokens, info, admin)
 
 
-def create_app(engine: EngineProtocol, config: Config, metrics: Metrics | None = None) -> FastAPI:
-    """The application. The engine may still be loading; it is started and stopped by the caller."""
+def create_app(
+    engine: EngineProtocol, config: Config, metrics: Metrics | None = None, store: Store | None = None
+) -> FastAPI:
+    """The application. The engine may still be loading; it and the store are started and stopped by the caller.
+
+    Without a store there are no files and no batches.
+    """
     state = ServerState(engine, config, metrics or Metrics())
     state.metrics.watch_engine(lambda: _read_engine(engine))
     app = FastAPI(
@@ -30,12 +38,15 @@ def create_app(engine: EngineProtocol, config: Config, metrics: Metrics | None =
         version=__version__,
         middleware=_middleware(state),
         redirect_slashes=False,
+        lifespan=None if store is None else batches_running,
     )
     app.state.server = state
     install_error_handlers(app)
     install_openapi(app)
-    for module in ROUTERS:
+    for module in ROUTERS if store is None else ROUTERS + STORE_ROUTERS:
         app.include_router(module.router)
+    if store is not None:
+        install_batches(app, state, store)
     return app
 
 

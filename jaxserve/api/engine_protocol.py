@@ -42,6 +42,9 @@ class EngineProtocol(Protocol):
     @property
     def alive(self) -> bool: ...  # ready, and its loop ticks
 
+    @property
+    def num_live(self) -> int: ...  # sequences that were accepted and have not ended
+
     def stats(self) -> EngineStats: ...
 
     def check_ready(self) -> None:

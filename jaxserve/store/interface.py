@@ -25,7 +25,10 @@ from jaxserve.store.records import (
 class Upload(Protocol):
     """A file on its way in. It does not exist for anybody until `finish` returns."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        ...
 
     async def write(self, data: bytes) -> None: ...
 

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
@@ -17,6 +18,7 @@ import uvloop
 from jaxserve.api.app import create_app
 from jaxserve.config import Config
 from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.store import SqliteStore
 
 from .fakes import FakeLink, fake_engine
 
@@ -35,6 +37,7 @@ class LiveServer:
 
     config: Config = field(default_factory=Config)
     ready: bool = True
+    store: Path | None = None  # with a directory: files and batches
 
     def __enter__(self) -> "LiveServer":
         self._up = threading.Event()
@@ -61,7 +64,8 @@ class LiveServer:
         link.ready = self.ready
         self.engine, self.link = fake_engine(self.config, link)
         await self.engine.start(wait=self.ready)
-        app = create_app(self.engine, self.config)
+        store = self.store and SqliteStore(self.store)
+        app = create_app(self.engine, self.config, store=store)
         self.app = app
         server = QuietServer(uvicorn.Config(app, http="httptools", log_config=None, timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve(sockets=[self._listener]))
@@ -72,6 +76,8 @@ class LiveServer:
         server.should_exit = True
         await task
         await self.engine.stop()
+        if store is not None:
+            await store.close()
 
     def call(self, function: Callable[[], T]) -> T:
         """Run on the server's loop and wait for the result."""

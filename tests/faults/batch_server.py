@@ -1,6 +1,8 @@
-"""The batch side of a server as a process of its own, to be killed: `python -m tests.faults.batch_server STORE KILL_AT`.
+"""The batch side of a server as a process of its own, to be killed.
 
-It opens the store, uploads and creates a batch of `LINES` lines if there is none, runs it to its end and leaves. The
+    python -m tests.faults.batch_server DIRECTORY KILL_AT LINES
+
+It opens the store, uploads and creates a batch of so many lines if there is none, runs it to its end and leaves. The
 process kills itself at border KILL_AT between two disk operations (never, if negative). Each computed line is logged.
 """
 
@@ -27,7 +29,12 @@ LINES = 1000
 
 def input_file(count: int) -> bytes:
     rows = (
-        {"custom_id": f"c{number}", "method": "POST", "url": ENDPOINT, "body": {"model": "demo", "prompt": f"q{number}"}}
+        {
+            "custom_id": f"c{number}",
+            "method": "POST",
+            "url": ENDPOINT,
+            "body": {"model": "demo", "prompt": f"q{number}"},
+        }
         for number in range(1, count + 1)
     )
     return b"".join(orjson.dumps(row) + b"\n" for row in rows)
@@ -46,7 +53,7 @@ class LoggingHandler:
     async def __call__(self, body: bytes, request_id: str) -> LineAnswer:
         number = int(orjson.loads(body)["prompt"][1:])
         os.write(self._log, b"%d\n" % number)
-        await asyncio.sleep(random.uniform(0, 0.004))
+        await asyncio.sleep(random.uniform(0, 0.01))
         return LineAnswer(400 if number % 10 == 0 else 200, orjson.dumps(expected_body(number)))
 
 

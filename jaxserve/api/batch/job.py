@@ -23,6 +23,7 @@ from jaxserve.errors import StorageError
 from jaxserve.store import BatchError, BatchRecord, BatchStatus, Store, Validator
 from jaxserve.store.validation import MAX_LINES
 
+READY_POLL = 0.25  # seconds between looks at an engine that is not ready, before the lines are checked
 STOP_SECONDS = 5.0  # given to lines in flight to end when told; the rest is left behind
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class BatchJob:
 
     async def _validate(self, batch: BatchRecord) -> None:
         settings = self._settings
+        if not settings.ready():  # the names of the models are not known before
+            return await asyncio.sleep(min(settings.tick, READY_POLL))
         validator = Validator(batch.endpoint, settings.known_model, settings.max_line_bytes, settings.max_lines)
         try:
             found = await asyncio.to_thread(validator.run, self._store.input_path(batch))

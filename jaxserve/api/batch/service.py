@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
@@ -15,44 +16,37 @@ from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.batch.window import spare_slots
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.state import ServerState
-from jaxserve.config import Config
 from jaxserve.errors import NotReadyError
 from jaxserve.store import Store
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")  # routes whose lines batches may hold
 
 
-def install_batches(app: FastAPI, state: ServerState, store: Store) -> BatchRunner:
-    """Make the runner of `app`. It works between `start` and `stop`: see `running`."""
-
-    def known_model(name: str) -> bool:
-        return name in served_names(state.engine, state.config)
-
+def install_batches(app: FastAPI, state: ServerState, store: Store) -> None:
+    """Give `app` its runner, which works while `batches_running`."""
     settings = BatchSettings(
-        known_model=known_model,
+        known_model=lambda name: name in state.engine.info.served_names,
         ready=lambda: engine_ready(state.engine.check_ready),
         max_line_bytes=state.config.server.max_body_bytes,
     )
-    runner = BatchRunner(store, route_handlers(app, ENDPOINTS), settings, lambda lines: line_limit(state, lines))
-    app.state.batches = runner
-    return runner
+    app.state.batches = BatchRunner(
+        store, route_handlers(app, ENDPOINTS), settings, functools.partial(line_limit, state.engine)
+    )
 
 
-def served_names(engine: EngineProtocol, config: Config) -> list[str]:
-    return engine.info.served_names
-
-
-def line_limit(state: ServerState, lines: int) -> int:
+def line_limit(engine: EngineProtocol, lines: int) -> int:
     """Lines that the engine has room for beside the online requests of this moment."""
     try:
-        info, stats = state.engine.info, state.engine.stats()
+        max_num_seqs = engine.info.max_num_seqs
     except NotReadyError:
         return 0
-    return spare_slots(info.max_num_seqs, max(0, state.live.count - lines), stats.num_waiting, lines)
+    return spare_slots(max_num_seqs, max(0, engine.num_live - lines), engine.stats().num_waiting, lines)
 
 
 @contextlib.asynccontextmanager
-async def running(runner: BatchRunner) -> AsyncIterator[None]:
+async def batches_running(app: FastAPI) -> AsyncIterator[None]:
+    """The life of the application's batches: a lifespan."""
+    runner: BatchRunner = app.state.batches
     await runner.start()
     try:
         yield

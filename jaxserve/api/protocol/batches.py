@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from jaxserve.api.protocol.answers import Answer
 from jaxserve.api.protocol.common import Body, Part
-from jaxserve.store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, BatchRecord, NewBatch, normalize_url
+from jaxserve.store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, BatchRecord, BatchStatus, NewBatch, normalize_url
 
 WINDOW_SECONDS = {"24h": 24 * 3600}
 
@@ -28,6 +29,75 @@ class CreateBatchRequest(Body):
     completion_window: Literal["24h"]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: OutputExpiresAfter | None = Field(None, description="Default: 30 days.")
+
+
+class BatchErrorAnswer(Answer):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchErrors(Answer):
+    object: Literal["list"]
+    data: list[BatchErrorAnswer]
+
+
+class RequestCounts(Answer):
+    total: int
+    completed: int
+    failed: int
+
+
+class InputTokensDetails(Answer):
+    cached_tokens: int
+
+
+class OutputTokensDetails(Answer):
+    reasoning_tokens: int
+
+
+class BatchUsage(Answer):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class BatchAnswer(Answer):
+    """OpenAI's Batch object."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str | None
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+
+
+class BatchList(Answer):
+    object: Literal["list"]
+    data: list[BatchAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 def new_batch(body: CreateBatchRequest) -> NewBatch:

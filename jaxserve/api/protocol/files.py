@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 from jaxserve.api.errors import from_validation
+from jaxserve.api.protocol.answers import Answer
 from jaxserve.errors import InvalidValueError
 from jaxserve.store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, FileRecord, Page
 
@@ -40,12 +41,44 @@ UPLOAD_BODY: dict[str, Any] = {
     }
 }
 
+CONTENT_ANSWER: dict[str, Any] = {
+    "responses": {"200": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+}
+
+
+class FileAnswer(Answer):
+    """OpenAI's File object."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(Answer):
+    object: Literal["list"]
+    data: list[FileAnswer]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(Answer):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
 
 class UploadFields(BaseModel):
     """The form's fields beside the file. All come as text."""
 
     purpose: str
-    anchor: str | None = Field(None, alias="expires_after[anchor]", pattern=r"^created_at\Z")
+    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: int | None = Field(None, alias="expires_after[seconds]", ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)
 
 

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from jaxserve.api.batch.service import batch_runner
 from jaxserve.api.body import read_body
 from jaxserve.api.errors import error_response
-from jaxserve.api.protocol.batches import CreateBatchRequest, batch_object, new_batch
+from jaxserve.api.openapi import documented
+from jaxserve.api.protocol.batches import BatchAnswer, BatchList, CreateBatchRequest, batch_object, new_batch
 from jaxserve.api.protocol.files import list_object
 from jaxserve.api.wire import json_response
 from jaxserve.errors import ConflictError, InvalidValueError
@@ -24,7 +25,7 @@ MAX_KEY_CHARS = 255
 router = APIRouter()
 
 
-@router.post("/v1/batches")
+@router.post("/v1/batches", **documented(BatchAnswer, body=CreateBatchRequest))
 async def create_batch(request: Request) -> Response:
     """Run the requests of a file. With an Idempotency-Key the same request twice makes one batch."""
     runner = batch_runner(request)
@@ -46,7 +47,7 @@ def _idempotency(request: Request, new: NewBatch) -> tuple[str, bytes] | None:
     return key, sha256(orjson.dumps(new, option=orjson.OPT_SORT_KEYS)).digest()
 
 
-@router.get("/v1/batches")
+@router.get("/v1/batches", **documented(BatchList))
 async def list_batches(
     request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
 ) -> Response:
@@ -55,13 +56,13 @@ async def list_batches(
     return json_response(list_object([batch_object(batch) for batch in page.items], page))
 
 
-@router.get("/v1/batches/{batch_id}")
+@router.get("/v1/batches/{batch_id}", **documented(BatchAnswer))
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """How far a batch is."""
     return json_response(batch_object(await batch_runner(request).store.get_batch(batch_id)))
 
 
-@router.post("/v1/batches/{batch_id}/cancel")
+@router.post("/v1/batches/{batch_id}/cancel", **documented(BatchAnswer))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """End a batch. What has finished is delivered."""
     try:

@@ -14,10 +14,15 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.api.batch.service import batch_runner
 from jaxserve.api.errors import ClientDisconnected
 from jaxserve.api.multipart import UploadForm
+from jaxserve.api.openapi import documented
 from jaxserve.api.protocol.files import (
+    CONTENT_ANSWER,
     MAX_FILE_BYTES,
     MAX_FILENAME_CHARS,
     UPLOAD_BODY,
+    FileAnswer,
+    FileDeleted,
+    FileList,
     expiry_seconds,
     file_object,
     list_object,
@@ -33,6 +38,12 @@ CHUNK_BYTES = 2**20
 # A body over the limit is read on and dropped, up to here: a client that still sends does not read the answer.
 MAX_DRAINED_BYTES = 2 * MAX_FILE_BYTES
 
+KNOWN_FIELDS = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
+
+_UPLOAD = documented(FileAnswer)
+_UPLOAD["openapi_extra"] |= UPLOAD_BODY
+_CONTENT: dict[str, Any] = documented() | {"openapi_extra": CONTENT_ANSWER}
+
 router = APIRouter()
 
 
@@ -40,7 +51,7 @@ def store_of(request: Request) -> Store:
     return batch_runner(request).store
 
 
-@router.post("/v1/files", openapi_extra=UPLOAD_BODY)
+@router.post("/v1/files", **_UPLOAD)
 async def upload_file(request: Request) -> Response:
     """Store a file."""
     announced = request.headers.get("content-length", "")
@@ -92,14 +103,11 @@ async def _finish(request: Request, form: UploadForm, incoming: Upload) -> FileR
     return await incoming.finish(filename=form.filename, purpose=fields.purpose, expires_seconds=expiry_seconds(fields))
 
 
-KNOWN_FIELDS = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
-
-
 def _too_large(limit: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(f"The file is larger than the limit of {limit} bytes.", param="file")
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", **documented(FileList))
 async def list_files(
     request: Request,
     purpose: str | None = None,
@@ -112,19 +120,19 @@ async def list_files(
     return json_response(list_object([file_object(file) for file in page.items], page))
 
 
-@router.get("/v1/files/{file_id}")
+@router.get("/v1/files/{file_id}", **documented(FileAnswer))
 async def retrieve_file(request: Request, file_id: str) -> Response:
     """What is known of a file."""
     return json_response(file_object(await store_of(request).get_file(file_id)))
 
 
-@router.get("/v1/files/{file_id}/content", response_class=Response)
+@router.get("/v1/files/{file_id}/content", **_CONTENT)
 async def file_content(request: Request, file_id: str) -> Response:
     """The bytes of a file."""
     return FileBytes(*await store_of(request).open_file(file_id))
 
 
-@router.delete("/v1/files/{file_id}")
+@router.delete("/v1/files/{file_id}", **documented(FileDeleted))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file. A batch that reads it goes on."""
     await store_of(request).delete_file(file_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -114,12 +115,11 @@ async def submit(runner: BatchRunner, data: bytes) -> str:
 
 
 async def until(runner: BatchRunner, batch_id: str, condition: Callable[[BatchRecord], bool]) -> BatchRecord:
-    for _ in range(2000):
-        batch = await runner.store.get_batch(batch_id)
-        if condition(batch):
-            return batch
+    deadline = time.monotonic() + 30
+    while not condition(batch := await runner.store.get_batch(batch_id)):
+        assert time.monotonic() < deadline, f"it never came: {batch}"
         await asyncio.sleep(0.005)
-    raise AssertionError(f"it never came: {batch}")
+    return batch
 
 
 async def ended(runner: BatchRunner, batch_id: str) -> BatchRecord:

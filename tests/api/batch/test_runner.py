@@ -72,7 +72,10 @@ def test_a_line_that_fails_fails_alone(bench: Bench) -> None:
             assert batch.usage.output_tokens == 7 * 3
             assert await custom_ids(runner, batch.output_file_id) == ids(1, 2, 4, 6, 7, 8, 9)
             errors = await read_lines(runner, batch.error_file_id)
-            assert [(line["custom_id"], line["response"]["status_code"]) for line in errors] == [("c3", 500), ("c5", 400)]
+            assert [(line["custom_id"], line["response"]["status_code"]) for line in errors] == [
+                ("c3", 500),
+                ("c5", 400),
+            ]
 
     asyncio.run(main())
 
