@@ -106,7 +106,8 @@ def main() -> int:
     heartbeat = Heartbeat(directory, context)
     heartbeat.start()
     try:
-        server = EngineServer(*build_engine(config, channel.send), channel)
+        core, info = build_engine(config, channel.send)
+        server = EngineServer(core, info, channel, log_interval=config.logging.stats_interval)
         heartbeat.server = server
         server.run()
     except ConfigError as error:

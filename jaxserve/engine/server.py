@@ -24,6 +24,7 @@ from jaxserve.engine.messages import (
     ToEngine,
 )
 from jaxserve.engine.request import EngineRequest, FinishReason, TokenOutput
+from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError
 
 STATS_INTERVAL = 0.25  # seconds between two stats of a busy engine; a frame of stats costs about 20 us
@@ -46,7 +47,7 @@ class Channel(Protocol):
 class EngineServer:
     """Runs an EngineCore until it is told to stop."""
 
-    def __init__(self, core: EngineCore, info: EngineInfo, channel: Channel) -> None:
+    def __init__(self, core: EngineCore, info: EngineInfo, channel: Channel, *, log_interval: float = 10.0) -> None:
         self.steps = 0
         self.turn_started = time.monotonic()  # read by the heartbeat thread
         self._core = core
@@ -54,6 +55,7 @@ class EngineServer:
         self._channel = channel
         self._stopping = False
         self._stats_sent = 0.0
+        self._log = StatsLog(log_interval, info.num_pages, info.page_size)
         self._calls: dict[str, Callable[..., Any]] = {"flush_cache": core.flush_prefix_cache}
 
     def run(self) -> None:
@@ -101,6 +103,9 @@ class EngineServer:
             self._channel.send(Outputs(outputs, self._core.stats() if due else None))
         if due:
             self._stats_sent = now
+        busy = self._core.has_work
+        if self._log.due(busy=busy, now=now):
+            self._log.log(self._core.stats(), busy=busy, now=now)
 
 
 def _refusal(request_id: str, message: str, status: int) -> TokenOutput:
