@@ -63,6 +63,29 @@ def alone(
 
 
 @dataclass
+class CountingMatcher:
+    """A grammar of `length` tokens, all multiples of `modulus`."""
+
+    modulus: int
+    length: int
+
+    @property
+    def is_terminated(self) -> bool:
+        return self.length == 0
+
+    def fill(self, bitmask_row: np.ndarray) -> None:
+        allowed = np.zeros(32 * len(bitmask_row), np.uint8)
+        allowed[:: self.modulus] = 1
+        bitmask_row[:] = np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        if token_id % self.modulus or self.is_terminated:
+            return False
+        self.length -= 1
+        return True
+
+
+@dataclass
 class FakeSlot:
     """The slot state of the device."""
 
@@ -145,7 +168,8 @@ class FakeRunner:
         assert not new or row.first_new_page == len(table)
         assert first or len(new) <= -(-(2 * self.config.tokens_per_step - 1) // self.config.page_size)
         for step in self._unread:
-            assert all(step.writes.get(page, row.request_id) == row.request_id for page in new), "a page reused too early"
+            others = [page for page in new if step.writes.get(page, row.request_id) != row.request_id]
+            assert not others, "a page reused too early"
         table += new
         assert len(table) <= -(-self.config.max_sequence_tokens // self.config.page_size)
 
@@ -275,9 +299,14 @@ class Transcripts(dict[str, Transcript]):
                 transcript.last = output
 
 
-def run_all(core: EngineCore, requests: Iterable[EngineRequest] = (), max_steps: int = 10_000) -> Transcripts:
+def run_all(
+    core: EngineCore,
+    requests: Iterable[EngineRequest] = (),
+    transcripts: Transcripts | None = None,
+    max_steps: int = 10_000,
+) -> Transcripts:
     """Add the requests and step to the end, with a check of the scheduler's integrity after every step."""
-    transcripts = Transcripts()
+    transcripts = Transcripts() if transcripts is None else transcripts
     for request in requests:
         core.add(request)
     for _ in range(max_steps):

@@ -76,7 +76,7 @@ class PrefillsInProgress:
     def remove(self, request: Request) -> None:
         """It has put its pages into the cache, or never will."""
         key = self._keys.pop(request, None)
-        if key is not None and self._leaders[key] is request:
+        if key is not None and self._leaders.get(key) is request:
             del self._leaders[key]
 
     def worth_waiting(self, request: Request, node: Node) -> bool:
@@ -89,7 +89,7 @@ class PrefillsInProgress:
         if leader is None or request.prompt_logprobs is not None:
             return False
         gain = self._num_shared(request, leader, node.depth) * self._page_size
-        return 2 * gain >= leader.num_prefill_tokens - leader.num_computed_tokens
+        return gain > 0 and 2 * gain >= leader.num_prefill_tokens - leader.num_computed_tokens
 
     def _key(self, request: Request, node: Node) -> tuple[Node, tuple[int, ...]] | None:
         begin, end = node.depth * self._page_size, (node.depth + 1) * self._page_size

@@ -109,6 +109,14 @@ class KVManager:
             )
             request.duplicate_page_ids += duplicates
 
+    def merge_duplicates(self, requests: Iterable[Request]) -> None:
+        """Free pages held twice: by a request, and by the cache where nobody else uses them any more."""
+        for request in requests:
+            if request.duplicate_page_ids:
+                request.duplicate_page_ids = self.cache.merge_duplicates(
+                    request.cache_node, request.page_ids, request.duplicate_page_ids
+                )
+
     def release(self, request: Request, last_step_read: int) -> None:
         """Take back what a request holds: now, or by `retire` once its last step has been read."""
         if request.last_step > last_step_read:

@@ -145,7 +145,8 @@ class RadixCache:
             [start.depth, num_pages)   page_ids[i] holds the K and V of tokens [i * page_size, (i + 1) * page_size)
 
         Returns the node of `num_pages`, to which the lock now reaches, and those of the pages that the tree has a
-        copy of already: they stay the caller's. Below a discarded `start` nothing is taken and all stays as it is.
+        copy of already, in use by others: they stay the caller's. A copy that nobody uses makes way for the caller's.
+        Below a discarded `start` nothing is taken and all stays as it is.
         """
         duplicates: list[int] = []
         if not start.alive:
@@ -157,13 +158,35 @@ class RadixCache:
             if child is None:
                 child = node.children[key] = Node(key, page_ids[i], node)
                 self.num_pages += 1
-            else:
+            elif child.num_locks:
                 duplicates.append(page_ids[i])
-                if child.num_locks == 0:
-                    self._leave_lru(child)
+            else:
+                self._leave_lru(child)
+                self._swap(child, page_ids[i])
             child.num_locks += 1
             node = child
         return node, duplicates
+
+    def merge_duplicates(self, node: Node, page_ids: Sequence[int], duplicates: list[int]) -> list[int]:
+        """Let the tree use the caller's copies of pages that it alone still locks, down to its `node`.
+
+        page_ids are the caller's from the root on, duplicates those of them that the tree had a copy of, in use by
+        others. Returns those that are still so.
+        """
+        left: list[int] = []
+        for above, page in zip(node.path, page_ids, strict=False):
+            if above.page_id == page:
+                continue
+            if above.num_locks == 1:
+                self._swap(above, page)
+            else:
+                left.append(page)
+        assert set(left) <= set(duplicates)
+        return left
+
+    def _swap(self, node: Node, page_id: int) -> None:
+        self._pool.free((node.page_id,))
+        node.page_id = page_id
 
     # --- giving pages back
 

@@ -251,6 +251,9 @@ class Scheduler:
         if available >= len(decoding) * self.kv.num_pages_for(2 * self.config.tokens_per_step - 1):
             return
         wanted = sum(self._pages_wanted(request) for request in decoding)
+        if wanted > available:
+            self.kv.merge_duplicates(self._running)
+            available = self.kv.num_available
         ending = any(request.num_computed_tokens >= request.max_computed_tokens for request in decoding)
         if wanted > available and not (ending or self.kv.has_leaving):
             self._retract(wanted - available)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxserve.config import Config
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
 
 
@@ -35,32 +34,6 @@ class SchedulerConfig:
             raise ConfigError("scheduler.max_num_batched_tokens must be at least 2: one to decode and one of a prompt")
         if min(self.tokens_per_step, self.aging_steps, self.prefill_chunk_size or 1) < 1:
             raise ConfigError("tokens_per_step, aging_steps and prefill_chunk_size must be at least 1")
-
-    @classmethod
-    def resolve(
-        cls,
-        config: Config,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-    ) -> SchedulerConfig:
-        """From the configuration tree and what the runner made of its "auto" values."""
-        return cls(
-            num_pages=num_pages,
-            page_size=page_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            policy=config.scheduler.policy,
-            prefix_cache=config.cache.prefix_cache,
-            max_queued_requests=config.scheduler.max_queued_requests,
-            max_queued_tokens=config.scheduler.max_queued_tokens,
-            new_token_ratio=config.scheduler.new_token_ratio,
-            queue_timeout=config.server.queue_timeout,
-        )
 
     @property
     def num_slots(self) -> int:

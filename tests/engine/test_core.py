@@ -1,0 +1,352 @@
+"""EngineCore on the fake device: what holds for every mixture of requests, and what it resolves itself."""
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.request import EngineRequest, FinishReason, GrammarSpec, SamplingParams
+from jaxserve.errors import ContextLengthError, InvalidValueError, UnsupportedParameterError
+from tests.fakes import (
+    VOCAB,
+    CountingMatcher,
+    FakeRunner,
+    Transcripts,
+    alone,
+    make_core,
+    make_request,
+    masked_next_token,
+    run_all,
+    small_config,
+)
+
+EOS = (5, 6)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+# --- any mixture
+
+
+@dataclass
+class World:
+    """A random engine under random traffic, drawn from one seed."""
+
+    rng: random.Random
+    transcripts: Transcripts = field(default_factory=Transcripts)
+    requests: dict[str, EngineRequest] = field(default_factory=dict)
+    names: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        rng = self.rng
+        self.stems = [rng.choices(range(VOCAB), k=rng.randrange(1, 24)) for _ in range(3)]
+        self.broken = {f"r{i}" for i in range(100) if rng.random() < 0.02}
+        self.core = make_core(
+            small_config(
+                num_pages=rng.choice([10, 14, 20, 40, 200]),
+                page_size=rng.choice([1, 3, 4, 8]),
+                max_num_seqs=rng.choice([1, 2, 4, 8]),
+                max_num_batched_tokens=rng.choice([2, 9, 16, 64]),
+                max_model_len=rng.choice([16, 48, 128]),
+                prefill_chunk_size=rng.choice([None, None, 1, 7]),
+                policy=rng.choice(["fcfs", "lpm", "priority"]),
+                prefix_cache=rng.random() < 0.75,
+                new_token_ratio=rng.choice([0.01, 0.3, 1.0]),
+                tokens_per_step=rng.choice([1, 1, 1, 2, 5]),
+                aging_steps=rng.choice([3, 30, 1000]),
+            ),
+            eos_token_ids=EOS,
+            not_finite=self.broken,
+            count=lambda q: rng.randint(1, q),
+            make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
+        )
+
+    @property
+    def room(self) -> int:
+        return self.core.scheduler.config.max_sequence_tokens
+
+    def arrive(self) -> None:
+        rng = self.rng
+        prompt = (rng.choice(self.stems)[: rng.randrange(24)] + rng.choices(range(VOCAB), k=rng.randrange(1, 14)))[
+            : self.room - 1
+        ]
+        for _ in range(rng.choice([1, 1, 1, 4])):
+            name = f"r{next(self.names)}"
+            stop = tuple(rng.choices(range(VOCAB), k=2)) if rng.random() < 0.3 else ()
+            request = make_request(
+                name,
+                prompt,
+                max_tokens=rng.choice([None, 0, 1, 5, 20]),
+                min_tokens=rng.choice([0, 0, 4]),
+                ignore_eos=rng.random() < 0.3,
+                stop_token_ids=stop,
+                temperature=rng.choice([0.0, 1.0]),
+                seed=rng.randrange(100),
+                logprobs=rng.choice([None, None, 0, 2]),
+                prompt_logprobs=rng.choice([None, None, None, 1]),
+                grammar=GrammarSpec(kind="regex", source=str(rng.randrange(1, 9))) if rng.random() < 0.15 else None,
+                priority=rng.randrange(3),
+                namespace=rng.choice(["", "", "salt"]),
+            )
+            self.core.add(request)
+            self.requests[name] = request
+
+    def run(self, arrivals: int, abort_rate: float) -> None:
+        core, rng = self.core, self.rng
+        for _ in range(20_000):
+            if arrivals and (rng.random() < 0.4 or not core.has_work):
+                arrivals -= 1
+                self.arrive()
+            if rng.random() < abort_rate and self.requests:
+                self.transcripts.take(core.abort([rng.choice(list(self.requests))]))
+            if rng.random() < 0.01:
+                core.flush_prefix_cache()
+            if rng.random() < 0.005:
+                core.runner = FakeRunner(core.scheduler.config, not_finite=self.broken, count=lambda q: q)
+                core.recover()
+            self.transcripts.take(core.step())
+            core.scheduler.check_integrity()
+            if not arrivals and not core.has_work:
+                return
+        raise AssertionError(f"requests that never end: {core.scheduler.stats()}")
+
+    def expected(self, request: EngineRequest) -> tuple[list[int], FinishReason]:
+        room = self.room - len(request.prompt_token_ids)
+        if request.params.grammar is None:
+            return alone(request.prompt_token_ids, request.params, EOS, room)
+        return constrained(request, room)
+
+    def check(self, request: EngineRequest) -> None:
+        transcript = self.transcripts[request.request_id]
+        tokens, reason = self.expected(request)
+        assert transcript.last is not None
+        if transcript.reason is FinishReason.ABORT:
+            assert transcript.token_ids == tokens[: len(transcript.token_ids)]
+        elif request.request_id in self.broken:
+            assert (transcript.token_ids, transcript.reason) == ([], FinishReason.ERROR)
+        else:
+            assert (transcript.token_ids, transcript.reason) == (tokens, reason)
+            self.check_logprobs(request)
+
+    def check_logprobs(self, request: EngineRequest) -> None:
+        outputs = self.transcripts[request.request_id].outputs
+        prompts = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+        assert len(prompts) == (request.params.prompt_logprobs is not None)
+        for entries in prompts:
+            assert [entry and entry.token_id for entry in entries] == [None, *request.prompt_token_ids[1:]]
+        if request.params.logprobs is not None:
+            entries = [entry for output in outputs for entry in output.logprobs or []]
+            assert [entry.token_id for entry in entries] == self.transcripts[request.request_id].token_ids
+            assert all(len(entry.top_ids) == request.params.logprobs for entry in entries)
+
+
+def constrained(request: EngineRequest, room: int) -> tuple[list[int], FinishReason]:
+    """`alone`, under the grammar of CountingMatcher(3, n)."""
+    params, context, output = request.params, list(request.prompt_token_ids), list[int]()
+    assert params.grammar is not None
+    matcher = CountingMatcher(3, int(params.grammar.source))
+    limit = room if params.max_tokens is None else min(params.max_tokens, room)
+    while len(output) < limit:
+        mask = np.full(-(-VOCAB // 32), -1, np.int32)
+        matcher.fill(mask)
+        token = masked_next_token(context, (params.seed or 0) if params.temperature else 0, mask)
+        assert matcher.accept(token)
+        context.append(token)
+        output.append(token)
+        stops = token in params.stop_token_ids or (token in EOS and not params.ignore_eos)
+        if stops and len(output) >= params.min_tokens:
+            return output, FinishReason.STOP
+        if len(output) < limit and matcher.is_terminated:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.integers(0, 2**48), st.sampled_from([0.0, 0.0, 0.05, 0.3]))
+def test_every_request_ends_once_with_the_tokens_it_has_alone(seed: int, abort_rate: float) -> None:
+    world = World(random.Random(seed))
+    world.run(arrivals=15, abort_rate=abort_rate)
+    assert world.transcripts.keys() == world.requests.keys()
+    for request in world.requests.values():
+        world.check(request)
+    stats = world.core.scheduler.stats()
+    assert (stats.num_pages_held, stats.num_running, stats.num_waiting, stats.num_waiting_tokens) == (0, 0, 0, 0)
+    assert stats.num_pages_cached == stats.num_pages_evictable
+    assert world.core._masks == {}
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 17, 40, None])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_greedy_tokens_in_a_crowd_of_64_are_those_alone(chunk: int | None, prefix_cache: bool) -> None:
+    config = small_config(
+        num_pages=96,
+        max_num_seqs=64,
+        max_num_batched_tokens=128,
+        new_token_ratio=0.01,
+        prefill_chunk_size=chunk,
+        prefix_cache=prefix_cache,
+    )
+    rng = random.Random(1)
+    stem = rng.choices(range(VOCAB), k=20)
+    requests = [
+        make_request(f"r{i}", stem[: rng.randrange(20)] + rng.choices(range(VOCAB), k=9), max_tokens=30)
+        for i in range(64)
+    ]
+    core = make_core(config, eos_token_ids=EOS)
+    for _ in range(2):  # the second time the cache is warm
+        transcripts = run_all(core, requests)
+        for request in requests:
+            assert transcripts[request.request_id].token_ids == alone(request.prompt_token_ids, request.params, EOS)[0]
+    assert core.scheduler.counters.retractions > 0 or chunk == 1, "at one prompt token a step few run at once"
+
+
+# --- what the core resolves
+
+
+def test_seeds_are_drawn_where_none_is_given() -> None:
+    first, again = (make_core(small_config()) for _ in range(2))
+    for core in (first, again):
+        core.add(make_request("a", [1], temperature=1.0))
+        core.add(make_request("b", [1], temperature=1.0))
+        core.add(make_request("c", [1], temperature=1.0, seed=7))
+    seeds = [[core.scheduler._live[name].seed for name in "abc"] for core in (first, again)]
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 3 and seeds[0][2] == 7
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 28), (5, 5), (28, 28), (29, 28), (10**9, 28)])
+def test_max_tokens_is_clamped_to_the_context(asked: int | None, given: int) -> None:
+    core = make_core(small_config(max_model_len=32))
+    transcripts = run_all(core, [make_request("a", [1, 2, 3, 4], max_tokens=asked)])
+    assert len(transcripts["a"].token_ids) == given and transcripts["a"].reason is FinishReason.LENGTH
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_unless_nothing_is_to_be_generated() -> None:
+    core = make_core(small_config(max_model_len=4))
+    for prompt, asked in (([1] * 4, 1), ([1] * 4, None), ([1] * 5, 0)):
+        with pytest.raises(ContextLengthError):
+            core.add(make_request("a", prompt, max_tokens=asked))
+    core.add(make_request("a", [1] * 4, max_tokens=0))
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    core = make_core(small_config())
+    with pytest.raises(InvalidValueError, match=rf"\[0, {VOCAB}\)"):
+        core.add(make_request("a", [1, token]))
+    assert not core.has_work
+
+
+def test_an_abort_with_a_reason_is_how_a_stop_string_ends_a_request() -> None:
+    core = make_core(small_config())
+    core.add(make_request("a", [1, 2], max_tokens=50))
+    core.step()
+    (last,) = core.abort(["a"], FinishReason.STOP)
+    assert (last.finish_reason, last.error) == (FinishReason.STOP, None)
+    assert core.drain() == [] and not core.has_work
+
+
+def test_one_output_a_request_and_step() -> None:
+    core = make_core(small_config(), make_matcher=lambda spec: CountingMatcher(3, 2))
+    core.add(make_request("a", [1, 2], max_tokens=9))
+    core.add(make_request("b", [1, 2], max_tokens=9, grammar=GrammarSpec(kind="regex", source="x")))
+    while core.has_work:
+        outputs = core.step()
+        assert len({output.request_id for output in outputs}) == len(outputs)
+
+
+# --- grammars
+
+
+def grammar_core(**options: object) -> EngineCore:
+    return make_core(small_config(), make_matcher=lambda spec: CountingMatcher(3, int(spec.source)), **options)
+
+
+def test_a_complete_grammar_ends_the_request() -> None:
+    core = grammar_core()
+    grammar = GrammarSpec(kind="regex", source="4")
+    transcripts = run_all(core, [make_request("a", [1, 2], max_tokens=50, grammar=grammar), make_request("b", [9])])
+    assert len(transcripts["a"].token_ids) == 4 and transcripts["a"].reason is FinishReason.STOP
+    assert all(token % 3 == 0 for token in transcripts["a"].token_ids)
+    assert transcripts["b"].token_ids == alone([9], SamplingParams(temperature=0.0))[0]
+
+
+def test_an_output_that_leaves_the_grammar_ends_with_an_error() -> None:
+    class Strict(CountingMatcher):
+        def fill(self, bitmask_row: object) -> None:
+            """Allow everything, and then take offence."""
+
+    core = make_core(small_config(), make_matcher=lambda spec: Strict(VOCAB + 1, 4))
+    transcripts = run_all(core, [make_request("a", [1, 2], grammar=GrammarSpec(kind="regex", source="x"))])
+    last = transcripts["a"].last
+    assert last and (last.finish_reason, last.error) == (FinishReason.ERROR, "the output left the grammar")
+
+
+def test_bad_words_of_several_tokens_are_avoided() -> None:
+    tokens, _ = alone([1, 2, 3], GREEDY)
+    bad = (tokens[1], tokens[2])
+    core = make_core(small_config())
+    found = run_all(core, [make_request("a", [1, 2, 3], max_tokens=6, bad_words_token_ids=(bad,))])["a"].token_ids
+    assert found[:2] == tokens[:2] and found[2] == (tokens[2] + 1) % VOCAB
+    assert bad not in itertools.pairwise(found)
+
+
+def test_without_a_compiler_a_grammar_is_refused_by_name() -> None:
+    core = make_core(small_config())
+    with pytest.raises(UnsupportedParameterError) as refused:
+        core.add(make_request("a", [1], grammar=GrammarSpec(kind="regex", source="x")))
+    assert refused.value.param == "response_format" and not core.has_work
+
+
+# --- after a restart
+
+
+@pytest.mark.parametrize("kept", [1, 3, 5])
+def test_a_resumed_output_goes_on_where_it_was(kept: int) -> None:
+    tokens, _ = alone([1, 2, 3], GREEDY)
+    transcripts = run_all(
+        make_core(small_config()), [make_request("a", [1, 2, 3], max_tokens=6, resumed_token_ids=tokens[:kept])]
+    )
+    assert transcripts["a"].token_ids == tokens[kept:] and transcripts["a"].reason is FinishReason.LENGTH
+
+
+def test_a_resumed_output_that_was_complete_only_ends() -> None:
+    core = make_core(small_config(), eos_token_ids=(7,))
+    transcripts = run_all(
+        core,
+        [
+            make_request("long", [1], max_tokens=3, resumed_token_ids=[1, 2, 3]),
+            make_request("eos", [1], max_tokens=9, resumed_token_ids=[1, 7]),
+        ],
+    )
+    assert [transcripts[name].reason for name in ("long", "eos")] == [FinishReason.LENGTH, FinishReason.STOP]
+    assert all(transcript.token_ids == [] for transcript in transcripts.values())
+    assert core.scheduler.counters.steps == 0
+
+
+def test_a_resumed_output_has_moved_its_grammar_on() -> None:
+    grammar = GrammarSpec(kind="regex", source="4")
+    whole = run_all(grammar_core(), [make_request("a", [1, 2], max_tokens=50, grammar=grammar)])["a"].token_ids
+    for kept in (2, 4):
+        resumed = make_request("a", [1, 2], max_tokens=50, grammar=grammar, resumed_token_ids=whole[:kept])
+        transcript = run_all(grammar_core(), [resumed])["a"]
+        assert transcript.token_ids == whole[kept:] and transcript.reason is FinishReason.STOP
+
+
+# --- numbers
+
+
+def test_the_numbers_add_up() -> None:
+    core = make_core(small_config(), eos_token_ids=EOS)
+    requests = [make_request(f"r{i}", [*range(i % 3 * 10, i % 3 * 10 + 12), i], max_tokens=9) for i in range(12)]
+    transcripts = run_all(core, requests)
+    stats = core.stats()
+    assert stats.prompt_tokens == 12 * 13
+    assert stats.computed_prompt_tokens == 12 * 13 - stats.cached_tokens + stats.details["recomputed_tokens"]
+    assert stats.generation_tokens == sum(len(transcript.token_ids) for transcript in transcripts.values())
+    assert stats.details["finished_stop"] + stats.details["finished_length"] == 12
+    assert stats.num_pages_free + stats.num_pages_cached == 64 and stats.num_pages_used == 0
+    assert stats.steps == core.runner.num_steps and stats.host_seconds > stats.details["scheduler_seconds"] > 0  # type: ignore[attr-defined]
