@@ -1,0 +1,115 @@
+"""What a parsed output consists of, as it streams: answer text, reasoning text, tool calls.
+
+Joined, the events of a stream are the same however the text was cut into deltas; an unstreamed answer is made from
+the same events, so both forms of an answer agree by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """index counts the calls of an output from 0. custom: the call's input is free text, not JSON arguments."""
+
+    index: int
+    id: str
+    name: str
+    custom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next characters of the call's arguments (JSON text as the model wrote it) or of a custom tool's input."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    index: int
+
+
+Event = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
+
+
+class OutputParser(Protocol):
+    """Reads one output's text. Never raises for what a model wrote: text it cannot read is content."""
+
+    def feed(self, delta: str) -> list[Event]:
+        """The events that this text completes."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """The events still held at the end of the output. Call once."""
+        ...
+
+
+@dataclass(slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str = ""
+    custom: bool = False
+
+
+@dataclass(slots=True)
+class ParsedOutput:
+    """A whole output. reasoning is None without any; content is None for an output of tool calls only."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case ContentDelta(text):
+                    self.content = (self.content or "") + text
+                case ReasoningDelta(text):
+                    self.reasoning = (self.reasoning or "") + text
+                case ToolCallStart(_, id, name, custom):
+                    self.tool_calls.append(ToolCall(id, name, custom=custom))
+                case ToolCallDelta(index, text):
+                    self.tool_calls[index].arguments += text
+
+
+def parse_whole(parser: OutputParser, text: str) -> ParsedOutput:
+    """Parse a finished text."""
+    output = ParsedOutput()
+    output.add(parser.feed(text))
+    output.add(parser.finish())
+    if output.content is None and not output.tool_calls:
+        output.content = ""
+    return output
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same events with neighbouring deltas of one kind joined."""
+    out: list[Event] = []
+    for event in events:
+        last = out[-1] if out else None
+        match last, event:
+            case (ContentDelta(a), ContentDelta(b)):
+                out[-1] = ContentDelta(a + b)
+            case (ReasoningDelta(a), ReasoningDelta(b)):
+                out[-1] = ReasoningDelta(a + b)
+            case (ToolCallDelta(i, a), ToolCallDelta(j, b)) if i == j:
+                out[-1] = ToolCallDelta(i, a + b)
+            case _:
+                out.append(event)
+    return out

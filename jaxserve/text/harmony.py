@@ -1,0 +1,67 @@
+"""gpt-oss's harmony format: one stream of messages on channels, with reasoning, answer and calls.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+    <|message|>{"x": 1}<|call|>            or            <|start|>assistant<|channel|>final<|message|>...<|return|>
+
+analysis is reasoning, final and commentary without a recipient are content, to=functions.NAME is a call. Messages to
+tools that the model has built in (browser, python) belong to its reasoning.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from jaxserve.text.events import ReasoningDelta
+from jaxserve.text.reader import Reading
+from jaxserve.text.tools.base import ToolParser
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"\bto=(\S+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_MAX_HEADER = 512
+
+
+class HarmonyParser(ToolParser):
+    markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+
+    def _calls(self) -> Reading[None]:
+        while marker := (yield from self.content_until(START, CHANNEL, *ENDS)):
+            if marker in ENDS:
+                self.reader.unmark()
+                continue
+            header, end = yield from self.reader.until(MESSAGE, limit=_MAX_HEADER)
+            if not end:
+                self.give_up()
+                continue
+            self.reader.unmark()
+            yield from self._message(marker + header)
+
+    def _message(self, header: str) -> Reading[None]:
+        channel = _CHANNEL_NAME.search(header)
+        recipient = _RECIPIENT.search(header.replace(CHANNEL, " ").replace(CONSTRAIN, " "))
+        name = recipient[1].removeprefix("functions.") if recipient else ""
+        if recipient and recipient[1].startswith("functions.") and self.valid_name(name):
+            yield from self._call(name)
+        elif (channel and channel[1] == "analysis") or recipient:
+            self._break_reasoning()
+            yield from self.reader.copy_until((*ENDS, START), self._reasoning, take=False)
+        else:
+            yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
+
+    def _call(self, name: str) -> Reading[None]:
+        self.start_call(name)
+        end = yield from self.reader.copy_until((*ENDS, START), self.arguments, take=False, drop_partial=True)
+        self.end_call(whole=bool(end))
+
+    def _break_reasoning(self) -> None:
+        if self._reasoned:
+            self._events.append(ReasoningDelta("\n"))
+        self._reasoned = False
+
+    _reasoned = False
+
+    def _reasoning(self, text: str) -> None:
+        self._reasoned = True
+        self._events.append(ReasoningDelta(text))

@@ -1,0 +1,265 @@
+"""Reading text that is still arriving: parsers are written as straight-line generators over a TextReader.
+
+A generator asks for what it needs with `yield from reader.until(...)` and is resumed when more text has come, so
+there are no hand-made states. Every character is looked at a bounded number of times: time is linear in the text
+however it is cut. At the end of the text (`closed`) every request returns with what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+Sink = Callable[[str], None]
+
+MAX_HEAD_CHARS = 4096  # names, keys and ids: longer ones are no call
+MAX_JSON_DEPTH = 256
+_SPACE = re.compile(r"\s*")
+_IN_STRING = re.compile(r'[^"\\]*')
+_JSON_OUTSIDE = re.compile(r"[\s\w.+\-:,]*")  # what may stand between strings and brackets
+_SCALAR = re.compile(r"[\w.+\-]*")
+
+
+class TextReader:
+    """The text not read yet, with a memory of what was read since `mark()`."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._read: list[str] | None = None
+        self.closed = False
+
+    def push(self, delta: str) -> None:
+        self._text = self._text[self._at :] + delta
+        self._at = 0
+
+    def mark(self, first: str = "") -> None:
+        """Begin to remember, as if `first` had been read."""
+        self._read = [first]
+
+    def unmark(self) -> str:
+        """Stop remembering; returns what was read since `mark`."""
+        read, self._read = "".join(self._read or ()), None
+        return read
+
+    def take_rest(self) -> str:
+        return self._take(len(self._text))
+
+    def take_one(self) -> str:
+        """Take the next character; call after `more` said that there is one."""
+        return self._take(self._at + 1)
+
+    def _take(self, end: int) -> str:
+        piece = self._text[self._at : end]
+        self._at = end
+        if self._read is not None and piece:
+            self._read.append(piece)
+        return piece
+
+    @property
+    def ended(self) -> bool:
+        """The text is over and all of it was read."""
+        return self.closed and self._exhausted
+
+    @property
+    def _exhausted(self) -> bool:
+        return self._at >= len(self._text)
+
+    def more(self) -> Reading[bool]:
+        """Wait for a character; False at the end of the text."""
+        while self._exhausted:
+            if self.closed:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Reading[str]:
+        """The next character without taking it; "" at the end."""
+        found = yield from self.more()
+        return self._text[self._at] if found else ""
+
+    def space(self) -> Reading[str]:
+        """Take white space; returns it."""
+        taken = ""
+        while (yield from self.more()):
+            match = _SPACE.match(self._text, self._at)
+            taken += self._take(match.end() if match else self._at)
+            if not self._exhausted:
+                break
+        return taken
+
+    def accept(self, *options: str, drop_partial: bool = False) -> Reading[str]:
+        """Take the longest of `options` that comes next and return it; "" if none does.
+
+        drop_partial: an option that the end of the text cuts off is taken too
+        """
+        while True:
+            rest = self._text[self._at : self._at + max(map(len, options))]
+            open_ends = [option for option in options if len(option) > len(rest) and option.startswith(rest)]
+            if open_ends and not self.closed:
+                yield
+                continue
+            found = max((option for option in options if rest.startswith(option)), key=len, default="")
+            self._take(len(self._text) if drop_partial and open_ends and not found else self._at + len(found))
+            return found
+
+    def copy_until(
+        self, markers: Sequence[str], sink: Sink, *, take: bool = True, drop_partial: bool = False
+    ) -> Reading[str]:
+        """Hand text to `sink` as it comes, up to the first of `markers`, which is returned ("": the end).
+
+        take: the marker is taken too
+        drop_partial: a marker that the end of the text cuts off is no text
+        """
+        while True:
+            at, marker = self._find(markers)
+            if marker:
+                if at > self._at:
+                    sink(self._take(at))
+                self._take(at + len(marker) * take)
+                return marker
+            keep = 0 if self.closed and not drop_partial else _open_suffix(self._text, self._at, markers)
+            if len(self._text) - keep > self._at:
+                sink(self._take(len(self._text) - keep))
+            if self.closed:
+                self._at = len(self._text)
+                return ""
+            yield
+
+    def until(self, *markers: str, limit: int = MAX_HEAD_CHARS, take: bool = True) -> Reading[tuple[str, str]]:
+        """(text, marker) with the text before the first of `markers`; marker is "" at the end or past `limit`."""
+        pieces: list[str] = []
+        size = 0
+
+        def sink(piece: str) -> None:
+            nonlocal size
+            size += len(piece)
+            pieces.append(piece)
+
+        copying = self.copy_until(markers, sink, take=take)
+        while True:
+            try:
+                next(copying)
+            except StopIteration as stop:
+                return "".join(pieces), stop.value if size <= limit else ""
+            if size > limit:
+                return "".join(pieces), ""
+            yield
+
+    def _find(self, markers: Sequence[str]) -> tuple[int, str]:
+        """Place and text of the first marker (of those at one place, the longest)."""
+        match = _any_of(tuple(markers)).search(self._text, self._at)
+        return (match.start(), match[0]) if match else (len(self._text), "")
+
+    def json_string(self) -> Reading[str | None]:
+        """Take a JSON string and return its value; None (with text taken) if there is none."""
+        pieces: list[str] = []
+        whole = yield from self.copy_json(pieces.append, limit=MAX_HEAD_CHARS, kinds='"')
+        return decode_json_string("".join(pieces)) if whole else None
+
+    def json_text(self) -> Reading[str | None]:
+        """Take any JSON value and return its text; None if it breaks off."""
+        pieces: list[str] = []
+        whole = yield from self.copy_json(pieces.append)
+        return "".join(pieces) if whole else None
+
+    def copy_json(self, sink: Sink, *, limit: int | None = None, kinds: str = "") -> Reading[bool]:
+        """Hand the text of one JSON value to `sink` as it comes. Brackets and strings are followed, names and
+        numbers are not checked. False where the text cannot go on as JSON (the rest is not taken) or ends.
+
+        kinds: first characters that are allowed ("": any)
+        """
+        first = yield from self.peek()
+        if not first or (kinds and first not in kinds):
+            return False
+        if first == '"':
+            return (yield from self._copy_string(sink, limit))
+        if first in "{[":
+            return (yield from self._copy_nested(sink))
+        return (yield from self._copy_scalar(sink))
+
+    def _copy_scalar(self, sink: Sink) -> Reading[bool]:
+        size = 0
+        while (yield from self.more()):
+            match = _SCALAR.match(self._text, self._at)
+            piece = self._take(match.end() if match else self._at)
+            size += len(piece)
+            if piece:
+                sink(piece)
+            if not self._exhausted:
+                return size > 0
+        return False
+
+    def _copy_string(self, sink: Sink, limit: int | None = None) -> Reading[bool]:
+        sink(self._take(self._at + 1))
+        size = 0
+        while (yield from self.more()):
+            match = _IN_STRING.match(self._text, self._at)
+            end = match.end() if match else self._at
+            size += end - self._at
+            if limit is not None and size > limit:
+                return False
+            char = self._text[end : end + 1]
+            if char == "\\" and end + 1 >= len(self._text) and not self.closed:
+                if end > self._at:
+                    sink(self._take(end))
+                yield  # the character after the backslash decides
+                continue
+            sink(self._take(min(end + (2 if char == "\\" else 1), len(self._text))))
+            if char == '"':
+                return True
+        return False
+
+    def _copy_nested(self, sink: Sink) -> Reading[bool]:
+        stack: list[str] = []
+        while (yield from self.more()):
+            char = self._text[self._at]
+            if char == '"':
+                if not (yield from self._copy_string(sink)):
+                    return False
+            elif char in "{[":
+                if len(stack) >= MAX_JSON_DEPTH:
+                    return False
+                stack.append("}" if char == "{" else "]")
+                sink(self._take(self._at + 1))
+            elif char in "}]":
+                if stack.pop() != char:
+                    return False
+                sink(self._take(self._at + 1))
+                if not stack:
+                    return True
+            else:
+                match = _JSON_OUTSIDE.match(self._text, self._at)
+                if match is None or match.end() == self._at:
+                    return False
+                sink(self._take(match.end()))
+        return False
+
+
+@lru_cache(maxsize=256)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)))
+
+
+def _open_suffix(text: str, start: int, markers: Sequence[str]) -> int:
+    """Length of the longest end of text[start:] that begins one of `markers`."""
+    longest = min(max(map(len, markers)) - 1, len(text) - start)
+    for size in range(longest, 0, -1):
+        suffix = text[len(text) - size :]
+        if any(marker.startswith(suffix) for marker in markers):
+            return size
+    return 0
+
+
+def decode_json_string(text: str) -> str | None:
+    """The value of a JSON string literal; control characters are let through."""
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,66 @@
+"""Reasoning parsers by name. gpt-oss's channels carry reasoning and calls at once: see jaxserve/text/harmony.py."""
+
+from jaxserve.text.reasoning.think import ThinkParser, ThinkTags
+
+__all__ = ["REASONING_ALIASES", "REASONING_FAMILIES", "ThinkParser", "ThinkTags", "reasoning_of_template"]
+
+_CALLS = ("<tool_call>",)
+_KIMI_CALLS = ("<|tool_calls_section_begin|>",)
+
+REASONING_FAMILIES: dict[str, ThinkTags] = {
+    "qwen3": ThinkTags(ends=_CALLS),
+    "deepseek_r1": ThinkTags(always=True),
+    "deepseek_v3": ThinkTags(),
+    "glm45": ThinkTags(ends=_CALLS),
+    "kimi_k2": ThinkTags(ends=_KIMI_CALLS),
+    "kimi": ThinkTags("◁think▷", "◁/think▷"),
+    "mistral": ThinkTags("[THINK]", "[/THINK]"),
+    "seed_oss": ThinkTags("<seed:think>", "</seed:think>"),
+    "cohere": ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "granite": ThinkTags("Here is my thought process:", "Here is my response:"),
+}
+
+# names that users of SGLang and vLLM know
+REASONING_ALIASES: dict[str, str] = {
+    "qwen": "qwen3",
+    "qwen3_thinking": "deepseek_r1",
+    "deepseek": "deepseek_r1",
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "holo2": "qwen3",
+    "nano_v3": "deepseek_v3",
+    "nemotron_v3": "deepseek_v3",
+    "think": "deepseek_v3",
+    "step3": "deepseek_r1",
+    "minimax": "deepseek_r1",
+    "minimax_m2": "deepseek_r1",
+    "interns1": "qwen3",
+    "olmo3": "deepseek_v3",
+    "ernie45": "deepseek_v3",
+    "magistral": "mistral",
+    "gpt_oss": "harmony",
+    "openai_gptoss": "harmony",
+}
+
+
+def reasoning_of_template(template: str) -> str | None:
+    """The family that a chat template's text shows, or None."""
+    if "<|channel|>" in template and "<|start|>" in template:
+        return "harmony"
+    if "</think>" in template or "<think>" in template:
+        return _think_family(template)
+    by_tag = {tags.start: name for name, tags in REASONING_FAMILIES.items() if tags.start != "<think>"}
+    return next((name for tag, name in by_tag.items() if tag in template), None)
+
+
+def _think_family(template: str) -> str:
+    """Families of <think> differ in which text may end it unclosed, and R1 in opening it silently."""
+    if "<|tool_calls_section_begin|>" in template:
+        return "kimi_k2"
+    if "<arg_key>" in template:
+        return "glm45"
+    if "<tool_call>" in template:
+        return "qwen3"
+    return "deepseek_v3"

@@ -1,0 +1,352 @@
+"""What all tool-call parsers share: the generator's frame, calls in JSON, calls with parameters as text.
+
+A family's file gives `_calls`, a generator that reads an output from its start. Before a call's name is known nothing
+of it has been sent, and what cannot be read becomes content; afterwards a broken call ends where it broke.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from jaxserve.text.events import ContentDelta, Event, ToolCallDelta, ToolCallEnd, ToolCallStart, merged
+from jaxserve.text.reader import Reading, TextReader, decode_json_string
+from jaxserve.text.tools.custom import InputDecoder
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"[^\s\"'<>{}\[\]()|]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSet:
+    """The tools of a request, as far as parsers need them.
+
+    parameters: name of a function to the JSON schema of its parameters
+    custom: names of custom tools, which the prompt shows as functions with one text parameter "input"
+    """
+
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    custom: Collection[str] = ()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parameters or name in self.custom
+
+    def types(self, name: str, parameter: str) -> set[str]:
+        """JSON types that a parameter may have; empty if the schema does not say."""
+        properties = self.parameters.get(name, {}).get("properties")
+        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
+        return _schema_types(schema, 0)
+
+
+def _schema_types(schema: Any, depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    declared = schema.get("type")
+    types = set(declared) if isinstance(declared, list) else {declared} if isinstance(declared, str) else set()
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    types |= {"string" if isinstance(value, str) else "other" for value in values} if not types else set()
+    for key in ("anyOf", "oneOf"):
+        for option in schema[key] if isinstance(schema.get(key), list) else []:
+            types |= _schema_types(option, depth + 1)
+    return types
+
+
+class ToolParser(ABC):
+    """A streaming parser of one family's tool calls. One object an output."""
+
+    # texts that must reach the parser though they may be special tokens
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: ToolSet | None = None) -> None:
+        self.tools = tools or ToolSet()
+        self.reader = TextReader()
+        self.num_calls = 0
+        self._events: list[Event] = []
+        self._space: list[str] = []  # white space that is dropped if a call comes next
+        self._trim = False  # white space that comes next follows a call and is dropped
+        self._input: InputDecoder | None = None
+        self._arguments_sent = False
+        self._run = self._calls()
+        self._done = False
+
+    @abstractmethod
+    def _calls(self) -> Reading[None]:
+        """Read the output, using the methods below; what follows after the end of the generator is content."""
+
+    def make_id(self) -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+    def feed(self, delta: str) -> list[Event]:
+        self.reader.push(delta)
+        return self._advance()
+
+    def finish(self) -> list[Event]:
+        self.reader.closed = True
+        events = self._advance()
+        if self._space and not self.num_calls:
+            events.append(ContentDelta("".join(self._space)))
+        return merged(events)
+
+    def _advance(self) -> list[Event]:
+        if not self._done:
+            try:
+                next(self._run)
+            except StopIteration:
+                self._done = True
+            except Exception:  # a parser's mistake must not end the request: the rest of the text is content
+                log.exception("tool parser %s failed", type(self).__name__)
+                self._done = True
+                self.content(self.reader.unmark())
+        if self._done:
+            self.content(self.reader.take_rest())
+        events, self._events = self._events, []
+        return merged(events)
+
+    # --- what families use
+
+    def content(self, text: str) -> None:
+        """Emit answer text. White space around calls is layout and is dropped."""
+        text = text.lstrip() if self._trim else text
+        stripped = text.rstrip()
+        if stripped:
+            self._events.append(ContentDelta("".join(self._space) + stripped))
+            self._space, self._trim = [], False
+        self._space.append(text[len(stripped) :])
+
+    def content_until(self, *markers: str) -> Reading[str]:
+        """Emit content up to the first of `markers`, which is returned and remembered for `give_up`; "" at the end."""
+        marker = yield from self.reader.copy_until(markers, self.content)
+        if marker:
+            self.reader.mark(marker)
+        return marker
+
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        self.reader.unmark()
+        self._space.clear()
+        custom = name in self.tools.custom
+        self._input = InputDecoder() if custom else None
+        self._arguments_sent = False
+        self._events.append(ToolCallStart(self.num_calls, call_id or self.make_id(), name, custom))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """The next characters of the call's JSON arguments."""
+        self._arguments_sent = True
+        if self._input is not None:
+            text = self._input.feed(text)
+        if text:
+            self._events.append(ToolCallDelta(self.num_calls - 1, text))
+
+    def end_call(self, *, whole: bool = True) -> None:
+        """whole: the call did not break off; one without arguments then gets an empty object."""
+        if whole and not self._arguments_sent:
+            self.arguments("{}")
+        if self._input is not None and (rest := self._input.finish()):
+            self._events.append(ToolCallDelta(self.num_calls - 1, rest))
+        self._events.append(ToolCallEnd(self.num_calls - 1))
+        self._trim = True
+
+    def valid_name(self, name: str, *, known: bool = False) -> bool:
+        """known: formats that look like ordinary answers count only with the name of a tool of the request."""
+        return bool(_NAME.fullmatch(name)) and (name in self.tools or not known)
+
+    def give_up(self) -> None:
+        """What was read since `mark` was no call."""
+        self.content(self.reader.unmark())
+
+    def json_arguments(self) -> Reading[bool]:
+        """Stream the arguments of the call that was started; False if they break off. A string holds JSON text."""
+        yield from self.reader.space()
+        first = yield from self.reader.peek()
+        if first == '"':
+            literal = yield from self.reader.json_text()
+            if literal is not None:
+                self.arguments(decode_json_string(literal) or "{}")
+            return literal is not None
+        if first in ("{", "["):
+            return (yield from self.reader.copy_json(self.arguments))
+        text = yield from self.reader.json_text()
+        if text and text != "null":
+            self.arguments(text)
+        return text is not None
+
+    def json_call(self, *, known: bool = False) -> Reading[bool]:
+        """Read {"name": ..., "arguments": {...}} in any order of keys, also inside {"function": {...}}.
+
+        True if a call was started (and ended, perhaps broken); False if nothing was sent.
+        """
+        if not (yield from self.reader.accept("{")):
+            return False
+        return (yield from _JsonCall(self, known).read())
+
+    def json_call_list(self, *, known: bool = False) -> Reading[bool]:
+        """Read [call, call, ...] after its opening bracket; True if any call was started."""
+        started = False
+        while True:
+            yield from self.reader.space()
+            if (yield from self.reader.accept("]")):
+                return started
+            if started:
+                self.reader.mark()
+                yield from self.reader.accept(",")
+                yield from self.reader.space()
+            if not (yield from self.json_call(known=known)):
+                if started:
+                    self.give_up()
+                return started
+            started = True
+
+    def parameter(
+        self, name: str, key: str, end: Sequence[str], *, first: bool, text: bool | None = None, take: bool = True
+    ) -> Reading[str]:
+        """Stream one parameter given as plain text up to one of `end`, as JSON; returns the end found.
+
+        text: it is a string (None: if the tool's schema says so); others are sent whole, as JSON if they are JSON
+        """
+        types = self.tools.types(name, key)
+        self.arguments(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+        if text is None and types == {"string"}:
+            text = True
+        if text:
+            return (yield from self._text_parameter(end, take))
+        pieces: list[str] = []
+        found = yield from self.reader.copy_until(end, pieces.append, take=take, drop_partial=True)
+        if found:
+            self.arguments(as_json("".join(pieces), types))
+        return found
+
+    def close_parameters(self, *, first: bool) -> bool:
+        """After the last parameter; False (and an open object) if the output was cut off here."""
+        if self.reader.ended:
+            return False
+        self.arguments("{}" if first else "}")
+        return True
+
+    def _text_parameter(self, end: Sequence[str], take: bool) -> Reading[str]:
+        """The text as a JSON string while it comes, without one line break at each side."""
+        self.arguments('"')
+        yield from self.reader.accept("\n")
+        held = ""
+
+        def sink(piece: str) -> None:
+            nonlocal held
+            piece = held + piece
+            held = "\n" if piece.endswith("\n") else ""
+            piece = piece.removesuffix("\n")
+            if piece:
+                self.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
+
+        found = yield from self.reader.copy_until(end, sink, take=take, drop_partial=True)
+        if found:  # a text cut by the end of the output stays open
+            self.arguments('"')
+        return found
+
+
+class _JsonCall:
+    """One call written as a JSON object whose opening brace has been read."""
+
+    NAMES = ("name", "tool_name", "function")
+    ARGUMENTS = ("arguments", "parameters", "args", "tool_input")
+
+    def __init__(self, parser: ToolParser, known: bool) -> None:
+        self.parser, self.reader, self.known = parser, parser.reader, known
+        self.started = False
+        self.early: str | None = None  # arguments that came before the name
+
+    def read(self) -> Reading[bool]:
+        whole = yield from self._members()
+        if self.started:
+            self.parser.end_call(whole=whole)
+            if not whole:
+                yield from self._skip_broken()
+        return self.started
+
+    def _members(self) -> Reading[bool]:
+        while True:
+            yield from self.reader.space()
+            if (yield from self.reader.accept("}")):
+                return True
+            if (yield from self.reader.accept(",")):
+                continue
+            key = yield from self.reader.json_string()
+            yield from self.reader.space()
+            if key is None or not (yield from self.reader.accept(":")):
+                return False
+            yield from self.reader.space()
+            if not (yield from self._value(key)):
+                return False
+
+    def _value(self, key: str) -> Reading[bool]:
+        first = yield from self.reader.peek()
+        if key in self.NAMES and not self.started and first == '"':
+            name = yield from self.reader.json_string()
+            return name is not None and self._start(name)
+        if key == "function" and first == "{" and not self.started:
+            yield from self.reader.accept("{")
+            return (yield from self._members())
+        if key in self.ARGUMENTS and self.started:
+            return (yield from self.parser.json_arguments())
+        text = yield from self.reader.json_text()
+        if key in self.ARGUMENTS and self.early is None:
+            self.early = text
+        return text is not None
+
+    def _start(self, name: str) -> bool:
+        if not self.parser.valid_name(name, known=self.known):
+            return False
+        self.started = True
+        self.parser.start_call(name)
+        if self.early is not None:
+            value = decode_json_string(self.early) if self.early.startswith('"') else self.early
+            self.parser.arguments(value if value and value != "null" else "{}")
+        return True
+
+    def _skip_broken(self) -> Reading[None]:
+        """Closing braces that the model wrote too many."""
+        while (yield from self.reader.accept("}")):
+            pass
+
+
+def as_json(text: str, types: Collection[str] = ()) -> str:
+    """A parameter's text as JSON: itself if it is JSON of an allowed type, else a string."""
+    stripped = text.strip()
+    try:
+        value = json.loads(stripped)
+    except (ValueError, RecursionError):
+        value = _PYTHON_WORDS.get(stripped, _NO_VALUE)
+    if value is _NO_VALUE or (isinstance(value, str) and stripped.startswith('"') and "string" in types):
+        return json.dumps(text.removeprefix("\n").removesuffix("\n"), ensure_ascii=False)
+    if types and not _fits(value, types) and "string" in types:
+        return json.dumps(stripped, ensure_ascii=False)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return json.dumps(stripped, ensure_ascii=False)
+
+
+_NO_VALUE = object()
+_PYTHON_WORDS: dict[str, Any] = {"True": True, "False": False, "None": None}
+_KINDS: tuple[tuple[type, set[str]], ...] = (
+    (bool, {"boolean"}),
+    (int, {"integer", "number"}),
+    (float, {"number"}),
+    (str, {"string"}),
+    (list, {"array"}),
+    (dict, {"object"}),
+)
+
+
+def _fits(value: Any, types: Collection[str]) -> bool:
+    kinds = next((names for kind, names in _KINDS if isinstance(value, kind)), {"null"})
+    return bool(kinds & set(types)) or "other" in types
+
+
+def alphanumeric_id(length: int) -> str:
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))

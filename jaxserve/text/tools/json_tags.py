@@ -1,0 +1,62 @@
+"""Calls as JSON objects between tags: Hermes and Qwen 2.5/3, Granite, InternLM, Phi-4-mini, Jamba and their kin."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxserve.text.reader import Reading
+from jaxserve.text.tools.base import ToolParser
+
+
+class HermesParser(ToolParser):
+    """<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>, once a call."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    begin: ClassVar[str] = "<tool_call>"
+    end: ClassVar[str] = "</tool_call>"
+
+    def _calls(self) -> Reading[None]:
+        while (yield from self.content_until(self.begin)):
+            yield from self.reader.space()
+            is_list = yield from self.reader.accept("[")
+            started = yield from (self.json_call_list() if is_list else self.json_call())
+            if not started:
+                self.give_up()
+            elif self.end:
+                yield from self._skip_to_end()
+
+    def _skip_to_end(self) -> Reading[None]:
+        yield from self.reader.space()
+        yield from self.reader.accept(self.end, drop_partial=True)
+
+
+class GraniteParser(HermesParser):
+    """<|tool_call|>[{"name": "f", "arguments": {"x": 1}}, ...]"""
+
+    markers = ("<|tool_call|>",)
+    begin = "<|tool_call|>"
+    end = ""
+
+
+class InternLMParser(HermesParser):
+    """<|action_start|><|plugin|>{"name": "f", "parameters": {"x": 1}}<|action_end|>"""
+
+    markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
+    begin = "<|action_start|><|plugin|>"
+    end = "<|action_end|>"
+
+
+class Phi4MiniParser(HermesParser):
+    """functools[{"name": "f", "arguments": {"x": 1}}, ...]"""
+
+    markers = ()
+    begin = "functools"
+    end = ""
+
+
+class JambaParser(HermesParser):
+    """<tool_calls>[{"name": "f", "arguments": {"x": 1}}, ...]</tool_calls>"""
+
+    markers = ("<tool_calls>", "</tool_calls>")
+    begin = "<tool_calls>"
+    end = "</tool_calls>"

@@ -1,0 +1,48 @@
+"""Llama 3: an answer that is nothing but a JSON object with the name of a known tool, perhaps after <|python_tag|>."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxserve.text.reader import Reading
+from jaxserve.text.tools.base import ToolParser
+
+
+class LlamaJsonParser(ToolParser):
+    """{"name": "f", "parameters": {"x": 1}}; more calls follow after ";" or ",", or in a list.
+
+    An ordinary JSON answer has the same look, so only names of the request's tools count.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+
+    def _calls(self) -> Reading[None]:
+        self.reader.mark()
+        yield from self.reader.space()
+        yield from self.reader.accept("<|python_tag|>")
+        yield from self.reader.space()
+        if (yield from self.reader.accept("[")):
+            started = yield from self.json_call_list(known=True)
+        else:
+            started = yield from self._sequence()
+        if not started:
+            self.give_up()
+        while (yield from self.content_until("<|python_tag|>")):
+            yield from self.reader.space()
+            if not (yield from self._sequence()):
+                self.give_up()
+
+    def _sequence(self) -> Reading[bool]:
+        """Calls joined by ";"; True if there was one."""
+        started = False
+        while (yield from self.json_call(known=True)):
+            started = True
+            yield from self.reader.space()
+            self.reader.mark()
+            yield from self.reader.accept(";", ",")
+            yield from self.reader.space()
+            if (yield from self.reader.peek()) != "{":
+                break
+        if started:
+            self.give_up()
+        return started

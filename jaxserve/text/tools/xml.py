@@ -1,0 +1,144 @@
+"""Calls whose parameters are plain text between tags: Qwen3-Coder, GLM 4.5 and later, DeepSeek V3.2 and later.
+
+The arguments are made into JSON while they stream: a parameter that the tool's schema declares a string is sent as
+it comes, others when they are complete.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from jaxserve.text.reader import Reading
+from jaxserve.text.tools.base import ToolParser
+
+
+class Qwen3CoderParser(ToolParser):
+    """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"""
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+
+    def _calls(self) -> Reading[None]:
+        while marker := (yield from self.content_until("<tool_call>", "<function=")):
+            if marker == "<tool_call>":
+                yield from self.reader.space()
+                marker = yield from self.reader.accept("<function=")
+            name, end = (yield from self.reader.until(">")) if marker else ("", "")
+            if not end or not self.valid_name(name.strip()):
+                self.give_up()
+                continue
+            self.start_call(name.strip())
+            whole = yield from self._parameters(name.strip())
+            self.end_call(whole=whole)
+            yield from self._closing()
+
+    def _parameters(self, name: str) -> Reading[bool]:
+        first = True
+        while True:
+            yield from self.reader.space()
+            if not (yield from self.reader.accept("<parameter=", drop_partial=True)):
+                break
+            key, end = yield from self.reader.until(">")
+            if not end:
+                return False
+            ends = ("</parameter>", "\n<parameter=", "\n</function>")  # the model forgets to close some
+            found = yield from self.parameter(name, key.strip(), ends, first=first, take=False)
+            yield from self.reader.accept("</parameter>", drop_partial=True)
+            first = False
+            if not found:
+                return False
+        return self.close_parameters(first=first)
+
+    def _closing(self) -> Reading[None]:
+        for tag in ("</function>", "</tool_call>"):
+            yield from self.reader.space()
+            yield from self.reader.accept(tag, drop_partial=True)
+
+
+class GlmParser(ToolParser):
+    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks."""
+
+    markers: ClassVar[tuple[str, ...]] = (
+        *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    )
+
+    def _calls(self) -> Reading[None]:
+        while (yield from self.content_until("<tool_call>")):
+            name, end = yield from self.reader.until("<arg_key>", "</tool_call>", take=False)
+            if not end or not self.valid_name(name.strip()):
+                self.give_up()
+                continue
+            self.start_call(name.strip())
+            whole = yield from self._parameters(name.strip())
+            self.end_call(whole=whole)
+            yield from self.reader.space()
+            yield from self.reader.accept("</tool_call>", drop_partial=True)
+
+    def _parameters(self, name: str) -> Reading[bool]:
+        first = True
+        while True:
+            yield from self.reader.space()
+            if not (yield from self.reader.accept("<arg_key>", drop_partial=True)):
+                break
+            key, end = yield from self.reader.until("</arg_key>")
+            yield from self.reader.space()
+            if not end or not (yield from self.reader.accept("<arg_value>", drop_partial=True)):
+                return False
+            if not (yield from self.parameter(name, key.strip(), ("</arg_value>",), first=first)):
+                return False
+            first = False
+        return self.close_parameters(first=first)
+
+
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+
+
+class DsmlParser(ToolParser):
+    """DeepSeek V3.2: <｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">..."""
+
+    TAG = "｜DSML｜"
+    BEGIN = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
+    markers: ClassVar[tuple[str, ...]] = (TAG,)
+
+    def _calls(self) -> Reading[None]:
+        while (yield from self.content_until(*self.BEGIN)):
+            any_call = False
+            while True:
+                yield from self.reader.space()
+                if not (yield from self.reader.accept(f"<{self.TAG}invoke")):
+                    break
+                if not (yield from self._invoke()):
+                    break
+                any_call = True
+            if not any_call:
+                self.give_up()
+            yield from self.reader.accept(*(tag.replace("<", "</") for tag in self.BEGIN), drop_partial=True)
+
+    def _attributes(self) -> Reading[dict[str, str]]:
+        text, end = yield from self.reader.until(">")
+        return dict(_ATTRIBUTE.findall(text)) if end else {}
+
+    def _invoke(self) -> Reading[bool]:
+        name = (yield from self._attributes()).get("name", "")
+        if not self.valid_name(name):
+            return False
+        self.start_call(name)
+        whole = yield from self._parameters(name)
+        self.end_call(whole=whole)
+        yield from self.reader.accept(f"</{self.TAG}invoke>", drop_partial=True)
+        return True
+
+    def _parameters(self, name: str) -> Reading[bool]:
+        first = True
+        while True:
+            yield from self.reader.space()
+            if not (yield from self.reader.accept(f"<{self.TAG}parameter", drop_partial=True)):
+                break
+            attributes = yield from self._attributes()
+            ends = (f"</{self.TAG}parameter>",)
+            text = {"true": True, "false": False}.get(attributes.get("string", ""))
+            key = attributes.get("name", "")
+            if not key or not (yield from self.parameter(name, key, ends, first=first, text=text)):
+                return False
+            first = False
+        return self.close_parameters(first=first)

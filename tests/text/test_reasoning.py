@@ -1,0 +1,197 @@
+"""Reasoning parsers, the choice of parsers, and both kinds together."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.events import ParsedOutput, parse_whole
+from jaxserve.text.output_parser import ParserChoice, choose_parsers
+from jaxserve.text.reasoning import REASONING_FAMILIES
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tools import ToolSet
+
+TOOLS = ToolSet(parameters={"f": {"type": "object", "properties": {}}})
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def run(choice: ParserChoice, deltas: list[str], **arguments: Any) -> ParsedOutput:
+    parser, output = choice.make(**arguments), ParsedOutput()
+    for delta in deltas:
+        output.add(parser.feed(delta))
+    output.add(parser.finish())
+    return output
+
+
+# reasoning family, end of the prompt, output, reasoning, content
+CASES = [
+    ("qwen3", "", "<think>\nLet me see.\n\n</think>\n\nIt is 4.", "Let me see.", "It is 4."),
+    ("qwen3", "<think>\n", "Let me see.\n</think>\n\nIt is 4.\n", "Let me see.", "It is 4.\n"),
+    ("qwen3", "<think>\n\n</think>\n\n", "It is 4.", None, "It is 4."),
+    ("qwen3", "", "It is 4.", None, "It is 4."),
+    ("qwen3", "", " \n It is 4.", None, " \n It is 4."),
+    ("qwen3", "", "<think>\n\n</think>\n\nNo thought.", None, "No thought."),
+    ("qwen3", "", "a <think>b</think> c", None, "a <think>b</think> c"),
+    ("qwen3", "<think>", "cut by the length", "cut by the length", None),
+    ("qwen3", "<think>", "<think>said twice</think>x", "said twice", "x"),
+    ("qwen3", "<think>", "a </thin b </think> c", "a </thin b", "c"),
+    ("qwen3", "user wrote <think>\nassistant", "x</think>", None, "x</think>"),
+    ("deepseek_r1", "", "silently opened</think>x", "silently opened", "x"),
+    ("deepseek_r1", "<think>\n</think>", "x", None, "x"),
+    ("mistral", "", "[THINK]a[/THINK]b", "a", "b"),
+    ("kimi", "◁think▷", "a◁/think▷b", "a", "b"),
+]
+
+
+@pytest.mark.parametrize("family, prompt, text, reasoning, content", CASES)
+def test_think_tags(family: str, prompt: str, text: str, reasoning: str | None, content: str | None) -> None:
+    choice = ParserChoice(reasoning=family)
+    for deltas in ([text], list(text), [text[i : i + 5] for i in range(0, len(text), 5)]):
+        output = run(choice, deltas, prompt=prompt)
+        assert (output.reasoning, output.content) == (reasoning, content)
+
+
+def test_continued_text_decides_for_itself() -> None:
+    choice = ParserChoice(reasoning="qwen3")
+    inside = run(choice, ["b</think>c"], prompt="...<think>a", continued="<think>a")
+    assert (inside.reasoning, inside.content) == ("b", "c")
+    outside = run(choice, ["c"], prompt="...", continued="<think>a</think>b")
+    assert (outside.reasoning, outside.content) == (None, "c")
+
+
+@pytest.mark.parametrize("text", ["<think>\na <tool_call> b\n</think>\n\nok " + CALL, "<think>never closed " + CALL])
+def test_reasoning_then_calls(text: str) -> None:
+    choice = ParserChoice(tool="hermes", reasoning="deepseek_v3")
+    closed = "</think>" in text
+    for deltas in ([text], list(text)):
+        output = run(choice, deltas, tools=TOOLS)
+        assert output.reasoning == ("a <tool_call> b" if closed else "never closed " + CALL)
+        assert [call.name for call in output.tool_calls] == (["f"] if closed else [])
+        kept = run(choice, deltas, tools=TOOLS, separate_reasoning=False)
+        assert kept.reasoning is None
+        assert kept.content == (text.removesuffix(" " + CALL) if closed else text)
+        assert len(kept.tool_calls) == int(closed)
+
+
+def test_a_call_may_end_the_thinking() -> None:
+    output = run(ParserChoice(tool="hermes", reasoning="qwen3"), list("<think>hm\n" + CALL), tools=TOOLS)
+    assert (output.reasoning, output.content, len(output.tool_calls)) == ("hm", None, 1)
+
+
+def test_without_tools_calls_stay_text() -> None:
+    assert run(ParserChoice(tool="hermes"), [CALL]).content == CALL
+    both = run(ParserChoice(tool="hermes", reasoning="qwen3"), ["<think>a</think>" + CALL], separate_reasoning=False)
+    assert both.content == "<think>a</think>" + CALL
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>They ask 2+2.<|end|><|start|>assistant<|channel|>analysis<|message|>Easy.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>It is 4.<|return|>"
+)
+
+
+def test_harmony_channels() -> None:
+    choice = choose_parsers(None, tool="openai", reasoning="gpt-oss")
+    for deltas in ([HARMONY], list(HARMONY)):
+        output = run(choice, deltas, tools=TOOLS)
+        assert (output.reasoning, output.content) == ("They ask 2+2.\nEasy.", "It is 4.")
+        kept = run(choice, deltas, separate_reasoning=False)
+        assert (kept.reasoning, kept.content) == (None, "They ask 2+2.\nEasy.It is 4.")
+
+
+def test_harmony_published_stream(shared_data: Any) -> None:
+    text = (shared_data / "golden/harmony/test_streamable_parser.txt").read_text()
+    for deltas in ([text], list(text)):
+        output = run(choose_parsers(None, tool="harmony", reasoning="harmony"), deltas, tools=TOOLS)
+        assert output.reasoning is not None and output.reasoning.startswith(
+            'User asks "Who is the current US president?"'
+        )
+        assert output.tool_calls == []
+
+
+TEMPLATES = {
+    "Qwen/Qwen3-0.6B": ("hermes", "qwen3"),
+    "Qwen/Qwen2.5-7B-Instruct": ("hermes", None),
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama3_json", None),
+    "mistralai/Mistral-Nemo-Instruct-2407": ("mistral", None),
+    "moonshotai/Kimi-K2-Thinking": ("kimi_k2", "kimi_k2"),
+    "zai-org/GLM-5.1": ("glm45", "glm45"),
+    "NousResearch/Hermes-2-Pro-Llama-3-8B (JSON Schema)": ("hermes", None),
+    "CohereLabs/command-a-reasoning-08-2025": (None, "cohere"),
+}
+
+
+def test_chosen_by_published_templates(shared_data: Any) -> None:
+    cases = json.loads((shared_data / "golden/chat_templates/hfjs_e2e.json").read_text())["custom"]
+    found = {name: choose_parsers(cases[name]["chat_template"]) for name in TEMPLATES}
+    assert {name: (choice.tool, choice.reasoning) for name, choice in found.items()} == TEMPLATES
+
+
+FILES = {
+    "tool_chat_template_deepseekv3.jinja": "deepseek_v3",
+    "tool_chat_template_deepseekr1.jinja": "deepseek_v3",
+    "tool_chat_template_granite.jinja": "granite",
+    "tool_chat_template_hermes.jinja": "hermes",
+    "tool_chat_template_internlm2_tool.jinja": "internlm",
+    "tool_chat_template_llama3.1_json.jinja": "llama3_json",
+    "tool_chat_template_llama3.2_pythonic.jinja": "pythonic",
+    "tool_chat_template_llama4_pythonic.jinja": "pythonic",
+    "tool_chat_template_mistral.jinja": "mistral",
+    "tool_chat_template_phi4_mini.jinja": "phi4_mini_json",
+    "tool_chat_template_toolace.jinja": "pythonic",
+}
+
+
+def test_chosen_by_collected_templates(shared_data: Any) -> None:
+    folder = shared_data / "chat_templates/vllm"
+    assert {name: choose_parsers((folder / name).read_text()).tool for name in FILES} == FILES
+
+
+def test_names_of_other_servers() -> None:
+    assert choose_parsers(None, tool="qwen25", reasoning="deepseek-r1") == ParserChoice("hermes", "deepseek_r1")
+    assert choose_parsers("<tool_call></think>", tool="none", reasoning="none") == ParserChoice()
+    assert choose_parsers("plain") == choose_parsers(None) == ParserChoice()
+    with pytest.raises(ConfigError, match="tool_parser") as caught:
+        choose_parsers(None, tool="qwen26")
+    assert "hermes" in str(caught.value.fix)
+    with pytest.raises(ConfigError, match="reasoning_parser"):
+        choose_parsers(None, reasoning="x")
+
+
+def test_special_tokens_that_must_be_seen(shared_data: Any) -> None:
+    tokenizer = Tokenizer.from_directory(shared_data / "tokenizers/minimind")
+    choice = ParserChoice(tool="hermes", reasoning="qwen3")
+    visible = choice.visible_token_ids(tokenizer, tools=True)
+    assert set(visible) <= tokenizer.special_ids
+    names = {tokenizer.id_to_token(i) for i in visible}
+    assert names == {m for m in choice.markers(tools=True) if tokenizer.token_to_id(m) in tokenizer.special_ids}
+
+
+def test_prompt_of_a_real_template_opens_or_closes(shared_data: Any) -> None:
+    template = ChatTemplate.load(Tokenizer.from_directory(shared_data / "tokenizers/qwen3"))
+    assert template is not None
+    choice = choose_parsers(template.source)
+    assert choice == ParserChoice("hermes", "qwen3") and choice.think_tags is not None
+    prompt = template.render([{"role": "user", "content": "<think>"}], kwargs={"enable_thinking": False})
+    assert not choice.think_tags.opened_by(prompt)
+    assert parse_whole(choice.make(prompt=prompt), "x").reasoning is None
+
+
+@pytest.mark.parametrize("family", REASONING_FAMILIES)
+def test_any_text_survives(family: str) -> None:
+    tags = REASONING_FAMILIES[family]
+    rng = random.Random(family)
+    for _ in range(100):
+        text = "".join(rng.choices([tags.start, tags.end, " ", "\n", "a", tags.end[:3], *tags.ends], k=12))
+        whole = run(ParserChoice(reasoning=family), [text])
+        assert run(ParserChoice(reasoning=family), list(text)) == whole
+        kept = run(ParserChoice(reasoning=family), list(text), separate_reasoning=False)
+        assert (kept.content or "") == text
+        joined = (whole.reasoning or "") + (whole.content or "")
+        left = text.replace(tags.start, "").replace(tags.end, "")
+        assert sorted("".join(left.split())) == sorted(
+            "".join(joined.replace(tags.start, "").replace(tags.end, "").split())
+        )

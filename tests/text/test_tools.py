@@ -1,0 +1,312 @@
+"""Tool-call parsers: every family's format, cut anywhere, broken anywhere, in linear time."""
+
+import json
+import random
+import time
+
+import pytest
+
+from jaxserve.text.events import ParsedOutput, ToolCall, ToolCallDelta, merged, parse_whole
+from jaxserve.text.harmony import HarmonyParser
+from jaxserve.text.tools import TOOL_FAMILIES, ToolParser, ToolSet
+from jaxserve.text.tools.json_tags import HermesParser
+
+TOOLS = ToolSet(
+    parameters={
+        "get_weather": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "tags": {"type": "array"},
+                "zip": {"type": ["string", "null"]},
+            },
+        },
+        "now": {"type": "object", "properties": {}},
+    },
+    custom=("shell",),
+)
+FAMILIES = TOOL_FAMILIES | {"harmony": HarmonyParser}
+ARGS = {"city": 'Zü"rich\n', "days": 3, "tags": [1, {"a": "]}"}]}
+JSON_ARGS = json.dumps(ARGS, ensure_ascii=False)
+WEATHER, NOW = ("get_weather", ARGS), ("now", {})
+
+
+def deepseek(*calls: str) -> str:
+    body = "\n".join(f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" for call in calls)
+    return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
+
+
+DSML_PARAMETERS = (
+    '<｜DSML｜parameter name="city" string="true">Zü"rich\n\n</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="tags" string="false">[1, {"a": "]}"}]</｜DSML｜parameter>\n'
+)
+PYTHON_ARGS = """city='Zü"rich\\n', days=3, tags=[1, {'a': "]}"}]"""
+
+DSML = (
+    f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n{DSML_PARAMETERS}</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+)
+QWEN_CODER = (
+    'ok <tool_call>\n<function=get_weather>\n<parameter=city>\nZü"rich\n\n</parameter>\n<parameter=days>\n3\n'
+    '</parameter>\n<parameter=tags>\n[1, {"a": "]}"}]\n</parameter>\n</function>\n</tool_call>\n'
+    "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+)
+GLM = (
+    'x\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zü"rich\n\n</arg_value>\n<arg_key>days</arg_key>\n'
+    '<arg_value>3</arg_value>\n<arg_key>tags</arg_key>\n<arg_value>[1, {"a": "]}"}]</arg_value>\n</tool_call>\n'
+    "<tool_call>now\n</tool_call>"
+)
+
+# family, output, content, calls
+CASES = [
+    ("hermes", f'<tool_call>\n{{"name": "get_weather", "arguments": {JSON_ARGS}}}\n</tool_call>', None, [WEATHER]),
+    ("hermes", f'Let me see.\n<tool_call>{{"arguments": {JSON_ARGS}, "name": "get_weather"}}</tool_call>\n'
+               '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "Let me see.", [WEATHER, NOW]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call> done', "done", [NOW]),
+    ("hermes", '<tool_call>{"type": "function", "function": {"name": "now", "arguments": null}}</tool_call>',
+     None, [NOW]),
+    ("hermes", json.dumps({"name": "x"}).join(["<tool_call>", ""]), None, [("x", {})]),
+    ("hermes", '<tool_call>' + json.dumps({"name": "get_weather", "arguments": JSON_ARGS}), None, [WEATHER]),
+    ("qwen3_coder", QWEN_CODER, "ok", [WEATHER, NOW]),
+    ("qwen3_coder", "<function=get_weather><parameter=city>a\n<parameter=zip>null\n</function></tool_call>", None,
+     [("get_weather", {"city": "a", "zip": None})]),
+    ("llama3_json", f'{{"name": "get_weather", "parameters": {JSON_ARGS}}}', None, [WEATHER]),
+    ("llama3_json", f'<|python_tag|>{{"name": "get_weather", "parameters": {JSON_ARGS}}}; {{"name": "now"}}', None,
+     [WEATHER, NOW]),
+    ("llama3_json", '[{"name": "now", "parameters": {}}]', None, [NOW]),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {JSON_ARGS}}}, {{"name": "now"}}]', None,
+     [WEATHER, NOW]),
+    ("mistral", f"a[TOOL_CALLS]get_weather{JSON_ARGS}[TOOL_CALLS]now[ARGS]{{}}", "a", [WEATHER, NOW]),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", None, [NOW]),
+    ("deepseek_v3", "hi" + deepseek(f"function<｜tool▁sep｜>get_weather\n```json\n{JSON_ARGS}\n```",
+                                    "function<｜tool▁sep｜>now\n```json\n{}\n```"), "hi", [WEATHER, NOW]),
+    ("deepseek_v3", deepseek(f"get_weather<｜tool▁sep｜>{JSON_ARGS}", "now<｜tool▁sep｜>{}"), None, [WEATHER, NOW]),
+    ("deepseek_v32", DSML, None, [WEATHER, NOW]),
+    ("glm45", GLM, "x", [WEATHER, NOW]),
+    ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>b c</arg_value></tool_call>", None, [("f", {"a": "b c"})]),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+                f"{JSON_ARGS}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}"
+                "<|tool_call_end|><|tool_calls_section_end|>", None, [WEATHER, NOW]),
+    ("pythonic", f"[get_weather({PYTHON_ARGS}), now()]", None, [WEATHER, NOW]),
+    ("pythonic", f"<|python_start|>[get_weather({PYTHON_ARGS})]<|python_end|>", None, [WEATHER]),
+    ("pythonic", "[get_weather(days=-3, zip=None, tags=(1.5, True, {1: 'a' 'b'}))]", None,
+     [("get_weather", {"days": -3, "zip": None, "tags": [1.5, True, {"1": "ab"}]})]),
+    ("granite", f'<|tool_call|>[{{"name": "get_weather", "arguments": {JSON_ARGS}}}]', None, [WEATHER]),
+    ("internlm", 'a<|action_start|><|plugin|>{"name": "now", "parameters": {}}<|action_end|>', "a", [NOW]),
+    ("phi4_mini_json", f'functools[{{"name": "get_weather", "arguments": {JSON_ARGS}}}, {{"name": "now"}}]', None,
+     [WEATHER, NOW]),
+    ("jamba", f'<tool_calls>[\n{{"name": "get_weather", "arguments": {JSON_ARGS}}}\n]</tool_calls>', None, [WEATHER]),
+    ("json", f'[{{"name": "get_weather", "parameters": {JSON_ARGS}}}]', None, [WEATHER]),
+    ("harmony", "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + JSON_ARGS + "<|call|>",
+     None, [WEATHER]),
+    ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>"
+                "commentary json<|message|>{}<|call|>", "I look.", [NOW]),
+]  # fmt: skip
+
+# what must come back as content, word for word
+PLAIN = [
+    ("hermes", "<tool_call>no json</tool_call>"),
+    ("hermes", '<tool_call>{"nam": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "a b", "arguments": {}}</tool_call>'),
+    ("hermes", "a <tool_cal> b <tool_call"),
+    ("qwen3_coder", "<tool_call>\n<fun=x></tool_call>"),
+    ("qwen3_coder", "<function=" + "x" * 5000),
+    ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+    ("llama3_json", '{"answer": {"name": "now"}}'),
+    ("llama3_json", 'Say {"name": "now"}'),
+    ("llama3_json", "<|python_tag|>print(1)"),
+    ("mistral", "[TOOL_CALLS]no call at all"),
+    ("mistral", "[TOOL_CALLS][1, 2]"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>x"),
+    ("deepseek_v32", "<｜DSML｜function_calls>x"),
+    ("glm45", "<tool_call>never closed"),
+    ("kimi_k2", "<|tool_calls_section_begin|>x"),
+    ("pythonic", "[1, 2, 3]"),
+    ("pythonic", "[unknown(x=1)]"),
+    ("pythonic", "[now(__import__('os').system('id'))]"),
+    ("pythonic", "[now(x=open('/etc/passwd').read())]"),
+    ("pythonic", "[now(1)]"),
+    ("granite", "<|tool_call|>x"),
+    ("harmony", "no channels"),
+    ("harmony", "<|channel|>" + "x" * 600),
+]
+
+
+def make(family: str) -> ToolParser:
+    return FAMILIES[family](TOOLS)
+
+
+def run(family: str, deltas: list[str]) -> ParsedOutput:
+    parser, output = make(family), ParsedOutput()
+    for delta in deltas:
+        output.add(parser.feed(delta))
+    output.add(parser.finish())
+    return output
+
+
+def shape(output: ParsedOutput) -> tuple:
+    return output.content, output.reasoning, [(call.name, call.arguments, call.custom) for call in output.tool_calls]
+
+
+@pytest.mark.parametrize("family, text, content, calls", CASES)
+def test_formats(family: str, text: str, content: str | None, calls: list[tuple[str, dict]]) -> None:
+    output = parse_whole(make(family), text)
+    assert [(call.name, json.loads(call.arguments)) for call in output.tool_calls] == calls
+    assert output.content == content
+    assert len({call.id for call in output.tool_calls}) == len(calls)
+
+
+@pytest.mark.parametrize("family, text", PLAIN)
+def test_what_is_no_call_is_content(family: str, text: str) -> None:
+    for deltas in ([text], list(text)):
+        output = run(family, deltas)
+        assert (output.content, output.tool_calls) == (text, [])
+
+
+ALL_TEXTS = [(family, text) for family, text, *_ in CASES] + PLAIN
+
+
+@pytest.mark.parametrize("family, text", ALL_TEXTS)
+def test_cuts_do_not_matter(family: str, text: str) -> None:
+    whole = shape(run(family, [text]))
+    assert shape(run(family, list(text))) == whole
+    for seed in range(5):
+        rng = random.Random(seed)
+        points = sorted(rng.choices(range(len(text) + 1), k=5))
+        assert shape(run(family, [text[a:b] for a, b in zip([0, *points], [*points, len(text)], strict=True)])) == whole
+
+
+@pytest.mark.parametrize("family, text", [case for case in ALL_TEXTS if len(case[1]) < 500])
+def test_an_output_may_end_anywhere(family: str, text: str) -> None:
+    """Nothing raises, no call appears from nothing, and the arguments sent are a beginning of the whole ones."""
+    calls = run(family, [text]).tool_calls
+    for end in range(len(text)):
+        output = run(family, list(text[:end]))
+        cut = output.tool_calls
+        assert len(cut) <= len(calls)
+        if len(cut) == len(calls) > 0:
+            assert "<" not in (output.content or "")
+        for part, whole in zip(cut, calls, strict=False):
+            assert part.name == whole.name
+            assert whole.arguments.startswith(part.arguments)
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "glm45", "harmony"])
+def test_arguments_stream_in_fragments(family: str) -> None:
+    text = next(text for name, text, _, calls in CASES if name == family and calls[0] == WEATHER)
+    parser = make(family)
+    events = [event for char in text for event in parser.feed(char)]
+    assert sum(isinstance(event, ToolCallDelta) for event in events) > 10
+
+
+def test_neighbouring_events_are_joined() -> None:
+    parser = make("hermes")
+    events = parser.feed('a b <tool_call>{"name": "now", "arguments": {"x": [1, 2]}}</tool_call>')
+    assert merged(events) == events
+    assert [type(event).__name__ for event in events] == [
+        "ContentDelta", "ToolCallStart", "ToolCallDelta", "ToolCallEnd"]  # fmt: skip
+
+
+def test_ids_are_those_the_models_want() -> None:
+    def first(family: str, text: str) -> ToolCall:
+        return run(family, [text]).tool_calls[0]
+
+    assert first("hermes", '<tool_call>{"name": "now"}').id.startswith("call_")
+    assert len(first("mistral", "[TOOL_CALLS]now{}").id) == 9
+    assert first("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}").id == "abcdefghi"
+    kimi = "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>{}"
+    assert first("kimi_k2", kimi).id == "functions.now:7"
+
+
+TEXT = 'ls "a b"\n\\t 🦜 \\u00e9'
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_a_custom_tool_gets_its_text(ascii_only: bool) -> None:
+    call = json.dumps({"name": "shell", "arguments": {"input": TEXT}}, ensure_ascii=ascii_only)
+    text = f"<tool_call>{call}</tool_call>"
+    for deltas in ([text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)]):
+        assert shape(run("hermes", deltas)) == (None, None, [("shell", TEXT, True)])
+
+
+@pytest.mark.parametrize("arguments, text", [
+    ('{"other": 1}', '{"other": 1}'), ("{}", ""), ('{"note": 1, "input": "x"}', "x"), ('{"input": 5}', '{"input": 5}'),
+    ('{"input": "cut', "cut"), ('{"input": "cut\\', "cut"), ('{"input": "cut\\ud83e\\udd', "cut"),
+    ('{ "input" : "a\\\\\\"" }', 'a\\"'),
+])  # fmt: skip
+def test_custom_input_of_any_form(arguments: str, text: str) -> None:
+    whole = f'<tool_call>{{"name": "shell", "arguments": {arguments}'
+    for deltas in ([whole], list(whole)):
+        assert run("hermes", deltas).tool_calls[0].arguments == text
+
+
+@pytest.mark.parametrize("value, expected", [
+    ("3", 3), ("3.0", 3.0), ("true", True), ("True", True), ("None", None), ("abc", "abc"), ('{"a": 1}', {"a": 1}),
+    ("NaN", "NaN"), ("[1", "[1"), ("1e999", "1e999"), ('"q"', "q"),
+])  # fmt: skip
+def test_text_parameters_of_unknown_type(value: str, expected: object) -> None:
+    text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    assert json.loads(run("glm45", [text]).tool_calls[0].arguments) == {"a": expected}
+
+
+def test_a_string_parameter_stays_text() -> None:
+    for value in ("3", "true", '{"a": 1}', "null"):
+        text = f"<tool_call>get_weather<arg_key>city</arg_key><arg_value>{value}</arg_value></tool_call>"
+        assert json.loads(run("glm45", [text]).tool_calls[0].arguments) == {"city": value}
+    text = "<tool_call>get_weather<arg_key>zip</arg_key><arg_value>8001</arg_value></tool_call>"
+    assert json.loads(run("glm45", [text]).tool_calls[0].arguments) == {"zip": "8001"}
+
+
+def test_an_error_inside_a_parser_loses_no_text() -> None:
+    class Broken(HermesParser):
+        def _calls(self):
+            yield from self.content_until("<x>")
+            raise KeyError("bug")
+
+    assert parse_whole(Broken(), "a<x>b").content == "a<x>b"
+
+
+ADVERSARIAL = {
+    "hermes": [
+        "<tool_call>",
+        "<tool_call>{",
+        '<tool_call>{"name":',
+        '{"a":',
+        "[",
+        "\\",
+        '<tool_call>{"name":"f"}',
+        " ",
+    ],
+    "qwen3_coder": ["<function=", "<function=f>", "<parameter=a>", "\n", "</parameter>", "<tool_call>"],
+    "llama3_json": ['{"name":"now"};', "{", "<|python_tag|>", '{"name":', " ", ";"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]f", "[", "[ARGS]", "[TOOL_CALLS]now{}"],
+    "deepseek_v3": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜", "```"],
+    "deepseek_v32": ["<｜DSML｜function_calls>", "<｜DSML｜invoke", '<｜DSML｜invoke name="f">', "<｜"],
+    "glm45": ["<tool_call>", "<tool_call>f<arg_key>", "<arg_key>a</arg_key><arg_value>", "<"],
+    "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|"],
+    "pythonic": ["[now(", "now(),", "[", "(", "'", "\\", "[now(x=["],
+    "harmony": ["<|start|>", "<|channel|>", "<|channel|>analysis<|message|>", "<|end|>", "<|"],
+}
+PREFIXES = {"pythonic": "[", "deepseek_v3": "<｜tool▁calls▁begin｜>", "kimi_k2": "<|tool_calls_section_begin|>"}
+
+
+def seconds(family: str, text: str, size: int) -> float:
+    parser = make(family)
+    start = time.process_time()
+    for at in range(0, len(text), size):
+        parser.feed(text[at : at + size])
+    parser.finish()
+    return time.process_time() - start
+
+
+@pytest.mark.parametrize("family", ADVERSARIAL)
+def test_time_is_linear(family: str) -> None:
+    """From 4k to 16k characters the time may grow by 4 (linear) and some noise, not by 16."""
+    for piece in ADVERSARIAL[family]:
+        for prefix in {"", PREFIXES.get(family, "")}:
+            for size in (1, 10**9):
+                text = prefix + piece * (16_000 // len(piece))
+                short = min(seconds(family, text[:4_000], size) for _ in range(2))
+                assert seconds(family, text, size) < 10 * short + 0.1, (piece, prefix, size)
