@@ -41,8 +41,10 @@ def linear(
 
 
 def _plain(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    contract = (((1,), (w.ndim - 1,)), ((), ()))
-    return lax.dot_general(x, w, contract, preferred_element_type=out_dtype)
+    # In two dimensions: for more XLA on a CPU first writes a transposed copy of the weight, at every call.
+    flat = w.reshape(-1, w.shape[-1])
+    y = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
+    return y.reshape(x.shape[0], *w.shape[:-1])
 
 
 def _weight_first(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
