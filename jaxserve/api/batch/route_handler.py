@@ -1,85 +1,69 @@
-"""A line of a batch, run by the server's own route, called in process.
+"""A line of a batch, run by the server's own route function, called in process.
 
-A line takes the same way as an online request from the router on, so that every check, limit and field is the same by
+A line takes the same way as an online request from its route on, so that every check, limit and field is the same by
 construction, and a new route needs one word to be usable in batches.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
 from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message
 
 from jaxserve.api.batch.handlers import LineAnswer, LineHandler
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 # Added to a line's own priority (lower runs earlier): after every online request of a sane priority.
 BATCH_PRIORITY = 2**30
 
 
-def route_handlers(app: FastAPI, endpoints: Iterable[str]) -> dict[str, LineHandler]:
-    """The routes of `app` that lines may name."""
-    return {endpoint: RouteHandler(app, endpoint) for endpoint in endpoints}
+def route_handlers(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[str, LineHandler]:
+    """The routes of `app` that lines may name, by path."""
+    return {path: RouteHandler(app, path, endpoint) for path, endpoint in endpoints.items()}
 
 
 class RouteHandler:
-    """Calls one POST route of an application below its middleware: keys and readiness are the batch's own matter."""
+    """Calls one POST route below the application's middleware: keys and readiness are the batch's own matter."""
 
-    def __init__(self, app: FastAPI, path: str) -> None:
+    def __init__(self, app: FastAPI, path: str, endpoint: Endpoint) -> None:
         self._app = app
         self._path = path
+        self._endpoint = endpoint
 
     async def __call__(self, body: bytes, request_id: str) -> LineAnswer:
-        call = _Call(with_batch_priority(body))
-        await self._app.router(self._scope(request_id), call.receive, call.send)
-        return LineAnswer(call.status, b"".join(call.sent))
+        request = Request(self._scope(request_id), _one_body(with_batch_priority(body)))
+        response = await self._endpoint(request)
+        return LineAnswer(response.status_code, bytes(response.body))
 
     def _scope(self, request_id: str) -> dict[str, Any]:
         return {
             "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
             "method": "POST",
-            "scheme": "http",
             "path": self._path,
-            "raw_path": self._path.encode(),
-            "root_path": "",
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"host", b"batch")],
-            "client": None,
-            "server": None,
+            "headers": [(b"content-type", b"application/json")],
             "app": self._app,
             "state": {"request_id": request_id},
         }
 
 
-class _Call:
-    """The two ends of one in-process call."""
+def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
+    """A client that sends one body and waits for its answer: it leaves only by the cancelling of the whole call."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
-        self.status = 0
-        self.sent: list[bytes] = []
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.get_running_loop().create_future()
+        return messages.pop()
 
-    async def receive(self) -> Message:
-        if self._body is None:
-            await _never()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self.sent.append(message.get("body", b""))
-
-
-async def _never() -> None:
-    """A client that waits for its answer: it disconnects only by the cancelling of the whole call."""
-    await asyncio.get_running_loop().create_future()
+    return receive
 
 
 def with_batch_priority(body: bytes) -> bytes:

@@ -15,11 +15,16 @@ from jaxserve.api.batch.route_handler import route_handlers
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.batch.window import spare_slots
 from jaxserve.api.engine_protocol import EngineProtocol
+from jaxserve.api.routes import chat, completions
 from jaxserve.api.state import ServerState
 from jaxserve.errors import NotReadyError
 from jaxserve.store import Store
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions")  # routes whose lines batches may hold
+# Routes that lines may name.
+ENDPOINTS = {
+    "/v1/chat/completions": chat.create_chat_completion,
+    "/v1/completions": completions.create_completion,
+}
 
 
 def install_batches(app: FastAPI, state: ServerState, store: Store) -> None:
