@@ -308,7 +308,7 @@ def grows_linearly(family: str, text: str, size: int) -> bool:
 
 @pytest.mark.parametrize("family", ADVERSARIAL)
 def test_time_is_linear(family: str) -> None:
-    """From 4k to 16k characters the time may grow by 4 (linear) and some noise, not by 16; a busy machine gets retries."""
+    """From 4k to 16k characters the time may grow by 4 and some noise, not by 16; a busy machine gets retries."""
     for piece in ADVERSARIAL[family]:
         for prefix in {"", PREFIXES.get(family, "")}:
             for size in (1, 10**9):
