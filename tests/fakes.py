@@ -27,6 +27,8 @@ from jaxserve.engine.request import (
 from jaxserve.engine.scheduler_config import SchedulerConfig
 
 VOCAB = 97
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # log-probabilities, ranks, top ids, theirs
+
 EMPTY = -1  # of an offset in a page that was never written
 
 
@@ -237,21 +239,21 @@ class FakeRunner:
         seed = slot.init.seed if slot.init.params.temperature else 0
         return masked_next_token(self._context(slot), seed, mask)
 
-    def _logprobs(self, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _logprobs(self, tokens: np.ndarray) -> Arrays:
         """A token's log-probability is minus itself, its rank itself, and the k-th most likely one is k tokens on."""
         top = (tokens[..., None] + np.arange(20)) % VOCAB
         return -tokens.astype(np.float32), tokens, top, -top.astype(np.float32)
 
-    def _prompt_logprobs(self, rows: list[ScheduledRow]) -> dict[int, tuple[np.ndarray, ...]] | None:
+    def _prompt_logprobs(self, rows: list[ScheduledRow]) -> dict[int, Arrays] | None:
         """As `_logprobs`, of the prompt tokens that follow those of each chunk."""
-        result = {}
+        result: dict[int, Arrays] = {}
         for i, row in enumerate(rows):
             if row.prompt_logprobs is not None and row.token_ids:
                 init = self.slots[row.slot].init
                 following = init.token_ids[: init.num_prompt_tokens][row.start + 1 : row.start + row.num_tokens + 1]
                 if following:
                     result[i] = self._logprobs(np.array(following, np.int32))
-        return result or None  # type: ignore[return-value]  # tuples of four
+        return result or None
 
 
 # --- driving an engine

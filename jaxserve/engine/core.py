@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
-
-import numpy as np
 
 from jaxserve.engine.messages import EngineStats
 from jaxserve.engine.request import (
@@ -25,8 +24,8 @@ from jaxserve.engine.request import (
 )
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.scheduler_config import SchedulerConfig
-from jaxserve.engine.token_mask import Matcher, TokenMask
-from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+from jaxserve.engine.token_mask import MaskTable, Matcher, TokenMask
+from jaxserve.errors import InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
 
 MakeMatcher = Callable[[GrammarSpec], Matcher]
 
@@ -56,8 +55,8 @@ class EngineCore:
         self._seeds = random.Random(seed)
         self._make_matcher = make_matcher
         self._clock = clock
-        self._masks: dict[str, TokenMask] = {}
-        self._ready: list[TokenOutput] = []  # last outputs of requests that needed no step
+        self._masks = MaskTable(vocab_size)
+        self._outputs: list[TokenOutput] = []  # for the next return of `step`
         self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read
         self._scheduler_seconds = 0.0
         self._host_seconds = 0.0
@@ -71,11 +70,16 @@ class EngineCore:
         record.masked = mask is not None
         self.scheduler.add(record)
         if mask is not None:
-            self._masks[record.request_id] = mask
-        self._resume(record, mask)
+            self._masks.add(record.request_id, mask)
+        if record.output_token_ids:
+            self._resume(record)
 
     def _record(self, request: EngineRequest) -> Request:
         params, prompt = request.params, request.prompt_token_ids
+        if params.max_tokens is not None and params.max_tokens < 0:
+            raise InvalidValueError(f"max_tokens is {params.max_tokens}", param="max_tokens")
+        if request.deadline is not None and not math.isfinite(request.deadline):
+            raise InvalidValueError(f"the deadline is {request.deadline} s", param="timeout")
         self.scheduler.config.check_fits(len(prompt), 0 if params.max_tokens == 0 else 1)
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
@@ -101,28 +105,29 @@ class EngineCore:
             return TokenMask.of(request.params, None)
         if self._make_matcher is None:
             raise UnsupportedParameterError("this engine has no grammars", param="response_format")
-        return TokenMask.of(request.params, self._make_matcher(grammar))
+        try:
+            return TokenMask.of(request.params, self._make_matcher(grammar))
+        except JaxserveError:
+            raise
+        except Exception as error:  # whatever a grammar makes its compiler do, it is that request's fault alone
+            raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
 
-    def _resume(self, record: Request, mask: TokenMask | None) -> None:
+    def _resume(self, record: Request) -> None:
         """Take up an output begun before a restart, which may turn out to be complete."""
-        if not record.output_token_ids:
-            return
-        resumed = record.output_token_ids
-        output = self.scheduler.end_resumed(record.request_id) or TokenOutput(request_id=record.request_id)
-        output.token_ids = resumed
-        self._end_by_mask(output)
-        output.token_ids = []  # the client has them
+        output = self.scheduler.end_resumed(record.request_id)
+        if output is None:
+            output = TokenOutput(request_id=record.request_id, token_ids=record.output_token_ids)
+            self._end_by_mask(output)
+            output.token_ids = []  # the client has them
         if output.finish_reason is not None:
-            self._ready.append(output)
+            self._deliver([output])
 
-    def abort(
-        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
-    ) -> list[TokenOutput]:
+    def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
         """End requests; the last outputs of those that had not ended by themselves."""
         ended = [self.scheduler.abort(request_id, reason) for request_id in request_ids]
         outputs = [output for output in ended if output is not None]
         for output in outputs:
-            self._masks.pop(output.request_id, None)
+            self._masks.drop(output.request_id)
         return outputs
 
     # --- the loop
@@ -130,61 +135,60 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._ready or self._previous or self.scheduler.has_work)
+        return bool(self._outputs or self._previous or self.scheduler.has_work)
 
     def step(self) -> list[TokenOutput]:
-        """Dispatch the next step, then read the one before it. One output at most for each request."""
+        """Dispatch the next step, then read the one before it; what ended or gained tokens since the last call."""
         began = self._clock()
-        outputs, self._ready = self._ready + self.scheduler.expire(began), []
+        self._deliver(self.scheduler.expire(began))
         output = self.scheduler.schedule(began)
         self._scheduler_seconds += self._clock() - began
         handle = self.runner.execute(output) if output is not None else None
         self._host_seconds += self._clock() - began
-        outputs += self._read_previous()
-        for ended in outputs:
-            self._end_by_mask(ended)
+        self._read_previous()
         if output is not None and handle is not None:
             if output.masked:
-                handle.sample(self._bitmask(output))
+                self._sample(output, handle)
             self._previous = (output, handle)
+        outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _read_previous(self) -> list[TokenOutput]:
+    def _read_previous(self) -> None:
         if self._previous is None:
-            return []
+            return
         output, handle = self._previous
-        self._previous = None
         sampled = handle.result()
+        self._previous = None
         began = self._clock()
-        outputs = self.scheduler.update(output, sampled, began)
+        self._deliver(self.scheduler.update(output, sampled, began))
         spent = self._clock() - began
         self._scheduler_seconds += spent
         self._host_seconds += spent
-        return outputs
+
+    def _deliver(self, outputs: list[TokenOutput]) -> None:
+        if len(self._masks):
+            for output in outputs:
+                self._end_by_mask(output)
+        self._outputs += outputs
 
     def _end_by_mask(self, output: TokenOutput) -> None:
-        """Show a constrained request's tokens to its mask; a grammar that is complete or was left ends the request."""
-        mask = self._masks.get(output.request_id)
-        if mask is None:
-            return
-        if output.finish_reason is None:
-            if not mask.accept(output.token_ids):
-                output.error = "the output left the grammar"
-                self.scheduler.fail(output.request_id, output.error)
-                output.finish_reason = FinishReason.ERROR
-            elif mask.is_terminated:
-                self.scheduler.abort(output.request_id, FinishReason.STOP)
-                output.finish_reason = FinishReason.STOP
+        """A grammar that is complete ends its request; so does one that the tokens have left, with an error."""
+        reason = self._masks.advance(output)
+        if reason is FinishReason.ERROR:
+            output.error = "the output left the grammar"
+            self.scheduler.fail(output.request_id, output.error)
+        elif reason is not None:
+            self.scheduler.abort(output.request_id, reason)
+        output.finish_reason = reason or output.finish_reason
         if output.finish_reason is not None:
-            del self._masks[output.request_id]
+            self._masks.drop(output.request_id)
 
-    def _bitmask(self, output: SchedulerOutput) -> np.ndarray:
-        """int32 [R, ceil(V/32)], made anew for every step: the device may read the last one's still."""
-        bitmask = np.full((len(output.rows), -(-self._vocab_size // 32)), -1, np.int32)
-        for i, row in enumerate(output.rows):
-            if row.masked and (mask := self._masks.get(row.request_id)) is not None:
-                mask.fill(bitmask[i])
-        return bitmask
+    def _sample(self, output: SchedulerOutput, handle: StepHandle) -> None:
+        """Finish a masked step, now that the tokens before it are known."""
+        bitmask, failed = self._masks.bitmask(output)
+        handle.sample(bitmask)
+        ended = [self.scheduler.fail(request_id, "the grammar's matcher failed") for request_id in failed]
+        self._deliver([end for end in ended if end is not None])
 
     def drain(self) -> list[TokenOutput]:
         """Step until nothing is left to do."""

@@ -86,7 +86,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     resumed_token_ids: list[int] = []
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities (natural log, of the model's distribution at temperature 1) of one position."""
 
     token_id: int
@@ -96,7 +96,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
-class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """What one request gained in one step. The last one of a request carries `finish_reason`."""
 
     request_id: str

@@ -87,7 +87,8 @@ class Scheduler:
         request.stop_token_ids = frozenset((*eos, *params.stop_token_ids))
         request.max_computed_tokens = request.num_prompt_tokens + request.max_tokens - 1
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = list[TokenLogprobs | None]([None]) * request.num_prompt_tokens
+            unknown: list[TokenLogprobs | None] = [None]
+            request.prompt_logprobs = unknown * request.num_prompt_tokens
         request.queued_step = self._step
         self._live[request.request_id] = request
         self._waiting.push(request)

@@ -1,16 +1,20 @@
 """Which tokens a request may sample next, where the host must say so: its grammar and its bad words of several tokens.
 
-The EngineCore keeps one TokenMask a constrained request; the scheduler only knows that the request is `masked`.
+The EngineCore keeps one TokenMask a constrained request, in a MaskTable; the scheduler only knows `masked`.
+A matcher is made from what a client sent: one that raises ends its own request and nothing else.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.request import FinishReason, SamplingParams, SchedulerOutput, TokenOutput
+
+logger = logging.getLogger(__name__)
 
 
 class Matcher(Protocol):
@@ -63,3 +67,50 @@ class TokenMask:
             *before, last = word
             if self._tail[-len(before) :] == before:
                 row.view(np.uint32)[last // 32] &= ~np.uint32(1 << last % 32)
+
+
+class MaskTable:
+    """The masks of live requests."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self._masks: dict[str, TokenMask] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def add(self, request_id: str, mask: TokenMask) -> None:
+        self._masks[request_id] = mask
+
+    def drop(self, request_id: str) -> None:
+        self._masks.pop(request_id, None)
+
+    def advance(self, output: TokenOutput) -> FinishReason | None:
+        """Show a request's new tokens to its mask. STOP: its grammar is complete. ERROR: they left it."""
+        mask = self._masks.get(output.request_id)
+        if mask is None or output.finish_reason is not None:
+            return None
+        try:
+            if not mask.accept(output.token_ids):
+                return FinishReason.ERROR
+            return FinishReason.STOP if mask.is_terminated else None
+        except Exception:
+            logger.exception("%s: the grammar's matcher failed", output.request_id)
+            return FinishReason.ERROR
+
+    def bitmask(self, output: SchedulerOutput) -> tuple[np.ndarray, list[str]]:
+        """int32 [R, ceil(V/32)] for a step, and the requests whose matcher failed, which may sample anything.
+
+        Made anew for every step: the device may still read the last one's.
+        """
+        bits = np.full((len(output.rows), self._num_words), -1, np.int32)
+        failed: list[str] = []
+        for i, row in enumerate(output.rows):
+            mask = self._masks.get(row.request_id) if row.masked else None  # none: it ended meanwhile
+            if mask is not None:
+                try:
+                    mask.fill(bits[i])
+                except Exception:
+                    logger.exception("%s: the grammar's matcher failed", row.request_id)
+                    failed.append(row.request_id)
+        return bits, failed

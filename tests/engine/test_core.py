@@ -1,6 +1,7 @@
 """EngineCore on the fake device: what holds for every mixture of requests, and what it resolves itself."""
 
 import itertools
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.request import EngineRequest, FinishReason, GrammarSpec, SamplingParams
-from jaxserve.errors import ContextLengthError, InvalidValueError, UnsupportedParameterError
+from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from tests.fakes import (
     VOCAB,
     CountingMatcher,
@@ -165,7 +166,7 @@ def constrained(request: EngineRequest, room: int) -> tuple[list[int], FinishRea
     return output, FinishReason.LENGTH
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**48), st.sampled_from([0.0, 0.0, 0.05, 0.3]))
 def test_every_request_ends_once_with_the_tokens_it_has_alone(seed: int, abort_rate: float) -> None:
     world = World(random.Random(seed))
@@ -176,7 +177,7 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(seed: int, abort_r
     stats = world.core.scheduler.stats()
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting, stats.num_waiting_tokens) == (0, 0, 0, 0)
     assert stats.num_pages_cached == stats.num_pages_evictable
-    assert world.core._masks == {}
+    assert len(world.core._masks) == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 17, 40, None])
@@ -240,6 +241,35 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     assert not core.has_work
 
 
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [({"max_tokens": -1}, "max_tokens"), ({"deadline": math.nan}, "timeout"), ({"deadline": math.inf}, "timeout")],
+)
+def test_numbers_that_would_harm_others_are_refused(changes: dict[str, object], param: str) -> None:
+    core = make_core(small_config())
+    with pytest.raises(InvalidValueError) as refused:
+        core.add(make_request("a", [1], **changes))
+    assert refused.value.param == param and not core.has_work
+
+
+def test_outputs_survive_a_device_that_fails_at_dispatch() -> None:
+    core = make_core(small_config())
+    core.add(make_request("done", [1], max_tokens=2, resumed_token_ids=[3, 4]))
+    core.add(make_request("late", [1], deadline=0.0))
+    core.add(make_request("a", [1], max_tokens=3))
+    healthy, core.runner = core.runner, None  # type: ignore[assignment]  # any call fails
+    with pytest.raises(AttributeError):
+        core.step()
+    core.runner = healthy
+    core.recover()
+    transcripts = run_all(core)
+    assert [transcripts[name].reason for name in ("done", "late", "a")] == [
+        FinishReason.LENGTH,
+        FinishReason.ERROR,
+        FinishReason.LENGTH,
+    ]
+
+
 def test_an_abort_with_a_reason_is_how_a_stop_string_ends_a_request() -> None:
     core = make_core(small_config())
     core.add(make_request("a", [1, 2], max_tokens=50))
@@ -283,6 +313,29 @@ def test_an_output_that_leaves_the_grammar_ends_with_an_error() -> None:
     transcripts = run_all(core, [make_request("a", [1, 2], grammar=GrammarSpec(kind="regex", source="x"))])
     last = transcripts["a"].last
     assert last and (last.finish_reason, last.error) == (FinishReason.ERROR, "the output left the grammar")
+
+
+@pytest.mark.parametrize("method", ["fill", "accept"])
+def test_a_matcher_that_breaks_ends_its_own_request_only(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    def break_down(*_: object) -> bool:
+        raise RuntimeError("no such state")
+
+    broken = type("Broken", (CountingMatcher,), {method: break_down})
+    core = make_core(small_config(), make_matcher=lambda spec: broken(3, 9))
+    grammar = GrammarSpec(kind="regex", source="x")
+    transcripts = run_all(core, [make_request("a", [1, 2], grammar=grammar), make_request("b", [9])])
+    assert transcripts["a"].reason is FinishReason.ERROR and transcripts["a"].last and transcripts["a"].last.error
+    assert transcripts["b"].token_ids == alone([9], SamplingParams(temperature=0.0))[0]
+    assert "no such state" in caplog.text
+
+
+def test_a_grammar_that_breaks_its_compiler_is_that_requests_error() -> None:
+    def compile_grammar(_: GrammarSpec) -> CountingMatcher:
+        raise RecursionError("too deep")
+
+    core = make_core(small_config(), make_matcher=compile_grammar)
+    with pytest.raises(InvalidSchemaError, match="too deep"):
+        core.add(make_request("a", [1], grammar=GrammarSpec(kind="regex", source="x")))
 
 
 def test_bad_words_of_several_tokens_are_avoided() -> None:

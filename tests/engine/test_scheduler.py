@@ -100,6 +100,19 @@ def test_a_stop_is_seen_one_step_late_and_the_extra_token_is_dropped() -> None:
     assert len(recorder.outputs) == 4 and core.scheduler.counters.dropped_tokens == 1
 
 
+def test_a_long_prompt_makes_no_stream_wait_for_more_than_a_chunk() -> None:
+    """16 requests decode while a prompt of 400 tokens arrives: each has a row in every step until it ends."""
+    core, recorder = recording_core(num_pages=400, max_num_seqs=20, max_num_batched_tokens=48, max_model_len=512)
+    transcripts = Transcripts()
+    for i in range(16):
+        core.add(make_request(f"stream-{i}", prompt_of(4, first=i), max_tokens=40))
+    step(core, transcripts, times=6)
+    core.add(make_request("long", prompt_of(400), max_tokens=2))
+    run_all(core, transcripts=transcripts)
+    mixed = [output for output in recorder.outputs if any(row.request_id == "long" for row in output.rows)][:12]
+    assert all((output.num_decode_rows, output.num_tokens) == (16, 48) for output in mixed)
+
+
 def test_fewer_slots_than_asked_where_a_step_has_no_room_for_more() -> None:
     core, recorder = recording_core(max_num_seqs=8, max_num_batched_tokens=4)
     requests = [make_request(f"r{i}", prompt_of(6, first=i), max_tokens=6) for i in range(6)]
@@ -496,8 +509,8 @@ def test_priority_runs_the_lowest_value_first() -> None:
     assert started(recorder) == ["p1", "p2", "p3"]
 
 
-def preempting(**changes: object) -> tuple[EngineCore, Recorder, Transcripts]:
-    core, recorder = recording_core(policy="priority", **changes)
+def preempting(eos_token_ids: tuple[int, ...] = (), **changes: object) -> tuple[EngineCore, Recorder, Transcripts]:
+    core, recorder = recording_core(eos_token_ids, policy="priority", **changes)
     return core, recorder, Transcripts()
 
 
@@ -526,7 +539,7 @@ def test_an_equal_or_worse_request_preempts_nobody() -> None:
 
 
 def test_preemption_for_pages_takes_the_worst_and_only_if_that_is_enough() -> None:
-    core, recorder, transcripts = preempting(num_pages=12, max_model_len=48, eos_token_ids=(1000,), new_token_ratio=1.0)
+    core, recorder, transcripts = preempting((1000,), num_pages=12, max_model_len=48, new_token_ratio=1.0)
     for name, priority in (("worst", 9), ("bad", 8)):
         core.add(make_request(name, prompt_of(8, priority), priority=priority, max_tokens=8))
     step(core, transcripts, times=3)
