@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,12 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxserve.bench.load import Target, Timing, find_model, run_load
+from jaxserve.bench.offline import run_offline
 from jaxserve.bench.plot import plot
 from jaxserve.bench.report import environment, summarize, table
 from jaxserve.bench.workload import LoadRequest, dataset_workload, poisson, random_workload, trace_workload
+from jaxserve.cli.settings import load_config
+from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 
 
@@ -51,7 +55,37 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--json", type=Path, help="write the report and every timing")
     serve.add_argument("--plot", type=Path, help="write a PNG of the latencies (extra: bench)")
     serve.set_defaults(run=_serve)
+    offline = commands.add_parser("offline", help="run a workload in process, without HTTP")
+    offline.add_argument("--num-prompts", type=int, default=32)
+    offline.add_argument("--input-len", type=int, default=128)
+    offline.add_argument("--output-len", type=int, default=64)
+    offline.add_argument("--spread", type=float, default=0.0)
+    offline.add_argument("--seed", type=int, default=0)
+    offline.add_argument("--json", type=Path)
+    offline.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch, e.g. -- --model DIR")
+    offline.set_defaults(run=_offline)
     return parser
+
+
+def _offline(options: argparse.Namespace) -> int:
+    flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
+    engine = Engine(config=load_config(flags, os.environ))
+    requests = random_workload(
+        options.num_prompts,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        vocab_size=engine.info.vocab_size,
+        spread=options.spread,
+        seed=options.seed,
+    )
+    report = asdict(run_offline(engine, requests))
+    for name, value in report.items():
+        print(f"{name:16} {value}")
+    line = {"model": engine.info.served_names[0], "environment": environment(), "report": report}
+    print(orjson.dumps(line).decode())
+    if options.json is not None:
+        options.json.write_bytes(orjson.dumps(line))
+    return 0
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -1,0 +1,88 @@
+"""`jaxserve launch` as an operator meets it: a real process, its ready card, its end, and its errors in one line."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.conftest import SMALL
+
+FLAGS = [word for key, value in SMALL.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+
+def launch(*flags: str, cache: str | None = None, **environ: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "JAXSERVE_STORE__PATH": "", **environ}
+    if cache is not None:
+        environment["JAXSERVE_RUNTIME__COMPILE_CACHE"] = cache
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxserve", "launch", *flags],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def failure(tmp_path: Path, *flags: str) -> str:
+    """The last line of stderr of a launch that must fail with exit code 2."""
+    with launch(*flags, JAXSERVE_STORE__PATH=str(tmp_path / "store")) as process:
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2, stderr
+    assert "Traceback" not in stderr
+    return stderr.strip().splitlines()[-1]
+
+
+def test_a_server_starts_answers_and_drains(tmp_path: Path, compile_cache: str) -> None:
+    flags = ("--port", "0", "--served-model-name", "a", "--served-model-name", "b", *FLAGS)
+    with launch(*flags, cache=compile_cache, JAXSERVE_STORE__PATH=str(tmp_path)) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "jaxserve is ready\n"
+        card = {line[:12].strip(): line[12:].strip() for line in (process.stdout.readline() for _ in range(9))}
+        assert card["URL"].endswith("/v1")
+        assert {"model", "devices", "context", "KV cache", "concurrency", "start", "try"} <= set(card)
+        models = httpx2.get(f"{card['URL']}/models").json()
+        assert [model["id"] for model in models["data"]] == ["a", "b"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert "programs:" in process.stderr.read()
+
+
+def test_a_taken_port(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = failure(tmp_path, "--port", str(taken.getsockname()[1]))
+    assert "cannot listen on 127.0.0.1" in line
+    assert "--port" in line
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    line = failure(tmp_path, "--port", "0", "--model", str(tmp_path / "nothing"))
+    assert "does not exist" in line
+
+
+def test_a_hub_that_is_not_reached(tmp_path: Path) -> None:
+    line = failure(tmp_path, "--port", "0", "--model", "someone/some-model")
+    assert "someone/some-model" in line and "->" in line
+
+
+def test_an_unsupported_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    line = failure(tmp_path, "--port", "0", "--model", str(tmp_path))
+    assert "MambaForCausalLM" in line
+    assert "LlamaForCausalLM" in line
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_help_needs_no_model(flag: str) -> None:
+    with launch(flag) as process:
+        stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "--max-model-len" in stdout or "--model.max-model-len" in stdout

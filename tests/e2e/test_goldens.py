@@ -1,0 +1,36 @@
+"""A real trained checkpoint behind the real server: every greedy token and its log-probability as in the goldens."""
+
+import json
+
+import httpx2
+import pytest
+
+from jaxserve import launch_server
+from tests.conftest import SharedData
+
+# as small as serves the goldens: these programs are compiled for this test alone
+TINY = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
+
+
+@pytest.mark.parametrize("name", ["stories260K-hf", "stories260K-as-qwen2-hf"])
+def test_greedy_tokens_and_logprobs(shared_data: SharedData, compile_cache: str, name: str) -> None:
+    cases = json.loads((shared_data / "golden/generation/stories260K.greedy.json").read_text())["cases"]
+    model = shared_data / f"models/{name}"
+    with launch_server(str(model), dtype="float32", compile_cache=compile_cache, **TINY) as server:
+        for case in cases:
+            reply = httpx2.post(
+                f"{server.url}/v1/completions",
+                timeout=120,
+                json={
+                    "model": name,
+                    "prompt": case["prompt_ids"],
+                    "max_tokens": len(case["completion_ids"]),
+                    "temperature": 0,
+                    "logprobs": 1,
+                    "return_token_ids": True,
+                },
+            ).json()
+            choice = reply["choices"][0]
+            assert choice["token_ids"] == case["completion_ids"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            assert logprobs == pytest.approx([step["logprob"] for step in case["steps"]], abs=1e-4)
