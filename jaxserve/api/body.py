@@ -13,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from jaxserve.api.errors import ClientDisconnected, from_validation
-from jaxserve.api.limits import MAX_JSON_DEPTH
 from jaxserve.api.protocol.common import UNSUPPORTED, Body
 from jaxserve.api.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
@@ -78,19 +77,3 @@ def _parsed(raw: bytes) -> Any:
         return json.loads(raw)
     except (ValueError, RecursionError):
         return None
-
-
-def check_depth(value: Any, param: str, limit: int = MAX_JSON_DEPTH) -> None:
-    """Refuse JSON nested deeper than `limit`, without recursion."""
-    level, depth = [value], 0
-    while level:
-        if depth > limit:
-            raise InvalidValueError(f"{param} is nested deeper than {limit} levels.", param=param)
-        level = [child for node in level for child in _children(node)]
-        depth += 1
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, dict):
-        return list(node.values())
-    return node if isinstance(node, list) else []

@@ -74,11 +74,13 @@ class ChatChoices:
         self._make_parser = make_parser
         self._options = options
         self._choices: dict[int, _Choice] = {}
+        self._running = job.params.n
+        self._plain = not (body.logprobs or body.return_token_ids)
 
     @property
     def complete(self) -> bool:
         """Every choice has ended, perhaps before its output did."""
-        return len(self._choices) == self._job.params.n and all(choice.done for choice in self._choices.values())
+        return self._running == 0
 
     def chunks(self, output: RequestOutput) -> list[Chunk]:
         """The chunks that `output` makes of its choice: the role once, deltas, and the finish alone at the end."""
@@ -87,6 +89,17 @@ class ChatChoices:
             choice = self._choices[output.index] = _Choice(output.index, self._make_parser())
         if choice.done:
             return []
+        if not (self._plain and choice.begun) or output.finish_reason is not None:
+            return self._general(choice, output)
+        events = choice.parser.feed(output.text) if output.text else []
+        if len(events) == 1 and type(events[0]) is ContentDelta and not (choice.thinking or choice.held_reasoning):
+            choice.unsure_tokens = 0
+            delta = {"content": events[0].text}  # nearly every token of nearly every answer ends here
+            return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        self._count_reasoning(choice, events, len(output.token_ids))
+        return self._ended(choice, output, self._deltas(choice, events))
+
+    def _general(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
         choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
         if self._body.logprobs:
             choice.logprobs += output.logprobs or ()
@@ -96,10 +109,13 @@ class ChatChoices:
         if output.finish_reason is not None:
             events += choice.parser.finish()
         self._count_reasoning(choice, events, len(output.token_ids))
-        chunks = self._deltas(choice, events)
-        if output.finish_reason is not None or choice.done:
-            chunks += self._last(choice, output)
-        return chunks
+        return self._ended(choice, output, self._deltas(choice, events))
+
+    def _ended(self, choice: _Choice, output: RequestOutput, chunks: list[Chunk]) -> list[Chunk]:
+        if output.finish_reason is None and not choice.done:
+            return chunks
+        self._running -= 1
+        return chunks + self._last(choice, output)
 
     def _deltas(self, choice: _Choice, events: list[Event]) -> list[Chunk]:
         chunks: list[Chunk] = []

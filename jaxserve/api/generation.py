@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from jaxserve.api.state import ServerState
@@ -59,6 +59,7 @@ class Generation:
     jobs: list[Job]
     priority: int = 0
     cache_salt: str = ""
+    interval: int = 1  # tokens that an output holds at least, but for the first and the last
     usage: Usage = field(default_factory=Usage)
 
     def __post_init__(self) -> None:
@@ -68,8 +69,11 @@ class Generation:
     def outputs(self) -> Outputs:
         """(number of the job, output) as they come. Raises what the engine raises."""
         if len(self.jobs) == 1:
-            return self._measured(0, self.request_id)
-        return _merge([self._measured(number, f"{self.request_id}.{number}") for number in range(len(self.jobs))])
+            merged = self._measured(0, self.request_id)
+        else:
+            ids = [f"{self.request_id}.{number}" for number in range(len(self.jobs))]
+            merged = _merge([self._measured(number, engine_id) for number, engine_id in enumerate(ids)])
+        return merged if self.interval <= 1 else _coalesce(merged, self.interval)
 
     async def _measured(self, number: int, engine_id: str) -> Outputs:
         """The outputs of one job. One of few functions that run for every token: keep it lean."""
@@ -119,6 +123,33 @@ class Generation:
         metrics.request_generation_tokens.observe(output.num_output_tokens)
         self._cached[number] = max(self._cached[number], output.num_cached_tokens)
         self.usage.cached_tokens = sum(self._cached)
+
+
+async def _coalesce(stream: Outputs, interval: int) -> Outputs:
+    """Fewer, larger outputs. The first of each choice passes at once."""
+    held: dict[tuple[int, int], RequestOutput | None] = {}
+    async with aclosing(stream):
+        async for number, output in stream:
+            key = number, output.index
+            first, before = key not in held, held.get(key)
+            if before is not None:
+                output = _joined(before, output)
+            if first or output.finish_reason is not None or len(output.token_ids) >= interval:
+                held[key] = None
+                yield number, output
+            else:
+                held[key] = output
+
+
+def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    logprobs = None if second.logprobs is None else [*(first.logprobs or ()), *second.logprobs]
+    return replace(
+        second,
+        text=first.text + second.text,
+        token_ids=[*first.token_ids, *second.token_ids],
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+    )
 
 
 async def _merge(streams: list[Outputs]) -> Outputs:

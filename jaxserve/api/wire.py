@@ -42,17 +42,16 @@ class ChunkWriter:
         self._continuous = bool(options and options.continuous_usage_stats)
         self._usage = usage
         self._head = b"data: " + orjson.dumps(envelope.head())[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
     def chunk(self, choice: Mapping[str, Any]) -> bytes:
-        return self._head + orjson.dumps(choice) + b"]" + self._tail()
-
-    def _tail(self) -> bytes:
-        if self._continuous:
-            return b',"usage":%b}\n\n' % orjson.dumps(self._usage.as_dict())
-        return b',"usage":null}\n\n' if self.include_usage else b"}\n\n"
+        return self._head + orjson.dumps(choice) + (self._usage_tail() if self._continuous else self._tail)
 
     def usage_chunk(self) -> bytes:
-        return self._head + b'],"usage":%b}\n\n' % orjson.dumps(self._usage.as_dict())
+        return self._head + self._usage_tail()
+
+    def _usage_tail(self) -> bytes:
+        return b'],"usage":%b}\n\n' % orjson.dumps(self._usage.as_dict())
 
 
 def check_stream_options(body: SamplingFields) -> None:

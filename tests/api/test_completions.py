@@ -109,3 +109,12 @@ def test_truncate_prompt_tokens(server: LiveServer, client: Any) -> None:
         assert server.link.seen[-1].prompt_token_ids == kept
     client.completions.create(model="demo", prompt=[7] * 2000, extra_body={"truncate_prompt_tokens": -1})
     assert len(server.link.seen[-1].prompt_token_ids) == server.link.info.max_model_len - 16
+
+
+def test_stream_interval_makes_fewer_chunks(server: LiveServer, client: Any) -> None:
+    reply_with(server, list(range(300, 320)))
+    keys: dict[str, Any] = {"model": "demo", "prompt": "x", "max_tokens": 20, "logprobs": 1, "stream": True}
+    one = list(client.completions.create(**keys))
+    many = list(client.completions.create(**keys, extra_body={"stream_interval": 8}))
+    assert len(one) == 20 and [len(c.choices[0].logprobs.tokens) for c in many] == [1, 8, 8, 3]
+    assert "".join(c.choices[0].text for c in one) == "".join(c.choices[0].text for c in many)

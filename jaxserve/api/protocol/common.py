@@ -118,28 +118,32 @@ class SamplingFields(Body):
     seed: limits.Seed | None = Field(None, description="The same seed gives the same tokens.")
     logit_bias: limits.LogitBias | None = Field(None, description="Token id -> added to its logit.")
     allowed_token_ids: limits.TokenIds | None = Field(None, description="No other token is sampled.")
-    bad_words: list[limits.StopText] | None = Field(None, max_length=limits.MAX_BAD_WORDS)
+    bad_words: list[limits.StopText] | None = Field(
+        None, max_length=limits.MAX_BAD_WORDS, description="Texts that are not written, also after a space."
+    )
     min_tokens: limits.TokenCountOrZero | None = Field(None, description="No end before so many. Default 0.")
     ignore_eos: bool | None = Field(None, description="Go on to max_tokens. Default false.")
     stop: limits.StopText | limits.Stops | None = Field(None, description="Texts that end the output.")
-    stop_token_ids: limits.TokenIds | None = None
-    stop_regex: limits.StopPattern | limits.StopPatterns | None = None
+    stop_token_ids: limits.TokenIds | None = Field(None, description="Tokens that end the output, beside the model's.")
+    stop_regex: limits.StopPattern | limits.StopPatterns | None = Field(
+        None, description="Patterns that end the output; no anchors, look-around or back-references."
+    )
     include_stop_str_in_output: bool | None = Field(None, description="Keep what stopped it. Default false.")
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
     skip_special_tokens: bool | None = Field(None, description="Default true.")
-    spaces_between_special_tokens: bool | None = Field(None, description="Default true.")
+    spaces_between_special_tokens: bool | None = Field(None, description="Default true. Fast tokenizers add none.")
 
     n: limits.Choices | None = Field(None, description="Choices. Default 1.")
     prompt_logprobs: limits.LogprobsCount | None = Field(None, description="Log-probabilities of the prompt.")
-    stream: bool | None = None
+    stream: bool | None = Field(None, description="Server-sent events. Default false.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     stream_interval: limits.TokenCount | None = Field(None, description="Tokens in a chunk, at least. Default 1.")
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    json_schema: str | dict[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
+    response_format: ResponseFormat | None = Field(None, description="What the output must be; OpenAI's form.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
+    json_schema: str | dict[str, Any] | None = Field(None, description="The same: a schema, or its JSON text.")
+    regex: str | None = Field(None, description="The output must match the pattern.")
+    ebnf: str | None = Field(None, description="The output must match the grammar.")
 
     user: str | None = Field(None, description="Not used.")
     priority: limits.Priority | None = Field(None, description="Lower runs earlier (policy: priority). Default 0.")

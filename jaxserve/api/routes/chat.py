@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.body import read_body
-from jaxserve.api.chat_output import ChatChoices, ChatOptions, Chunk, Joined
+from jaxserve.api.chat_output import ChatChoices, ChatOptions, Joined
 from jaxserve.api.conversation import chat_prompt, check_messages, last_text
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.openapi import documented
@@ -79,7 +79,7 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
     job = Job(token_ids, msgspec.structs.replace(params, visible_token_ids=visible))
     salt = (body.cache_salt or "") + (body.extra_key or "")
     request_id = new_id("chatcmpl", body.request_id or body.rid)
-    generation = Generation(state, request_id, [job], body.priority or 0, salt)
+    generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
     continued = last_text(body.messages) if body.continue_final_message else ""
 
     def make_parser() -> OutputParser:
@@ -105,28 +105,26 @@ class ChatAnswer:
         self._generation = generation
         self._choices = choices
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        async with aclosing(self._generation.outputs()) as outputs:
-            async for _, output in outputs:
-                for chunk in self._choices.chunks(output):
-                    yield chunk
-                if self._choices.complete:
-                    return
-
     async def events(self) -> AsyncGenerator[bytes, None]:
         envelope = Envelope(self._generation.request_id, "chat.completion.chunk", self._model)
         writer = ChunkWriter(envelope, self._generation.usage, self._body)
-        async with aclosing(self.chunks()) as chunks:
-            async for chunk in chunks:
-                yield writer.chunk(chunk)
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for _, output in outputs:
+                for chunk in self._choices.chunks(output):
+                    yield writer.chunk(chunk)
+                if self._choices.complete:
+                    break
         if writer.include_usage:
             yield writer.usage_chunk()
 
     async def whole(self) -> dict[str, Any]:
         found: dict[int, Joined] = {}
-        async with aclosing(self.chunks()) as chunks:
-            async for chunk in chunks:
-                found.setdefault(chunk["index"], Joined(chunk["index"])).add(chunk)
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for _, output in outputs:
+                for chunk in self._choices.chunks(output):
+                    found.setdefault(chunk["index"], Joined(chunk["index"])).add(chunk)
+                if self._choices.complete:
+                    break
         envelope = Envelope(self._generation.request_id, "chat.completion", self._model)
         return envelope.head() | {
             "choices": [found[index].result() for index in sorted(found)],

@@ -76,6 +76,7 @@ class _Answer:
             jobs,
             body.priority or 0,
             (body.cache_salt or "") + (body.extra_key or ""),
+            body.stream_interval or 1,
         )
         hidden = state.engine.tokenizer.special_ids
         return cls(body, model, generation, CompletionChoices(body, jobs, texts, state.token_texts, hidden))

@@ -59,7 +59,8 @@ class _Native:
         salts = set(_spread(body.extra_key or "", count, "extra_key"))
         if len(salts) > 1:
             raise InvalidValueError("extra_key: one for all prompts of a request.", param="extra_key")
-        generation = Generation(state, new_id("gen", rid), jobs, body.priority or 0, salts.pop())
+        interval = min(each.stream_interval or 1 for each in sampling)
+        generation = Generation(state, new_id("gen", rid), jobs, body.priority or 0, salts.pop(), interval)
         ids = _spread(body.rid or generation.request_id, count, "rid")
         choices = [
             [NativeChoice(rid, job, option, state.token_texts) for _ in range(job.params.n)]

@@ -1,0 +1,115 @@
+"""docs/routes.md, made from the models that validate requests, so that it cannot be wrong.
+
+python -m jaxserve.api.reference > docs/routes.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from jaxserve.api.protocol.admin import AbortRequest
+from jaxserve.api.protocol.chat import ChatCompletionRequest
+from jaxserve.api.protocol.common import UNSUPPORTED, SamplingFields
+from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
+from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
+
+_ROUTES = """\
+# Routes
+
+Made by `python -m jaxserve.api.reference`; a test holds it to the code. `/docs` and `/openapi.json` of a running
+server show the same with the shapes of the answers.
+
+| route | what |
+|---|---|
+| `POST /v1/chat/completions` | answer a conversation; a stream with `stream: true` |
+| `POST /v1/completions` | continue prompts |
+| `GET /v1/models`, `GET /v1/models/{id}` | the served names |
+| `POST /generate` | SGLang's native form, with `meta_info` |
+| `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | the tokenizer; also under `/v1` (the first two) |
+| `GET /model_info`, `GET /server_info`, `GET /version` | what runs here; also `/get_model_info`, `/get_server_info` |
+| `GET /health` | 200 while requests are taken and the engine's loop ticks; else 503 with phase and progress |
+| `GET /live` | 200 while the process answers |
+| `GET /metrics` | Prometheus |
+| `POST /flush_cache`, `POST /abort_request` | admin: with the admin key only, off without one |
+
+Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. A null is an absent field.
+An unknown field is accepted and logged once; a field of OpenAI's, SGLang's or vLLM's API that is not offered is a 400
+that names it (the last table). Sampling fields that are not set take the value of the model's generation_config.json.
+`max_tokens` over the rest of the context is clamped to it; a prompt that leaves no room is a 400. JSON nested deeper
+than 200 levels is refused.
+"""
+
+
+def reference() -> str:
+    """The whole document."""
+    sections = [
+        _ROUTES,
+        _section("Fields of chat/completions and completions", SamplingFields),
+        _section("Fields of chat/completions", ChatCompletionRequest, SamplingFields),
+        _section("Fields of completions", CompletionRequest, SamplingFields),
+        _section("Fields of /generate", GenerateRequest),
+        _section("Fields of sampling_params of /generate", NativeSampling),
+        _section("Fields of /tokenize", TokenizeRequest),
+        _section("Fields of /detokenize", DetokenizeRequest),
+        _section("Fields of /abort_request", AbortRequest),
+        _unsupported(),
+    ]
+    return "\n".join(sections)
+
+
+def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None = None) -> str:
+    schema = model.model_json_schema(by_alias=True)
+    skipped = set(without.model_fields) if without is not None else set()
+    required = schema.get("required", ())
+    rows = [
+        f"| `{name}`{'*' if name in required else ''} | {_type(field)} | {field.get('description', '')} |"
+        for name, field in schema["properties"].items()
+        if name not in skipped
+    ]
+    return "\n".join(
+        [f"## {title}", "", "| field (* required) | type and limits | meaning |", "|---|---|---|", *rows, ""]
+    )
+
+
+def _type(field: dict[str, Any]) -> str:
+    branches = [branch for branch in field.get("anyOf", [field]) if branch.get("type") != "null"]
+    return " or ".join(dict.fromkeys(_branch(branch) for branch in branches))
+
+
+def _branch(branch: dict[str, Any]) -> str:
+    if "$ref" in branch:
+        return branch["$ref"].rpartition("/")[2]
+    if "enum" in branch or "const" in branch:
+        return ", ".join(map(str, branch.get("enum", [branch.get("const")])))
+    if branch.get("type") == "array":
+        inner = _type(branch.get("items", {}))
+        return f"list of {inner}" + "".join(f", {text}" for text in _limits(branch))
+    return str(branch.get("type", "any")) + "".join(f" {text}" for text in _limits(branch))
+
+
+def _limits(branch: dict[str, Any]) -> Iterator[str]:
+    for low, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")):
+        if low in branch:
+            yield f"{sign} {_number(branch[low])}"
+    for name, unit in (("maxItems", "entries"), ("maxLength", "characters"), ("maxProperties", "entries")):
+        if name in branch:
+            yield f"at most {branch[name]} {unit}"
+
+
+def _number(value: float) -> str:
+    powers = {2**power - 1: f"2^{power} - 1" for power in (31, 63)} | {-(2**power): f"-2^{power}" for power in (31, 63)}
+    return powers.get(int(value), f"{value:g}")
+
+
+def _unsupported() -> str:
+    rows = [f"| `{name}` | {why} |" for name, why in sorted(UNSUPPORTED.items())]
+    return "\n".join(["## Known fields that are refused", "", "| field | why |", "|---|---|", *rows, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
