@@ -31,14 +31,16 @@ class FinishReason(enum.StrEnum):
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a request's output must match.
 
-    kind: "json_object" | "json_schema" | "regex" | "lark" (EBNF is translated to it) | "choice" | "structural_tag"
-    source: the schema as JSON text, the pattern, the grammar text, the JSON list of choices, the tag as JSON text
+    kind: "json_object" | "json_schema" | "regex" | "lark" (structural tags and tool calls too) | "ebnf" | "choice"
+    source: the schema as JSON text, the pattern, the grammar text, the JSON list of choices
     """
 
     kind: str
     source: str
     # output token ids after whose last occurrence the grammar begins (e.g. </think>); empty: at once
     begin_after: tuple[int, ...] = ()
+    # with begin_after: the grammar begins at once unless the first output token is this one (e.g. <think>)
+    begin_unless: tuple[int, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
