@@ -1,0 +1,85 @@
+"""Pieces of Lark text (llguidance's variant) that structural tags and tool calls are built from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jaxserve.grammar.translate import json_schema_part
+
+ANY_TEXT = r"/(.|\n)*/"
+
+
+@dataclass
+class LarkWriter:
+    """Collects rules and gives out expressions.
+
+    special_tokens: text to id of the tokenizer's special tokens; in a literal they are written as tokens, since their
+    characters are no text to llguidance
+    """
+
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    rules: list[str] = field(default_factory=list)
+    _count: int = 0
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def literal(self, text: str) -> str:
+        """An expression for exactly this text; "" for the empty text."""
+        parts = self._special.split(text) if self._special else [text]
+        return " ".join(self._literal_part(part) for part in parts if part)
+
+    def _literal_part(self, part: str) -> str:
+        if part in self.special_tokens:
+            return f"<[{self.special_tokens[part]}]>"
+        return json.dumps(part, ensure_ascii=False)
+
+    def is_special(self, text: str) -> bool:
+        return text in self.special_tokens
+
+    def rule(self, expression: str, *, lazy: bool = False, terminal: bool = False) -> str:
+        """Add a rule and return its name. lazy: the shortest match counts."""
+        self._count += 1
+        name = f"R{self._count}" if terminal else f"r{self._count}"
+        self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
+        return name
+
+    def schema(self, schema: Mapping[str, Any] | bool) -> str:
+        return self.rule(json_schema_part(schema))
+
+    def text_until(self, end: str) -> str:
+        """Any text up to and including the first `end`."""
+        if self.is_special(end):
+            return f"{self.text()} {self.literal(end)}"
+        return self.rule(f"{ANY_TEXT} {self.literal(end)}", lazy=True)
+
+    def text(self) -> str:
+        """Any text without special tokens, also none."""
+        return self.rule(ANY_TEXT, terminal=True)
+
+    def text_without(self, stops: Sequence[str]) -> str:
+        """Any text in which none of `stops` occurs."""
+        plain = [stop for stop in stops if not self.is_special(stop)]
+        if not plain:
+            return self.text()
+        pattern = "|".join(_regex_escape(stop) for stop in plain)
+        return self.rule(f"{ANY_TEXT} & ~/(.|\\n)*({pattern})(.|\\n)*/", terminal=True)
+
+    def finish(self, start: str) -> str:
+        return "\n".join(["%llguidance {}", f"start: {start}", *self.rules])
+
+
+def _regex_escape(text: str) -> str:
+    """For a regex between slashes."""
+    return re.sub(r"([^\w\s])", r"\\\1", text).replace("\n", "\\n")
+
+
+def one_of(options: Sequence[str]) -> str:
+    return "(" + " | ".join(options) + ")" if len(options) > 1 else options[0]

@@ -1,0 +1,158 @@
+"""A GrammarSpec to the text of an llguidance grammar, with what may not be accepted loosely refused.
+
+Owns limits on the source and the bounds on white space. Whether the grammar can be built is the worker's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from jaxserve.engine.request import GrammarSpec
+from jaxserve.errors import InvalidSchemaError
+
+MAX_SOURCE_BYTES = 256 * 1024
+MAX_SCHEMA_DEPTH = 64
+MAX_CHOICES = 4096
+# a run of white space between JSON tokens: room for pretty printing, none for endless blanks
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
+
+
+def translate(spec: GrammarSpec) -> str:
+    """Grammar text for llguidance.LLMatcher. Raises InvalidSchemaError with the reason."""
+    if len(spec.source.encode()) > MAX_SOURCE_BYTES:
+        raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param="response_format")
+    if spec.kind not in _TRANSLATIONS:
+        raise InvalidSchemaError(f"{spec.kind!r} is no kind of grammar", param="response_format")
+    try:
+        return _TRANSLATIONS[spec.kind](spec.source)
+    except RecursionError as error:
+        raise InvalidSchemaError("the grammar is nested too deep", param="response_format") from error
+
+
+def schema_spec(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> GrammarSpec:
+    """The spec of a JSON schema. strict: objects that list properties allow no others, as OpenAI's strict mode asks."""
+    return GrammarSpec(kind="json_schema", source=json.dumps(closed(schema) if strict else schema))
+
+
+def grammar_spec(text: str) -> GrammarSpec:
+    """The spec of a grammar in EBNF as SGLang's and vLLM's users write it (GBNF), or in Lark."""
+    return GrammarSpec(kind="ebnf" if "::=" in text else "lark", source=text)
+
+
+def choice_spec(choices: list[str]) -> GrammarSpec:
+    return GrammarSpec(kind="choice", source=json.dumps(choices))
+
+
+def json_schema_part(schema: Mapping[str, Any] | bool) -> str:
+    """A JSON schema inside a Lark grammar."""
+    checked = _checked_schema(schema)
+    return "%json " + json.dumps({**checked, "x-guidance": JSON_OPTIONS})
+
+
+def closed(schema: Any, depth: int = 0) -> Any:
+    """`schema` with additionalProperties false where an object lists its properties and says nothing of others."""
+    if depth > MAX_SCHEMA_DEPTH:
+        raise InvalidSchemaError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH}", param="response_format")
+    if isinstance(schema, list):
+        return [closed(item, depth + 1) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    data = {"enum", "const", "default", "examples", "example"}  # their values are no schemas
+    result = {key: value if key in data else closed(value, depth + 1) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
+        result["additionalProperties"] = False
+    return result
+
+
+def loads(source: str, what: str) -> Any:
+    try:
+        return json.loads(source)
+    except ValueError as error:
+        raise InvalidSchemaError(f"{what} is not valid JSON: {error}", param="response_format") from error
+    except RecursionError as error:
+        raise InvalidSchemaError(f"{what} is nested too deep", param="response_format") from error
+
+
+def _json_schema(source: str) -> str:
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        _checked_schema(loads(source, "the schema")), overrides=JSON_OPTIONS
+    )
+
+
+def _json_object(source: str) -> str:
+    return _json_schema('{"type": "object"}')
+
+
+def _checked_schema(schema: Any) -> dict[str, Any]:
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidSchemaError("the schema must be an object, and no value satisfies false", param="response_format")
+    for part, depth in _walk(schema):
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidSchemaError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH}", param="response_format")
+        _refuse(part)
+    return schema
+
+
+def _walk(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
+    """Every object in the schema with its depth, without recursion."""
+    stack: list[tuple[Any, int]] = [(schema, 0)]
+    while stack:
+        node, depth = stack.pop()
+        if isinstance(node, dict):
+            yield node, depth
+            stack += [(value, depth + 1) for value in node.values()]
+        elif isinstance(node, list):
+            stack += [(value, depth + 1) for value in node]
+
+
+def _refuse(part: dict[str, Any]) -> None:
+    """A schema may not switch off what this module promises."""
+    options = part.get("x-guidance")
+    if isinstance(options, dict) and options.get("lenient"):
+        raise InvalidSchemaError("x-guidance.lenient is not allowed", param="response_format")
+
+
+def _regex(source: str) -> str:
+    return llguidance.LLMatcher.grammar_from_regex(source)
+
+
+def _lark(source: str) -> str:
+    return llguidance.LLMatcher.grammar_from_lark(source)
+
+
+def _ebnf(source: str) -> str:
+    try:
+        return _lark(gbnf_to_lark(source))
+    except GbnfToLarkError as error:
+        raise InvalidSchemaError(f"the grammar cannot be read: {error}", param="response_format") from error
+    except RecursionError:
+        raise
+    except Exception as error:  # the library raises bare Exception, e.g. for a rule that is not defined
+        raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
+
+
+def _choice(source: str) -> str:
+    choices = loads(source, "the list of choices")
+    if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
+        raise InvalidSchemaError(f"there must be 1 to {MAX_CHOICES} choices", param="response_format")
+    if not all(isinstance(choice, str) for choice in choices):
+        raise InvalidSchemaError("a choice must be a text", param="response_format")
+    return _lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+
+_TRANSLATIONS: dict[str, Callable[[str], str]] = {
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "lark": _lark,
+    "ebnf": _ebnf,
+    "choice": _choice,
+}

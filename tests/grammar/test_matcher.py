@@ -1,0 +1,186 @@
+"""Matchers: what they allow, when they begin and end, rollback, errors, and many rows at once."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.request import GrammarSpec
+from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.bitmask import BitmaskFiller
+from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
+from jaxserve.grammar.translate import choice_spec, grammar_spec, schema_spec
+from jaxserve.text.tokenizer import Tokenizer
+
+OBJECT = schema_spec({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
+WORDS = 10  # 320 tokens
+
+
+def mask(matcher: GrammarMatcher) -> set[int]:
+    row = np.full(WORDS, -1, np.int32)
+    matcher.fill(row)
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def feed(matcher: GrammarMatcher, tokenizer: Tokenizer, text: str) -> bool:
+    """Every token must be allowed by the mask and accepted."""
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        allowed = token in mask(matcher)
+        assert allowed == matcher.accept(token)
+        if not allowed:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("spec, good, bad", [
+    (OBJECT, '{"a": 12}', '{"b"'),
+    (GrammarSpec(kind="json_object", source=""), '{"x": [1, {}], "y": null}', "[1]"),
+    (GrammarSpec(kind="regex", source="^a+b?$"), "aaab", "ba"),
+    (choice_spec(["yes", 'n"o']), 'n"o', "maybe"),
+    (grammar_spec('root ::= "x" digit+\ndigit ::= [0-9]'), "x12", "xy"),
+    (grammar_spec('start: "x" DIGIT+\nDIGIT: /[0-9]/'), "x12", "xy"),
+    (schema_spec(True), '[true, "é"]', "x"),
+])  # fmt: skip
+def test_kinds(factory: MatcherFactory, tokenizer: Tokenizer, spec: GrammarSpec, good: str, bad: str) -> None:
+    matcher = factory(spec)
+    assert feed(matcher, tokenizer, good)
+    assert matcher.is_accepting and tokenizer.eos_token_ids[0] in mask(matcher)
+    refused = factory(spec)
+    assert not feed(refused, tokenizer, bad)
+    assert refused.error and not refused.is_terminated
+
+
+def test_the_end(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    (eos,) = tokenizer.eos_token_ids
+    matcher = factory(GrammarSpec(kind="regex", source="ab?"))
+    assert eos not in mask(matcher) and not matcher.is_accepting
+    assert feed(matcher, tokenizer, "a")
+    assert eos in mask(matcher) and not matcher.is_terminated
+    ended = factory(GrammarSpec(kind="regex", source="ab?"))
+    assert feed(ended, tokenizer, "a") and ended.accept(eos) and ended.is_terminated
+    full = factory(GrammarSpec(kind="regex", source="xy"))
+    assert feed(full, tokenizer, "xy") and full.is_terminated and mask(full) == {eos}
+
+
+def test_padding_of_the_vocabulary_is_never_allowed(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    allowed = mask(factory(GrammarSpec(kind="regex", source="(.|\n)*")))
+    assert allowed and max(allowed) < tokenizer.vocab_size
+    assert not allowed & (tokenizer.special_ids - set(tokenizer.eos_token_ids))
+
+
+def test_begins_after_the_reasoning(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    (close,) = tokenizer.encode("</think>")
+    (eos,) = tokenizer.eos_token_ids
+    spec = GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=(close,))
+    matcher = factory(spec)
+    assert len(mask(matcher)) == 32 * WORDS - 1 and eos not in mask(matcher)
+    assert feed(matcher, tokenizer, "anything } at all</think>")
+    assert matcher.in_grammar and mask(matcher) < set(range(tokenizer.vocab_size))
+    assert feed(matcher, tokenizer, '{"a": 1}') and matcher.is_terminated
+    apart = factory(spec)  # the same text in other tokens
+    assert all(apart.accept(tokenizer.encode(char)[0]) for char in "x</think>")
+    assert apart.in_grammar
+
+
+def test_the_first_token_may_open_the_reasoning(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    begin, close = tokenizer.encode("<think>")[0], tokenizer.encode("</think>")[0]
+    spec = GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=(close,), begin_unless=(begin,))
+    thinking, direct = factory(spec), factory(spec)
+    assert begin in mask(thinking) and tokenizer.encode("x")[0] not in mask(thinking)
+    assert feed(thinking, tokenizer, '<think>hm</think>{"a": 1}') and thinking.is_terminated
+    assert feed(direct, tokenizer, '{"a": 1}') and direct.is_terminated
+    assert not factory(spec).accept(close)
+
+
+@pytest.mark.parametrize("reasoning", [False, True])
+def test_rollback_equals_never_having_gone(factory: MatcherFactory, tokenizer: Tokenizer, reasoning: bool) -> None:
+    close = tuple(tokenizer.encode("</think>"))
+    spec = GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=close if reasoning else ())
+    tokens = tokenizer.encode(("hm</think>" if reasoning else "") + '{"a": 123}', add_special_tokens=False)
+    masks = []
+    straight = factory(spec)
+    for token in tokens:
+        masks.append(mask(straight))
+        straight.accept(token)
+    for back in range(1, len(tokens) + 1):
+        matcher = factory(spec)
+        assert all(matcher.accept(token) for token in tokens)
+        assert matcher.rollback(back)
+        for token, expected in zip(tokens[-back:], masks[-back:], strict=True):
+            assert mask(matcher) == expected and matcher.accept(token)
+        assert not matcher.rollback(len(tokens) + 1)
+
+
+def test_an_error_stays_with_its_request(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    broken, healthy = factory(OBJECT), factory(OBJECT)
+    assert not broken.accept(tokenizer.encode("x")[0]) and broken.error
+    assert not broken.accept(tokenizer.encode("{")[0]) and not broken.rollback(1)
+    mask(broken)  # does not raise
+    assert feed(healthy, tokenizer, '{"a": 1}')
+    assert factory(OBJECT).error is None
+
+
+def test_rows_in_parallel_equal_rows_alone(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    specs = [OBJECT, GrammarSpec(kind="regex", source="[ab]{3}"), choice_spec(["true", "12"]),
+             GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=tuple(tokenizer.encode("</think>")))]  # fmt: skip
+    matchers = [factory(specs[i % 4]) for i in range(12)]
+    rng, filler = random.Random(0), BitmaskFiller(2)
+    for _ in range(6):
+        rows = list(range(12))
+        rng.shuffle(rows)
+        bitmask = np.full((14, WORDS), -1, np.int32)
+        filler.fill(list(zip(matchers, rows, strict=True)), bitmask)
+        for matcher, row in zip(matchers, rows, strict=True):
+            alone = np.full(WORDS, -1, np.int32)
+            matcher.fill(alone)
+            assert (bitmask[row] == alone).all()
+            if not matcher.is_terminated:
+                bits = np.unpackbits(alone.view(np.uint8), bitorder="little")[: tokenizer.vocab_size]
+                matcher.accept(int(rng.choice(np.flatnonzero(bits).tolist())))
+        assert (bitmask[12:] == -1).all()
+
+
+def test_cached_grammars_are_independent_and_bounded(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    one, two = factory(OBJECT), factory(OBJECT)
+    feed(one, tokenizer, '{"a": 1}')
+    assert not two.is_accepting and feed(two, tokenizer, '{"a": 2}')
+    for n in range(200):
+        factory(choice_spec([str(n)]))
+    assert len(factory._cache) <= factory.CACHED_GRAMMARS
+
+
+def test_threads(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    own = MatcherFactory(tokenizer.to_json(), vocab_size=320, eos_token_ids=tokenizer.eos_token_ids)
+    own.warm_up().result(timeout=30)
+    assert feed(own.submit(OBJECT).result(timeout=30), tokenizer, '{"a": 1}')
+    with pytest.raises(InvalidSchemaError):
+        own.submit(GrammarSpec(kind="regex", source="(")).result(timeout=30)
+    own.close()
+
+
+def sample(matcher: GrammarMatcher, tokenizer: Tokenizer, rng: random.Random, limit: int = 400) -> str | None:
+    """A random text that the grammar allows; None if it does not come to an end."""
+    (eos,) = tokenizer.eos_token_ids
+    tokens: list[int] = []
+    while not matcher.is_terminated and len(tokens) < limit:
+        allowed = sorted(mask(matcher))
+        token = eos if eos in allowed and rng.random() < 0.5 else rng.choice(allowed)
+        assert matcher.accept(token)
+        if token == eos:
+            break
+        tokens.append(token)
+    return tokenizer.decode(tokens) if matcher.is_terminated else None
+
+
+def test_white_space_is_bounded(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    matcher = factory(OBJECT)
+    assert feed(matcher, tokenizer, "{" + " " * 32)
+    assert not feed(matcher, tokenizer, " ")
+    pretty = json.dumps({"a": 1}, indent=8)
+    assert feed(factory(OBJECT), tokenizer, pretty)
+    rng = random.Random(1)
+    for _ in range(20):
+        text = sample(factory(OBJECT), tokenizer, rng)
+        assert text is None or set(json.loads(text)) == {"a"}

@@ -1,0 +1,54 @@
+"""What becomes a grammar, and what is refused with its reason."""
+
+import json
+
+import pytest
+
+from jaxserve.engine.request import GrammarSpec
+from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.translate import MAX_SOURCE_BYTES, closed, schema_spec, translate
+
+
+def nested(depth: int) -> str:
+    return '{"type":"array","items":' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize("kind, source, reason", [
+    ("json_schema", "{", "not valid JSON"),
+    ("json_schema", "false", "no value satisfies"),
+    ("json_schema", "[]", "must be an object"),
+    ("json_schema", nested(65), "deeper than"),
+    ("json_schema", nested(5000), "deep"),
+    ("json_schema", '{"x-guidance": {"lenient": true}}', "lenient"),
+    ("json_schema", '{"items": [{"x-guidance": {"lenient": 1}}]}', "lenient"),
+    ("json_schema", " " * (MAX_SOURCE_BYTES + 1), "larger than"),
+    ("choice", "[]", "choices"),
+    ("choice", "[1]", "must be a text"),
+    ("choice", '"a"', "choices"),
+    ("choice", json.dumps(["a"] * 5000), "choices"),
+    ("ebnf", "x y z", "cannot be read"),
+    ("ebnf", "root ::= undefined", "undefined"),
+    ("no_such_kind", "", "no kind"),
+])  # fmt: skip
+def test_refused_with_a_reason(kind: str, source: str, reason: str) -> None:
+    with pytest.raises(InvalidSchemaError, match=reason) as caught:
+        translate(GrammarSpec(kind=kind, source=source))
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json_schema")
+
+
+def test_strict_closes_objects() -> None:
+    open_schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "object", "properties": {}}}},
+        "$defs": {"free": {"type": "object", "properties": {"x": {}}, "additionalProperties": True}},
+        "default": {"properties": {}},
+    }
+    result = closed(open_schema)
+    assert result["additionalProperties"] is False
+    assert result["properties"]["a"]["items"]["additionalProperties"] is False
+    assert result["$defs"]["free"]["additionalProperties"] is True
+    assert result["default"] == {"properties": {}}
+    assert json.loads(schema_spec(open_schema, strict=True).source) == result
+    assert json.loads(schema_spec(open_schema).source) == open_schema
+    with pytest.raises(InvalidSchemaError):
+        closed(json.loads(nested(70)))
