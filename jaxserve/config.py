@@ -51,7 +51,7 @@ class ModelSection(Section):
     reasoning_parser: str = Field("auto", description="Parser of reasoning in the output, by name; none: off.")
     revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
     quantization: None = Field(None, description="Reserved.")
-    load_format: Literal["auto", "safetensors", "orbax", "random"] = Field(
+    load_format: Literal["auto", "safetensors", "random"] = Field(
         "auto", description="random: weights drawn on the device from runtime.random_seed, for benchmarks."
     )
 

@@ -68,9 +68,9 @@ class Engine:
     def __init__(self, model: str | None = None, *, config: Config | None = None, **keys: Any) -> None:
         self.config = config or Config.of(model, **keys)
         self._tokenizer_dir = ""
-        core, info = build_engine(self.config, self._on_message)
-        self.core: EngineCore = core
-        self.info: EngineInfo = info
+        built = build_engine(self.config, self._on_message)
+        self.core: EngineCore = built.core
+        self.info: EngineInfo = built.info
         self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir)
         self._sequences: dict[str, SequenceText] = {}
         self._ids = itertools.count()

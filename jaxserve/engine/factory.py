@@ -15,13 +15,16 @@ from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.messages import EngineInfo, FromEngine, Located, Progress
 from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
+from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.models.hf_config import read_config
 from jaxserve.models.hub import resolve
 from jaxserve.models.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
+from jaxserve.text.tokenizer import Tokenizer
 
 DEMO_NAME = "demo"
 
@@ -40,27 +43,35 @@ class Phases:
         self.seconds[name], self._last = now - self._last, now
 
 
-def build_engine(config: Config, send: Send) -> tuple[EngineCore, EngineInfo]:
+def build_engine(config: Config, send: Send) -> BuiltEngine:
     """A ready engine and what it is. Raises ConfigError with a cause and a fix."""
     phases = Phases()
     if config.mesh.replicas > 1:
         raise ConfigError("mesh.replicas above 1 is not served yet", fix="start one server a replica")
     directory = locate(config)
-    send(Located(str(directory), str(_tokenizer_dir(config, directory))))
+    tokenizer_dir = _tokenizer_dir(config, directory)
+    send(Located(str(directory), str(tokenizer_dir)))
     mesh = make_mesh(config.mesh.device, data=config.mesh.data, tensor=config.mesh.tensor, expert=config.mesh.expert)
     phases.end("devices")
     loaded = _load(config, directory, mesh, send)
     phases.end("weights")
     runner = _runner(config, loaded, mesh, send)
     phases.end("programs")
+    matchers = MatcherFactory(
+        Tokenizer.from_directory(tokenizer_dir).to_json(),
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=loaded.config.eos_token_ids,
+    )
     core = EngineCore(
         runner,
         _scheduler_config(config, runner),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
         seed=config.runtime.random_seed,
+        make_matcher=matchers,
     )
-    return core, _info(config, loaded, runner, phases.seconds)
+    info = _info(config, loaded, runner, phases.seconds)
+    return BuiltEngine(core, info, matchers.submit)
 
 
 def locate(config: Config) -> Path:

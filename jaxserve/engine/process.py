@@ -106,8 +106,8 @@ def main() -> int:
     heartbeat = Heartbeat(directory, context)
     heartbeat.start()
     try:
-        core, info = build_engine(config, channel.send)
-        server = EngineServer(core, info, channel, log_interval=config.logging.stats_interval)
+        built = build_engine(config, channel.send)
+        server = EngineServer(built, channel, log_interval=config.logging.stats_interval)
         heartbeat.server = server
         server.run()
     except ConfigError as error:

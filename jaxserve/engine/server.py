@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.messages import (
@@ -17,21 +18,18 @@ from jaxserve.engine.messages import (
     EngineInfo,
     FromEngine,
     Outputs,
-    Progress,
     Ready,
     Reply,
     Stop,
     ToEngine,
 )
-from jaxserve.engine.request import EngineRequest, FinishReason, TokenOutput
+from jaxserve.engine.request import EngineRequest, FinishReason, GrammarSpec, TokenOutput
 from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError
 
 STATS_INTERVAL = 0.25  # seconds between two stats of a busy engine; a frame of stats costs about 20 us
 IDLE_WAIT = 1.0  # seconds an idle loop sleeps at most, so that stats and deadlines move on
-
-Report = Callable[[Progress], None]
-Build = Callable[["Channel"], tuple[EngineCore, EngineInfo]]
+COMPILE_WAIT = 0.002  # seconds between two looks at grammars that are being compiled, when nothing else runs
 
 
 class Channel(Protocol):
@@ -44,16 +42,29 @@ class Channel(Protocol):
     def send(self, message: FromEngine) -> None: ...
 
 
+class BuiltEngine(NamedTuple):
+    """An engine that is ready to run. `prepare` compiles a grammar in a thread; the core then finds it compiled."""
+
+    core: EngineCore
+    info: EngineInfo
+    prepare: Callable[[GrammarSpec], Future[Any]]
+
+
+Build = Callable[[Channel], BuiltEngine]
+
+
 class EngineServer:
     """Runs an EngineCore until it is told to stop."""
 
-    def __init__(self, core: EngineCore, info: EngineInfo, channel: Channel, *, log_interval: float = 10.0) -> None:
+    def __init__(self, built: BuiltEngine, channel: Channel, *, log_interval: float = 10.0) -> None:
+        core, info, self._prepare = built
         self.steps = 0
         self.turn_started = time.monotonic()  # read by the heartbeat thread
         self._core = core
         self._info = info
         self._channel = channel
         self._stopping = False
+        self._compiling: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self._stats_sent = 0.0
         self._log = StatsLog(log_interval, info.num_pages, info.page_size)
         self._calls: dict[str, Callable[..., Any]] = {"flush_cache": core.flush_prefix_cache}
@@ -61,24 +72,40 @@ class EngineServer:
     def run(self) -> None:
         self._channel.send(Ready(self._info))
         while not self._stopping:
-            messages = self._channel.receive(0.0 if self._core.has_work else IDLE_WAIT)
+            messages = self._channel.receive(self._patience())
             self.turn_started = time.monotonic()
             refused = [output for message in messages for output in self._handle(message)]
+            refused += self._add_compiled()
             outputs = self._core.step()
             self.steps += 1
             self._publish(refused + outputs)
 
+    def _patience(self) -> float:
+        """Seconds to wait for a message."""
+        if self._core.has_work:
+            return 0.0
+        return COMPILE_WAIT if self._compiling else IDLE_WAIT
+
     def _handle(self, message: ToEngine) -> list[TokenOutput]:
         match message:
+            case Add(request) if request.params.grammar is not None:
+                self._compiling[request.request_id] = (request, self._prepare(request.params.grammar))
             case Add(request):
                 return self._add(request)
             case Abort(request_ids):
+                for request_id in request_ids:
+                    self._compiling.pop(request_id, None)
                 return self._core.abort(request_ids)
             case Call():
                 self._channel.send(self._call(message))
             case Stop():
                 self._stopping = True
         return []
+
+    def _add_compiled(self) -> list[TokenOutput]:
+        """Add the requests whose grammars are compiled by now, or failed to: then `add` says why."""
+        done = [request_id for request_id, (_, future) in self._compiling.items() if future.done()]
+        return [output for request_id in done for output in self._add(self._compiling.pop(request_id)[0])]
 
     def _add(self, request: EngineRequest) -> list[TokenOutput]:
         try:

@@ -63,7 +63,7 @@ class ThreadLink:
     def _run(self, channel: QueueChannel) -> None:
         try:
             built = self._build(channel) if self._build else build_engine(self._config, channel.send)
-            EngineServer(*built, channel).run()
+            EngineServer(built, channel).run()
         except ConfigError as error:
             channel.send(Failed(str(error), error.fix))
         except Exception as error:
