@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Lifespan
 
 from jaxserve.api.batch.service import batches_running, install_batches
 from jaxserve.api.engine_protocol import EngineProtocol
@@ -18,6 +22,7 @@ from jaxserve.engine.messages import EngineInfo, EngineStats
 from jaxserve.errors import NotReadyError
 from jaxserve.metrics import Metrics
 from jaxserve.store import Store
+from jaxserve.text.output_parser import choose_parsers
 from jaxserve.version import __version__
 
 STORE_ROUTERS = (files, batches)
@@ -29,8 +34,9 @@ def create_app(
 ) -> FastAPI:
     """The application. The engine may still be loading; it and the store are started and stopped by the caller.
 
-    Without a store there are no files and no batches.
+    Without a store there are no files and no batches. Raises ConfigError for an unknown parser's name.
     """
+    choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
     state = ServerState(engine, config, metrics or Metrics())
     state.metrics.watch_engine(lambda: _read_engine(engine))
     app = FastAPI(
@@ -38,7 +44,7 @@ def create_app(
         version=__version__,
         middleware=_middleware(state),
         redirect_slashes=False,
-        lifespan=None if store is None else batches_running,
+        lifespan=_lifespan(state, store),
     )
     app.state.server = state
     install_error_handlers(app)
@@ -48,6 +54,18 @@ def create_app(
     if store is not None:
         install_batches(app, state, store)
     return app
+
+
+def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(state.grammars.stop)
+            if store is not None:
+                await stack.enter_async_context(batches_running(app))
+            yield
+
+    return lifespan
 
 
 def _middleware(state: ServerState) -> list[Middleware]:

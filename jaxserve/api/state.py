@@ -11,6 +11,7 @@ from functools import cached_property
 
 from starlette.requests import Request
 
+from jaxserve.api.constraints import GrammarChecks
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.logprobs import TokenTexts
 from jaxserve.config import Config
@@ -58,6 +59,7 @@ class ServerState:
     config: Config
     metrics: Metrics
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
     live: LiveRequests = field(default_factory=LiveRequests)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -101,7 +101,7 @@ class JsonSchemaFormat(Part):
 
 
 class ResponseFormat(Part):
-    type: Literal["text", "json_object", "json_schema", "structural_tag", "regex", "ebnf", "grammar"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
 
 

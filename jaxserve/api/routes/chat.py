@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from jaxserve.api.body import read_body
 from jaxserve.api.chat_output import ChatChoices, ChatOptions, Joined
-from jaxserve.api.conversation import chat_prompt, check_messages, last_text
+from jaxserve.api.constraints import after_reasoning, checked_grammar
+from jaxserve.api.conversation import chat_prompt, check_messages, last_text, template_kwargs
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.openapi import documented
 from jaxserve.api.prompts import check_length, truncate
@@ -66,6 +67,11 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
         token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", asked, info.max_model_len
     )
     check_length(token_ids, info, "messages" if body.input_ids is None else "input_ids")
+    continued = last_text(body.messages) if body.continue_final_message else ""
+    grammar = await checked_grammar(body, state.engine, state.grammars)
+    if grammar is not None:
+        off = template_kwargs(body).get("enable_thinking") is False
+        grammar = after_reasoning(grammar, state.parsers, tokenizer, prompt, continued, off)
     params = sampling_params(
         body,
         info,
@@ -74,13 +80,13 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
         num_prompt_tokens=len(token_ids),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar,
     )
     visible = state.parsers.visible_token_ids(tokenizer, tools=tools.mode != "none")
     job = Job(token_ids, msgspec.structs.replace(params, visible_token_ids=visible))
     salt = (body.cache_salt or "") + (body.extra_key or "")
     request_id = new_id("chatcmpl", body.request_id or body.rid)
     generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
-    continued = last_text(body.messages) if body.continue_final_message else ""
 
     def make_parser() -> OutputParser:
         return state.parsers.make(

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from jaxserve.api.body import read_body
 from jaxserve.api.completion_output import CompletionChoices, join
+from jaxserve.api.constraints import checked_grammar
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.infill import infill_prompt
 from jaxserve.api.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
@@ -24,7 +25,7 @@ from jaxserve.api.sampling import sampling_params
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
-from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.request import GrammarSpec, SamplingParams
 from jaxserve.errors import InvalidValueError
 
 router = APIRouter()
@@ -68,7 +69,8 @@ class _Answer:
         prompts = as_prompts(body.prompt, "prompt")
         if len(prompts) * (body.n or 1) > MAX_CHOICES * 16:
             raise InvalidValueError("prompts times n are more than 2048 choices.", param="n")
-        jobs = [await _job(body, prompt, state) for prompt in prompts]
+        grammar = await checked_grammar(body, state.engine, state.grammars)
+        jobs = [await _job(body, prompt, state, grammar) for prompt in prompts]
         texts = [_prompt_text(prompt, job, body, state) for prompt, job in zip(prompts, jobs, strict=True)]
         generation = Generation(
             state,
@@ -136,7 +138,9 @@ def _says_something(delta: dict[str, Any]) -> bool:
     return bool(delta["text"] or tokens or delta["finish_reason"])
 
 
-async def _job(body: CompletionRequest, prompt: str | list[int], state: ServerState) -> Job:
+async def _job(
+    body: CompletionRequest, prompt: str | list[int], state: ServerState, grammar: GrammarSpec | None
+) -> Job:
     info, tokenizer = state.engine.info, state.engine.tokenizer
     if isinstance(prompt, list):
         check_ids(prompt, info, "prompt")
@@ -151,10 +155,12 @@ async def _job(body: CompletionRequest, prompt: str | list[int], state: ServerSt
         token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", max_tokens, info.max_model_len
     )
     check_length(token_ids, info, "prompt")
-    return Job(token_ids, _params(body, token_ids, max_tokens, state))
+    return Job(token_ids, _params(body, token_ids, max_tokens, state, grammar))
 
 
-def _params(body: CompletionRequest, token_ids: list[int], max_tokens: int, state: ServerState) -> SamplingParams:
+def _params(
+    body: CompletionRequest, token_ids: list[int], max_tokens: int, state: ServerState, grammar: GrammarSpec | None
+) -> SamplingParams:
     wanted = [value for value in (body.prompt_logprobs, body.logprobs if body.echo else None) if value is not None]
     best_of = body.best_of or 0
     params = sampling_params(
@@ -165,6 +171,7 @@ def _params(body: CompletionRequest, token_ids: list[int], max_tokens: int, stat
         num_prompt_tokens=len(token_ids),
         logprobs=0 if body.logprobs is None and best_of > (body.n or 1) else body.logprobs,
         prompt_logprobs=max(wanted) if wanted else None,
+        grammar=grammar,
     )
     return msgspec.structs.replace(params, n=max(params.n, best_of))
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.body import read_body, refuse_unsupported
+from jaxserve.api.constraints import checked_grammar
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.native_output import LogprobOptions, NativeChoice
 from jaxserve.api.openapi import documented
@@ -129,6 +130,7 @@ async def _job(prompt: str | list[int], sampling: NativeSampling, options: Logpr
         sampling,
         info,
         len(token_ids),
+        grammar=await checked_grammar(sampling, state.engine, state.grammars),
         logprobs=options.top if options.wanted else None,
         prompt_logprobs=options.top if options.wanted and options.start >= 0 else None,
     )

@@ -1,0 +1,118 @@
+"""Constraints: every spelling becomes one grammar; what cannot be enforced is a 400 that names its field."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from .conftest import LiveServer, reply_with
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+NAMELESS = {"type": "json_schema", "json_schema": {"name": "a"}}
+NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+def grammar_of(server: LiveServer, keys: dict[str, Any], path: str = "/v1/completions") -> Any:
+    body = {"model": "demo", "prompt": "x", "messages": MESSAGES, "text": "x"}
+    body = body | (keys if path != "/generate" else {"sampling_params": keys})
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    return server.link.seen[-1].params.grammar
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"response_format": NAMED}, "json_schema"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema"),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice"),
+        ({"structured_outputs": {"json_object": True}}, "json_object"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, "ebnf"),
+        ({"structured_outputs": {"grammar": 'start: "a" | "b"'}}, "lark"),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema"),
+        ({"regex": "[0-9]+"}, "regex"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf"),
+    ],
+)
+def test_every_spelling(server: LiveServer, keys: dict[str, Any], kind: str) -> None:
+    spec = grammar_of(server, keys)
+    assert spec.kind == kind
+    if kind == "json_schema":
+        assert json.loads(spec.source)["properties"] == SCHEMA["properties"]
+    assert grammar_of(server, keys, "/v1/chat/completions").kind == kind
+    if kind != "choice" and "structured_outputs" not in keys and "response_format" not in keys:
+        assert grammar_of(server, keys, "/generate").kind == kind
+
+
+def test_no_constraint(server: LiveServer) -> None:
+    assert grammar_of(server, {}) is None
+    assert grammar_of(server, {"response_format": {"type": "text"}}) is None
+
+
+def test_strict_closes_objects(server: LiveServer) -> None:
+    strict = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    assert json.loads(grammar_of(server, {"response_format": strict}).source)["additionalProperties"] is False
+    assert "additionalProperties" not in json.loads(grammar_of(server, {"response_format": NAMED}).source)
+
+
+def test_structural_tags(server: LiveServer) -> None:
+    older = {"triggers": ["<f="], "structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}]}
+    newer = {"format": {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}}
+    for tag in (older, newer):
+        assert grammar_of(server, {"response_format": {"type": "structural_tag"} | tag}).kind == "lark"
+        assert grammar_of(server, {"structural_tag": json.dumps(tag)}, "/generate").kind == "lark"
+
+
+@pytest.mark.parametrize(
+    ("keys", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": NAMELESS}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": NAMED, "regex": "a"}, "regex"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"not": {"type": "string"}}}}, "structured_outputs"),
+        ({"regex": "(?=a)b"}, "regex"),
+        ({"ebnf": "root ::= missing"}, "ebnf"),
+        ({"json_schema": "[]"}, "json_schema"),
+        ({"json_schema": {"type": "object", "if": {}, "then": {}}}, "json_schema"),
+    ],
+)
+def test_what_cannot_be_enforced(server: LiveServer, keys: dict[str, Any], param: str) -> None:
+    response = server.post("/v1/completions", {"model": "demo", "prompt": "x"} | keys)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param, response.text
+
+
+def test_parse_helper(server: LiveServer, client: Any) -> None:
+    class Point(BaseModel):
+        x: int
+        label: str | None = None
+
+    reply_with(server, '{"x": 3, "label": "a"}')
+    answer = client.chat.completions.parse(model="demo", messages=MESSAGES, response_format=Point)
+    assert answer.choices[0].message.parsed == Point(x=3, label="a")
+    with client.chat.completions.stream(model="demo", messages=MESSAGES, response_format=Point) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == Point(x=3, label="a")
+
+
+def test_the_grammar_begins_after_the_reasoning(server: LiveServer) -> None:
+    encode = server.link.tokenizer.encode
+    keys: dict[str, Any] = {"response_format": NAMED}
+    path = "/v1/chat/completions"
+    may_think = grammar_of(server, keys | {"chat_template_kwargs": {"enable_thinking": True}}, path)
+    assert may_think.begin_after == tuple(encode("</think>")) and may_think.begin_unless == tuple(encode("<think>"))
+    for off in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+        assert grammar_of(server, keys | off, path).begin_after == ()
+    messages = [*MESSAGES, {"role": "assistant", "content": "<think>so far"}]
+    inside = grammar_of(server, keys | {"messages": messages, "continue_final_message": True}, path)
+    assert inside.begin_after and not inside.begin_unless
+    assert grammar_of(server, keys).begin_after == ()  # completions know no reasoning
