@@ -1,0 +1,162 @@
+"""Every sampling field reaches the engine; what is unset takes the model's generation_config."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from .conftest import LiveServer, reply_with
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+TEXT: dict[str, Any] = {"model": "demo", "prompt": "Hi"}
+
+# body field, value, SamplingParams field, value there
+FIELDS: list[tuple[str, Any, str, Any]] = [
+    ("temperature", 0.5, "temperature", 0.5),
+    ("top_p", 0.9, "top_p", 0.9),
+    ("top_k", 7, "top_k", 7),
+    ("top_k", -1, "top_k", 0),
+    ("min_p", 0.1, "min_p", 0.1),
+    ("frequency_penalty", -0.5, "frequency_penalty", -0.5),
+    ("presence_penalty", 0.5, "presence_penalty", 0.5),
+    ("repetition_penalty", 1.1, "repetition_penalty", 1.1),
+    ("seed", 5, "seed", 5),
+    ("seed", -1, "seed", 2**63 - 1),
+    ("logit_bias", {"5": -100, "6": 0.5}, "logit_bias", {5: -100.0, 6: 0.5}),
+    ("allowed_token_ids", [5, 6], "allowed_token_ids", (5, 6)),
+    ("min_tokens", 3, "min_tokens", 3),
+    ("ignore_eos", True, "ignore_eos", True),
+    ("stop", "END", "stop", ("END",)),
+    ("stop", ["a", "b"], "stop", ("a", "b")),
+    ("stop_token_ids", [5], "stop_token_ids", (5,)),
+    ("stop_regex", "a+b", "stop_regex", ("a+b",)),
+    ("include_stop_str_in_output", True, "include_stop_str_in_output", True),
+    ("no_stop_trim", True, "include_stop_str_in_output", True),
+    ("skip_special_tokens", False, "skip_special_tokens", False),
+    ("spaces_between_special_tokens", False, "spaces_between_special_tokens", False),
+    ("prompt_logprobs", 3, "prompt_logprobs", 3),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "name", "expected"), FIELDS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_field_reaches_the_engine(
+    server: LiveServer, path: str, field: str, value: Any, name: str, expected: Any
+) -> None:
+    body = (CHAT if "chat" in path else TEXT) | {field: value, "max_tokens": 4}
+    assert server.post(path, body).status_code == 200
+    assert getattr(server.link.seen[-1].params, name) == expected
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_bad_words_are_banned_with_and_without_a_space(server: LiveServer, path: str) -> None:
+    encode = server.link.tokenizer.encode
+    server.post(path, (CHAT if "chat" in path else TEXT) | {"bad_words": ["Paris"], "max_tokens": 2})
+    words = server.link.seen[-1].params.bad_words_token_ids
+    assert set(words) == {tuple(encode("Paris")), tuple(encode(" Paris"))}
+
+
+def test_the_native_names(server: LiveServer) -> None:
+    sampling = {"max_new_tokens": 9, "min_new_tokens": 2, "sampling_seed": 4, "n": 2, "top_k": 3}
+    server.post("/generate", {"text": "x", "sampling_params": sampling})
+    params = server.link.seen[-1].params
+    assert (params.max_tokens, params.min_tokens, params.top_k) == (9, 2, 3)
+    assert [request.params.seed for request in server.link.seen[-2:]] == [4, 5]
+    server.post("/generate", {"text": "x"})
+    assert server.link.seen[-1].params.max_tokens == 128
+
+
+def test_priority_cache_salt_and_id(server: LiveServer) -> None:
+    server.post("/v1/completions", TEXT | {"priority": -3, "cache_salt": "s", "extra_key": "t", "rid": "mine"})
+    request = server.link.seen[-1]
+    assert (request.priority, request.namespace, request.request_id) == (-3, "st", "mine-0")
+
+
+def test_max_tokens_is_clamped_and_defaults(server: LiveServer) -> None:
+    limit = server.link.info.max_model_len
+    server.post("/v1/chat/completions", CHAT)
+    seen = server.link.seen[-1]
+    assert seen.params.max_tokens == limit - len(seen.prompt_token_ids)
+    server.post("/v1/completions", TEXT | {"prompt": [5] * (limit - 3), "max_tokens": 100})
+    assert server.link.seen[-1].params.max_tokens == 3
+    server.post("/v1/chat/completions", CHAT | {"max_tokens": 9, "max_completion_tokens": 7})
+    assert server.link.seen[-1].params.max_tokens == 7
+
+
+def test_unset_fields_take_the_models_defaults(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    defaults: dict[str, float | int] = {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+    info = msgspec.structs.replace(server.link.info, generation_defaults=defaults)
+    monkeypatch.setattr(server.engine, "_info", info)
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/generate", {"text": "x"})):
+        server.post(path, body)
+        params = server.link.seen[-1].params
+        assert {name: getattr(params, name) for name in defaults} == defaults, path
+    server.post("/v1/chat/completions", CHAT | {"temperature": 0, "top_k": -1})
+    params = server.link.seen[-1].params
+    assert (params.temperature, params.top_k, params.top_p) == (0, 0, 0.8)
+
+
+def test_input_ids_replace_the_messages(server: LiveServer) -> None:
+    server.post("/v1/chat/completions", CHAT | {"input_ids": [7, 8, 9]})
+    assert server.link.seen[-1].prompt_token_ids == [7, 8, 9]
+
+
+def test_continue_and_echo(server: LiveServer) -> None:
+    reply_with(server, " is Paris.")
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "The capital"}]
+    body = CHAT | {"messages": messages, "continue_final_message": True}
+    answer = server.post("/v1/chat/completions", body).json()
+    prompt = server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("The capital") and answer["choices"][0]["message"]["content"] == " is Paris."
+    answer = server.post("/v1/chat/completions", body | {"echo": True}).json()
+    assert answer["choices"][0]["message"]["content"] == "The capital is Paris."
+    server.post("/v1/chat/completions", CHAT | {"add_generation_prompt": False})
+    prompt = server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("<|im_end|>\n")
+
+
+def test_template_arguments(server: LiveServer) -> None:
+    def prompt(**keys: Any) -> str:
+        server.post("/v1/chat/completions", CHAT | keys)
+        return server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids, skip_special_tokens=False)
+
+    plain = prompt()
+    assert prompt(chat_template_kwargs={"enable_thinking": True}) != plain
+    assert prompt(reasoning_effort="high") != plain
+    assert prompt(reasoning={"enabled": True}) != plain
+    assert prompt(reasoning_effort="none") == prompt(chat_template_kwargs={"enable_thinking": False})
+
+
+def test_continuous_usage(server: LiveServer, client: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for call, keys in ((client.chat.completions, CHAT), (client.completions, TEXT)):
+        chunks = list(call.create(**keys, max_tokens=5, stream=True, stream_options=options))
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 5 and chunks[-1].choices == []
+
+
+def test_cached_tokens_in_usage(server: LiveServer, client: Any) -> None:
+    usage = client.completions.create(model="demo", prompt=[5] * 40, max_tokens=2).usage
+    assert usage.prompt_tokens_details.cached_tokens == 32
+
+
+def test_stop_by_token_and_by_pattern(server: LiveServer, client: Any) -> None:
+    encode = server.link.tokenizer.encode
+    reply_with(server, "count 1 2 33 4")
+    token = encode(" 2")[-1]
+    choice = client.completions.create(model="demo", prompt="x", extra_body={"stop_token_ids": [token]}).choices[0]
+    assert choice.stop_reason == choice.matched_stop == token and choice.finish_reason == "stop"
+    choice = client.completions.create(model="demo", prompt="x", extra_body={"stop_regex": "3+ "}).choices[0]
+    assert choice.text == "count 1 2 " and choice.matched_stop == "3+ "
+    extra = {"include_stop_str_in_output": True}
+    choice = client.completions.create(model="demo", prompt="x", stop="33", extra_body=extra).choices[0]
+    assert choice.text == "count 1 2 33"
+
+
+def test_tokens_named_by_id(server: LiveServer, client: Any) -> None:
+    reply_with(server, [11, 12])
+    extra = {"return_tokens_as_token_ids": True}
+    logprobs = client.completions.create(model="demo", prompt="x", logprobs=1, extra_body=extra).choices[0].logprobs
+    assert logprobs.tokens[:2] == ["token_id:11", "token_id:12"]
+    logprobs = client.chat.completions.create(**CHAT, logprobs=True, extra_body=extra).choices[0].logprobs
+    assert logprobs.content[0].token == "token_id:11"
