@@ -10,10 +10,16 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
+from jaxserve.ops.paged_attention.triton import TritonBackend, TritonTuning
 from jaxserve.ops.paged_attention.xla import XlaBackend
 from tests.ops.attention_cases import Case, expected, filled_cache, make_batch, run
 
-BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend(), "xla": XlaBackend()}
+SMALL_TILES = TritonTuning(decode_tile=16, extend_rows=16, extend_tile=16, programs=8)
+BACKENDS: dict[str, Backend] = {
+    "reference": ReferenceBackend(),
+    "xla": XlaBackend(),
+    "triton": TritonBackend(interpret=True, tuning=SMALL_TILES),
+}
 EDGES = ((1, 1), (1, 15), (1, 16), (0, 0), (1, 17), (1, 255), (1, 256), (1, 257), (1, 300))
 MIXED = ((1, 40), (1, 1), (0, 0), (5, 5), (17, 33), (70, 300), (64, 64), (2, 258), (1, 256))
 

@@ -1,0 +1,61 @@
+"""Work lists of a ragged batch, computed on the device from AttentionMetadata: which row and which of its tokens a
+block of queries covers. Knows no backend. The results are the same for every layer, so XLA computes them once a step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.ops.paged_attention.base import AttentionMetadata
+
+
+class Rows(NamedTuple):
+    """The rows of a batch in the packed tokens, int32 [R] each; a row without context has q_len 0."""
+
+    start: jax.Array
+    q_len: jax.Array
+    kv_len: jax.Array
+
+
+class QueryBlocks(NamedTuple):
+    """Blocks of consecutive tokens of one row, in the order of their tokens. Entries behind `count` are dead."""
+
+    row: jax.Array  # int32 [B], 0 where dead
+    first: jax.Array  # int32 [B]  index in its row of the block's first token, 0 where dead
+    live: jax.Array  # bool [B]
+    count: jax.Array  # int32 []
+
+
+def rows_of(metadata: AttentionMetadata) -> Rows:
+    kv_lens = metadata.kv_lens
+    if metadata.decode_only:
+        return Rows(jnp.arange(kv_lens.shape[0], dtype=jnp.int32), (kv_lens > 0).astype(jnp.int32), kv_lens)
+    q_lens = metadata.cu_q_lens[1:] - metadata.cu_q_lens[:-1]
+    return Rows(metadata.cu_q_lens[:-1], jnp.where(kv_lens > 0, q_lens, 0), kv_lens)
+
+
+def max_blocks(num_tokens: int, num_rows: int, block: int, min_tokens: int) -> int:
+    """The most blocks that any split of `num_tokens` over `num_rows` rows of at least `min_tokens` gives."""
+    return max(1, num_tokens // block + min(num_rows, num_tokens // min_tokens))
+
+
+def query_blocks(rows: Rows, num_tokens: int, block: int, min_tokens: int) -> QueryBlocks:
+    """Cuts the rows with at least `min_tokens` tokens into blocks of `block` tokens; the last of a row is shorter."""
+    num_rows = rows.q_len.shape[0]
+    blocks = jnp.where(rows.q_len >= min_tokens, (rows.q_len + block - 1) // block, 0)
+    ends = jnp.cumsum(blocks)
+    index = jnp.arange(max_blocks(num_tokens, num_rows, block, min_tokens), dtype=jnp.int32)
+    live = index < ends[-1]
+    row = jnp.where(live, jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32), 0)
+    first = jnp.where(live, (index - ends[row] + blocks[row]) * block, 0)
+    return QueryBlocks(row, first, live, ends[-1])
+
+
+def tokens_of_long_rows(rows: Rows, num_tokens: int, min_tokens: int) -> jax.Array:
+    """bool [T]: whether a token belongs to a row of at least `min_tokens` tokens."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    inside = (token >= rows.start[None]) & (token < (rows.start + rows.q_len)[None])
+    return jnp.any(inside & (rows.q_len >= min_tokens)[None], axis=1)

@@ -1,0 +1,66 @@
+"""The accelerator kernels lower, from a machine without one, for the device they are for: an H200 and a TPU v6e.
+
+What this cannot show: that ptxas or the TPU compiler takes the result, and that it is right or fast there.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.ops.paged_attention.triton import TritonBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+DEVICES = {
+    "cuda": AbstractDevice("NVIDIA H200", 132, "gpu"),
+    "tpu": AbstractDevice("TPU v6e", 1, "tpu"),
+}
+
+
+def lower(backend: Backend, platform: str, rows: int, tokens: int | None, page_size: int, **layer) -> str:
+    """StableHLO of one layer's attention, in bfloat16; tokens None: decode only."""
+    sizes = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "window": None, "sinks": False} | layer
+    kv_heads, heads, head_dim = sizes["num_kv_heads"], sizes["num_kv_heads"] * sizes["group"], sizes["head_dim"]
+
+    def struct(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    total = tokens or rows
+    metadata = AttentionMetadata(
+        struct(rows, 64), struct(rows + 1), struct(rows), struct(total), struct(total), decode_only=tokens is None
+    )
+    spec = AttentionSpec(head_dim**-0.5, kv_heads, sizes["window"], 30.0 if sizes["window"] else None)
+    q = struct(total, heads, head_dim, dtype=jnp.bfloat16)
+    cache = struct(*backend.cache_shape(2000, page_size, kv_heads, head_dim), dtype=jnp.bfloat16)
+    sinks = struct(heads, dtype=jnp.bfloat16) if sizes["sinks"] else None
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[platform])):
+        traced = jax.jit(backend.attend, static_argnums=3).trace(q, cache, metadata, spec, sinks)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+LAYERS = {
+    "llama-8b": {},
+    "window-sinks": {"window": 128, "sinks": True, "group": 8, "head_dim": 64},
+    "group-7": {"num_kv_heads": 2, "group": 7, "head_dim": 64},
+    "head-dim-80": {"num_kv_heads": 32, "group": 1, "head_dim": 80},
+    "head-dim-256": {"num_kv_heads": 4, "group": 2, "head_dim": 256},
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("tokens", [None, 2048], ids=["decode", "mixed"])
+def test_triton_lowers_for_hopper(layer: dict, tokens: int | None) -> None:
+    text = lower(TritonBackend(), "cuda", 100, tokens, 16, **layer)
+    assert text.count("gpu$xla.gpu.triton") == (1 if tokens is None else 2)
+
+
+@pytest.mark.parametrize("rows", [1, 500])
+def test_triton_splits_follow_the_batch(rows: int) -> None:
+    """One row is cut so that it fills the machine; five hundred are not."""
+    splits = TritonBackend().tuning.splits(rows, 8, 64 * 16)
+    assert splits == (8 if rows == 1 else 1)
+    assert f"tensor<{rows}x{splits}x8x4x128x" in lower(TritonBackend(), "cuda", rows, None, 16)

@@ -1,0 +1,82 @@
+"""Grouped experts against every token through every expert."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.ops.moe import Experts, _grouped_ragged_dot, _grouped_tiles, moe
+from jaxserve.ops.moe.reference import moe_reference
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def make_experts(count: int, ffn: int, model: int, bias: bool, seed: int = 0) -> Experts:
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)
+
+    return Experts(
+        draw(count, ffn, 2, model),
+        draw(count, model, ffn),
+        draw(count, ffn, 2) if bias else None,
+        draw(count, model) if bias else None,
+    )
+
+
+def make_routing(tokens: int, choices: int, experts: int, seed: int = 1) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(experts)[:choices] for _ in range(tokens)])
+    return jnp.asarray(ids, jnp.int32), jnp.asarray(rng.random((tokens, choices)), jnp.float32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tokens", "choices", "count"), [(1, 1, 1), (1, 2, 8), (5, 2, 4), (40, 4, 16), (64, 2, 3)])
+def test_equals_the_reference(tokens: int, choices: int, count: int, bias: bool) -> None:
+    experts = make_experts(count, 12, 10, bias)
+    ids, weights = make_routing(tokens, choices, count)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(tokens, 10)), jnp.float32)
+    out = jax.jit(moe, static_argnums=4)(x, ids, weights, experts, swiglu)
+    assert jnp.allclose(out, moe_reference(x, ids, weights, experts, swiglu), atol=2e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_both_groupings_agree(bias: bool) -> None:
+    experts = make_experts(6, 12, 10, bias)
+    sizes = jnp.asarray([0, 9, 1, 0, 17, 3], jnp.int32)
+    rows = jnp.asarray(np.random.default_rng(2).normal(size=(36, 10)), jnp.float32)  # 6 rows belong to nobody
+    tiles = jax.jit(_grouped_tiles, static_argnums=3)(rows, sizes, experts, swiglu)
+    ragged = jax.jit(_grouped_ragged_dot, static_argnums=3)(rows, sizes, experts, swiglu)
+    assert jnp.allclose(tiles[:30], ragged[:30], atol=2e-5)
+    assert not tiles[30:].any()
+
+
+def test_all_tokens_on_one_expert_lose_nothing() -> None:
+    experts = make_experts(4, 12, 10, False)
+    ids = jnp.full((50, 1), 2, jnp.int32)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(50, 10)), jnp.float32)
+    out = moe(x, ids, jnp.ones((50, 1)), experts, swiglu)
+    assert jnp.allclose(out, moe_reference(x, ids, jnp.ones((50, 1)), experts, swiglu), atol=2e-5)
+    assert (jnp.abs(out).sum(axis=1) > 0).all()
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    experts = make_experts(8, 12, 10, True)
+    ids, weights = make_routing(16, 2, 8)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(16, 10)), jnp.float32)
+    run = jax.jit(moe, static_argnums=4)
+    other = run(x.at[1:].set(0.5), ids.at[1:].set(ids[0]), weights, experts, swiglu)
+    assert jnp.array_equal(run(x, ids, weights, experts, swiglu)[0], other[0])
+
+
+def test_bfloat16_comes_back_as_bfloat16() -> None:
+    experts = jax.tree.map(lambda w: w.astype(jnp.bfloat16), make_experts(4, 12, 10, False))
+    ids, weights = make_routing(6, 2, 4)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(6, 10)), jnp.bfloat16)
+    out = moe(x, ids, weights, experts, swiglu)
+    assert out.dtype == jnp.bfloat16
+    expected = moe_reference(x, ids, weights, experts, swiglu)
+    assert jnp.abs(out.astype(jnp.float32) - expected).max() < 0.02 * jnp.abs(expected).max() + 0.02
