@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.cli.launch import Launch, bind
-from jaxserve.config import Config
+from jaxserve.config import Config, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError
 
 START_TIMEOUT = 600.0  # seconds; a cold compile of a large model takes minutes
@@ -32,12 +33,16 @@ class RunningServer:
 def launch_server(model: str | None = None, *, config: Config | None = None, **keys: Any) -> Iterator[RunningServer]:
     """Start a server on 127.0.0.1, wait until it is ready, stop it at the end.
 
-    Arguments as of Engine; the port is a free one unless it is given. Raises ConfigError if it cannot start.
+    Arguments as of Engine; the port is a free one unless it is given, and files and batches last as long as the
+    server unless store.path is given. Raises ConfigError if it cannot start.
     """
     if config is None:
         config = Config.of(model, **({"port": 0} | keys))
-    with bind(config.server) as listener, _Thread(config, listener) as server:
-        yield server
+    with tempfile.TemporaryDirectory(prefix="jaxserve-") as directory:
+        if config.store == StoreSection():  # type: ignore[call-arg]
+            config = config.replace(store={"path": directory})
+        with bind(config.server) as listener, _Thread(config, listener) as server:
+            yield server
 
 
 class _Thread:

@@ -26,6 +26,7 @@ from jaxserve.config import Config, ServerSection
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
+from jaxserve.store import SqliteStore
 
 BACKLOG = 2048  # connections the kernel keeps for us
 KEEP_ALIVE = 75  # seconds; longer than the 60 s of common proxies, so that they close first
@@ -88,11 +89,12 @@ class Launch:
         self._config = config
         self._listener = listener
         self._engine = AsyncEngine(config)
+        self._store = SqliteStore(config.store.path)
         self._stop = asyncio.Event()
         self._signals = 0
         self._server = Server(
             uvicorn.Config(
-                create_app(self._engine, config),
+                create_app(self._engine, config, store=self._store),
                 http="httptools",
                 lifespan="on",
                 log_config=None,
@@ -138,6 +140,7 @@ class Launch:
             for task in (watch, stop):
                 task.cancel()
             await asyncio.gather(http, watch, stop, return_exceptions=True)
+            await self._store.close()
 
     async def _watch(self, on_ready: Callable[[], None] | None) -> int:
         """Show the start and the ready card; return only when the engine is dead for good."""
