@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxserve.api.protocol.chat import ChatCompletionRequest, NamedTool, Tool, ToolChoice
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+from jaxserve.text.events import Event, ToolCallDelta, ToolCallEnd, ToolCallStart
 from jaxserve.text.tools import ToolSet
 
 Mode = Literal["none", "auto", "required"]
@@ -39,6 +41,24 @@ class ToolUse:
         functions = [tool.function for tool in self.tools if tool.function is not None]
         custom = [tool.custom.name for tool in self.tools if tool.custom is not None]
         return ToolSet({function.name: function.parameters or {} for function in functions}, custom)
+
+
+class RawInputParser:
+    """Reads an output that is nothing but the input of one custom tool."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = False
+
+    def feed(self, delta: str) -> list[Event]:
+        start: list[Event] = (
+            [] if self._begun else [ToolCallStart(0, f"call_{secrets.token_hex(12)}", self._name, True)]
+        )
+        self._begun = True
+        return [*start, ToolCallDelta(0, delta)]
+
+    def finish(self) -> list[Event]:
+        return [*(() if self._begun else self.feed("")), ToolCallEnd(0)]
 
 
 def tool_use(body: ChatCompletionRequest) -> ToolUse:

@@ -90,7 +90,13 @@ def test_text_two_calls_and_one_only(server: LiveServer, client: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['<tool_call>\n{"name": "weather", "argu', "<tool_call> no json </tool_call>", '{"name": 5}', "<tool_call>", "a < b"],
+    [
+        '<tool_call>\n{"name": "weather", "argu',
+        "<tool_call> no json </tool_call>",
+        '{"name": 5}',
+        "<tool_call>",
+        "a < b",
+    ],
 )
 def test_malformed_calls_never_raise(server: LiveServer, client: Any, text: str) -> None:
     reply_with(server, text)
@@ -189,3 +195,47 @@ def test_allowed_tools_show_only_those(server: LiveServer, client: Any) -> None:
     client.chat.completions.create(model="demo", messages=MESSAGES, tools=[WEATHER, TIME], tool_choice=choice)
     prompt = server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids)
     assert '"time"' in prompt and '"weather"' not in prompt
+
+
+def grammar(server: LiveServer, **keys: Any) -> Any:
+    response = server.post("/v1/chat/completions", {"model": "demo", "messages": MESSAGES} | keys)
+    assert response.status_code == 200, response.text
+    return server.link.seen[-1].params.grammar
+
+
+def test_required_and_named_calls_are_a_grammar(server: LiveServer) -> None:
+    reply_with(server, CALL)
+    assert grammar(server, tools=[WEATHER]) is None  # auto, not strict: nothing to enforce
+    both_tools = grammar(server, tools=[WEATHER, TIME], tool_choice="required")
+    assert both_tools.kind == "lark" and "weather" in both_tools.source and "time" in both_tools.source
+    named = grammar(server, tools=[WEATHER, TIME], tool_choice={"type": "function", "function": {"name": "time"}})
+    assert "time" in named.source and "weather" not in named.source
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    assert "weather" in grammar(server, tools=[strict]).source
+
+
+def test_a_json_answer_leaves_room_for_calls(server: LiveServer) -> None:
+    reply_with(server, CALL)
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
+    spec = grammar(server, tools=[WEATHER], response_format=wanted)
+    assert "jaxserve_answer" in spec.source and "weather" in spec.source
+    body = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required"}
+    response = server.post("/v1/chat/completions", body | {"response_format": wanted})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_named_custom_tool_with_a_lark_grammar(server: LiveServer, client: Any) -> None:
+    reply_with(server, "SELECT 1")
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "SELECT " /[0-9]+/'}}
+    tool = {"type": "custom", "custom": {"name": "sql", "format": form}}
+    whole, _ = both(client, tools=[tool], tool_choice={"type": "custom", "custom": {"name": "sql"}})
+    call = whole.choices[0].message.tool_calls[0]
+    assert (call.custom.name, call.custom.input) == ("sql", "SELECT 1")
+    assert whole.choices[0].finish_reason == "tool_calls"
+
+
+def test_schemas_of_tools_that_cannot_be_enforced(server: LiveServer) -> None:
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}
+    body = {"model": "demo", "messages": MESSAGES, "tools": [broken], "tool_choice": "required"}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "tools", response.text

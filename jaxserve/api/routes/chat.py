@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jaxserve.api.body import read_body
 from jaxserve.api.chat_output import ChatChoices, ChatOptions, Joined
-from jaxserve.api.constraints import after_reasoning, checked_grammar
+from jaxserve.api.constraints import after_reasoning, constraint
 from jaxserve.api.conversation import chat_prompt, check_messages, last_text, template_kwargs
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.openapi import documented
@@ -23,7 +23,8 @@ from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.sampling import sampling_params
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
-from jaxserve.api.tools import tool_use
+from jaxserve.api.tool_constraints import raw_input_of, with_tools
+from jaxserve.api.tools import RawInputParser, tool_use
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.text.events import OutputParser
@@ -68,8 +69,11 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
     )
     check_length(token_ids, info, "messages" if body.input_ids is None else "input_ids")
     continued = last_text(body.messages) if body.continue_final_message else ""
-    grammar = await checked_grammar(body, state.engine, state.grammars)
-    if grammar is not None:
+    found = with_tools(constraint(body, tokenizer), tools, state)
+    grammar = None
+    if found is not None:
+        await state.grammars.check(*found, state.engine)
+        grammar = found[0]
         off = template_kwargs(body).get("enable_thinking") is False
         grammar = after_reasoning(grammar, state.parsers, tokenizer, prompt, continued, off)
     params = sampling_params(
@@ -88,7 +92,11 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
     request_id = new_id("chatcmpl", body.request_id or body.rid)
     generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
 
+    raw_input = raw_input_of(tools)
+
     def make_parser() -> OutputParser:
+        if raw_input is not None:
+            return RawInputParser(raw_input)
         return state.parsers.make(
             tools=tools.tool_set,
             prompt=prompt,
