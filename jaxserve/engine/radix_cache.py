@@ -251,7 +251,6 @@ class RadixCache:
     def _forget_root(self, root: Node) -> None:
         if not root.children and not root.num_locks and self._roots.get(str(root.key)) is root:
             del self._roots[str(root.key)]
-            root.alive = False
 
     def _push_leaf(self, node: Node) -> None:
         if node.children:

@@ -95,7 +95,7 @@ def test_nobody_waits_for_a_prefill_that_is_over_or_for_prompt_logprobs() -> Non
     leader, prompt = request(list(range(12))), list(range(12))
     progress = prefills(leader)
     follower = request(prompt)
-    follower.prompt_logprobs = [None] * 12
+    follower.prompt_logprobs = []
     assert not progress.worth_waiting(follower, ROOT)
     progress.remove(leader)
     progress.remove(leader)

@@ -96,19 +96,25 @@ class World:
             self.core.add(request)
             self.requests[name] = request
 
+    def disturb(self, abort_rate: float) -> None:
+        core, rng = self.core, self.rng
+        if rng.random() < abort_rate and self.requests:
+            self.transcripts.take(core.abort([rng.choice(list(self.requests))]))
+        if rng.random() < 0.03:
+            core.flush_prefix_cache()
+        if rng.random() < 0.02:
+            core.runner = FakeRunner(core.scheduler.config, not_finite=self.broken, count=lambda q: rng.randint(1, q))
+            core.recover()
+
     def run(self, arrivals: int, abort_rate: float) -> None:
+        """Once all have arrived nothing interferes any more: whoever hangs then hangs for ever."""
         core, rng = self.core, self.rng
         for _ in range(20_000):
             if arrivals and (rng.random() < 0.4 or not core.has_work):
                 arrivals -= 1
                 self.arrive()
-            if rng.random() < abort_rate and self.requests:
-                self.transcripts.take(core.abort([rng.choice(list(self.requests))]))
-            if rng.random() < 0.01:
-                core.flush_prefix_cache()
-            if rng.random() < 0.005:
-                core.runner = FakeRunner(core.scheduler.config, not_finite=self.broken, count=lambda q: q)
-                core.recover()
+            if arrivals:
+                self.disturb(abort_rate)
             self.transcripts.take(core.step())
             core.scheduler.check_integrity()
             if not arrivals and not core.has_work:

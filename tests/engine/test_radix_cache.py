@@ -116,6 +116,14 @@ def test_the_least_recently_used_goes_first_and_leaves_before_their_prefix() -> 
     cache.check()
 
 
+def test_use_makes_a_leaf_young_again() -> None:
+    cache = Cache()
+    for tokens in ([1, 1], [2, 2], [1, 1]):
+        cache.put(tokens)
+    cache.radix.evict(1)
+    assert cache.match([1, 1]).depth == 1 and cache.match([2, 2]).depth == 0
+
+
 def test_a_match_without_a_lock_is_no_use() -> None:
     cache = Cache()
     cache.put([1, 1])

@@ -312,6 +312,57 @@ def test_admission_leaves_room_for_what_is_running() -> None:
     assert max(len(output.rows) for output in recorder.outputs) == 2
 
 
+def test_a_page_held_twice_does_not_keep_the_last_request_from_its_end() -> None:
+    """Both compute the same page; the cache keeps the first one's, and later the second needs all six pages."""
+    core = make_core(small_config(num_pages=6, max_model_len=128), eos_token_ids=(1000,))
+    requests = [make_request("first", [1] * 4, max_tokens=3), make_request("second", [1] * 4, max_tokens=20)]
+    transcripts = run_all(core, requests, max_steps=200)
+    assert [len(transcripts[request.request_id].token_ids) for request in requests] == [3, 20]
+
+
+def test_nobody_is_retracted_while_pages_are_about_to_come_free() -> None:
+    """When the long one needs a fifth page, the last token of the short one is in flight."""
+    core, _ = recording_core((1000,), num_pages=4, max_model_len=16, new_token_ratio=0.01)
+    requests = [make_request("short", prompt_of(4), max_tokens=3), make_request("long", prompt_of(6, 50), max_tokens=9)]
+    transcripts = run_all(core, requests)
+    assert [len(transcripts[request.request_id].token_ids) for request in requests] == [3, 9]
+    assert core.scheduler.counters.retractions == 0
+
+
+def test_a_retracted_request_comes_back_before_those_that_wait() -> None:
+    core, recorder = recording_core((1000,), num_pages=8, max_model_len=32, new_token_ratio=0.01, max_num_seqs=2)
+    names = "abcd"
+    run_all(core, [make_request(name, prompt_of(6, 20 * i), max_tokens=20) for i, name in enumerate(names)])
+    admitted = [row.request_id for output in recorder.outputs for row in output.rows if row.token_ids]
+    assert admitted[:4] == ["a", "b", "b", "c"]
+
+
+def test_the_ratio_starts_over_when_nothing_runs() -> None:
+    core, _ = recording_core(new_token_ratio=0.5)
+    run_all(core, [make_request("a", prompt_of(4), max_tokens=60)])
+    assert core.scheduler.stats().new_token_ratio < 0.48
+    run_all(core, [make_request("b", prompt_of(4), max_tokens=1)])
+    assert core.scheduler.stats().new_token_ratio == 0.5
+
+
+def test_a_prompt_computed_again_in_part_is_not_taken_for_whole() -> None:
+    """Preempted, taken up again and aborted within its prompt: the pages it had not reached must not be cached."""
+    core, _, transcripts = preempting(max_num_seqs=1, max_num_batched_tokens=9)
+    long = prompt_of(40)
+    core.add(make_request("low", long, priority=5, max_tokens=30))
+    step(core, transcripts, times=9)
+    assert transcripts["low"].token_ids
+    core.add(make_request("high", prompt_of(5, 60), priority=0, max_tokens=2))
+    step(core, transcripts, times=2)
+    core.flush_prefix_cache()
+    while not (transcripts.get("high") and transcripts["high"].last):
+        step(core, transcripts)
+    step(core, transcripts, times=2)
+    transcripts.take(core.abort(["low"]))
+    again = make_request("again", long + transcripts["low"].token_ids, max_tokens=4)
+    assert run_all(core, [again])["again"].token_ids == alone(again.prompt_token_ids, again.params)[0]
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "error", "param"),
     [
@@ -549,6 +600,17 @@ def test_preemption_for_pages_takes_the_worst_and_only_if_that_is_enough() -> No
     assert "worst" in {row.request_id for output in recorder.outputs[4:] for row in output.rows if row.token_ids}
 
 
+def test_nobody_is_preempted_in_vain() -> None:
+    """The newcomer needs more than the only worse request would give back."""
+    core, _, transcripts = preempting((1000,), num_pages=12, max_model_len=48, new_token_ratio=1.0)
+    core.add(make_request("better", prompt_of(24), priority=0, max_tokens=8))
+    core.add(make_request("worse", prompt_of(6, 50), priority=9, max_tokens=6))
+    step(core, transcripts, times=3)
+    core.add(make_request("new", prompt_of(24, 30), priority=1, max_tokens=8))
+    run_all(core, transcripts=transcripts)
+    assert core.scheduler.counters.priority_preemptions == 0
+
+
 @pytest.mark.parametrize("policy", ["lpm", "priority"])
 def test_nothing_waits_for_ever(policy: str) -> None:
     """A stream of better requests passes the plain one until it has aged; it then gets the next slot."""
@@ -568,6 +630,14 @@ def test_nothing_waits_for_ever(policy: str) -> None:
     first = next(i for i, output in enumerate(recorder.outputs) for row in output.rows if row.request_id == "plain")
     assert 20 <= first - began <= 20 + 6
     assert transcripts["plain"].reason is FinishReason.LENGTH
+    inits = [init for output in recorder.outputs for init in output.slot_inits if init.token_ids == prompt_of(5, 50)]
+    assert len(inits) == 1, "and nobody takes it away again"
+
+
+def test_an_aged_request_waits_for_no_prefill() -> None:
+    core, recorder = recording_core(policy="lpm", aging_steps=1, max_num_batched_tokens=9)
+    siblings = [make_request(f"s{i}", prompt_of(30), max_tokens=2) for i in range(2)]
+    assert computed(core, recorder, *siblings) == 60
 
 
 # --- the device is lost
