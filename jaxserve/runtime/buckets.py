@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Each costs about 2 s of a CPU core to compile. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the finer steps
-# up to 256 rows pay, and beyond a step is bound by arithmetic.
+# Each costs about 2 s of a CPU core to compile. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the finer
+# steps up to 256 rows pay, and beyond a step is bound by arithmetic.
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
 _DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then powers of two

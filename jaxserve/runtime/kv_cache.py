@@ -71,6 +71,4 @@ def page_bytes(caches: Sequence[LayerCache]) -> int:
 
 def allocate(caches: Sequence[LayerCache], num_pages: int) -> tuple[jax.Array, ...]:
     """Zeroed arrays, one a layer."""
-    return tuple(
-        jnp.zeros((num_pages, *cache.page_shape), cache.dtype, device=cache.sharding) for cache in caches
-    )
+    return tuple(jnp.zeros((num_pages, *cache.page_shape), cache.dtype, device=cache.sharding) for cache in caches)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +172,19 @@ class ModelRunner:
         """XLA compilations in this process since the runner was ready; 0 while it serves."""
         return self._counter.count
 
+    @functools.cached_property
+    def decode_fn(
+        self,
+    ) -> Callable[[Leaves, Caches, SlotState, jax.Array], tuple[Caches, SlotState, Sampled]]:
+        """The decode step as a pure jitted function over pytrees, which donates nothing:
+
+            caches, state, sampled = runner.decode_fn(runner.leaves, runner.caches, runner.state, slots)
+
+        slots: int32 [B] of running requests, whose next token must have its page. `sampled` has log-probabilities.
+        The engine does not use it; calling it compiles once for each B.
+        """
+        return jax.jit(self.steps.decode_slots)
+
     @property
     def num_programs(self) -> int:
         return len(self.compiled)
@@ -310,8 +323,7 @@ class ModelRunner:
     def export_pages(self, page_ids: Sequence[int]) -> list[np.ndarray]:
         """The pages' content after every step dispatched so far: one array [n, page_size, 2 * KH, H] a layer."""
         groups = [
-            (self.compiled["export_pages"](self.caches, ids), count)
-            for ids, count in self._page_groups(page_ids)
+            (self.compiled["export_pages"](self.caches, ids), count) for ids, count in self._page_groups(page_ids)
         ]
         layers = range(len(self._layers))
         return [np.concatenate([np.asarray(pages[i])[:count] for pages, count in groups]) for i in layers]
@@ -346,8 +358,6 @@ class ModelRunner:
             raise ValueError(f"{len(leaves)} leaves given, the model has {len(specs)}")
         for leaf, spec in zip(leaves, specs, strict=True):
             if leaf.shape != spec.shape or leaf.dtype != spec.dtype:
-                raise ValueError(
-                    f"{spec.name} is {spec.dtype}{spec.shape}, and {leaf.dtype}{leaf.shape} was given"
-                )
+                raise ValueError(f"{spec.name} is {spec.dtype}{spec.shape}, and {leaf.dtype}{leaf.shape} was given")
         pairs = zip(leaves, self.leaves, strict=True)
         self.leaves = tuple(jax.device_put(new, old.sharding) for new, old in pairs)

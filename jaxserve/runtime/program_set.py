@@ -126,9 +126,7 @@ class ProgramSet:
         s = self.shapes
         packed, bitmask = s.ints(step_input.head_size(rows)), s.ints(rows, s.mask_words)
         args = (s.leaves, s.state, s.hidden, packed, bitmask)
-        return self._program(
-            f"head_sample[{rows}]", self.steps.head_sample, args, (1,), s.replicated, weight=rows
-        )
+        return self._program(f"head_sample[{rows}]", self.steps.head_sample, args, (1,), s.replicated, weight=rows)
 
     def _small(self) -> Iterator[Program]:
         s, words = self.shapes, self.shapes.mask_words

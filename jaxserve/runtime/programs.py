@@ -47,9 +47,7 @@ class StepPrograms:
     layers: tuple[LayerCache, ...]
     page_size: int
     linear: LinearFn
-    per_token: bool = (
-        False  # deterministic: each token attends alone, so that chunking cannot change its sums
-    )
+    per_token: bool = False  # deterministic: each token attends alone, so that chunking cannot change its sums
 
     def decode(
         self, leaves: Leaves, caches: Caches, state: SlotState, packed: jax.Array
@@ -61,6 +59,14 @@ class StepPrograms:
         bitmask = jnp.zeros((1, state.allow_mask.shape[1]), jnp.int32)
         state, sampled = self._sample(model, hidden, state, head, bitmask)
         return caches, state, sampled
+
+    def decode_slots(
+        self, leaves: Leaves, caches: Caches, state: SlotState, slots: jax.Array
+    ) -> tuple[Caches, SlotState, Sampled]:
+        """`decode` of int32 [B] slots whose pages are in the page table already: a step without a host."""
+        packed = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), slots])
+        nobody = jnp.full(3 * slots.shape[0], state.num_slots, jnp.int32)
+        return self.decode(leaves, caches, state, jnp.concatenate([packed, nobody]))
 
     def extend(
         self,
@@ -95,9 +101,7 @@ class StepPrograms:
     def export_pages(self, caches: Caches, page_ids: jax.Array) -> Caches:
         """Pages [n] of every layer in the form common to all backends, [n, page_size, 2 * KH, H] each."""
         layers = zip(caches, self.layers, strict=True)
-        return tuple(
-            self.backend.export_pages(cache, page_ids, layer.num_kv_heads) for cache, layer in layers
-        )
+        return tuple(self.backend.export_pages(cache, page_ids, layer.num_kv_heads) for cache, layer in layers)
 
     def import_pages(self, caches: Caches, page_ids: jax.Array, pages: Caches) -> Caches:
         """The caches with `pages`, as exported, at page_ids [n]; ids of num_pages and above are dropped."""
@@ -175,6 +179,4 @@ def copy_pages(caches: Caches, packed: jax.Array) -> Caches:
     """Copy whole pages in every layer. packed: int32 [2, n] of source and destination; a destination of num_pages
     or more copies nothing."""
     source, destination = packed
-    return tuple(
-        cache.at[destination].set(cache.at[source].get(mode="clip"), mode="drop") for cache in caches
-    )
+    return tuple(cache.at[destination].set(cache.at[source].get(mode="clip"), mode="drop") for cache in caches)

@@ -39,9 +39,7 @@ class RunnerConfig:
         max_num_seqs = _or(scheduler.max_num_seqs, 64 if cpu else 512)
         return cls(
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=_or(
-                scheduler.max_num_batched_tokens, max(512 if cpu else 8192, max_num_seqs)
-            ),
+            max_num_batched_tokens=_or(scheduler.max_num_batched_tokens, max(512 if cpu else 8192, max_num_seqs)),
             max_model_len=_context(config.model.max_model_len, model.max_position_embeddings),
             page_size=_or(cache.page_size, 128 if tpu else 16),
             cache_dtype=dtype if cache.dtype == "auto" else jnp.dtype(cache.dtype),

@@ -21,9 +21,7 @@ import numpy as np
 from jaxserve.runtime.slots import SlotState
 
 TOP_LOGPROBS = 20
-BANNED = np.float32(
-    -1e30
-)  # min_tokens: below any logit, yet above the -inf of a mask that allows nothing else
+BANNED = np.float32(-1e30)  # min_tokens: below any logit, yet above the -inf of a mask that allows nothing else
 _BLOCK = 128  # probabilities a block of the two-level inverse CDF
 _ONE_BITS = 0x3F800000  # float32 1.0: positive floats are ordered as their bits are
 
@@ -67,9 +65,7 @@ def sample(
     return Sampled(jnp.stack([tokens, ok.astype(jnp.int32)], axis=1), logprobs)
 
 
-def _choose(
-    logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState
-) -> jax.Array:
+def _choose(logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState) -> jax.Array:
     greedy = jnp.minimum(logits.argmax(axis=-1), logits.shape[1] - 1).astype(jnp.int32)
     temperature = state.temperature[rows]
     random = valid & (temperature > 0)
@@ -110,9 +106,7 @@ def shape_logits(
     steps: list[tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = [
         (
             ((repetition != 1) | (frequency != 0) | (presence != 0)).any(),
-            lambda x: penalize(
-                x, state.token_counts[rows], state.in_prompt[rows], repetition, frequency, presence
-            ),
+            lambda x: penalize(x, state.token_counts[rows], state.in_prompt[rows], repetition, frequency, presence),
         ),
         (
             (num_bias > 0).any(),
@@ -184,14 +178,10 @@ def filter_probs(
         by_mass = index == 1  # one loop body for both: half the code to compile
         weights = jnp.where(by_mass, probs, 1)
         shares = jnp.maximum(top_p * probs.sum(axis=-1), np.finfo(np.float32).tiny)
-        border = _border(
-            probs, weights, jnp.where(by_mass, shares, counts), jnp.where(by_mass, some_p, some_k)
-        )
+        border = _border(probs, weights, jnp.where(by_mass, shares, counts), jnp.where(by_mass, some_p, some_k))
         return jnp.where(probs >= border[:, None], probs, 0)
 
-    probs = jax.lax.cond(
-        (some_k | some_p).any(), lambda p: jax.lax.fori_loop(0, 2, stage, p), lambda p: p, probs
-    )
+    probs = jax.lax.cond((some_k | some_p).any(), lambda p: jax.lax.fori_loop(0, 2, stage, p), lambda p: p, probs)
     floor = jnp.where(active, min_p, 0)[:, None]
     return jnp.where(probs >= floor, probs, 0)
 
@@ -239,9 +229,7 @@ def inverse_cdf(probs: jax.Array, uniform: jax.Array) -> jax.Array:
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
     block = _first_above(ends, target, sums)
-    start = jnp.where(
-        block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0
-    )
+    start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     token = block * _BLOCK + _first_above(jnp.cumsum(inside, axis=-1), target - start, inside)
     return jnp.minimum(token, vocab_size - 1)
@@ -261,9 +249,7 @@ def random_uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     return ((bits >> 8).astype(jnp.float32) + 0.5) * np.float32(2**-24)
 
 
-def threefry2x32(
-    key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def threefry2x32(key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32, 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011); uint32 arrays.
 
     Written out so that a seed's bits depend neither on JAX's version nor on its configuration.

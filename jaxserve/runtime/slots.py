@@ -23,7 +23,8 @@ MAX_LOGIT_BIAS = 1024  # logit_bias entries a request, kept sparse; see `split_b
 BAN_BIAS = -100.0  # OpenAI: "values like -100 or 100 should result in a ban or exclusive selection"
 MAX_COUNT = np.iinfo(np.int16).max  # token counts saturate here: a penalty is long decided by then
 
-_NO_TOKEN = np.int32(np.iinfo(np.int32).max)  # out of every vocabulary: dropped
+_INT_MAX = np.iinfo(np.int32).max
+_NO_TOKEN = np.int32(_INT_MAX)  # out of every vocabulary: dropped
 _INT_FIELDS = ("top_k", "min_tokens", "num_outputs", "num_bias", "has_allow")
 _FLOAT_FIELDS = (
     "temperature",
@@ -149,9 +150,7 @@ def split_bias(params: SamplingParams) -> tuple[dict[int, float], set[int]]:
     banned = {token for token, value in bias.items() if value <= BAN_BIAS}
     rest = {token: value for token, value in bias.items() if token not in banned}
     if len(rest) > MAX_LOGIT_BIAS:
-        raise ValueError(
-            f"logit_bias has {len(rest)} entries above {BAN_BIAS:g}; the limit is {MAX_LOGIT_BIAS}"
-        )
+        raise ValueError(f"logit_bias has {len(rest)} entries above {BAN_BIAS:g}; the limit is {MAX_LOGIT_BIAS}")
     return rest, banned
 
 
@@ -180,7 +179,8 @@ def _pack_admit_row(row: np.ndarray, init: SlotInit) -> None:
     seed = init.seed & (2**64 - 1)
     row[0] = init.slot
     row[1:3] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
-    row[3:8] = (params.top_k, params.min_tokens, num_outputs, len(sparse), _allow_mask_needed(params))
+    ints = (params.top_k, params.min_tokens, num_outputs, len(sparse), _allow_mask_needed(params))
+    row[3:8] = [min(int(value), _INT_MAX) for value in ints]
     row[8:] = np.array([getattr(params, name) for name in _FLOAT_FIELDS], np.float32).view(np.int32)
 
 
@@ -274,9 +274,7 @@ def admit_bias(state: SlotState, packed: jax.Array) -> SlotState:
     ids, values = packed[1 : 1 + MAX_LOGIT_BIAS], packed[1 + MAX_LOGIT_BIAS :]
     return state.replace(
         bias_ids=state.bias_ids.at[slot].set(ids, mode="drop"),
-        bias_values=state.bias_values.at[slot].set(
-            jax.lax.bitcast_convert_type(values, jnp.float32), mode="drop"
-        ),
+        bias_values=state.bias_values.at[slot].set(jax.lax.bitcast_convert_type(values, jnp.float32), mode="drop"),
     )
 
 
@@ -289,9 +287,7 @@ def admit_tokens(state: SlotState, packed: jax.Array) -> SlotState:
     row = state.token_counts[slot].astype(jnp.int32).at[output_tokens].add(1, mode="drop")
     return state.replace(
         in_prompt=state.in_prompt.at[slot, prompt_tokens].set(True, mode="drop"),
-        token_counts=state.token_counts.at[slot].set(
-            jnp.minimum(row, MAX_COUNT).astype(jnp.int16), mode="drop"
-        ),
+        token_counts=state.token_counts.at[slot].set(jnp.minimum(row, MAX_COUNT).astype(jnp.int16), mode="drop"),
     )
 
 

@@ -66,7 +66,7 @@ class PageUpdates:
 
 
 def decode_size(num_rows: int) -> int:
-    return _HEADER + 6 * num_rows
+    return _HEADER + 4 * num_rows
 
 
 def extend_size(num_tokens: int, num_rows: int, num_updates: int) -> int:
@@ -83,10 +83,10 @@ def pack_decode(
     """int32 [decode_size(bucket)]. At most `bucket` rows and page updates."""
     packed = np.zeros(decode_size(bucket), np.int32)
     packed[0] = want_logprobs
-    table = packed[_HEADER:].reshape(6, bucket)
-    table[0], table[3] = num_slots, num_slots
+    table = packed[_HEADER:].reshape(4, bucket)
+    table[:2] = num_slots
     table[0, : len(rows)] = [row.slot for row in rows]
-    updates.write(table[3:])
+    updates.write(table[1:])
     return packed
 
 
@@ -182,8 +182,8 @@ def set_pages(state: SlotState, packed: jax.Array) -> SlotState:
 
 def unpack_decode(packed: jax.Array, state: SlotState) -> tuple[SlotState, TokenInput, HeadInput]:
     """The state with new pages, and the step's rows: token r is row r's only one."""
-    table = packed[_HEADER:].reshape(6, -1)
-    state = set_pages(state, table[3:])
+    table = packed[_HEADER:].reshape(4, -1)
+    state = set_pages(state, table[1:])
     slots = table[0]
     live = slots < state.num_slots
     starts = jnp.where(live, state.position.at[slots].get(mode="clip"), 0)
@@ -199,9 +199,7 @@ def unpack_decode(packed: jax.Array, state: SlotState) -> tuple[SlotState, Token
     return state, tokens, HeadInput(slots, index, packed[0] > 0, jnp.bool_(False))
 
 
-def unpack_extend(
-    packed: jax.Array, state: SlotState, num_tokens: int, num_rows: int
-) -> tuple[SlotState, TokenInput]:
+def unpack_extend(packed: jax.Array, state: SlotState, num_tokens: int, num_rows: int) -> tuple[SlotState, TokenInput]:
     """The state with new pages, and the step's ragged rows, packed one after another."""
     rows_end, tokens_end = 3 * num_rows, 3 * num_rows + num_tokens
     state = set_pages(state, packed[tokens_end:].reshape(3, -1))

@@ -1,4 +1,4 @@
-"""A scheduler small enough to be checked by eye: it drives a runner in lockstep or one step ahead, as the engine does."""
+"""A scheduler small enough to be checked by eye. It drives a runner in lockstep."""
 
 from __future__ import annotations
 
@@ -87,9 +87,7 @@ class HandScheduler:
         self.inits = []
         return self.runner.execute(output)
 
-    def step(
-        self, chunks: list[tuple[Sequence, int | None]], bitmask: np.ndarray | None = None
-    ) -> SampledTokens:
+    def step(self, chunks: list[tuple[Sequence, int | None]], bitmask: np.ndarray | None = None) -> SampledTokens:
         """One step, waited for. Decode rows (None) first."""
         rows = [self.row(seq, count, masked=bitmask is not None) for seq, count in chunks]
         handle = self.execute(rows)
@@ -122,11 +120,11 @@ class HandScheduler:
         """Prefill in chunks, one sequence after another among the decodes of those before, then decode together."""
         running: list[Sequence] = []
         for seq in seqs:
-            while seq.computed < len(seq.tokens):
-                count = min(chunk, len(seq.tokens) - seq.computed)
-                self.step([*((r, None) for r in running if len(r.output) < num_tokens), (seq, count)])
-                if seq.computed == len(seq.tokens) - 1:
-                    break
+            while not seq.output:
+                decoding = [r for r in running if len(r.output) < num_tokens]
+                room = self.runner.buckets.max_tokens - len(decoding)
+                count = min(chunk, room, len(seq.tokens) - seq.computed)
+                self.step([*((r, None) for r in decoding), (seq, count)])
             running.append(seq)
         while active := [seq for seq in running if len(seq.output) < num_tokens]:
             self.step([(seq, None) for seq in active])

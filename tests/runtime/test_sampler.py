@@ -25,6 +25,7 @@ def programs() -> dict[str, jax.stages.Wrapped]:
         "admit_bias": jax.jit(slots.admit_bias),
         "admit_tokens": jax.jit(slots.admit_tokens),
         "sample": jax.jit(sampler.sample),
+        "filter": jax.jit(sampler.filter_probs),
     }
 
 
@@ -40,10 +41,7 @@ def state_of(
     """Slots 0.. of the given requests, admitted as the runner does it."""
     state = slots.empty_state(S, vocab, 4)
     tokens = [*prompt, *output]
-    inits = [
-        SlotInit(i, p, i if seeds is None else seeds[i], len(prompt), tokens, eos)
-        for i, p in enumerate(params)
-    ]
+    inits = [SlotInit(i, p, i if seeds is None else seeds[i], len(prompt), tokens, eos) for i, p in enumerate(params)]
     for group in slots.pack_admit(inits, S):
         state = programs()["admit"](state, group)
     for init in inits:
@@ -98,9 +96,7 @@ def test_greedy_takes_the_largest_and_of_equals_the_first() -> None:
 # --- logits
 
 
-def oracle_penalties(
-    logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]
-) -> np.ndarray:
+def oracle_penalties(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
     out = logits.astype(np.float64).copy()
     for token in set(prompt) | set(output):
         factor = params.repetition_penalty
@@ -169,11 +165,11 @@ def test_logit_bias_moves_the_choice_of_its_own_row_only() -> None:
 
 def test_more_bans_than_sparse_entries_go_to_the_mask() -> None:
     vocab = slots.MAX_LOGIT_BIAS + 500
-    bias = {token: -100.0 for token in range(vocab - 1)} | {3: 1.0}
+    bias = dict.fromkeys(range(vocab - 1), -100.0) | {3: 1.0}
     params = SamplingParams(temperature=0, logit_bias=bias)
     logits = np.zeros((1, vocab), np.float32)
     assert tokens(run(logits, state_of([params], vocab=vocab)))[0] == 3
-    too_many = SamplingParams(logit_bias={token: 1.0 for token in range(vocab)})
+    too_many = SamplingParams(logit_bias=dict.fromkeys(range(vocab), 1.0))
     with pytest.raises(ValueError, match=f"{vocab} entries"):
         slots.split_bias(too_many)
 
@@ -260,7 +256,7 @@ def support(logits: np.ndarray, params: SamplingParams) -> set[int]:
     def one(value: float, dtype: type) -> jax.Array:
         return jnp.full(1, value, dtype)
 
-    kept = sampler.filter_probs(
+    kept = programs()["filter"](
         jnp.asarray(probs),
         one(params.top_k, jnp.int32),
         one(params.top_p, jnp.float32),
@@ -329,9 +325,7 @@ def draw_many(logits: np.ndarray, params: SamplingParams, count: int) -> np.ndar
         jnp.ones(count, bool),
     )
     seed = jnp.full((count, 2), 1234, jnp.uint32)
-    return np.asarray(
-        sampler.inverse_cdf(kept, sampler.random_uniform(seed, jnp.arange(count, dtype=jnp.int32)))
-    )
+    return np.asarray(sampler.inverse_cdf(kept, sampler.random_uniform(seed, jnp.arange(count, dtype=jnp.int32))))
 
 
 @pytest.mark.parametrize(
@@ -391,9 +385,7 @@ def test_seed_and_position_decide_the_draw() -> None:
     at = [tokens(run(logits, state.replace(position=jnp.full(S, p, jnp.int32))))[0] for p in range(20)]
     again = [tokens(run(logits, state.replace(position=jnp.full(S, p, jnp.int32))))[0] for p in range(20)]
     other = [
-        tokens(
-            run(logits, state_of([SamplingParams()], seeds=[6]).replace(position=jnp.full(S, p, jnp.int32)))
-        )[0]
+        tokens(run(logits, state_of([SamplingParams()], seeds=[6]).replace(position=jnp.full(S, p, jnp.int32))))[0]
         for p in range(20)
     ]
     assert at == again != other and len(set(at)) > 5

@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.runtime.compiler import CompileCounter, Program, compile_all, enable_persistent_cache
+
+SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+
+def program(name: str, weight: int = 0, factor: float = 2.0) -> Program:
+    return Program(name, lambda x: x * factor, (SHAPE,), weight=weight)
+
+
+def test_programs_run_and_progress_counts_up() -> None:
+    seen: list[tuple[str, int, int]] = []
+    compiled = compile_all(
+        [program("a"), program("b", weight=5, factor=3.0)],
+        workers=1,
+        progress=lambda *event: seen.append(event),
+    )
+    assert np.asarray(compiled["b"](np.ones(4, np.float32))).tolist() == [3.0] * 4
+    assert seen == [("b", 1, 2), ("a", 2, 2)]  # the heavier one first
+
+
+def test_another_shape_is_an_error_and_no_compilation() -> None:
+    compiled = compile_all([program("a")])
+    with CompileCounter() as counter, pytest.raises(TypeError):
+        compiled["a"](np.ones(5, np.float32))
+    assert counter.count == 0
+
+
+def test_the_first_error_is_raised() -> None:
+    def broken(x: jax.Array) -> jax.Array:
+        raise ArithmeticError("in the trace")
+
+    with pytest.raises(ArithmeticError, match="in the trace"):
+        compile_all([Program("broken", broken, (SHAPE,), weight=1), program("a")])
+
+
+def test_the_counter_counts_between_making_and_closing() -> None:
+    with CompileCounter() as counter:
+        jax.jit(lambda x: x - 17.5).lower(SHAPE).compile()
+        assert counter.count == 1 and counter.seconds > 0
+    jax.jit(lambda x: x - 18.5).lower(SHAPE).compile()
+    assert counter.count == 1
+
+
+def test_the_persistent_cache_keeps_the_smallest_program(tmp_path: Path) -> None:
+    directory = jax.config.jax_compilation_cache_dir
+    from_jax = jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        enable_persistent_cache(tmp_path / "new" / "cache")
+        jax.jit(lambda x: x * 1.25 + 3).lower(SHAPE).compile()
+        assert list((tmp_path / "new" / "cache").iterdir()) or directory is not None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", from_jax)

@@ -1,0 +1,35 @@
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.runtime import mesh
+
+
+def test_a_mesh_of_one_device() -> None:
+    made = mesh.make_mesh("cpu")
+    assert (made.platform, made.tensor, made.mesh.axis_names) == ("cpu", 1, ("data", "tensor", "expert"))
+    assert made.replicated.is_fully_replicated
+    assert made.split(1, 3).spec == jax.sharding.PartitionSpec(None, "tensor", None)
+
+
+def test_more_devices_than_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"asks for 64 devices \(data 1 x tensor 64 x expert 1\), and there are"):
+        mesh.make_mesh("cpu", tensor=64)
+
+
+def test_a_platform_that_is_not_there_names_its_extra() -> None:
+    with pytest.raises(ConfigError, match=r"mesh.device is 'tpu'") as caught:
+        mesh.make_mesh("tpu")
+    assert "jaxserve[tpu]" in str(caught.value.fix)
+
+
+def test_a_gpu_that_jax_cannot_use_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = tmp_path / "version"
+    driver.touch()
+    monkeypatch.setattr(mesh, "_NVIDIA", driver)
+    with pytest.raises(ConfigError, match="JAX cannot use it") as caught:
+        mesh.find_devices("auto")
+    assert "--device cpu" in str(caught.value.fix)
+    assert mesh.find_devices("cpu")

@@ -1,0 +1,464 @@
+"""The runner as a whole, driven by hand: against the dense forward, alone and in a crowd, with every feature."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.request import SamplingParams
+from jaxserve.models.dense import dense_logits
+from jaxserve.models.loader import LoadedModel
+from jaxserve.runtime import sampler, slots
+from jaxserve.runtime.model_runner import ModelRunner
+from tests.runtime.hand_scheduler import HandScheduler, Sequence
+
+V = 96
+GREEDY = SamplingParams(temperature=0)
+# tests whose oracles compile something of their own
+COMPILING = (
+    "test_sampling_through_the_whole_step",
+    "test_decode_fn_is_the_same_step_as_a_plain_function",
+    "test_update_weights",
+)
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_model: LoadedModel) -> Callable[[list[int]], np.ndarray]:
+    """tokens -> float32 logits [len, V], by the model's plain forward, padded to one shape."""
+    forward = jax.jit(functools.partial(dense_logits, tiny_model.structure))
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        padded = np.zeros(128, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(forward(tiny_model.leaves, jnp.asarray(padded)))[: len(tokens)]
+
+    return logits
+
+
+@pytest.fixture(autouse=True)
+def no_compilation(runner: ModelRunner, dense: object, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test asks of the runner, nothing is compiled for it."""
+    dense([0])  # type: ignore[operator]
+    before = runner.num_compiles()
+    yield
+    if request.function.__name__ not in COMPILING:
+        assert runner.num_compiles() == before
+
+
+def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(V) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def greedy_oracle(dense: Callable[[list[int]], np.ndarray], prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(dense(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def exact_logprobs(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 32])
+def test_decode_equals_extend_equals_the_dense_forward(
+    runner: ModelRunner, dense: Callable[[list[int]], np.ndarray], chunk: int
+) -> None:
+    """Greedy tokens exactly, and every log-probability within 1e-5."""
+    params = SamplingParams(temperature=0, logprobs=20)
+    scheduler = HandScheduler(runner)
+    seqs = [scheduler.add(prompt, params) for prompt in prompts(8, seed=chunk)]
+    scheduler.generate(seqs, 12, chunk=chunk)
+    for seq in seqs:
+        expected = exact_logprobs(dense(seq.tokens[:-1]))[seq.num_prompt - 1 :]
+        assert seq.output == expected.argmax(axis=-1).tolist()
+        for position, (logprob, rank, ids, top) in enumerate(seq.logprobs):
+            order = np.argsort(-expected[position], kind="stable")[:20]
+            assert rank == 1
+            assert logprob == pytest.approx(expected[position].max(), abs=1e-5)
+            np.testing.assert_allclose(top, expected[position][order], atol=1e-5)
+            np.testing.assert_allclose(expected[position][ids], expected[position][order], atol=1e-5)
+
+
+def test_a_request_is_the_same_alone_and_in_a_crowd(runner: ModelRunner) -> None:
+    params = [
+        GREEDY,
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0.7, top_p=0.9, frequency_penalty=0.5),
+    ]
+    requests = [(prompt, params[i % 3], i * 7) for i, prompt in enumerate(prompts(8, seed=3))]
+    alone = []
+    for prompt, p, seed in requests:
+        scheduler = HandScheduler(runner)
+        alone += scheduler.generate([scheduler.add(prompt, p, seed=seed)], 15)
+    crowd = HandScheduler(runner)
+    order = [5, 2, 7, 0, 1, 3, 6, 4]
+    seqs = [crowd.add(requests[i][0], requests[i][1], seed=requests[i][2]) for i in order]
+    together = crowd.generate(seqs, 15, chunk=11)
+    assert together == [alone[i] for i in order]
+
+
+def test_two_steps_in_flight(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
+    """Step t + 1 is dispatched before step t is read: its tokens are known to the device alone."""
+    scheduler = HandScheduler(runner)
+    first, second = (scheduler.add(prompt, GREEDY) for prompt in prompts(2, seed=4, longest=10))
+    previous = (
+        [first, second],
+        scheduler.execute([scheduler.row(s, len(s.tokens)) for s in (first, second)]),
+    )
+    for _ in range(10):
+        handle = scheduler.execute([scheduler.row(s) for s in (first, second)])
+        scheduler.read(previous[0], previous[1].result())
+        previous = ([first, second], handle)
+    for seq in (first, second):
+        assert seq.output == greedy_oracle(dense, seq.tokens[: seq.num_prompt], 10)
+
+
+def test_decode_rows_and_several_prompts_in_one_step(
+    runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]
+) -> None:
+    """A ragged step: two decodes, a chunk in the middle of a prompt, two whole prompts."""
+    scheduler = HandScheduler(runner)
+    a, b, c, d, e = (scheduler.add(prompt, GREEDY) for prompt in [[1, 2, 3], [4], list(range(20)), [9] * 5, [7]])
+    scheduler.step([(a, 3), (b, 1)])
+    result = scheduler.step([(a, None), (b, None), (c, 11), (d, 5), (e, 1)])
+    assert result.num_valid.tolist() == [1, 1, 0, 1, 1]
+    scheduler.step([(a, None), (d, None), (e, None), (c, 9)])
+    scheduler.step([(s, None) for s in (c, a, e, b, d)])
+    for seq in (a, b, c, d, e):
+        assert seq.output == greedy_oracle(dense, seq.tokens[: seq.num_prompt], len(seq.output))
+
+
+# --- every feature of the sampler through the whole decode program
+
+
+def sampled_oracle(
+    dense: Callable[[list[int]], np.ndarray],
+    seq: Sequence,
+    params: SamplingParams,
+    seed: int,
+    eos: tuple[int, ...],
+) -> list[int]:
+    """Token by token from the dense logits: logits shaped in numpy, the draw by the sampler's tested parts."""
+    tokens = seq.tokens[: seq.num_prompt]
+    while len(tokens) < len(seq.tokens):
+        logits = shape_in_numpy(dense(tokens)[-1], params, tokens, seq.num_prompt, eos)
+        if params.temperature == 0:
+            tokens.append(int(logits.argmax()))
+            continue
+        probs = np.exp((logits - logits.max()) / params.temperature).astype(np.float32)
+        one = functools.partial(jnp.full, 1)
+        kept = sampler.filter_probs(
+            jnp.asarray(probs)[None],
+            one(params.top_k, jnp.int32),
+            one(params.top_p, jnp.float32),
+            one(params.min_p, jnp.float32),
+            one(True, jnp.bool_),
+        )
+        uniform = sampler.random_uniform(one(seed, jnp.uint32)[:, None] * jnp.asarray([[1, 0]], jnp.uint32),
+                                         one(len(tokens), jnp.int32))  # fmt: skip
+        tokens.append(int(sampler.inverse_cdf(kept, uniform)[0]))
+    return tokens[seq.num_prompt :]
+
+
+def shape_in_numpy(
+    logits: np.ndarray, params: SamplingParams, tokens: list[int], num_prompt: int, eos: tuple[int, ...]
+) -> np.ndarray:
+    out, output = logits.astype(np.float64).copy(), tokens[num_prompt:]
+    for token in set(tokens):
+        factor = params.repetition_penalty
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+    for token in set(output):
+        out[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    for token, value in params.logit_bias.items():
+        out[token] += value
+    if len(output) < params.min_tokens:
+        out[[*eos, *params.stop_token_ids]] = -1e30
+    if params.allowed_token_ids is not None:
+        banned = np.ones(V, bool)
+        banned[list(params.allowed_token_ids)] = False
+        out[banned] = -np.inf
+    return out
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(temperature=0, repetition_penalty=1.5),
+        SamplingParams(temperature=0, frequency_penalty=0.8, presence_penalty=0.3),
+        SamplingParams(temperature=0, logit_bias={5: 4.0, 6: 3.5, 7: -100.0}),
+        SamplingParams(temperature=0, min_tokens=6, stop_token_ids=(10, 11)),
+        SamplingParams(temperature=0, allowed_token_ids=tuple(range(20, 30))),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.4, top_k=10),
+        SamplingParams(temperature=0.8, top_p=0.8),
+        SamplingParams(temperature=1.2, min_p=0.1),
+        SamplingParams(temperature=1.1, top_k=40, top_p=0.9, repetition_penalty=1.2, logit_bias={3: 2.0}),
+    ],
+    ids=str,
+)
+def test_sampling_through_the_whole_step(
+    runner: ModelRunner, dense: Callable[[list[int]], np.ndarray], params: SamplingParams
+) -> None:
+    """Beside two neighbours with features of their own; the first token comes from extend, the others from decode."""
+    eos = tuple(range(12, 40))
+    scheduler = HandScheduler(runner)
+    busy = SamplingParams(temperature=2.0, top_k=3, presence_penalty=1.0, logit_bias={1: 50.0})
+    prompt = prompts(1, seed=6)[0]
+    neighbours = [scheduler.add([1, 2, 3], busy, seed=9), scheduler.add([4, 5], GREEDY)]
+    seq = scheduler.add(prompt, params, seed=21, eos=eos)
+    scheduler.generate([neighbours[0], seq, neighbours[1]], 14)
+    assert seq.output == sampled_oracle(dense, seq, params, 21, eos)
+
+
+def test_kept_output_counts_for_penalties_and_min_tokens(runner: ModelRunner) -> None:
+    """A request that comes back after a preemption continues as if it had never left."""
+    params = SamplingParams(temperature=0.9, frequency_penalty=0.7, presence_penalty=0.5, min_tokens=12)
+    prompt, eos = prompts(1, seed=8)[0], tuple(range(40, 90))
+    scheduler = HandScheduler(runner)
+    whole = scheduler.generate([scheduler.add(prompt, params, seed=5, eos=eos)], 20)[0]
+    again = HandScheduler(runner)
+    seq = again.add(prompt, params, seed=5, eos=eos, output=whole[:9])
+    while seq.computed < len(prompt) + 9:
+        again.step([(seq, min(13, len(prompt) + 9 - seq.computed))])
+    while len(seq.output) < 20:
+        again.step([(seq, None)])
+    assert seq.output == whole
+
+
+def test_a_slot_forgets_its_last_request(runner: ModelRunner) -> None:
+    scheduler = HandScheduler(runner)
+    busy = SamplingParams(
+        temperature=1.0, presence_penalty=5.0, logit_bias={1: 60.0}, allowed_token_ids=(1, 2), min_tokens=9
+    )
+    scheduler.generate([scheduler.add([3, 4], busy, slot=0)], 5)
+    fresh = HandScheduler(runner)
+    other = fresh.generate([fresh.add([3, 4], GREEDY, slot=1)], 5)
+    scheduler.next_page = 100
+    assert scheduler.generate([scheduler.add([3, 4], GREEDY, slot=0)], 5) == other
+
+
+# --- masks
+
+
+def test_masked_steps(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
+    """A bitmask for a chunk's sample and for decode rows; all ones leave a row free."""
+    scheduler = HandScheduler(runner)
+    held, free = scheduler.add([1, 2, 3], GREEDY), scheduler.add([4, 5], GREEDY)
+    only = lambda *ids: slots.pack_bits(ids, V, allow=True)
+    everything = only(*range(V))
+    scheduler.step([(held, 3), (free, 2)], np.stack([only(70), everything]))
+    for token in (71, 72, 73):
+        scheduler.step([(held, None), (free, None)], np.stack([only(token), everything]))
+    scheduler.step([(held, None), (free, None)])
+    assert held.output[:4] == [70, 71, 72, 73]
+    assert held.output[4] == int(dense(held.tokens[:-1])[-1].argmax())
+    assert free.output == greedy_oracle(dense, [4, 5], 5)
+
+
+def test_masked_step_without_a_sampling_row(runner: ModelRunner) -> None:
+    scheduler = HandScheduler(runner)
+    seq = scheduler.add(list(range(20)), GREEDY)
+    assert scheduler.step([(seq, 8)]).num_valid.tolist() == [0]
+
+
+def test_a_masked_step_must_be_sampled_before_the_next(runner: ModelRunner) -> None:
+    scheduler = HandScheduler(runner)
+    seq = scheduler.add([1, 2], GREEDY)
+    handle = scheduler.execute([scheduler.row(seq, 2, masked=True)])
+    with pytest.raises(RuntimeError, match="no result before"):
+        handle.result()
+    with pytest.raises(RuntimeError, match="masked step in flight"):
+        scheduler.execute([scheduler.row(seq)])
+    handle.sample(np.full((1, slots.mask_words(V)), -1, np.int32))
+    with pytest.raises(RuntimeError, match="sampled already"):
+        handle.sample(np.full((1, slots.mask_words(V)), -1, np.int32))
+    assert handle.result().num_valid.tolist() == [1]
+
+
+# --- log-probabilities
+
+
+@pytest.mark.parametrize("chunk", [7, 32])
+def test_prompt_logprobs(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray], chunk: int) -> None:
+    params = SamplingParams(temperature=0, prompt_logprobs=0)
+    scheduler = HandScheduler(runner)
+    other, seq = scheduler.add([1, 2, 3], GREEDY), scheduler.add(list(range(5, 95)), params)
+    scheduler.generate([other, seq], 3, chunk=chunk)
+    prompt = seq.tokens[: seq.num_prompt]
+    expected = exact_logprobs(dense(prompt))[np.arange(len(prompt) - 1), prompt[1:]]
+    np.testing.assert_allclose(seq.prompt_logprobs, expected, atol=2e-5)
+
+
+def test_logprobs_are_copied_only_when_asked(runner: ModelRunner) -> None:
+    scheduler = HandScheduler(runner)
+    result = scheduler.step([(scheduler.add([1], GREEDY), 1)])
+    assert result.logprobs is None and result.top_ids is None and result.prompt_logprobs is None
+
+
+# --- pages
+
+
+def test_steps_write_to_their_own_pages_only(runner: ModelRunner) -> None:
+    """Padding rows and tokens, page 0 included, leave no trace: every page but those in use stays as it was."""
+    marks = np.random.default_rng(0).normal(size=(64, 8, 4, 4)).astype(np.float32)
+    pages = list(range(64))
+    runner.import_pages(pages, [marks, marks])
+    scheduler = HandScheduler(runner)
+    scheduler.next_page = 3
+    seqs = [scheduler.add(prompt, GREEDY) for prompt in prompts(3, seed=9)]
+    scheduler.generate(seqs, 5, chunk=9)
+    used = {page for seq in seqs for page in seq.pages}
+    untouched = [page for page in pages if page not in used]
+    for layer in runner.export_pages(pages):
+        np.testing.assert_array_equal(layer[untouched], marks[untouched])
+        assert all((layer[page] != marks[page]).any() for page in used)
+
+
+def test_pages_moved_by_export_import_and_copy(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
+    """A sequence continues from other pages: more of them than one dispatch takes."""
+    scheduler = HandScheduler(runner)
+    seqs = [scheduler.add(prompt, GREEDY) for prompt in prompts(6, seed=10)]
+    scheduler.generate(seqs, 4)
+    pages = [page for seq in seqs for page in seq.pages]
+    many = [*pages, *range(500, 600)]
+    content = runner.export_pages(many)
+    runner.import_pages([page + 1000 for page in many], content)
+    runner.import_pages(pages, [np.zeros_like(layer[: len(pages)]) for layer in content])
+    runner.copy_pages([page + 1000 for page in many], [page + 1200 for page in many])
+    for seq in seqs:
+        seq.pages, seq.sent_pages = [page + 1200 for page in seq.pages], 0
+    scheduler.next_page = 1900
+    scheduler.step([(seq, None) for seq in seqs])
+    for seq in seqs:
+        assert seq.output == greedy_oracle(dense, seq.tokens[: seq.num_prompt], 5)
+
+
+def test_a_prefix_hit_brings_more_pages_than_the_step_carries(
+    runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]
+) -> None:
+    """One token of 97 is computed: its extend has room for one page-table entry, and thirteen come."""
+    scheduler = HandScheduler(runner)
+    prompt = prompts(1, seed=11)[0][:1] + list(range(95)) + [3]
+    first = scheduler.add(prompt, GREEDY)
+    scheduler.generate([first], 1)
+    second = scheduler.add(prompt, GREEDY)
+    second.pages, second.computed = first.pages.copy(), len(prompt) - 1
+    scheduler.step([(second, 1)])
+    scheduler.step([(second, None)])
+    assert second.output == greedy_oracle(dense, prompt, 2)
+
+
+def test_pages_beyond_the_context_may_hold_anything(runner: ModelRunner) -> None:
+    """What another request left in a page, NaN included, does not reach a row that has not written it."""
+    scheduler = HandScheduler(runner)
+    expected = scheduler.generate([scheduler.add([1, 2, 3, 4, 5], GREEDY)], 10)
+    poison = [np.full((4, 8, 4, 4), np.nan, np.float32)] * 2
+    runner.import_pages(range(300, 304), poison)
+    scheduler.next_page = 300
+    assert scheduler.generate([scheduler.add([1, 2, 3, 4, 5], GREEDY)], 10) == expected
+
+
+def test_a_row_that_is_not_finite_fails_alone(runner: ModelRunner) -> None:
+    scheduler = HandScheduler(runner)
+    seqs = [scheduler.add(prompt, GREEDY) for prompt in prompts(3, seed=12, longest=8)]
+    healthy = HandScheduler(runner)
+    healthy.next_page = 500
+    expected = healthy.generate([healthy.add(seqs[0].tokens[:], GREEDY), healthy.add(seqs[2].tokens[:], GREEDY)], 6)
+    scheduler.generate(seqs, 3)
+    page = seqs[1].pages[0]
+    runner.import_pages([page], [np.full((1, 8, 4, 4), np.nan, np.float32)] * 2)
+    results = [scheduler.step([(seq, None) for seq in seqs]) for _ in range(3)]
+    assert [result.ok.tolist() for result in results] == [[True, False, True]] * 3
+    assert [seqs[0].output, seqs[2].output] == expected
+    runner.import_pages([page], [np.zeros((1, 8, 4, 4), np.float32)] * 2)
+
+
+# --- limits and weights
+
+
+def test_a_step_above_the_limits_is_an_error(runner: ModelRunner) -> None:
+    scheduler = HandScheduler(runner)
+    with pytest.raises(ValueError, match="above the largest bucket"):
+        scheduler.step([(scheduler.add(list(range(40)), GREEDY), 40)])
+
+
+def test_an_empty_step(runner: ModelRunner) -> None:
+    assert HandScheduler(runner).execute([]).result().token_ids.shape == (0, 1)
+
+
+def test_update_weights(runner: ModelRunner, tiny_model: LoadedModel) -> None:
+    other = [np.flip(np.asarray(leaf), axis=0) for leaf in tiny_model.leaves]
+    forward = jax.jit(functools.partial(dense_logits, tiny_model.structure))
+    padded = jnp.zeros(8, jnp.int32).at[:3].set(jnp.asarray([1, 2, 3]))
+    expected = [int(forward(leaves, padded)[2].argmax()) for leaves in (tiny_model.leaves, tuple(other))]
+    before = runner.num_compiles()
+    first = []
+    for leaves in (tiny_model.leaves, other, tiny_model.leaves):
+        runner.update_weights(leaves)
+        scheduler = HandScheduler(runner)
+        first.append(scheduler.generate([scheduler.add([1, 2, 3], GREEDY)], 1)[0][0])
+    assert first == [*expected, expected[0]] and expected[0] != expected[1]
+    assert runner.num_compiles() == before
+
+
+def test_update_weights_refuses_another_shape_by_name(runner: ModelRunner, tiny_model: LoadedModel) -> None:
+    leaves = [np.asarray(leaf) for leaf in tiny_model.leaves]
+    name = tiny_model.structure.specs[1].name
+    with pytest.raises(ValueError, match=re.escape(name)):
+        runner.update_weights([leaves[0], leaves[1][:1], *leaves[2:]])
+    with pytest.raises(ValueError, match="leaves given"):
+        runner.update_weights(leaves[:-1])
+
+
+def test_decode_fn_is_the_same_step_as_a_plain_function(
+    runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]
+) -> None:
+    scheduler = HandScheduler(runner)
+    seqs = [scheduler.add(prompt, GREEDY) for prompt in ([1, 2, 3], [4, 5])]
+    scheduler.generate(seqs, 1)
+    rows = jnp.arange(2, dtype=jnp.int32)
+    caches, state, sampled = runner.decode_fn(runner.leaves, runner.caches, runner.state, rows)
+    _, _, again = runner.decode_fn(runner.leaves, caches, state, rows)
+    for i, seq in enumerate(seqs):
+        tokens = [int(sampled.tokens[i, 0]), int(again.tokens[i, 0])]
+        assert [*seq.output, *tokens] == greedy_oracle(dense, seq.tokens[: seq.num_prompt], 3)
+    scheduler.step([(seq, None) for seq in seqs])  # the runner's own state was not touched
+    assert [seq.output[1] for seq in seqs] == np.asarray(sampled.tokens)[:, 0].tolist()
+
+
+# --- the compiled programs
+
+
+@pytest.mark.parametrize("name", ["decode[1]", "decode[8]", "extend[1]", "extend[32]", "head_sample[8]", "admit"])
+def test_no_copies_of_the_cache_or_the_counts(runner: ModelRunner, name: str) -> None:
+    """Everything donated is updated in place: nothing of its size is copied or kept as temporary memory."""
+    compiled = runner.compiled[name]
+    large = min(runner.caches[0].nbytes, runner.state.token_counts.nbytes)
+    pages = runner.caches[0].shape[0]
+    text = compiled.as_text()
+    copies = [line for line in text.splitlines() if re.search(rf"\[{pages},[\d,]*\]\S* copy\(", line)]
+    counts = [line for line in text.splitlines() if re.search(r"s16\[8,96\]\S* copy\(", line)]
+    assert not copies and not counts
+    analysis = compiled.memory_analysis()
+    assert analysis.temp_size_in_bytes < runner.caches[0].nbytes / 2
+    donated = 0 if name.startswith(("head", "admit")) else sum(cache.nbytes for cache in runner.caches)
+    assert analysis.alias_size_in_bytes >= donated + large
+
+
+def test_plan_and_programs(runner: ModelRunner) -> None:
+    assert runner.num_programs == len(runner.compiled) <= 30
+    assert runner.plan.kv_bytes == sum(cache.nbytes for cache in runner.caches)
+    assert runner.plan.scratch_bytes > 0
+    assert runner.plan.as_dict()["kv_tokens"] == 2048 * 8
