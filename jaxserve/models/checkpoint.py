@@ -14,6 +14,7 @@ from pathlib import Path
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.safetensors_file import TensorInfo, read_contents
 
+Shapes = tuple[tuple[int, ...], ...]
 INDEX = "model.safetensors.index.json"
 
 
@@ -54,8 +55,8 @@ class Checkpoint:
     duplicate: tuple[str, ...]
     misplaced: tuple[str, ...]
 
-    def misfits(self, expected: Mapping[str, tuple[int, ...]], ignored: Iterable[re.Pattern[str]]) -> Misfits:
-        """What differs from `expected` {name: shape}; tensors that match an `ignored` pattern are left aside."""
+    def misfits(self, expected: Mapping[str, Shapes], ignored: Iterable[re.Pattern[str]]) -> Misfits:
+        """What differs from `expected` {name: allowed shapes}; tensors of an `ignored` pattern are left aside."""
         patterns = tuple(ignored)
         extra = [name for name in self.tensors if name not in expected]
         return Misfits(
@@ -63,9 +64,9 @@ class Checkpoint:
             unknown=[name for name in extra if not any(p.search(name) for p in patterns)],
             duplicate=list(self.duplicate),
             misshapen=[
-                f"{name} is {list(self.tensors[name].shape)}, expected {list(shape)}"
-                for name, shape in expected.items()
-                if name in self.tensors and self.tensors[name].shape != shape
+                f"{name} is {list(self.tensors[name].shape)}, expected {' or '.join(str(list(s)) for s in shapes)}"
+                for name, shapes in expected.items()
+                if name in self.tensors and self.tensors[name].shape not in shapes
             ],
             misplaced=list(self.misplaced),
         )

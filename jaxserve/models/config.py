@@ -30,7 +30,8 @@ class AttentionLayer:
 
     A token stores K and V of `num_kv_heads` heads of `head_dim` numbers each. `sliding_window` w: a token at p sees
     [p - w + 1, p]. `soft_cap` c: scores become c * tanh(s / c) after the scale. `sinks`: the layer passes a score
-    per query head that joins the softmax's denominator.
+    per query head that joins the softmax's denominator. `latent`: V is K, and only its first numbers are used: a
+    layout may store K alone.
     """
 
     num_heads: int
@@ -40,6 +41,46 @@ class AttentionLayer:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    latent: bool = False
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Routed experts. `sparse_layers` says which layers have them; the others have a dense MLP.
+
+    router: how scores become weights.
+      "softmax"       softmax over all experts, the top k taken, then divided by their sum where `normalize`
+      "topk_softmax"  the top k scores taken, softmax over those
+      "sigmoid"       sigmoid; a learned correction added for the choice only; the best `topk_groups` of `num_groups`
+                      groups kept, each judged by its two best; divided by their sum where `normalize`; times `scale`
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn: int
+    sparse_layers: tuple[bool, ...]
+    router: Literal["softmax", "topk_softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    normalize: bool = True
+    num_groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0
+    shared_ffn: int = 0  # width of the expert that sees every token; 0: there is none
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention: K and V of all heads are projections of one vector of `kv_rank` per token.
+
+    A head's query and key are `nope_dim` numbers without position and `rope_dim` rotated ones, the latter of the key
+    shared by all heads; its value has `v_dim`. q_rank None: queries are projected directly.
+    """
+
+    kv_rank: int
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
 
 
 @dataclass(frozen=True)
@@ -64,9 +105,23 @@ class ModelConfig:
     out_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over each head, or over all heads at once
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation_limit: float = 0.0  # clamped_swiglu's
+    norm_offset: float = 0.0  # added to every RMSNorm weight
+    embed_scale: float = 1.0
+    logit_soft_cap: float | None = None
     layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer; () is None for all
+    local_rope: RopeConfig | None = None  # of the layers with a window, where it is another
+    rope_layers: tuple[bool, ...] = ()  # which layers rotate at all; () is every one
     attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_soft_cap: float | None = None
+    attention_sinks: bool = False
+    moe: MoEConfig | None = None
+    latent: LatentConfig | None = None
+    packed_projections: bool = False  # the checkpoint stores q, k, v and gate, up as one tensor each
+    packed_experts: Literal["none", "bfloat16", "mxfp4"] = "none"  # or all experts of a layer as one tensor
+    weight_block: tuple[int, int] | None = None  # rows and columns that share a scale of an FP8 weight
+    ignored_tensors: tuple[str, ...] = ()  # patterns of checkpoint names that are not served
     dtype: str = "float32"  # the checkpoint's own
     generation: GenerationDefaults = GenerationDefaults()
 
@@ -80,13 +135,25 @@ class ModelConfig:
         """Sliding window of each layer, one entry a layer."""
         return self.layer_windows or (None,) * self.num_layers
 
+    @property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The rotation of each layer; None where a layer has no positions."""
+        rotated = self.rope_layers or (True,) * self.num_layers
+        pairs = zip(rotated, self.windows, strict=True)
+        local = self.local_rope or self.rope
+        return tuple(None if not r else self.rope if window is None else local for r, window in pairs)
+
     def _attention_layer(self, window: int | None) -> AttentionLayer:
+        head_dim = self.head_dim if self.latent is None else self.latent.kv_rank + self.latent.rope_dim
         return AttentionLayer(
             num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
+            num_kv_heads=self.num_kv_heads if self.latent is None else 1,
+            head_dim=head_dim,
+            scale=head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             sliding_window=window,
+            soft_cap=self.attention_soft_cap,
+            sinks=self.attention_sinks,
+            latent=self.latent is not None,
         )
 
     def replace(self, **changes: Any) -> ModelConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -27,7 +28,7 @@ from jaxserve.models.layers import (
     RMSNorm,
     RopeTable,
 )
-from jaxserve.models.rope import rope_table
+from jaxserve.models.rope import RopeConfig, rope_table
 from jaxserve.ops.linear import linear as default_linear
 
 
@@ -43,6 +44,20 @@ class AttendLayer(Protocol):
     ) -> tuple[jax.Array, Cache]: ...
 
 
+class AttentionBlock(Protocol):
+    """Attention, MLA: x [T, D] -> (out [T, D], cache)."""
+
+    def __call__(
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+    ) -> tuple[jax.Array, Cache]: ...
+
+
+class FeedForward(Protocol):
+    """MLP, experts: x [T, D] -> [T, D]."""
+
+    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array: ...
+
+
 class Layer(nnx.Module):
     """What the frame asks of a family's decoder layer."""
 
@@ -56,11 +71,11 @@ class Layer(nnx.Module):
 class PreNormLayer(Layer):
     """x + attention(norm(x)), then x + mlp(norm(x)): Llama and its many relatives."""
 
-    def __init__(self, config: ModelConfig, spec: AttentionLayer, dtype: jnp.dtype) -> None:
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.self_attn = Attention(config, spec, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp = MLP(config, dtype)
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: AttentionBlock, mlp: FeedForward) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config, dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype)
+        self.mlp = mlp
 
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
@@ -70,6 +85,27 @@ class PreNormLayer(Layer):
         return x + self.mlp(self.post_attention_layernorm(x), linear), cache
 
 
+class SandwichLayer(Layer):
+    """As PreNormLayer, with a norm after attention and MLP too, before each is added: Gemma 2 and 3."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        size = config.hidden_size
+        self.input_layernorm = RMSNorm(size, config, dtype)
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(size, config, dtype)
+        self.pre_feedforward_layernorm = RMSNorm(size, config, dtype)
+        self.mlp = MLP(config, dtype)
+        self.post_feedforward_layernorm = RMSNorm(size, config, dtype)
+
+    def __call__(
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+    ) -> tuple[jax.Array, Cache]:
+        out, cache = self.self_attn(self.input_layernorm(x), rope, cache, attend, linear)
+        x = x + self.post_attention_layernorm(out)
+        out = self.mlp(self.pre_feedforward_layernorm(x), linear)
+        return x + self.post_feedforward_layernorm(out), cache
+
+
 class Decoder(nnx.Module):
     """The part that checkpoints call `model`."""
 
@@ -77,7 +113,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed_tokens = Embed(config, dtype)
         self.layers = nnx.List(layers)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.norm = RMSNorm(config.hidden_size, config, dtype)
 
     def __call__(
         self,
@@ -88,22 +124,32 @@ class Decoder(nnx.Module):
         linear: LinearFn,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """x [T, D] at int32 positions [T] -> (normed hidden [T, D], the caches, one a layer)."""
-        rope = rope_table(self.config.rope, positions)
-        x, new_caches = run_layers(self.layers, x, [rope] * len(caches), caches, attend, linear)
+        ropes, specs = self.config.ropes, self.config.attention_layers
+        tables = {rope: rope_table(rope, positions) for rope in ropes if rope is not None}
+        frames = [LayerFrame(spec, rope, rope and tables[rope]) for spec, rope in zip(specs, ropes, strict=True)]
+        x, new_caches = run_layers(self.layers, x, frames, caches, attend, linear)
         return self.norm(x), new_caches
+
+
+@dataclass(frozen=True)
+class LayerFrame:
+    """What a layer is given besides its weights: (spec, rope) tell its kind, `table` is rope at the positions."""
+
+    spec: AttentionLayer
+    rope: RopeConfig | None
+    table: RopeTable | None
 
 
 def run_layers(
     layers: Sequence[Layer],
     x: jax.Array,
-    tables: Sequence[RopeTable | None],
+    frames: Sequence[LayerFrame],
     caches: Sequence[Cache],
     attend: AttendLayer,
     linear: LinearFn,
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
-    """Every layer in turn. Layers of equal static description share one trace and one lowering: a nested jit, keyed
-    by the layer's graphdef, which takes a quarter off the start of a 32-layer model; XLA inlines the calls."""
-    assert len(layers) == len(tables) == len(caches), (len(layers), len(tables), len(caches))
+    """Every layer in turn. Layers of one kind share one trace and one lowering: a nested jit, keyed by the layer's
+    graphdef and attention, which takes a quarter off the start of a 32-layer model; XLA inlines the calls."""
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def call(
@@ -112,11 +158,12 @@ def run_layers(
         layer = nnx.merge(graphdef, state)
         return layer(x, rope, cache, functools.partial(attend, index), linear)
 
-    first_of_kind: dict[nnx.GraphDef, int] = {}
+    first_of_kind: dict[tuple[nnx.GraphDef, AttentionLayer, RopeConfig | None], int] = {}
     new_caches = []
-    for index, (layer, table, cache) in enumerate(zip(layers, tables, caches, strict=True)):
+    for index, (layer, frame, cache) in enumerate(zip(layers, frames, caches, strict=True)):
         graphdef, state = nnx.split(layer)
-        x, cache = call(graphdef, first_of_kind.setdefault(graphdef, index), state, x, table, cache)
+        first = first_of_kind.setdefault((graphdef, frame.spec, frame.rope), index)
+        x, cache = call(graphdef, first, state, x, frame.table, cache)
         new_caches.append(cache)
     return x, tuple(new_caches)
 
@@ -129,15 +176,15 @@ class CausalLM(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.config = config
-        layers = [self.make_layer(config, spec, dtype) for spec in config.attention_layers]
+        layers = [self.make_layer(config, index, dtype) for index in range(config.num_layers)]
         self.model = Decoder(config, layers, dtype)
         size = config.vocab_size, config.hidden_size
         self.lm_head = None if config.tie_word_embeddings else Linear(size, ("vocab", "embed"), dtype)
 
     @classmethod
     @abstractmethod
-    def make_layer(cls, config: ModelConfig, spec: AttentionLayer, dtype: jnp.dtype) -> Layer:
-        """One decoder layer of the family."""
+    def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
+        """Decoder layer number `index` of the family. It must not keep the index: equal layers share a trace."""
 
     def __call__(
         self,
@@ -152,9 +199,13 @@ class CausalLM(nnx.Module):
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """int32 [T] -> [T, D], as the first layer takes it."""
-        return self.model.embed_tokens(token_ids)
+        x = self.model.embed_tokens(token_ids)
+        scale = jnp.asarray(self.config.embed_scale, x.dtype)  # rounded to the dtype first, as it was trained
+        return x if self.config.embed_scale == 1.0 else x * scale
 
     def logits(self, hidden: jax.Array, linear: LinearFn = default_linear) -> jax.Array:
         """hidden [R, D] -> float32 [R, V]."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight[...], out_dtype=jnp.dtype(jnp.float32))
+        logits = linear(hidden, head.weight[...], out_dtype=jnp.float32)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -7,15 +7,15 @@ Activations have the weights' dtype; norms, rotation, softmax and logits are com
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxserve.models.config import AttentionLayer, ModelConfig
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import apply_rope
 from jaxserve.models.weights import Part, param
 
@@ -45,10 +45,23 @@ class AttendFn(Protocol):
     ) -> tuple[jax.Array, Cache]: ...
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
+@dataclass(frozen=True)
+class GatedActivation:
+    """The function of (gate, up) between a gated MLP's projections. Compared by value: layers that differ in nothing
+    are traced once, and a closure would make each of them its own kind."""
+
+    kind: Literal["silu", "gelu_tanh", "clamped_swiglu"]
+    limit: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        match self.kind:
+            case "silu":
+                return jax.nn.silu(gate) * up
+            case "gelu_tanh":
+                return jax.nn.gelu(gate, approximate=True) * up
+            case "clamped_swiglu":  # gpt-oss: both clamped, a steeper sigmoid, and one added to up
+                gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+                return gate * jax.nn.sigmoid(gate * 1.702) * (up + 1)
 
 
 class Embed(nnx.Module):
@@ -63,16 +76,16 @@ class Embed(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis, in float32."""
+    """x / rms(x) * (weight + offset) over the last axis, in float32."""
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
-        self.weight = param((size,), (None,), dtype, init="ones")
-        self.eps = eps
+    def __init__(self, size: int, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.weight = param((size,), (None,), dtype, init="zeros" if config.norm_offset else "ones")
+        self.eps, self.offset = config.norm_eps, config.norm_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(jnp.float32)
+        weight = self.weight[...].astype(jnp.float32) + self.offset
         return (y * weight.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
@@ -95,6 +108,7 @@ class QKVProj(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.group = config.num_heads // config.num_kv_heads
+        self.packed = config.packed_projections
         rows = (self.group + 2) * self.head_dim
         shape = (self.kv_heads, rows, config.hidden_size)
         self.weight = param(
@@ -107,13 +121,18 @@ class QKVProj(nnx.Module):
         )
 
     def _parts(self, kind: str, tail: tuple[int, ...]) -> tuple[Part, ...]:
-        parts, row = [], 0
+        parts, row, first = [], 0, 0
+        all_rows = self.kv_heads * (self.group + 2) * self.head_dim
         for name, heads in (("q_proj", self.group), ("k_proj", 1), ("v_proj", 1)):
             rows = heads * self.head_dim
+            total = self.kv_heads * rows
             start = (0, row, *(0 for _ in tail))
             view = (self.kv_heads, rows, *tail)
-            parts.append(Part(f"{name}.{kind}", (self.kv_heads * rows, *tail), view, start))
-            row += rows
+            if self.packed:
+                parts.append(Part(f"qkv_proj.{kind}", (all_rows, *tail), view, start, rows=(first, first + total)))
+            else:
+                parts.append(Part(f"{name}.{kind}", (total, *tail), view, start))
+            row, first = row + rows, first + total
         return tuple(parts)
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -127,43 +146,58 @@ class QKVProj(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; its features are the config's."""
 
-    def __init__(self, config: ModelConfig, spec: AttentionLayer, dtype: jnp.dtype) -> None:
-        self.spec = spec
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.interleaved = config.rope.interleaved
+        self.norm_all_heads = config.qk_norm == "full"
         self.qkv_proj = QKVProj(config, dtype)
         heads = config.num_heads * config.head_dim
         self.o_proj = Linear((config.hidden_size, heads), ("embed", "q_heads"), dtype, bias=config.out_bias)
-        per_head = config.qk_norm == "head"
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if per_head else None
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if per_head else None
+        q_size, k_size = config.head_dim, config.head_dim
+        if self.norm_all_heads:
+            q_size, k_size = heads, config.num_kv_heads * config.head_dim
+        self.q_norm = RMSNorm(q_size, config, dtype) if config.qk_norm != "none" else None
+        self.k_norm = RMSNorm(k_size, config, dtype) if config.qk_norm != "none" else None
+        self.sinks = param((config.num_heads,), ("q_heads",), dtype) if config.attention_sinks else None
 
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
     ) -> tuple[jax.Array, Cache]:
         """x [T, D] and the rotary table of its positions -> (out [T, D], cache)."""
         q, k, v = self.qkv_proj(x, linear)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if rope is not None:
             q, k = apply_rope(q, rope, self.interleaved), apply_rope(k, rope, self.interleaved)
-        out, cache = attend(q, k, v, cache)
+        out, cache = attend(q, k, v, cache, None if self.sinks is None else self.sinks[...])
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
+
+    def _normed(self, heads: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        if norm is None:
+            return heads
+        if self.norm_all_heads:
+            return norm(heads.reshape(heads.shape[0], -1)).reshape(heads.shape)
+        return norm(heads)
 
 
 class GateUpProj(nnx.Module):
     """gate_proj and up_proj as one weight [F, 2, D]: a split over F cuts both alike."""
 
-    def __init__(self, hidden: int, ffn: int, dtype: jnp.dtype, bias: bool) -> None:
-        self.weight = param(
-            (ffn, 2, hidden), ("ffn", None, "embed"), dtype, parts=self._parts("weight", ffn, (hidden,))
-        )
+    def __init__(self, config: ModelConfig, ffn: int, dtype: jnp.dtype) -> None:
+        self.packed = config.packed_projections
+        model = config.hidden_size
+        self.weight = param((ffn, 2, model), ("ffn", None, "embed"), dtype, parts=self._parts("weight", ffn, (model,)))
         bias_parts = self._parts("bias", ffn, ())
-        self.bias = param((ffn, 2), ("ffn", None), dtype, "zeros", bias_parts) if bias else None
+        self.bias = param((ffn, 2), ("ffn", None), dtype, "zeros", bias_parts) if config.mlp_bias else None
 
     def _parts(self, kind: str, ffn: int, tail: tuple[int, ...]) -> tuple[Part, ...]:
-        zeros = tuple(0 for _ in tail)
-        names = enumerate(("gate_proj", "up_proj"))
-        return tuple(Part(f"{name}.{kind}", (ffn, *tail), (ffn, 1, *tail), (0, i, *zeros)) for i, name in names)
+        parts = []
+        for i, name in enumerate(("gate_proj", "up_proj")):
+            view, start = (ffn, 1, *tail), (0, i, *(0 for _ in tail))
+            if self.packed:
+                rows = (i * ffn, (i + 1) * ffn)
+                parts.append(Part(f"gate_up_proj.{kind}", (2 * ffn, *tail), view, start, rows))
+            else:
+                parts.append(Part(f"{name}.{kind}", (ffn, *tail), view, start))
+        return tuple(parts)
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> tuple[jax.Array, jax.Array]:
         """[T, D] -> gate and up, each [T, F]."""
@@ -172,15 +206,14 @@ class GateUpProj(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x), up(x)))."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, ffn: int | None = None) -> None:
         ffn = ffn or config.intermediate_size
-        self.activation = config.activation
-        self.gate_up_proj = GateUpProj(config.hidden_size, ffn, dtype, config.mlp_bias)
+        self.activation = GatedActivation(config.activation, config.activation_limit)
+        self.gate_up_proj = GateUpProj(config, ffn, dtype)
         self.down_proj = Linear((config.hidden_size, ffn), ("embed", "ffn"), dtype, bias=config.mlp_bias)
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
         """[T, D] -> [T, D]."""
-        gate, up = self.gate_up_proj(x, linear)
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up, linear)
+        return self.down_proj(self.activation(*self.gate_up_proj(x, linear)), linear)

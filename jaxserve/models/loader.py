@@ -19,10 +19,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jaxserve.models.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.checkpoint import Checkpoint, Shapes, open_checkpoint
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.hf_config import read_config
+from jaxserve.models.quantization import Block, check_scale, decode_fp8, decode_mxfp4, stored_tensors
 from jaxserve.models.registry import model_class
 from jaxserve.models.safetensors_file import open_tensor
 from jaxserve.models.sharding import param_sharding
@@ -31,8 +32,8 @@ from jaxserve.models.weights import ParamSpec, Part, param_specs
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
 LoadFormat = Literal["auto", "safetensors", "random"]
 
-# buffers that older exports saved; they are computed here
-IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.attn\.(masked_)?bias$"))
+# buffers that older exports saved and are computed here; scales of quantized activations and KV caches
+IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_scale$"))
 RANDOM_STDDEV = 0.02
 
 
@@ -125,34 +126,47 @@ def _read_leaves(
     structure: ModelStructure, shardings: list[Sharding], checkpoint: Checkpoint, progress: Progress | None
 ) -> tuple[tuple[jax.Array, ...], int]:
     check_complete(structure, checkpoint)
-    total = sum(checkpoint.tensors[part.name].num_bytes for spec in structure.specs for part in spec.parts)
-    done = 0
-    leaves = []
-    for spec, sharding in zip(structure.specs, shardings, strict=True):
-        leaves.append(_read_leaf(spec, sharding, checkpoint))
-        done += sum(checkpoint.tensors[part.name].num_bytes for part in spec.parts)
+    block = structure.config.weight_block
+    sizes = [_stored_bytes(spec, checkpoint, block) for spec in structure.specs]
+    leaves, done = [], 0
+    for spec, sharding, size in zip(structure.specs, shardings, sizes, strict=True):
+        leaves.append(_read_leaf(spec, sharding, checkpoint, block))
+        done += size
         if progress is not None:
-            progress(done, total)
+            progress(done, sum(sizes))
     return tuple(leaves), done
+
+
+def _stored_bytes(spec: ParamSpec, checkpoint: Checkpoint, block: Block | None) -> int:
+    names = {name for part in spec.parts for name in stored_tensors(part, checkpoint.tensors, block)}
+    return sum(checkpoint.tensors[name].num_bytes for name in names)
 
 
 def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     """Raises one ModelLoadError that names every tensor that is unknown, missing, duplicate or misshapen."""
-    expected = {part.name: part.shape for spec in structure.specs for part in spec.parts}
-    tied_head = (re.compile(r"^lm_head\.weight$"),) if structure.config.tie_word_embeddings else ()
-    misfits = checkpoint.misfits(expected, (*IGNORED, *tied_head))
-    misfits.raise_if_any(checkpoint.directory, structure.config.architecture)
+    config = structure.config
+    expected: dict[str, Shapes] = {}
+    for spec in structure.specs:
+        for part in spec.parts:
+            expected |= stored_tensors(part, checkpoint.tensors, config.weight_block)
+    ignored = [*IGNORED, *(re.compile(pattern) for pattern in config.ignored_tensors)]
+    if config.tie_word_embeddings:
+        ignored.append(re.compile(r"^lm_head\.weight$"))
+    misfits = checkpoint.misfits(expected, ignored)
+    misfits.raise_if_any(checkpoint.directory, config.architecture)
 
 
-def _read_leaf(spec: ParamSpec, sharding: Sharding, checkpoint: Checkpoint) -> jax.Array:
+def _read_leaf(spec: ParamSpec, sharding: Sharding, checkpoint: Checkpoint, block: Block | None) -> jax.Array:
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        return read_region(spec, index, checkpoint)
+        return read_region(spec, index, checkpoint, block)
 
     return jax.make_array_from_callback(spec.shape, sharding, read, dtype=spec.dtype)
 
 
-def read_region(spec: ParamSpec, index: tuple[slice, ...], checkpoint: Checkpoint) -> np.ndarray:
+def read_region(
+    spec: ParamSpec, index: tuple[slice, ...], checkpoint: Checkpoint, block: Block | None = None
+) -> np.ndarray:
     """The rectangle `index` of a parameter, in its dtype, from the parts that touch it."""
     bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
     out = np.empty([b - a for a, b in bounds], spec.dtype)
@@ -161,7 +175,7 @@ def read_region(spec: ParamSpec, index: tuple[slice, ...], checkpoint: Checkpoin
         if all(a < b for a, b in overlap):
             target = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(overlap, bounds, strict=True))
             source = tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, part.start, strict=True))
-            out[target] = part_view(part, checkpoint)[source]
+            out[target] = _read_part(part, source, checkpoint, block)
     return out
 
 
@@ -170,14 +184,19 @@ def _overlaps(bounds: list[tuple[int, int]], part: Part) -> Iterator[tuple[int, 
         yield max(a, start), min(b, start + size)
 
 
-def part_view(part: Part, checkpoint: Checkpoint) -> np.ndarray:
-    """A part's tensor in the form of its rectangle; a view of the file where the layout allows it."""
-    tensor = open_tensor(checkpoint.tensors[part.name])
-    if part.rows is not None:
-        tensor = tensor[slice(*part.rows)]
+def _read_part(part: Part, region: tuple[slice, ...], checkpoint: Checkpoint, block: Block | None) -> np.ndarray:
+    """The rectangle `region` of a part's view: of the file itself, where nothing is to be decoded."""
+    names = tuple(stored_tensors(part, checkpoint.tensors, block))
+    stored = [open_tensor(checkpoint.tensors[name]) for name in names]
+    if len(names) == 2:
+        check_scale(names[1], stored[1])
+        if part.mxfp4:
+            return decode_mxfp4(stored[0], stored[1], part, region)
+        return decode_fp8(stored[0], stored[1].astype(np.float32), block, part, region)
+    tensor = stored[0] if part.rows is None else stored[0][slice(*part.rows)]
     if part.transpose is not None:
         tensor = tensor.transpose(part.transpose)
-    return tensor.reshape(part.view)
+    return tensor.reshape(part.view)[region]
 
 
 # --- random ----------------------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxserve.models.config import AttentionLayer, ModelConfig
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.layers import MLP, Attention
 
 
 class Qwen3ForCausalLM(CausalLM):
     """The config has `qk_norm="head"`."""
 
     @classmethod
-    def make_layer(cls, config: ModelConfig, spec: AttentionLayer, dtype: jnp.dtype) -> Layer:
-        return PreNormLayer(config, spec, dtype)
+    def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
+        return PreNormLayer(config, dtype, Attention(config, dtype), MLP(config, dtype))

@@ -6,15 +6,34 @@ from types import MappingProxyType
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.decoder import CausalLM
+from jaxserve.models.deepseek_v3 import DeepseekV3ForCausalLM
+from jaxserve.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
+from jaxserve.models.gpt_oss import GptOssForCausalLM
 from jaxserve.models.llama import LlamaForCausalLM
+from jaxserve.models.mistral import MistralForCausalLM
+from jaxserve.models.mixtral import MixtralForCausalLM
+from jaxserve.models.olmo2 import Olmo2ForCausalLM
+from jaxserve.models.phi3 import Phi3ForCausalLM
 from jaxserve.models.qwen2 import Qwen2ForCausalLM
 from jaxserve.models.qwen3 import Qwen3ForCausalLM
+from jaxserve.models.qwen3_moe import Qwen3MoeForCausalLM
+from jaxserve.models.smollm3 import SmolLM3ForCausalLM
 
 ARCHITECTURES: MappingProxyType[str, type[CausalLM]] = MappingProxyType(
     {
+        "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
+        "Gemma2ForCausalLM": Gemma2ForCausalLM,
+        "Gemma3ForCausalLM": Gemma3ForCausalLM,
+        "GptOssForCausalLM": GptOssForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
+        "MistralForCausalLM": MistralForCausalLM,
+        "MixtralForCausalLM": MixtralForCausalLM,
+        "Olmo2ForCausalLM": Olmo2ForCausalLM,
+        "Phi3ForCausalLM": Phi3ForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
+        "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+        "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
     }
 )
 

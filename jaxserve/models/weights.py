@@ -12,6 +12,7 @@ reshaped to `view` and fills the rectangle [start, start + view) of the paramete
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Part:
 
     name: relative to the module two levels above the parameter ("q_proj.weight" for "...self_attn.qkv_proj.weight").
     shape: in the checkpoint. rows: only these of its first axis. transpose: axes, applied before `view`.
+    mxfp4: the checkpoint has `name`_blocks and `name`_scales, which decode to `shape` (see quantization).
     """
 
     name: str
@@ -38,6 +40,7 @@ class Part:
     start: tuple[int, ...]
     rows: tuple[int, int] | None = None
     transpose: tuple[int, ...] | None = None
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,4 +78,4 @@ def param_specs(state: nnx.State) -> Iterator[ParamSpec]:
 
 def _with_scope(part: Part, scope: tuple[str, ...]) -> Part:
     name = ".".join((*scope, part.name))
-    return Part(name, part.shape, part.view, part.start, part.rows, part.transpose)
+    return dataclasses.replace(part, name=name)

@@ -1,0 +1,50 @@
+"""Mixtral (https://arxiv.org/abs/2401.04088): Mistral's attention, every MLP a mixture of experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import CausalLM, Layer
+from jaxserve.models.layers import AttendFn, Attention, Cache, LinearFn, RMSNorm, RopeTable
+from jaxserve.models.moe import Experts, Router
+
+
+class MixtralMoE(nnx.Module):
+    """The checkpoint's `block_sparse_moe`: w1 is gate, w3 up, w2 down."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        assert config.moe is not None
+        self.gate = Router(config, config.moe, dtype)
+        self.experts = Experts(config, config.moe, dtype, names=("w1", "w3", "w2"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, D] -> [T, D]."""
+        return self.experts(x, *self.gate(x))
+
+
+class MixtralLayer(Layer):
+    """A pre-norm layer whose feed-forward is called block_sparse_moe."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config, dtype)
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype)
+        self.block_sparse_moe = MixtralMoE(config, dtype)
+
+    def __call__(
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+    ) -> tuple[jax.Array, Cache]:
+        out, cache = self.self_attn(self.input_layernorm(x), rope, cache, attend, linear)
+        x = x + out
+        return x + self.block_sparse_moe(self.post_attention_layernorm(x)), cache
+
+
+class MixtralForCausalLM(CausalLM):
+    """Softmax router, the chosen weights divided by their sum."""
+
+    @classmethod
+    def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
+        return MixtralLayer(config, dtype)

@@ -1,0 +1,177 @@
+"""Mixture-of-experts feed-forward: router, experts, shared expert. The grouped products are ops/moe's.
+
+Scores, choice and weights are float32 whatever the model's dtype: a near tie decided otherwise changes the expert.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.config import ModelConfig, MoEConfig
+from jaxserve.models.layers import MLP, GatedActivation, LinearFn
+from jaxserve.models.weights import Part, param
+from jaxserve.ops.moe import Experts as ExpertWeights
+from jaxserve.ops.moe import moe
+
+EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+class Router(nnx.Module):
+    """weight [E, D]; what else it has follows from the config's router."""
+
+    def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
+        count = moe_config.num_experts
+        self.moe = moe_config
+        self.weight = param((count, config.hidden_size), (None, "embed"), dtype)
+        self.bias = param((count,), (None,), dtype, "zeros") if moe_config.router_bias else None
+        sigmoid = moe_config.router == "sigmoid"
+        self.e_score_correction_bias = param((count,), (None,), jnp.dtype(jnp.float32), "zeros") if sigmoid else None
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [T, D] -> (int32 expert ids [T, K], float32 weights [T, K])."""
+        weight = self.weight[...].astype(jnp.float32)
+        scores = jax.lax.dot_general(x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())))
+        if self.bias is not None:
+            scores = scores + self.bias[...].astype(jnp.float32)[None, :]
+        if self.e_score_correction_bias is not None:
+            return route_sigmoid(scores, self.e_score_correction_bias[...], self.moe)
+        return route_softmax(scores, self.moe)
+
+
+def route_softmax(scores: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    """Scores [T, E] -> ids and weights [T, K]; see MoEConfig.router."""
+    if config.router == "topk_softmax":
+        top, ids = jax.lax.top_k(scores, config.experts_per_token)
+        return ids, jax.nn.softmax(top, axis=-1)
+    weights, ids = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts_per_token)
+    return ids, weights / weights.sum(axis=-1, keepdims=True) if config.normalize else weights
+
+
+def route_sigmoid(scores: jax.Array, correction: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
+    """DeepSeek-V3 (https://arxiv.org/abs/2412.19437, 2.1.2): the correction steers the choice, not the weight."""
+    gates = jax.nn.sigmoid(scores)
+    choice = _within_best_groups(gates + correction[None, :], config)
+    _, ids = jax.lax.top_k(choice, config.experts_per_token)
+    weights = jnp.take_along_axis(gates, ids, axis=-1)
+    if config.normalize:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * config.scale
+
+
+def _within_best_groups(choice: jax.Array, config: MoEConfig) -> jax.Array:
+    """choice [T, E] with the experts outside the best groups at -inf."""
+    if config.num_groups == 1:
+        return choice
+    groups = choice.reshape(choice.shape[0], config.num_groups, -1)
+    merit = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
+    _, best = jax.lax.top_k(merit, config.topk_groups)
+    kept = jax.nn.one_hot(best, config.num_groups, dtype=jnp.bool_).any(axis=1)
+    return jnp.where(kept[:, :, None], groups, -jnp.inf).reshape(choice.shape)
+
+
+class ExpertProj(nnx.Module):
+    """One projection of all experts: weight, and bias where the family has one."""
+
+    def __init__(self, weight: nnx.Param, bias: nnx.Param | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+
+class Experts(nnx.Module):
+    """gate_up_proj [E, F, 2, D] and down_proj [E, D, F], from one tensor an expert or from packed ones."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe_config: MoEConfig,
+        dtype: jnp.dtype,
+        names: tuple[str, str, str] = EXPERT_NAMES,
+    ) -> None:
+        count, ffn, model = moe_config.num_experts, moe_config.ffn, config.hidden_size
+        self.activation = GatedActivation(config.activation, config.activation_limit)
+        packed = config.packed_experts
+        biased = packed != "none"
+        if packed == "none":
+            gate_up, down = _gate_up_parts(count, ffn, model, names), _down_parts(count, ffn, model, names[2])
+        else:
+            gate_up, down = _packed_gate_up(count, ffn, model, packed), _packed_down(count, ffn, model, packed)
+        self.gate_up_proj = ExpertProj(
+            param((count, ffn, 2, model), ("expert", "ffn", None, "embed"), dtype, parts=gate_up),
+            _packed_bias("gate_up_proj_bias", (count, 2 * ffn), (count, ffn, 2), ("expert", "ffn", None), dtype)
+            if biased
+            else None,
+        )
+        self.down_proj = ExpertProj(
+            param((count, model, ffn), ("expert", "embed", "ffn"), dtype, parts=down),
+            _packed_bias("down_proj_bias", (count, model), (count, model), ("expert", "embed"), dtype)
+            if biased
+            else None,
+        )
+
+    def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        """x [T, D], ids and weights [T, K] -> [T, D]."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        experts = ExpertWeights(
+            gate_up.weight[...],
+            down.weight[...],
+            None if gate_up.bias is None else gate_up.bias[...],
+            None if down.bias is None else down.bias[...],
+        )
+        return moe(x, ids, weights, experts, self.activation)
+
+
+def _gate_up_parts(count: int, ffn: int, model: int, names: tuple[str, str, str]) -> tuple[Part, ...]:
+    return tuple(
+        Part(f"{expert}.{name}.weight", (ffn, model), (1, ffn, 1, model), (expert, 0, i, 0))
+        for expert in range(count)
+        for i, name in enumerate(names[:2])
+    )
+
+
+def _down_parts(count: int, ffn: int, model: int, name: str) -> tuple[Part, ...]:
+    shape = (model, ffn)
+    return tuple(Part(f"{e}.{name}.weight", shape, (1, *shape), (e, 0, 0)) for e in range(count))
+
+
+def _packed_gate_up(count: int, ffn: int, model: int, form: str) -> tuple[Part, ...]:
+    """gpt-oss: gate and up of a unit are neighbours. MXFP4 keeps [E, 2F, D], bfloat16 exports [E, D, 2F]."""
+    view, start = (count, ffn, 2, model), (0, 0, 0, 0)
+    if form == "mxfp4":
+        return (Part("gate_up_proj", (count, 2 * ffn, model), view, start, mxfp4=True),)
+    return (Part("gate_up_proj", (count, model, 2 * ffn), view, start, transpose=(0, 2, 1)),)
+
+
+def _packed_down(count: int, ffn: int, model: int, form: str) -> tuple[Part, ...]:
+    view, start = (count, model, ffn), (0, 0, 0)
+    if form == "mxfp4":
+        return (Part("down_proj", view, view, start, mxfp4=True),)
+    return (Part("down_proj", (count, ffn, model), view, start, transpose=(0, 2, 1)),)
+
+
+def _packed_bias(
+    name: str, shape: tuple[int, ...], view: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype
+) -> nnx.Param:
+    return param(view, axes, dtype, "zeros", (Part(name, shape, view, (0,) * len(view)),))
+
+
+class MoEBlock(nnx.Module):
+    """x -> sum of the chosen experts, plus the shared expert where there is one. Named as in most checkpoints."""
+
+    def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
+        self.gate = Router(config, moe_config, dtype)
+        self.experts = Experts(config, moe_config, dtype)
+        self.shared_experts = MLP(config, dtype, moe_config.shared_ffn) if moe_config.shared_ffn else None
+
+    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
+        """[T, D] -> [T, D]."""
+        out = self.experts(x, *self.gate(x))
+        return out if self.shared_experts is None else out + self.shared_experts(x, linear)
+
+
+def feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype) -> MLP | MoEBlock:
+    """The experts of a sparse layer, the dense MLP of another."""
+    if config.moe is not None and config.moe.sparse_layers[index]:
+        return MoEBlock(config, config.moe, dtype)
+    return MLP(config, dtype)
