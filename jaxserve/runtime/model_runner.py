@@ -52,6 +52,7 @@ class ModelRunner:
     steps                              the step functions, plain and not jitted: see `programs.StepPrograms`
     leaves, caches, state, hidden      the live device arrays; the programs donate the last three
     compile_seconds                    of all programs
+    num_dispatches                     programs started so far
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ModelRunner:
         self._allocate()
         self._prompts: dict[int, list[int]] = {}  # slot -> prompt, where its log-probabilities are asked for
         self._unsampled: DeviceStep | None = None
+        self.num_dispatches = 0  # programs started so far
         self.compile_seconds = time.perf_counter() - started
         self._counter = CompileCounter()
 
@@ -223,6 +225,7 @@ class ModelRunner:
                 self._prompts[init.slot] = init.token_ids[: init.num_prompt_tokens]
 
     def _update_state(self, program: str, packed: np.ndarray) -> None:
+        self.num_dispatches += 1
         self.state = self.compiled[program](self.state, packed)
 
     def _page_updates(self, rows: Sequence[ScheduledRow], room: int) -> PageUpdates:
@@ -238,6 +241,7 @@ class ModelRunner:
         updates = self._page_updates(rows, bucket)
         packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs)
         program = self._by_size["decode"][bucket]
+        self.num_dispatches += 1
         self.caches, self.state, sampled = program(self.leaves, self.caches, self.state, packed)
         return DeviceStep(len(rows), range(len(rows)), sampled, want_logprobs)
 
@@ -250,6 +254,7 @@ class ModelRunner:
             rows, updates, bucket, row_bucket, self._programs.extend_updates(bucket), self.config.max_num_seqs
         )
         program = self._by_size["extend"][bucket]
+        self.num_dispatches += 1
         arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
         self.caches, self.state, self.hidden = arrays
         return self._run_head(rows, masked)
@@ -285,6 +290,7 @@ class ModelRunner:
             mask = np.zeros((bucket, self._programs.shapes.mask_words), np.int32)
             mask[: len(bitmask)] = bitmask
         program = self._by_size["head_sample"][bucket]
+        self.num_dispatches += 1
         self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask)
         return sampled
 
@@ -307,6 +313,7 @@ class ModelRunner:
         packed = np.zeros((2, PROMPT_CHUNK), np.int32)
         packed[0, : len(targets)] = range(first, first + len(targets))
         packed[1, : len(targets)] = targets
+        self.num_dispatches += 1
         return self.compiled["prompt_logprobs"](self.leaves, self.hidden, packed), len(targets)
 
     # --- pages and weights
