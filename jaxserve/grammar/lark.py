@@ -78,7 +78,7 @@ class LarkWriter:
 
 def _regex_escape(text: str) -> str:
     """For a regex between slashes."""
-    return re.sub(r"([^\w\s])", r"\\\1", text).replace("\n", "\\n")
+    return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")
 
 
 def one_of(options: Sequence[str]) -> str:

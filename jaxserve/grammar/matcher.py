@@ -101,7 +101,7 @@ class GrammarMatcher:
         tokens = self._tokens[:kept]
         self.ll.reset()
         self._tokens, self._num_free, self._tail, self._state = [], 0, b"", self._first_state()
-        return all([self.accept(token) for token in tokens])
+        return all(self.accept(token) for token in tokens)
 
     def _look_for_marker(self, token_id: int) -> None:
         """By bytes, since a model may write the marker in other tokens than the tokenizer would."""

@@ -6,8 +6,9 @@ Owns limits on the source and the bounds on white space. Whether the grammar can
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
@@ -15,12 +16,15 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 4096
 # a run of white space between JSON tokens: room for pretty printing, none for endless blanks
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-JSON_OPTIONS: dict[str, Any] = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
 
 
 def translate(spec: GrammarSpec) -> str:
@@ -80,9 +84,11 @@ def loads(source: str, what: str) -> Any:
 
 
 def _json_schema(source: str) -> str:
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        _checked_schema(loads(source, "the schema")), overrides=JSON_OPTIONS
-    )
+    text = json.dumps(_checked_schema(loads(source, "the schema")))
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+    except ValueError as error:
+        raise InvalidSchemaError(f"the schema cannot be read: {error}", param="response_format") from error
 
 
 def _json_object(source: str) -> str:
@@ -97,7 +103,7 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
     for part, depth in _walk(schema):
         if depth > MAX_SCHEMA_DEPTH:
             raise InvalidSchemaError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH}", param="response_format")
-        _refuse(part)
+        _refuse(part, old_draft=depth > 0 and not re.search("2019-09|2020-12", str(schema.get("$schema"))))
     return schema
 
 
@@ -113,11 +119,14 @@ def _walk(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
             stack += [(value, depth + 1) for value in node]
 
 
-def _refuse(part: dict[str, Any]) -> None:
-    """A schema may not switch off what this module promises."""
+def _refuse(part: dict[str, Any], *, old_draft: bool) -> None:
+    """What llguidance would take and not hold to, or not as every reader of the schema does."""
     options = part.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient"):
         raise InvalidSchemaError("x-guidance.lenient is not allowed", param="response_format")
+    if old_draft and isinstance(part.get("$ref"), str) and isinstance(part.get("$id"), str):
+        message = "$id beside $ref: drafts differ in what the reference means, write it out"
+        raise InvalidSchemaError(message, param="response_format")
 
 
 def _regex(source: str) -> str:

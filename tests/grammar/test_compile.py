@@ -106,7 +106,8 @@ def hostile() -> list[GrammarSpec]:
     texts += [("json_schema", deep('{"properties":{"a":', "{}", "}}", depth)) for depth in (31, 500)]
     texts += [("json_schema", '{"pattern": "\\ud800"}'), ("json_schema", '{"a": "\\u12"}')]
     patterns = ["(a+)+b", "(" * 30_000, deep("(", "a", ")", 5000), "(a{0,1000}){0,1000}", "((a{0,100}){0,100}){0,100}",
-                "x{1,100000}", ".*.*.*.*.*.*a.{300}", "(.{1,500}){1,500}x", "[" * 1000, "(a|aa|aaa)*" * 200, "\\", "(?i)" * 500]  # fmt: skip
+                "x{1,100000}", ".*.*.*.*.*.*a.{300}", "(.{1,500}){1,500}x", "[" * 1000, "(a|aa|aaa)*" * 200, "\\",
+                "(?i)" * 500]  # fmt: skip
     texts += [("regex", pattern) for pattern in patterns]
     rules = "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(300))
     texts += [

@@ -123,8 +123,8 @@ def test_an_error_stays_with_its_request(factory: MatcherFactory, tokenizer: Tok
 
 
 def test_rows_in_parallel_equal_rows_alone(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
-    specs = [OBJECT, GrammarSpec(kind="regex", source="[ab]{3}"), choice_spec(["true", "12"]),
-             GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=tuple(tokenizer.encode("</think>")))]  # fmt: skip
+    after = GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=tuple(tokenizer.encode("</think>")))
+    specs = [OBJECT, GrammarSpec(kind="regex", source="[ab]{3}"), choice_spec(["true", "12"]), after]
     matchers = [factory(specs[i % 4]) for i in range(12)]
     rng, filler = random.Random(0), BitmaskFiller(2)
     for _ in range(6):

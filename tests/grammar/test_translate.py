@@ -22,6 +22,7 @@ def nested(depth: int) -> str:
     ("json_schema", '{"x-guidance": {"lenient": true}}', "lenient"),
     ("json_schema", '{"items": [{"x-guidance": {"lenient": 1}}]}', "lenient"),
     ("json_schema", " " * (MAX_SOURCE_BYTES + 1), "larger than"),
+    ("json_schema", '{"items": {"$ref": "#/a", "$id": "x"}, "a": {}}', "drafts differ"),
     ("choice", "[]", "choices"),
     ("choice", "[1]", "must be a text"),
     ("choice", '"a"', "choices"),

@@ -1,0 +1,338 @@
+"""Grammars that make a model call tools, in the format that its family writes and text/tools/ reads.
+
+required (and a named tool): the output is nothing but calls. auto: free text in which a call, once begun, must name a
+tool of the request and match its schema.
+
+A custom tool is written as a function with one text "input"; its regex holds inside the JSON text. A Lark grammar
+cannot hold inside JSON text: it is enforced where the tool is forced alone, and the output is then the input itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+from jaxserve.engine.request import GrammarSpec
+from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.lark import LarkWriter, one_of
+from jaxserve.grammar.translate import closed
+
+MAX_CALLS = 64  # in one output
+ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTool:
+    """A tool as the grammar sees it.
+
+    schema: of the parameters of a function; None takes any object
+    strict: OpenAI's: the schema is enforced also in auto mode, and objects are closed
+    custom: a custom tool; its input is any text, or matches `regex`, or `lark`
+    """
+
+    name: str
+    schema: Mapping[str, Any] | None = None
+    strict: bool = False
+    custom: bool = False
+    regex: str | None = None
+    lark: str | None = None
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        if self.custom:
+            text = {"type": "string"} if self.regex is None else {"type": "string", "pattern": f"^({self.regex})$"}
+            return {
+                "type": "object",
+                "properties": {"input": text},
+                "required": ["input"],
+                "additionalProperties": False,
+            }
+        schema = dict(self.schema) if self.schema else ANY_ARGUMENTS
+        schema = {**schema, "type": "object"}
+        return closed(schema) if self.strict else schema
+
+
+class CallWriter(Protocol):
+    """One call as a Lark expression; the first `skip` characters of its text have been read already."""
+
+    def __call__(self, writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How a family writes calls.
+
+    open, separator, close: around the calls and between them, all texts
+    trigger: the text that begins the calls in free text, and with which open or call begins; "": they begin the output
+    single: the family writes one call in an output
+    """
+
+    call: CallWriter
+    open: str = ""
+    separator: str = "\n"
+    close: str = ""
+    trigger: str = ""
+    single: bool = False
+
+
+def tool_grammar(
+    family: str | None,
+    tools: Sequence[GrammarTool],
+    *,
+    required: bool,
+    parallel: bool = True,
+    restrict: bool = False,
+    template: str = "",
+    special_tokens: Mapping[str, int] | None = None,
+) -> GrammarSpec | None:
+    """The grammar of a request's tool choice; None if nothing needs to be enforced.
+
+    family: of text/tools (None: calls as plain JSON, read by the "json" family)
+    required: at least one call and nothing else; else auto
+    parallel: more than one call is allowed
+    restrict: enforce names and schemas in auto mode too; otherwise strict and custom tools with a format are enforced
+    template: the chat template's text, for families that have several formats
+    special_tokens: text to id of the tokenizer's special tokens
+    Raises InvalidSchemaError (param tools).
+    """
+    if not tools:
+        raise InvalidSchemaError("there are no tools to call", param="tools")
+    bound = restrict or not parallel or any(tool.strict or tool.regex or tool.lark for tool in tools)
+    if not required and not bound:
+        return None
+    if any(tool.lark is not None for tool in tools):
+        return _lark_tool(tools, required)
+    style = _style(family, template)
+    builder = _Builder(LarkWriter(special_tokens or {}), style, tools, parallel and not style.single)
+    start = builder.required() if required else builder.auto()
+    if family == "harmony":
+        start = _harmony_frame(builder.writer, start, required)
+    return GrammarSpec(kind="lark", source=builder.writer.finish(start))
+
+
+def _lark_tool(tools: Sequence[GrammarTool], required: bool) -> GrammarSpec:
+    (tool, *others) = tools
+    if others or not required or tool.lark is None:
+        raise InvalidSchemaError(
+            "a custom tool with a lark grammar can be enforced only where tool_choice names it alone; use a regex, or "
+            "name the tool",
+            param="tools",
+        )
+    return GrammarSpec(kind="lark", source=tool.lark)
+
+
+def is_raw_input(tools: Sequence[GrammarTool], *, required: bool) -> bool:
+    """The output is the input of the only tool itself, with no call written around it."""
+    return required and len(tools) == 1 and tools[0].lark is not None
+
+
+@dataclass
+class _Builder:
+    writer: LarkWriter
+    style: _Format
+    tools: Sequence[GrammarTool]
+    parallel: bool
+
+    def required(self) -> str:
+        """Calls, perhaps after the line breaks that follow a closed reasoning."""
+        return f"(/[ \\n]{{1,2}}/)? {self._calls(0)}"
+
+    def auto(self) -> str:
+        """Free text, perhaps with calls; the text before them ends with their first characters, the trigger."""
+        trigger = self.style.trigger
+        if not trigger:
+            return f"{self._calls(0)} | {self.writer.rule(_NO_CALL, terminal=True)}"
+        tail = self.writer.text_without([trigger])
+        return f"{self.writer.text_until(trigger)} {self._calls(len(trigger))} {tail} | {tail}"
+
+    def _calls(self, skip: int) -> str:
+        style, writer = self.style, self.writer
+        first = self._any_call(0 if style.open else skip)
+        more = ""
+        if self.parallel:
+            again = self._any_call(0) if skip and not style.open else first
+            more = f"({writer.literal(style.separator)} {again}){{0,{MAX_CALLS - 1}}}"
+        return writer.rule(f"{writer.literal(style.open[skip:])} {first} {more} {writer.literal(style.close)}")
+
+    def _any_call(self, skip: int) -> str:
+        return self.writer.rule(one_of([self.style.call(self.writer, tool, skip) for tool in self.tools]))
+
+
+_NO_CALL = r"/([^\s{\[<](.|\n)*)?/"  # an answer that cannot be taken for a call
+
+
+def _harmony_frame(writer: LarkWriter, calls: str, required: bool) -> str:
+    """Reasoning may come first; in auto mode an answer may come instead of the call."""
+    analysis = f"{writer.literal('<|channel|>analysis<|message|>')} {writer.text_until('<|end|>')}"
+    first = writer.rule(f"{analysis} {writer.literal('<|start|>assistant')}")
+    final = writer.rule(f"{writer.literal('<|channel|>final<|message|>')} {writer.text()}")
+    return f"{first}? {calls if required else one_of([calls, final])}"
+
+
+def _style(family: str | None, template: str) -> _Format:
+    name = family or "json"
+    if name == "mistral" and "[ARGS]" in template:
+        name = "mistral_named"
+    if name == "deepseek_v3" and "```json" in template:
+        name = "deepseek_fenced"
+    if name not in _FORMATS:
+        raise InvalidSchemaError(f"calls of the family {name!r} cannot be enforced", param="tool_choice")
+    return _FORMATS[name]
+
+
+def _around(writer: LarkWriter, before: str, middle: str, after: str) -> str:
+    return writer.rule(f"{writer.literal(before)} {middle} {writer.literal(after)}")
+
+
+def _json_call(arguments: str, before: str = "", after: str = "") -> CallWriter:
+    """{"name": "f", ARGUMENTS: {...}} between two texts."""
+
+    def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
+        head = f'{before}{{"name": {json.dumps(tool.name)}, "{arguments}": '
+        return _around(writer, head[skip:], writer.schema(tool.arguments_schema), "}" + after)
+
+    return call
+
+
+def _named_call(before: str, after: str = "") -> CallWriter:
+    """The name and the JSON arguments, with NAME in `before`."""
+
+    def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
+        head = before.replace("NAME", tool.name)[skip:]
+        return _around(writer, head, writer.schema(tool.arguments_schema), after)
+
+    return call
+
+
+def _kimi_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
+    head = writer.literal(f"<|tool_call_begin|>functions.{tool.name}:"[skip:])
+    arguments = writer.literal("<|tool_call_argument_begin|>")
+    schema, end = writer.schema(tool.arguments_schema), writer.literal("<|tool_call_end|>")
+    return writer.rule(f"{head} /[0-9]{{1,3}}/ {arguments} {schema} {end}")
+
+
+def _properties(tool: GrammarTool) -> list[tuple[str, Any, bool]]:
+    """(name, schema, required) of the parameters; for formats that write them one by one."""
+    schema = tool.arguments_schema
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return []
+    required = schema.get("required") or []
+    return [(name, _standing_alone(part, schema), name in required) for name, part in properties.items()]
+
+
+def _standing_alone(part: Any, schema: Mapping[str, Any]) -> Any:
+    """References of a parameter's schema into the whole one keep their targets."""
+    if not isinstance(part, dict):
+        return part
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema} | part
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "string"
+
+
+def _parameter(writer: LarkWriter, before: str, schema: Any, after: str) -> str:
+    """One parameter: strings are written without quotes, anything else as JSON."""
+    if not _is_text(schema):
+        return _around(writer, before, writer.schema(schema), after)
+    if isinstance(schema.get("enum"), list):
+        values = [writer.literal(value) for value in schema["enum"] if isinstance(value, str) and value]
+        return _around(writer, before, one_of(values), after)
+    if {"const", "pattern", "format", "minLength", "maxLength"} & set(schema):
+        raise InvalidSchemaError(
+            "a text parameter with a pattern, format or length cannot be enforced in this model's format of calls",
+            param="tools",
+        )
+    return writer.rule(f"{writer.literal(before)} {writer.text_until(after)}")
+
+
+def _tagged_call(head: str, before: str, after: str, tail: str) -> CallWriter:
+    """Parameters one by one between tags, with NAME, KEY and TEXT (is it a string?) in the texts."""
+
+    def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
+        parts = [writer.literal(head.replace("NAME", tool.name)[skip:])]
+        for name, schema, required in _properties(tool):
+            opening = before.replace("KEY", name).replace("TEXT", json.dumps(_is_text(schema)))
+            parameter = _parameter(writer, opening, schema, after)
+            parts.append(parameter if required else f"{parameter}?")
+        return writer.rule(" ".join([*parts, writer.literal(tail)]))
+
+    return call
+
+
+def _python_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
+    """f(a=1, b="x"), the parameters in the schema's order."""
+    parameters = _properties(tool)
+    comma, empty = '", "', '""'
+    values = [
+        writer.rule(f"{writer.literal(name + '=')} {_python_value(writer, part)}") for name, part, _ in parameters
+    ]
+
+    @cache
+    def rest(index: int, separator: str) -> str:
+        if index == len(parameters):
+            return ""
+        written = f"{separator} {values[index]} {rest(index + 1, comma)}"
+        if parameters[index][2]:
+            return writer.rule(written)
+        return writer.rule(f"{written} | {rest(index + 1, separator) or empty}")
+
+    return _around(writer, f"{tool.name}(", rest(0, ""), ")")
+
+
+def _python_value(writer: LarkWriter, schema: Any) -> str:
+    if isinstance(schema, dict) and schema.get("type") == "boolean":
+        return '("True" | "False")'
+    return writer.schema(schema)
+
+
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL_BEGIN, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_FENCED = _named_call(f"{_CALL_BEGIN}function{_SEPARATOR}NAME\n```json\n", f"\n```{_CALL_END}")
+_KIMI_BEGIN, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+_FORMATS: dict[str, _Format] = {
+    "hermes": _Format(_json_call("arguments", "<tool_call>\n", "\n</tool_call>"), trigger="<tool_call>"),
+    "qwen3_coder": _Format(
+        _tagged_call(
+            "<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"
+        ),
+        trigger="<tool_call>",
+    ),
+    "llama3_json": _Format(_json_call("parameters"), separator="; "),
+    "json": _Format(_json_call("parameters"), "[", ", ", "]"),
+    "mistral": _Format(_json_call("arguments"), "[TOOL_CALLS][", ", ", "]", "[TOOL_CALLS]"),
+    "mistral_named": _Format(_named_call("[TOOL_CALLS]NAME[ARGS]"), separator="", trigger="[TOOL_CALLS]"),
+    "deepseek_v3": _Format(
+        _named_call(f"{_CALL_BEGIN}NAME{_SEPARATOR}", _CALL_END), _CALLS_BEGIN, "", _CALLS_END, _CALLS_BEGIN
+    ),
+    "deepseek_fenced": _Format(_FENCED, _CALLS_BEGIN, "\n", _CALLS_END, _CALLS_BEGIN),
+    "deepseek_v32": _Format(
+        _tagged_call(
+            '<｜DSML｜invoke name="NAME">\n',
+            '<｜DSML｜parameter name="KEY" string="TEXT">',
+            "</｜DSML｜parameter>\n",
+            "</｜DSML｜invoke>\n",
+        ),
+        *("<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>", "<｜DSML｜function_calls>"),
+    ),
+    "glm45": _Format(
+        _tagged_call("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
+        trigger="<tool_call>",
+    ),
+    "kimi_k2": _Format(_kimi_call, _KIMI_BEGIN, "", _KIMI_END, _KIMI_BEGIN),
+    "pythonic": _Format(_python_call, "[", ", ", "]"),
+    "granite": _Format(_json_call("arguments"), "<|tool_call|>[", ", ", "]", "<|tool_call|>"),
+    "internlm": _Format(
+        _json_call("parameters", "<|action_start|><|plugin|>\n", "<|action_end|>"), trigger="<|action_start|>"
+    ),
+    "phi4_mini_json": _Format(_json_call("arguments"), "functools[", ", ", "]", "functools["),
+    "jamba": _Format(_json_call("arguments"), "<tool_calls>[", ", ", "]</tool_calls>", "<tool_calls>"),
+    "harmony": _Format(
+        _named_call("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"), single=True
+    ),
+}

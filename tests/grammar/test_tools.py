@@ -1,0 +1,174 @@
+"""Tool grammars against the parsers: whatever a grammar allows is read back as calls that match their schemas."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
+from jaxserve.grammar.tools import _FORMATS, GrammarTool, is_raw_input, tool_grammar
+from jaxserve.text.events import ParsedOutput, parse_whole
+from jaxserve.text.harmony import HarmonyParser
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tools import TOOL_FAMILIES, ToolSet
+from tests.grammar.conftest import byte_tokenizer
+from tests.grammar.test_matcher import feed, mask
+
+WEATHER = GrammarTool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 14},
+            "deep": {"$ref": "#/$defs/flag"},
+        },
+        "required": ["city", "days"],
+        "$defs": {"flag": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+    },
+    strict=True,
+)
+NOW = GrammarTool("now", {"type": "object", "properties": {}}, strict=True)
+SHELL = GrammarTool("shell", custom=True, regex=r"ls -[al]{1,2} \"x\"")
+TOOLS = ToolSet(parameters={tool.name: tool.arguments_schema for tool in (WEATHER, NOW)}, custom=("shell",))
+PARSERS = TOOL_FAMILIES | {"harmony": HarmonyParser, "mistral_named": TOOL_FAMILIES["mistral"],
+                           "deepseek_fenced": TOOL_FAMILIES["deepseek_v3"]}  # fmt: skip
+TEMPLATES = {"mistral_named": ("mistral", "[ARGS]"), "deepseek_fenced": ("deepseek_v3", "```json")}
+
+
+def grammar(
+    factory: MatcherFactory, tokenizer: Tokenizer, name: str, tools: list[GrammarTool], **options: Any
+) -> GrammarMatcher:
+    family, template = TEMPLATES.get(name, (name, ""))
+    special = {text: i for i in tokenizer.special_ids if (text := tokenizer.id_to_token(i))}
+    spec = tool_grammar(family, tools, template=template, special_tokens=special, **options)
+    assert spec is not None
+    return factory(spec)
+
+
+def sample(matcher: GrammarMatcher, tokenizer: Tokenizer, rng: random.Random) -> str | None:
+    """A random output, with a leaning to characters that end things; None if it gets too long."""
+    (eos,) = tokenizer.eos_token_ids
+    closing = {i for text in '"}])>\n/<abc' for i in tokenizer.encode(text)}
+    tokens: list[int] = []
+    while not matcher.is_terminated and len(tokens) < 1500:
+        allowed = mask(matcher)
+        likely = sorted(allowed & closing) if rng.random() < 0.7 else []
+        token = eos if eos in allowed and rng.random() < 0.5 else rng.choice(likely or sorted(allowed))
+        assert matcher.accept(token), matcher.error
+        if token == eos:
+            break
+        tokens.append(token)
+    return tokenizer.decode(tokens, skip_special_tokens=False) if matcher.is_terminated else None
+
+
+def check_calls(output: ParsedOutput) -> None:
+    for call in output.tool_calls:
+        if call.custom:
+            assert call.name == "shell" and call.arguments in {
+                f'ls -{x} "x"' for x in ("a", "l", "aa", "al", "la", "ll")
+            }
+        else:
+            jsonschema.validate(json.loads(call.arguments), TOOLS.parameters[call.name])
+
+
+@pytest.mark.parametrize("name", _FORMATS)
+def test_required_outputs_are_calls(factory: MatcherFactory, tokenizer: Tokenizer, name: str) -> None:
+    rng, found = random.Random(name), 0
+    custom = [] if name in ("qwen3_coder", "glm45", "deepseek_v32") else [SHELL]
+    for _ in range(12):
+        matcher = grammar(factory, tokenizer, name, [WEATHER, NOW, *custom], required=True)
+        text = sample(matcher, tokenizer, rng)
+        if text is None:
+            continue
+        output = parse_whole(PARSERS[name](TOOLS), text)
+        assert output.tool_calls and not (output.content or "").strip(), text
+        check_calls(output)
+        found += 1
+    assert found >= 2
+
+
+@pytest.mark.parametrize("name", _FORMATS)
+def test_one_call_where_parallel_calls_are_off(factory: MatcherFactory, tokenizer: Tokenizer, name: str) -> None:
+    rng, found = random.Random(name), 0
+    for _ in range(8):
+        matcher = grammar(factory, tokenizer, name, [NOW, WEATHER], required=True, parallel=False)
+        text = sample(matcher, tokenizer, rng)
+        if text is not None:
+            assert len(parse_whole(PARSERS[name](TOOLS), text).tool_calls) == 1, text
+            found += 1
+    assert found >= 2
+
+
+AUTO = {
+    "hermes": 'Hi. <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "mistral": 'Hi. [TOOL_CALLS][{"name": "now", "arguments": {}}]',
+    "mistral_named": "Hi. [TOOL_CALLS]now[ARGS]{}",
+    "glm45": "Hi. <tool_call>now\n</tool_call>",
+    "qwen3_coder": "Hi. <tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "now", "parameters": {}}',
+    "pythonic": "[now()]",
+    "deepseek_v3": "Hi. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "kimi_k2": "Hi. <|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "harmony": "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.now "
+    "<|constrain|>json<|message|>{}",
+}
+ANSWERS = {"harmony": "<|channel|>final<|message|>Hello [now] <b>"}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_allows_text_and_calls_of_known_tools(factory: MatcherFactory, tokenizer: Tokenizer, name: str) -> None:
+    def fresh(**options: Any) -> GrammarMatcher:
+        return grammar(factory, tokenizer, name, [NOW, WEATHER], required=False, **options)
+
+    answer, call = fresh(), fresh()
+    assert feed(answer, tokenizer, ANSWERS.get(name, "Hello <b> [x] {y}")) and answer.is_accepting
+    assert feed(call, tokenizer, AUTO[name]), call.error
+    assert call.is_accepting
+    assert not feed(fresh(), tokenizer, AUTO[name].replace("now", "nope"))
+    second = AUTO[name].removeprefix("Hi. ")
+    if name not in ("harmony", "llama3_json", "pythonic"):
+        assert not feed(fresh(parallel=False), tokenizer, AUTO[name] + second)
+
+
+def test_auto_without_strict_tools_is_free() -> None:
+    loose = GrammarTool("f", {"type": "object"})
+    assert tool_grammar("hermes", [loose], required=False) is None
+    assert tool_grammar("hermes", [loose], required=False, restrict=True) is not None
+    assert tool_grammar("hermes", [loose], required=False, parallel=False) is not None
+    with pytest.raises(InvalidSchemaError):
+        tool_grammar("hermes", [], required=True)
+    with pytest.raises(InvalidSchemaError) as caught:
+        tool_grammar("nope", [loose], required=True)
+    assert caught.value.param == "tool_choice"
+
+
+def test_a_lark_tool_is_enforced_where_it_is_named(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    tool = GrammarTool("calc", custom=True, lark='start: "1" ("+" "1")*')
+    spec = tool_grammar("hermes", [tool], required=True)
+    assert spec is not None and is_raw_input([tool], required=True)
+    assert feed(factory(spec), tokenizer, "1+1+1") and not feed(factory(spec), tokenizer, "2")
+    assert not is_raw_input([tool, NOW], required=True)
+    for tools, required in (([tool, NOW], True), ([tool], False)):
+        with pytest.raises(InvalidSchemaError, match="tool_choice names it"):
+            tool_grammar("hermes", tools, required=required)
+
+
+def test_text_parameters_that_cannot_be_bound_are_refused() -> None:
+    tool = GrammarTool("f", {"properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
+    with pytest.raises(InvalidSchemaError, match="pattern"):
+        tool_grammar("glm45", [tool], required=True)
+    assert tool_grammar("hermes", [tool], required=True) is not None
+
+
+def test_special_tokens_are_written_as_tokens() -> None:
+    own = byte_tokenizer()
+    special = {text: i for i in own.special_ids if (text := own.id_to_token(i))}
+    spec = tool_grammar("hermes", [NOW], required=True, special_tokens=special)
+    assert spec is not None and f"<[{special['<tool_call>']}]>" in spec.source and '"<tool_call>' not in spec.source
