@@ -1,0 +1,271 @@
+"""`jaxserve batch run|submit|status|cancel`: a batch file run here, without a server, or at a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jaxserve.api.batch.offline import OfflineBatch, run_offline, validate
+from jaxserve.cli.progress import StartProgress
+from jaxserve.cli.settings import load_config
+from jaxserve.config import Config
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.errors import ConfigError
+from jaxserve.log import configure_logging
+from jaxserve.store import BatchError, BatchRecord
+
+TERMINAL = ("completed", "failed", "expired", "cancelled")
+POLL_SECONDS = 1.0
+MAX_SHOWN_ERRORS = 20
+
+
+def run(words: Sequence[str]) -> int:
+    options, rest = _parser().parse_known_args(words)
+    if rest and options.run is not _run:
+        raise ConfigError(f"unknown argument {rest[0]}", fix="see jaxserve batch --help")
+    return options.run(options, rest)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxserve batch", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+
+    run = commands.add_parser("run", help="run a file here; takes the flags of launch", allow_abbrev=False)
+    run.add_argument("input", type=Path, help="JSONL, one request a line")
+    run.add_argument("-o", "--output", type=Path, required=True, help="the same call goes on after a crash")
+    run.add_argument("--errors", type=Path, help="lines that failed; default: OUTPUT with .errors before its suffix")
+    run.set_defaults(run=_run)
+
+    submit = commands.add_parser("submit", help="upload a file to a server and run it there")
+    submit.add_argument("input", type=Path)
+    submit.add_argument("--endpoint", default="/v1/chat/completions")
+    submit.add_argument("--metadata", action="append", default=[], metavar="KEY=VALUE")
+    submit.add_argument("--wait", action="store_true", help="show the progress until the end")
+    submit.add_argument("-o", "--output", type=Path, help="download the output here; implies --wait")
+    submit.set_defaults(run=_submit)
+
+    status = commands.add_parser("status", help="how far a batch at a server is")
+    status.add_argument("batch_id")
+    status.add_argument("--wait", action="store_true")
+    status.add_argument("-o", "--output", type=Path, help="download the output here; implies --wait")
+    status.set_defaults(run=_status)
+
+    cancel = commands.add_parser("cancel", help="end a batch at a server; what has finished is kept")
+    cancel.add_argument("batch_id")
+    cancel.set_defaults(run=_cancel)
+
+    for command in (submit, status, cancel):
+        command.add_argument("--base-url", default="http://127.0.0.1:8000", help="without /v1")
+        command.add_argument("--api-key", default=os.environ.get("JAXSERVE_SERVER__API_KEY"))
+    return parser
+
+
+# here
+
+
+def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    config = load_config(rest, os.environ)
+    configure_logging(config.logging)
+    errors = options.errors or options.output.with_name(f"{options.output.stem}.errors{options.output.suffix}")
+    batch = OfflineBatch(options.input, options.output, errors)
+    batch.check()
+    endpoint, found = validate(batch, config.server.max_body_bytes)
+    if found.errors:
+        _show_errors(found.errors)
+        return 1
+    record = asyncio.run(_run_here(batch, endpoint, config))
+    _show_errors(record.errors)
+    print(
+        f"{record.status}: {record.completed} of {record.total} in {batch.output}"
+        + (f", {record.failed} failed in {batch.errors}" if record.failed else "")
+    )
+    return 0 if record.status == "completed" and not record.failed else 1
+
+
+async def _run_here(batch: OfflineBatch, endpoint: str, config: Config) -> BatchRecord:
+    engine = AsyncEngine(config)
+    try:
+        await _start(engine)
+        with _Bar() as bar:
+            return await run_offline(
+                batch, endpoint, engine, config, lambda record: bar.show(record.total, record.completed, record.failed)
+            )
+    finally:
+        await engine.stop()
+
+
+async def _start(engine: AsyncEngine) -> None:
+    starting = asyncio.create_task(engine.start())
+    with StartProgress() as progress:
+        while not starting.done():
+            change = asyncio.ensure_future(engine.next_status())
+            await asyncio.wait((starting, change), return_when=asyncio.FIRST_COMPLETED)
+            if change.done():
+                progress.show(change.result())
+            change.cancel()
+    await starting
+
+
+def _show_errors(errors: Sequence[BatchError]) -> None:
+    for error in errors[:MAX_SHOWN_ERRORS]:
+        where = "" if error.line is None else f"line {error.line}: "
+        print(f"jaxserve: {where}{error.code}: {error.message}", file=sys.stderr)
+    if len(errors) > MAX_SHOWN_ERRORS:
+        print(f"jaxserve: and {len(errors) - MAX_SHOWN_ERRORS} more", file=sys.stderr)
+
+
+class _Bar:
+    """Finished lines of all, on a terminal; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[failed]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._progress.add_task("batch", total=None, failed="")
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def show(self, total: int, completed: int, failed: int) -> None:
+        note = f"{failed} failed" if failed else ""
+        self._progress.update(self._task, total=total or None, completed=completed + failed, failed=note)
+
+
+# at a server
+
+
+class _Server:
+    """A server's Files and Batches. Raises ConfigError with the server's own words."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._base_url = options.base_url.rstrip("/")
+        self._http = httpx2.Client(base_url=f"{self._base_url}/v1", headers=headers, timeout=600)
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._http.close()
+
+    def call(self, method: str, path: str, **keys: Any) -> dict[str, Any]:
+        return self._checked(lambda: self._http.request(method, path, **keys)).json()
+
+    def download(self, file_id: str, target: Path) -> None:
+        temporary = target.with_name(f"{target.name}.part")
+        with self._http.stream("GET", f"/files/{file_id}/content") as answer, open(temporary, "wb") as file:
+            if answer.status_code != 200:
+                raise ConfigError(f"the server answered {answer.status_code} for {file_id}")
+            for data in answer.iter_bytes():
+                file.write(data)
+        temporary.rename(target)
+
+    def _checked(self, send: Callable[[], httpx2.Response]) -> httpx2.Response:
+        try:
+            answer = send()
+        except httpx2.HTTPError as error:
+            raise ConfigError(f"cannot reach {self._base_url}: {error}", fix="set --base-url") from None
+        if answer.status_code >= 400:
+            raise ConfigError(f"the server answered {answer.status_code}: {_message(answer)}")
+        return answer
+
+
+def _message(answer: httpx2.Response) -> str:
+    try:
+        return answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200]
+
+
+def _submit(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    if not options.input.is_file():
+        raise ConfigError(f"there is no file {options.input}")
+    body = {
+        "endpoint": options.endpoint,
+        "completion_window": "24h",
+        "metadata": dict(pair.partition("=")[::2] for pair in options.metadata) or None,
+    }
+    with _Server(options) as server:
+        with open(options.input, "rb") as data:
+            parts = {"file": (options.input.name, data)}
+            body["input_file_id"] = server.call("POST", "/files", data={"purpose": "batch"}, files=parts)["id"]
+        batch = server.call("POST", "/batches", json=body, headers={"Idempotency-Key": uuid.uuid4().hex})
+        print(batch["id"])
+        return _follow(server, batch, options) if options.wait or options.output else 0
+
+
+def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    with _Server(options) as server:
+        batch = server.call("GET", f"/batches/{options.batch_id}")
+        if options.wait or options.output:
+            return _follow(server, batch, options)
+    _show(batch)
+    return 0
+
+
+def _cancel(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    with _Server(options) as server:
+        print(server.call("POST", f"/batches/{options.batch_id}/cancel")["status"])
+    return 0
+
+
+def _follow(server: _Server, batch: dict[str, Any], options: argparse.Namespace) -> int:
+    """Show a batch until its end, then download what there is; 0 if every line succeeded."""
+    with _Bar() as bar:
+        while batch["status"] not in TERMINAL:
+            bar.show(**batch["request_counts"])
+            time.sleep(POLL_SECONDS)
+            batch = server.call("GET", f"/batches/{batch['id']}")
+        bar.show(**batch["request_counts"])
+    _show(batch)
+    if options.output:
+        errors = options.output.with_name(f"{options.output.stem}.errors{options.output.suffix}")
+        for file_id, target in ((batch["output_file_id"], options.output), (batch["error_file_id"], errors)):
+            if file_id is not None:
+                server.download(file_id, target)
+    return 0 if batch["status"] == "completed" and not batch["request_counts"]["failed"] else 1
+
+
+def _show(batch: dict[str, Any]) -> None:
+    counts, usage = batch["request_counts"], batch["usage"]
+    rows = {
+        "batch": batch["id"],
+        "status": batch["status"],
+        "lines": f"{counts['completed']} completed, {counts['failed']} failed of {counts['total']}",
+        "tokens": f"{usage['input_tokens']} in, {usage['output_tokens']} out" if usage else None,
+        "output": batch["output_file_id"],
+        "errors": batch["error_file_id"],
+        "metadata": json.dumps(batch["metadata"]) if batch["metadata"] else None,
+    }
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, str(value))
+    Console(markup=False).print(table)
+    for error in (batch["errors"] or {"data": []})["data"][:MAX_SHOWN_ERRORS]:
+        where = "" if error["line"] is None else f"line {error['line']}: "
+        print(f"  {where}{error['code']}: {error['message']}")
