@@ -133,7 +133,7 @@ class ChatChoices:
     def _delta(self, choice: _Choice, event: Event) -> dict[str, Any] | None:
         match event:
             case ContentDelta(text):
-                return {"content": text}
+                return {"content": text} if text else None
             case ReasoningDelta(text):
                 return self._reasoning(choice, text)
             case ToolCallStart():

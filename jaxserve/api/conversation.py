@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.prompts import INLINE_CHARS, check_ids, encode
+from jaxserve.api.prompts import INLINE_CHARS, check_ids, check_length, encode, truncate
 from jaxserve.api.protocol.chat import ChatCompletionRequest, Message
 from jaxserve.api.state import ServerState
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 
+_TAIL_TOKENS = 64  # enough to see whether a prompt ends inside the thinking
 _TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
 _MEDIA_PARTS = frozenset(
     {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "audio"}
@@ -91,24 +93,62 @@ async def render_messages(
     return work() if small else await asyncio.to_thread(work)
 
 
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation as the model sees it.
+
+    text: as rendered; of a body that brought its own ids, the text of the last of them
+    continued: the assistant's text that the output continues, if any
+    """
+
+    token_ids: list[int]
+    text: str
+    continued: str = ""
+
+
 async def chat_prompt(
     body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None
-) -> tuple[list[int], str]:
-    """(token ids, rendered text); the text is empty if the body brought its own ids."""
+) -> ChatPrompt:
+    """Render and encode. Raises a RequestError, also for a prompt that leaves no room."""
+    info, tokenizer = state.engine.info, state.engine.tokenizer
     if body.input_ids is not None:
-        check_ids(body.input_ids, state.engine.info, "input_ids")
-        return body.input_ids, ""
-    text = await render_messages(
+        check_ids(body.input_ids, info, "input_ids")
+        ids, text = body.input_ids, tokenizer.decode(body.input_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    else:
+        text = await _render(body, state, tools, template_kwargs(body))
+        ids = await encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+    asked, side = body.max_completion_tokens or body.max_tokens, body.truncation_side or "left"
+    ids = truncate(ids, body.truncate_prompt_tokens, side, asked, info.max_model_len)
+    check_length(ids, info, "messages" if body.input_ids is None else "input_ids")
+    return ChatPrompt(ids, text, last_text(body.messages) if body.continue_final_message else "")
+
+
+async def thinking_is_off(
+    body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None, prompt: ChatPrompt
+) -> bool:
+    """Whether the model is asked not to think: by the request, or by the template's own default.
+
+    The default is off if the prompt is the same as one that switches thinking off.
+    """
+    kwargs = template_kwargs(body)
+    wish = kwargs.get("enable_thinking", kwargs.get("thinking"))
+    if wish is not None or body.input_ids is not None:
+        return wish is False
+    return prompt.text == await _render(body, state, tools, kwargs | {"enable_thinking": False, "thinking": False})
+
+
+async def _render(
+    body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]
+) -> str:
+    return await render_messages(
         body.messages,
         state,
         tools=tools,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        kwargs=template_kwargs(body),
+        kwargs=kwargs,
     )
-    ids = await encode(state.engine.tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
-    return ids, text
 
 
 def last_text(messages: Sequence[Message]) -> str:

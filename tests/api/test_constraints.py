@@ -110,6 +110,7 @@ def test_the_grammar_begins_after_the_reasoning(server: LiveServer) -> None:
     path = "/v1/chat/completions"
     may_think = grammar_of(server, keys | {"chat_template_kwargs": {"enable_thinking": True}}, path)
     assert may_think.begin_after == tuple(encode("</think>")) and may_think.begin_unless == tuple(encode("<think>"))
+    assert grammar_of(server, keys, path).begin_after == ()  # the demo's template does not think by default
     for off in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
         assert grammar_of(server, keys | off, path).begin_after == ()
     messages = [*MESSAGES, {"role": "assistant", "content": "<think>so far"}]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -14,18 +14,18 @@ from starlette.responses import Response
 from jaxserve.api.body import read_body
 from jaxserve.api.chat_output import ChatChoices, ChatOptions, Joined
 from jaxserve.api.constraints import after_reasoning, constraint
-from jaxserve.api.conversation import chat_prompt, check_messages, last_text, template_kwargs
+from jaxserve.api.conversation import ChatPrompt, chat_prompt, check_messages, last_text, thinking_is_off
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import check_length, truncate
 from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.sampling import sampling_params
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.tool_constraints import raw_input_of, with_tools
-from jaxserve.api.tools import RawInputParser, tool_use
+from jaxserve.api.tools import RawInputParser, ToolUse, tool_use
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
+from jaxserve.engine.request import GrammarSpec, SamplingParams
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.text.events import OutputParser
 
@@ -60,54 +60,60 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
     """Everything that can be wrong with the request is found here."""
     model = state.check_model(body.model)
     check_messages(body.messages)
-    info, tokenizer = state.engine.info, state.engine.tokenizer
     tools = tool_use(body)
-    asked = body.max_completion_tokens or body.max_tokens
-    token_ids, prompt = await chat_prompt(body, state, tools.shown or None)
-    token_ids = truncate(
-        token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", asked, info.max_model_len
-    )
-    check_length(token_ids, info, "messages" if body.input_ids is None else "input_ids")
-    continued = last_text(body.messages) if body.continue_final_message else ""
-    found = with_tools(constraint(body, tokenizer), tools, state)
-    grammar = None
-    if found is not None:
-        await state.grammars.check(*found, state.engine)
-        grammar = found[0]
-        off = template_kwargs(body).get("enable_thinking") is False
-        grammar = after_reasoning(grammar, state.parsers, tokenizer, prompt, continued, off)
+    prompt = await chat_prompt(body, state, tools.shown or None)
+    job = Job(prompt.token_ids, _params(body, state, tools, prompt, await _grammar(body, state, tools, prompt)))
+    salt = (body.cache_salt or "") + (body.extra_key or "")
+    request_id = new_id("chatcmpl", body.request_id or body.rid)
+    generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
+    options = ChatOptions(tools.parallel, tools.legacy, last_text(body.messages) if body.echo else "")
+    make_parser = _parser_factory(body, state, tools, prompt)
+    choices = ChatChoices(body, job, state.token_texts, generation.usage, make_parser, options)
+    return ChatAnswer(body, model, generation, choices)
+
+
+async def _grammar(
+    body: ChatCompletionRequest, state: ServerState, tools: ToolUse, prompt: ChatPrompt
+) -> GrammarSpec | None:
+    """The constraint of the output, known to be enforceable."""
+    found = with_tools(constraint(body, state.engine.tokenizer), tools, state)
+    if found is None:
+        return None
+    await state.grammars.check(*found, state.engine)
+    off = await thinking_is_off(body, state, tools.shown or None, prompt)
+    return after_reasoning(found[0], state.parsers, state.engine.tokenizer, prompt.text, prompt.continued, off)
+
+
+def _params(
+    body: ChatCompletionRequest, state: ServerState, tools: ToolUse, prompt: ChatPrompt, grammar: GrammarSpec | None
+) -> SamplingParams:
     params = sampling_params(
         body,
-        info,
-        tokenizer,
-        max_tokens=asked,
-        num_prompt_tokens=len(token_ids),
+        state.engine.info,
+        state.engine.tokenizer,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        num_prompt_tokens=len(prompt.token_ids),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         grammar=grammar,
     )
-    visible = state.parsers.visible_token_ids(tokenizer, tools=tools.mode != "none")
-    job = Job(token_ids, msgspec.structs.replace(params, visible_token_ids=visible))
-    salt = (body.cache_salt or "") + (body.extra_key or "")
-    request_id = new_id("chatcmpl", body.request_id or body.rid)
-    generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
+    visible = state.parsers.visible_token_ids(state.engine.tokenizer, tools=tools.mode != "none")
+    return msgspec.structs.replace(params, visible_token_ids=visible)
 
+
+def _parser_factory(
+    body: ChatCompletionRequest, state: ServerState, tools: ToolUse, prompt: ChatPrompt
+) -> Callable[[], OutputParser]:
     raw_input = raw_input_of(tools)
-
-    def make_parser() -> OutputParser:
-        if raw_input is not None:
-            return RawInputParser(raw_input)
-        return state.parsers.make(
-            tools=tools.tool_set,
-            prompt=prompt,
-            continued=continued,
-            separate_reasoning=body.separate_reasoning is not False,
-            fallback_tool="json" if tools.mode == "required" else None,
-        )
-
-    options = ChatOptions(tools.parallel, tools.legacy, last_text(body.messages) if body.echo else "")
-    choices = ChatChoices(body, job, state.token_texts, generation.usage, make_parser, options)
-    return ChatAnswer(body, model, generation, choices)
+    if raw_input is not None:
+        return lambda: RawInputParser(raw_input)
+    return lambda: state.parsers.make(
+        tools=tools.tool_set,
+        prompt=prompt.text,
+        continued=prompt.continued,
+        separate_reasoning=body.separate_reasoning is not False,
+        fallback_tool="json" if tools.mode == "required" else None,
+    )
 
 
 class ChatAnswer:
