@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jaxserve.api.protocol.chat import ChatCompletionRequest, NamedTool, Tool, ToolChoice
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
-from jaxserve.text.events import Event, ToolCallDelta, ToolCallEnd, ToolCallStart
+from jaxserve.text.events import ContentDelta, Event, OutputParser, ToolCallDelta, ToolCallEnd, ToolCallStart
 from jaxserve.text.tools import ToolSet
 
 Mode = Literal["none", "auto", "required"]
@@ -44,21 +44,33 @@ class ToolUse:
 
 
 class RawInputParser:
-    """Reads an output that is nothing but the input of one custom tool."""
+    """Reads an output that, but for its reasoning, is nothing but the input of one custom tool."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, reasoning: OutputParser) -> None:
         self._name = name
+        self._reasoning = reasoning
         self._begun = False
 
     def feed(self, delta: str) -> list[Event]:
-        start: list[Event] = (
-            [] if self._begun else [ToolCallStart(0, f"call_{secrets.token_hex(12)}", self._name, True)]
-        )
-        self._begun = True
-        return [*start, ToolCallDelta(0, delta)]
+        return self._through(self._reasoning.feed(delta))
 
     def finish(self) -> list[Event]:
-        return [*(() if self._begun else self.feed("")), ToolCallEnd(0)]
+        events = self._through(self._reasoning.finish())
+        return [*events, *(() if self._begun else [self._start()]), ToolCallEnd(0)]
+
+    def _through(self, events: list[Event]) -> list[Event]:
+        out: list[Event] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                out += [] if self._begun else [self._start()]
+                out.append(ToolCallDelta(0, event.text))
+            else:
+                out.append(event)
+        return out
+
+    def _start(self) -> ToolCallStart:
+        self._begun = True
+        return ToolCallStart(0, f"call_{secrets.token_hex(12)}", self._name, custom=True)
 
 
 def tool_use(body: ChatCompletionRequest) -> ToolUse:

@@ -105,15 +105,18 @@ def _parser_factory(
     body: ChatCompletionRequest, state: ServerState, tools: ToolUse, prompt: ChatPrompt
 ) -> Callable[[], OutputParser]:
     raw_input = raw_input_of(tools)
-    if raw_input is not None:
-        return lambda: RawInputParser(raw_input)
-    return lambda: state.parsers.make(
-        tools=tools.tool_set,
-        prompt=prompt.text,
-        continued=prompt.continued,
-        separate_reasoning=body.separate_reasoning is not False,
-        fallback_tool="json" if tools.mode == "required" else None,
-    )
+
+    def make() -> OutputParser:
+        parser = state.parsers.make(
+            tools=None if raw_input is not None else tools.tool_set,
+            prompt=prompt.text,
+            continued=prompt.continued,
+            separate_reasoning=body.separate_reasoning is not False,
+            fallback_tool="json" if tools.mode == "required" else None,
+        )
+        return parser if raw_input is None else RawInputParser(raw_input, parser)
+
+    return make
 
 
 class ChatAnswer:
