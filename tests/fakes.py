@@ -153,6 +153,7 @@ class FakeRunner:
         assert len({row.slot for row in rows}) == len(rows) <= config.max_num_seqs
         assert all(row.num_tokens == 1 and not row.token_ids for row in rows[: output.num_decode_rows])
         assert all(len(row.token_ids) == row.num_tokens for row in rows[output.num_decode_rows :])
+        assert all(row.samples for row in rows if row.masked)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
         admitted = {init.slot for init in output.slot_inits}
         assert not admitted & {row.slot for step in self._unread for row in step.output.rows}, "a slot reused too early"

@@ -128,6 +128,13 @@ def test_prefill_chunk_size_bounds_the_prompt_tokens_of_a_step() -> None:
     assert [chunk for chunk in chunks if chunk] == [3, 3, 3, 3, 2]
 
 
+def test_end_of_sequence_is_named_to_the_device_unless_ignored() -> None:
+    core, recorder = recording_core((5, 6))
+    run_all(core, [make_request("a", [1], max_tokens=2), make_request("b", [2], max_tokens=2, ignore_eos=True)])
+    inits = {init.token_ids[0]: init.eos_token_ids for output in recorder.outputs for init in output.slot_inits}
+    assert inits == {1: (5, 6), 2: ()}
+
+
 def test_max_tokens_zero_computes_the_prompt_and_nothing_else() -> None:
     core, recorder = recording_core()
     transcripts = run_all(core, [make_request("a", prompt_of(6), max_tokens=0, prompt_logprobs=1)])
@@ -314,7 +321,7 @@ def test_admission_leaves_room_for_what_is_running() -> None:
 
 def test_a_page_held_twice_does_not_keep_the_last_request_from_its_end() -> None:
     """Both compute the same page; the cache keeps the first one's, and later the second needs all six pages."""
-    core = make_core(small_config(num_pages=6, max_model_len=128), eos_token_ids=(1000,))
+    core = make_core(small_config(num_pages=6, max_model_len=128, new_token_ratio=0.01), eos_token_ids=(1000,))
     requests = [make_request("first", [1] * 4, max_tokens=3), make_request("second", [1] * 4, max_tokens=20)]
     transcripts = run_all(core, requests, max_steps=200)
     assert [len(transcripts[request.request_id].token_ids) for request in requests] == [3, 20]
@@ -632,6 +639,19 @@ def test_nothing_waits_for_ever(policy: str) -> None:
     assert transcripts["plain"].reason is FinishReason.LENGTH
     inits = [init for output in recorder.outputs for init in output.slot_inits if init.token_ids == prompt_of(5, 50)]
     assert len(inits) == 1, "and nobody takes it away again"
+
+
+def test_an_aged_request_is_not_preempted() -> None:
+    core, recorder, transcripts = preempting(max_num_seqs=1, aging_steps=5)
+    core.add(make_request("first", prompt_of(4), priority=0, max_tokens=12))
+    step(core, transcripts)
+    core.add(make_request("aged", prompt_of(5, 50), priority=7, max_tokens=9))
+    while "aged" not in transcripts:
+        step(core, transcripts)
+    core.add(make_request("better", prompt_of(4, 80), priority=0, max_tokens=2))
+    run_all(core, transcripts=transcripts)
+    assert started(recorder) == ["first", "aged", "better"]
+    assert core.scheduler.counters.priority_preemptions == 0
 
 
 def test_an_aged_request_waits_for_no_prefill() -> None:
