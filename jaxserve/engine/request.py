@@ -13,6 +13,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+# Requests of this priority or more are background work (batches): under every policy they run after all others and
+# give way to them.
+BACKGROUND_PRIORITY = 2**30
+
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"  # in the queue, holds no page and no slot

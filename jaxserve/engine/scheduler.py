@@ -90,6 +90,7 @@ class Scheduler:
             unknown: list[TokenLogprobs | None] = [None]
             request.prompt_logprobs = unknown * request.num_prompt_tokens
         request.queued_step = self._step
+        request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
         self._waiting.push(request)
         if request.deadline is not None:
@@ -168,7 +169,7 @@ class Scheduler:
         self._last_read = self._step
         self.kv.cache.flush()
         self.kv.retire(self._step)
-        for request in reversed(self._best_first()):
+        for request in reversed(self._running.best_first(by_priority=True)):
             self._preempt(request)
         for request in self._live.values():
             request.num_inflight_tokens = 0
@@ -261,7 +262,7 @@ class Scheduler:
 
     def _retract(self, missing: int) -> None:
         """Preempt the requests that are least far until `missing` pages come free; the furthest one stays."""
-        kept = self._best_first()
+        kept = self._running.best_first(by_priority=True)
         count, wanted = len(kept), missing
         while missing > 0 and len(kept) > 1:
             victim = kept.pop()
@@ -276,11 +277,11 @@ class Scheduler:
         )  # fmt: skip
 
     def _preempt_for(self, request: Request, missing: int) -> None:
-        """Under the priority policy: preempt worse requests if that makes room for a better one."""
-        if self.config.policy != "priority" or request.aged or self.kv.has_leaving:
+        """Preempt requests of worse priority if that makes room for a better one."""
+        if request.aged or self.kv.has_leaving or all(other.priority <= request.priority for other in self._running):
             return
         victims: list[Request] = []
-        for victim in reversed(self._best_first()):
+        for victim in reversed(self._running.best_first(by_priority=True)):
             if self._is_enough(missing, victims) or victim.aged or victim.priority <= request.priority:
                 break
             victims.append(victim)
@@ -295,9 +296,6 @@ class Scheduler:
 
     def _pages_wanted(self, request: Request) -> int:
         return pages_wanted(request, self.kv, self.config.tokens_per_step)
-
-    def _best_first(self) -> list[Request]:
-        return self._running.best_first(self.config.policy == "priority")
 
     def _preempt(self, request: Request) -> None:
         self._leave_device(request)

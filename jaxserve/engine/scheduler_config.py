@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.engine.request import BACKGROUND_PRIORITY
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
 
 
@@ -48,6 +49,10 @@ class SchedulerConfig:
     @property
     def prefill_budget(self) -> int:
         return self.prefill_chunk_size or self.max_num_batched_tokens
+
+    def rank(self, priority: int) -> int:
+        """The priority that counts under the policy: all of it, or only whether it is background work."""
+        return priority if self.policy == "priority" else int(priority >= BACKGROUND_PRIORITY)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise ContextLengthError or InvalidValueError for a request that could never run to its end."""

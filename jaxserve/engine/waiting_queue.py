@@ -18,12 +18,12 @@ MatchLength = Callable[[Request], int]
 
 
 class WaitingQueue:
-    """Ordered by arrival within a class: one class a priority under "priority", one in all else."""
+    """Ordered by arrival within a class: one class a priority (see SchedulerConfig.rank)."""
 
     def __init__(self, policy: str, aging_steps: int, match_length: MatchLength) -> None:
         self.num_tokens = 0  # prompt tokens that wait
-        self._by_priority = policy == "priority"
         self._by_prefix = policy == "lpm"
+        self._ages = policy != "fcfs"
         self._aging_steps = aging_steps
         self._match_length = match_length
         self._classes: dict[int, OrderedDict[str, Request]] = {}
@@ -37,16 +37,16 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         self.num_tokens += request.num_prompt_tokens
-        self._classes.setdefault(self._class_of(request), OrderedDict())[request.request_id] = request
+        self._classes.setdefault(request.priority, OrderedDict())[request.request_id] = request
 
     def push_front(self, request: Request) -> None:
         """Put a preempted request before all of its class."""
         self.push(request)
-        self._classes[self._class_of(request)].move_to_end(request.request_id, last=False)
+        self._classes[request.priority].move_to_end(request.request_id, last=False)
 
     def remove(self, request: Request) -> None:
         self.num_tokens -= request.num_prompt_tokens
-        key = self._class_of(request)
+        key = request.priority
         del self._classes[key][request.request_id]
         if not self._classes[key]:
             del self._classes[key]
@@ -60,12 +60,9 @@ class WaitingQueue:
                 yield from sorted(itertools.islice(waiting, WINDOW), key=self._prefix_rank)
             yield from waiting
 
-    def _class_of(self, request: Request) -> int:
-        return request.priority if self._by_priority else 0
-
     def _aged(self, step: int) -> list[Request]:
-        """Mark those that have waited too long; under fcfs nobody is passed, so nobody ages."""
-        if not (self._by_priority or self._by_prefix):
+        """Mark those that have waited too long; under fcfs nobody is passed but background work, which may be."""
+        if not self._ages:
             return []
         aged: list[Request] = []
         for waiting in self._classes.values():

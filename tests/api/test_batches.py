@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from jaxserve.api.batch.route_handler import BATCH_PRIORITY
+from jaxserve.engine.request import BACKGROUND_PRIORITY
 from tests.api.conftest import LiveServer
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
@@ -134,7 +135,7 @@ def test_lines_run_behind_online_requests(client: Any, live: LiveServer) -> None
     wait(client, create(client, [chat_line(1), chat_line(2, priority=-5), chat_line(3, priority=-(2**31))]))
     client.chat.completions.create(**chat_line(4)["body"])
     priorities = [request.priority for request in live.link.seen]
-    assert sorted(priorities[:-1]) == [1, BATCH_PRIORITY - 5, BATCH_PRIORITY] and priorities[-1] == 0
+    assert sorted(priorities[:-1]) == [BACKGROUND_PRIORITY, BATCH_PRIORITY - 5, BATCH_PRIORITY] and priorities[-1] == 0
 
 
 def test_online_requests_find_room_beside_a_batch(client: Any, live: LiveServer) -> None:

@@ -28,7 +28,7 @@ def preempted(name: str, **changes: int) -> Request:
 
 
 def test_fcfs_is_the_order_of_arrival_whatever_else() -> None:
-    waiting = queue("fcfs", request("a", priority=9), request("b", matched=5), request("c"))
+    waiting = queue("fcfs", request("a"), request("b", matched=5), request("c"))
     assert order(waiting) == order(waiting, step=10_000) == "abc"
 
 

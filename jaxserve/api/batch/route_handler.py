@@ -17,11 +17,13 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from jaxserve.api.batch.handlers import LineAnswer, LineHandler
+from jaxserve.engine.request import BACKGROUND_PRIORITY
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# Added to a line's own priority (lower runs earlier): after every online request of a sane priority.
-BATCH_PRIORITY = 2**30
+# A line's own priority is kept within this range around the middle of what the engine takes as background work.
+OWN_PRIORITIES = 2**29 - 1
+BATCH_PRIORITY = BACKGROUND_PRIORITY + OWN_PRIORITIES
 
 
 def route_handlers(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[str, LineHandler]:
@@ -67,10 +69,10 @@ def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
 
 
 def with_batch_priority(body: bytes) -> bytes:
-    """The body with its priority behind all online ones; a priority that is no whole number is left to the route."""
+    """The body with its priority among background work; a priority that is no whole number is left to the route."""
     fields = orjson.loads(body)
     own = fields.get("priority") or 0
     if type(own) is not int:
         return body
-    fields["priority"] = BATCH_PRIORITY + max(-BATCH_PRIORITY + 1, min(own, BATCH_PRIORITY - 1))
+    fields["priority"] = BATCH_PRIORITY + max(-OWN_PRIORITIES, min(own, OWN_PRIORITIES))
     return orjson.dumps(fields)
