@@ -106,7 +106,8 @@ class GrammarCompiler:
         found = self._cache.get(key)
         if found is None:
             found = await self._ask(spec)
-            self._cache.put(key, found)
+            if not found.busy:
+                self._cache.put(key, found)
         if found.error is not None:
             raise InvalidSchemaError(f"this grammar cannot be enforced: {found.error}", param=param)
 

@@ -44,10 +44,12 @@ class Check(msgspec.Struct, tag=True):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """error: None if the grammar was built and lets a first token through. failed: the worker's own fault."""
+    """error: None if the grammar was built and lets a first token through. failed: the worker's own fault.
+    busy: the time on the wall ran out, which may be the machine's load and not the grammar."""
 
     id: int
     error: str | None = None
+    busy: bool = False
     failed: bool = False
 
 
@@ -172,7 +174,8 @@ class _Server:
                 return
             check_id = self.children.pop(pid)
             if status != 0:
-                self.send(Verdict(check_id, self._cause(status)))
+                busy = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
+                self.send(Verdict(check_id, self._cause(status), busy=busy))
 
     def _cause(self, status: int) -> str:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGPROF):

@@ -17,7 +17,6 @@ from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-FINAL = "<|channel|>final<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
 from jaxserve.text.events import ContentDelta, Event, OutputParser, ReasoningDelta, merged
-from jaxserve.text.harmony import FINAL, HarmonyParser
+from jaxserve.text.harmony import HarmonyParser
 from jaxserve.text.reasoning import (
     REASONING_ALIASES,
     REASONING_FAMILIES,
@@ -82,24 +82,6 @@ class ParserChoice:
         """Ids of the special tokens that must stay in the text (SamplingParams.visible_token_ids)."""
         ids = (tokenizer.token_to_id(marker) for marker in self.markers(tools=tools))
         return tuple(i for i in ids if i is not None and i in tokenizer.special_ids)
-
-    def grammar_start(
-        self, tokenizer: Tokenizer, *, prompt: str, continued: str = ""
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(begin_after, begin_unless) of a GrammarSpec: where in the output a response format begins.
-
-        A grammar of tool calls for "harmony" holds the reasoning itself and begins at once.
-        """
-        if self.harmony:
-            return tuple(tokenizer.encode(FINAL, add_special_tokens=False)), ()
-        tags = self.think_tags
-        if tags is None or (not continued and prompt.rstrip().endswith(tags.end)):
-            return (), ()
-        end = tuple(tokenizer.encode(tags.end, add_special_tokens=False))
-        if tags.opened_by(prompt, continued):
-            return end, ()
-        start = tuple(tokenizer.encode(tags.start, add_special_tokens=False))
-        return (end, start) if len(start) == 1 and not continued else ((), ())
 
 
 def choose_parsers(template: str | None, *, tool: str = "auto", reasoning: str = "auto") -> ParserChoice:

@@ -186,6 +186,7 @@ def test_limits_of_time_and_memory_are_the_kernels(tokenizer: Tokenizer) -> None
         return found
 
     assert "more than" in (with_compiler(tokenizer, work, cpu_seconds=0.05) or "")
+    assert "more than" in (with_compiler(tokenizer, work, wall_seconds=0.1) or "")
     assert "memory" in (with_compiler(tokenizer, work, memory_bytes=4 << 20) or "")
 
 

@@ -46,7 +46,8 @@ def test_published_vectors_of_odd_text(shared_data: Any, file: str, directory: s
 def test_bytes_of_every_token(shared_data: Any, directory: str) -> None:
     tokenizer = Tokenizer.from_directory(shared_data / directory)
     assert tokenizer.decoder_kind != "other"
-    for token_id in range(tokenizer.vocab_size):
+    step = max(1, tokenizer.vocab_size // 20_000)
+    for token_id in (*range(0, tokenizer.vocab_size, step), *tokenizer.special_ids):
         decoded = tokenizer.decode([token_id], skip_special_tokens=False)
         own = tokenizer.token_bytes(token_id).decode(errors="replace")
         assert own == decoded or own == " " + decoded  # sentencepiece drops a text's first space
