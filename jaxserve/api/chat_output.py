@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.api.extras import Extras
 from jaxserve.api.generation import Job, Usage
 from jaxserve.api.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from jaxserve.api.protocol.chat import ChatCompletionRequest
@@ -53,6 +54,7 @@ class ChatOptions:
     parallel: bool = True  # False: an output ends with its first call
     legacy: bool = False  # function_call instead of tool_calls
     echo: str = ""  # text of the last message, given again before the output
+    prompt_text: str = ""
 
 
 class ChatChoices:
@@ -66,6 +68,7 @@ class ChatChoices:
         usage: Usage,
         make_parser: Callable[[], OutputParser],
         options: ChatOptions,
+        extras: Extras,
     ) -> None:
         self._body = body
         self._job = job
@@ -75,7 +78,8 @@ class ChatChoices:
         self._options = options
         self._choices: dict[int, _Choice] = {}
         self._running = job.params.n
-        self._plain = not (body.logprobs or body.return_token_ids)
+        self._extras = extras
+        self._plain = not (body.logprobs or body.return_token_ids or extras.wanted)
 
     @property
     def complete(self) -> bool:
@@ -101,6 +105,8 @@ class ChatChoices:
 
     def _general(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
         choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
+        if self._extras.wanted:
+            self._extras.note(0, output)
         if self._body.logprobs:
             choice.logprobs += output.logprobs or ()
         if self._body.return_token_ids:
@@ -179,7 +185,7 @@ class ChatChoices:
             "logprobs": None,
             "finish_reason": None,
         }
-        if self._body.return_token_ids:
+        if self._body.return_token_ids or self._body.return_prompt_token_ids:
             chunk["prompt_token_ids"] = self._job.prompt_token_ids
         if self._body.prompt_logprobs is not None:
             entries = choice.prompt_logprobs or []
@@ -206,6 +212,8 @@ class ChatChoices:
         finish = finish_fields(output, self._job.params.stop_token_ids)
         if choice.num_calls and output.finish_reason in (None, FinishReason.STOP):
             finish["finish_reason"] = "function_call" if self._options.legacy else "tool_calls"
+        if self._extras.wanted:
+            finish |= self._extras.finish(0, self._job, output, self._options.prompt_text)
         return [*chunks, self._chunk(choice, {}) | finish]
 
     def _count_reasoning(self, choice: _Choice, events: list[Event], num_tokens: int) -> None:
@@ -246,10 +254,8 @@ class Joined:
             self._choice["logprobs"] = chunk["logprobs"] | {"content": content}
         if "token_ids" in chunk:
             self._choice["token_ids"] = [*self._choice.get("token_ids", ()), *chunk["token_ids"]]
-        for key in ("matched_stop", "stop_reason", "prompt_token_ids", "prompt_logprobs"):
-            if key in chunk:
-                self._choice[key] = chunk[key]
-        self._choice["finish_reason"] = chunk["finish_reason"]
+        apart = ("index", "delta", "logprobs", "token_ids")
+        self._choice |= {key: value for key, value in chunk.items() if key not in apart}
 
     def _add_call(self, delta: dict[str, Any]) -> None:
         calls: list[dict[str, Any]] = self._message.setdefault("tool_calls", [])

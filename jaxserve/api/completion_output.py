@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.api.extras import Extras
 from jaxserve.api.generation import Job
 from jaxserve.api.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from jaxserve.api.protocol.completions import CompletionRequest
@@ -27,6 +28,7 @@ class CompletionChoices:
         prompt_texts: list[str],
         texts: TokenTexts,
         hidden: frozenset[int],
+        extras: Extras,
     ) -> None:
         self._body = body
         self._jobs = jobs
@@ -36,6 +38,7 @@ class CompletionChoices:
         self._per_prompt = max(body.n or 1, body.best_of or 1)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()
+        self._extras_of = extras
 
     def delta(self, job: int, output: RequestOutput) -> dict[str, Any]:
         """What `output` adds to its choice."""
@@ -77,8 +80,12 @@ class CompletionChoices:
         extras: dict[str, Any] = {}
         if self._body.return_token_ids:
             extras["token_ids"] = [] if scoring else output.token_ids
-            if first:
-                extras["prompt_token_ids"] = self._jobs[job].prompt_token_ids
+        if first and (self._body.return_token_ids or self._body.return_prompt_token_ids):
+            extras["prompt_token_ids"] = self._jobs[job].prompt_token_ids
+        if self._extras_of.wanted:
+            self._extras_of.note(job, output)
+            if output.finish_reason is not None:
+                extras |= self._extras_of.finish(job, self._jobs[job], output, self._prompt_texts[job])
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs, self._texts)
         return extras

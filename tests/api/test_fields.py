@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 
 from .conftest import LiveServer, reply_with
@@ -160,3 +161,26 @@ def test_tokens_named_by_id(server: LiveServer, client: Any) -> None:
     assert logprobs.tokens[:2] == ["token_id:11", "token_id:12"]
     logprobs = client.chat.completions.create(**CHAT, logprobs=True, extra_body=extra).choices[0].logprobs
     assert logprobs.content[0].token == "token_id:11"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_sglang_and_vllm_add_to_a_choice(server: LiveServer, path: str, stream: bool) -> None:
+    reply_with(server, [11, 12])
+    wanted = ("return_meta_info", "return_prompt_text", "return_weight_versions", "return_cached_tokens_details")
+    wanted += ("return_input_ids_in_sglext", "return_output_ids_in_sglext", "return_prompt_token_ids")
+    body = (CHAT if "chat" in path else TEXT) | dict.fromkeys(wanted, True) | {"stream": stream}
+    response = server.post(path, body)
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line] if stream else []
+    choices = [orjson.loads(data)["choices"][0] for data in events[:-1]] if stream else response.json()["choices"]
+    seen = server.link.seen[-1].prompt_token_ids
+    eos = server.link.info.eos_token_ids[0]
+    assert choices[0]["prompt_token_ids"] == seen
+    last = choices[-1]
+    assert last["meta_info"]["completion_tokens"] == 3 and last["weight_versions"] == ["default"]
+    assert last["prompt_text"].startswith("Hi" if "chat" not in path else "<|im_start|>")
+    assert last["sglext"] == {
+        "cached_tokens_details": {"device": len(seen) // 16 * 16, "host": 0},
+        "input_ids": seen,
+        "output_ids": [11, 12, eos],
+    }

@@ -95,6 +95,10 @@ class Ending(Answer):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | None = None
+    prompt_text: str | None = None
+    meta_info: dict[str, Any] | None = None
+    weight_versions: list[str] | None = None
+    sglext: dict[str, Any] | None = None
 
 
 class ChatChoice(Ending):

@@ -155,4 +155,11 @@ class SamplingFields(Body):
     truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut. Default left.")
     return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids in the answer.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens token_id:N.")
-    return_cached_tokens_details: bool | None = None
+    return_prompt_token_ids: bool | None = Field(None, description="prompt_token_ids in the answer.")
+    return_prompt_text: bool | None = Field(None, description="prompt_text in the answer.")
+    return_meta_info: bool | None = Field(None, description="SGLang's meta_info in each choice.")
+    return_weight_versions: bool | None = Field(None, description="weight_versions in each choice.")
+    return_cached_tokens_details: bool | None = Field(None, description="In the choice's sglext.")
+    return_spec_tokens_details: bool | None = Field(None, description="In the choice's sglext.")
+    return_input_ids_in_sglext: bool | None = None
+    return_output_ids_in_sglext: bool | None = None

@@ -15,6 +15,7 @@ from jaxserve.api.body import read_body
 from jaxserve.api.chat_output import ChatChoices, ChatOptions, Joined
 from jaxserve.api.constraints import after_reasoning, constraint
 from jaxserve.api.conversation import ChatPrompt, chat_prompt, check_messages, last_text, thinking_is_off
+from jaxserve.api.extras import Extras
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.openapi import documented
 from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
@@ -66,9 +67,11 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
     salt = (body.cache_salt or "") + (body.extra_key or "")
     request_id = new_id("chatcmpl", body.request_id or body.rid)
     generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
-    options = ChatOptions(tools.parallel, tools.legacy, last_text(body.messages) if body.echo else "")
+    echo = last_text(body.messages) if body.echo else ""
+    options = ChatOptions(tools.parallel, tools.legacy, echo, prompt.text)
+    extras = Extras(body, request_id)
     make_parser = _parser_factory(body, state, tools, prompt)
-    choices = ChatChoices(body, job, state.token_texts, generation.usage, make_parser, options)
+    choices = ChatChoices(body, job, state.token_texts, generation.usage, make_parser, options, extras)
     return ChatAnswer(body, model, generation, choices)
 
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from jaxserve.api.body import read_body
 from jaxserve.api.completion_output import CompletionChoices, join
 from jaxserve.api.constraints import checked_grammar
+from jaxserve.api.extras import Extras
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.infill import infill_prompt
 from jaxserve.api.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
@@ -81,7 +82,9 @@ class _Answer:
             body.stream_interval or 1,
         )
         hidden = state.engine.tokenizer.special_ids
-        return cls(body, model, generation, CompletionChoices(body, jobs, texts, state.token_texts, hidden))
+        extras = Extras(body, generation.request_id)
+        choices = CompletionChoices(body, jobs, texts, state.token_texts, hidden, extras)
+        return cls(body, model, generation, choices)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         writer = ChunkWriter(self._envelope, self._generation.usage, self._body)
@@ -178,7 +181,7 @@ def _params(
 
 def _prompt_text(prompt: str | list[int], job: Job, body: CompletionRequest, state: ServerState) -> str:
     """What echo shows: the text as it was sent, or the text of the ids."""
-    if not body.echo:
+    if not (body.echo or body.return_prompt_text):
         return ""
     if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
         return prompt

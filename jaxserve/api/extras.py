@@ -1,0 +1,68 @@
+"""What SGLang and vLLM add to a choice when asked: ids, texts and counts that OpenAI's answer does not have.
+
+All of it goes with the choice's last chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.api.generation import Job
+from jaxserve.api.protocol.common import SamplingFields
+from jaxserve.engine.output import RequestOutput
+
+WEIGHT_VERSION = "default"
+
+
+class Extras:
+    """Of one request. `wanted` is False for nearly every request, and then nothing here is called again."""
+
+    def __init__(self, body: SamplingFields, request_id: str) -> None:
+        self._body = body
+        self._request_id = request_id
+        self._output_ids: dict[tuple[int, int], list[int]] = {}
+        self.wanted = any(
+            (
+                body.return_meta_info,
+                body.return_prompt_text,
+                body.return_weight_versions,
+                body.return_cached_tokens_details,
+                body.return_spec_tokens_details,
+                body.return_input_ids_in_sglext,
+                body.return_output_ids_in_sglext,
+            )
+        )
+
+    def note(self, number: int, output: RequestOutput) -> None:
+        """Take the tokens of an output of job `number`."""
+        self._output_ids.setdefault((number, output.index), []).extend(output.token_ids)
+
+    def finish(self, number: int, job: Job, output: RequestOutput, prompt_text: str) -> dict[str, Any]:
+        """The fields for the last chunk of a choice."""
+        extras: dict[str, Any] = {}
+        if self._body.return_meta_info:
+            extras["meta_info"] = {
+                "id": self._request_id,
+                "prompt_tokens": len(job.prompt_token_ids),
+                "completion_tokens": len(self._output_ids.get((number, output.index), ())),
+                "cached_tokens": output.num_cached_tokens,
+                "weight_version": WEIGHT_VERSION,
+            }
+        if self._body.return_prompt_text:
+            extras["prompt_text"] = prompt_text
+        if self._body.return_weight_versions:
+            extras["weight_versions"] = [WEIGHT_VERSION]
+        sglext = self._sglext(number, job, output)
+        return extras | {"sglext": sglext} if sglext else extras
+
+    def _sglext(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._body.return_cached_tokens_details:
+            found["cached_tokens_details"] = {"device": output.num_cached_tokens, "host": 0}
+        if self._body.return_spec_tokens_details:
+            found["spec_tokens_details"] = None  # no tokens are drafted
+        if self._body.return_input_ids_in_sglext:
+            found["input_ids"] = job.prompt_token_ids
+        if self._body.return_output_ids_in_sglext:
+            found["output_ids"] = self._output_ids.get((number, output.index), [])
+        return found
