@@ -55,13 +55,14 @@ def build_engine(config: Config, send: Send) -> BuiltEngine:
     phases.end("devices")
     loaded = _load(config, directory, mesh, send)
     phases.end("weights")
-    runner = _runner(config, loaded, mesh, send)
-    phases.end("programs")
     matchers = MatcherFactory(
         Tokenizer.from_directory(tokenizer_dir).to_json(),
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
     )
+    matchers.warm_up()  # in a thread, while the programs compile
+    runner = _runner(config, loaded, mesh, send)
+    phases.end("programs")
     core = EngineCore(
         runner,
         _scheduler_config(config, runner),

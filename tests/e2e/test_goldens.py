@@ -1,6 +1,7 @@
 """A real trained checkpoint behind the real server: every greedy token and its log-probability as in the goldens."""
 
 import json
+from typing import Any
 
 import httpx2
 import pytest
@@ -9,7 +10,7 @@ from jaxserve import launch_server
 from tests.conftest import SharedData
 
 # as small as serves the goldens: these programs are compiled for this test alone
-TINY = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
+TINY: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
 
 
 @pytest.mark.parametrize("name", ["stories260K-hf", "stories260K-as-qwen2-hf"])
