@@ -8,25 +8,30 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from jaxserve.api.state import ServerState
 from jaxserve.engine.output import RequestOutput
 from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import HTTPError
 
+T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+Stream = AsyncGenerator[RequestOutput, None]
+Generate = Callable[[list[int], SamplingParams, str], Stream]  # (prompt, params, name within the job)
+Shape = Callable[[Generate], Stream]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt for the engine."""
+    """One prompt for the engine. `shape`: another way to make its stream than one plain request."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
+    shape: Shape | None = None
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Generation:
             merged = self._measured(0, self.request_id)
         else:
             ids = [f"{self.request_id}.{number}" for number in range(len(self.jobs))]
-            merged = _merge([self._measured(number, engine_id) for number, engine_id in enumerate(ids)])
+            merged = merge([self._measured(number, engine_id) for number, engine_id in enumerate(ids)])
         return merged if self.interval <= 1 else _coalesce(merged, self.interval)
 
     async def _measured(self, number: int, engine_id: str) -> Outputs:
@@ -104,16 +109,19 @@ class Generation:
             self.state.live.discard(engine_id)
             await stream.aclose()
 
-    def _generate(self, job: Job, engine_id: str) -> AsyncGenerator[RequestOutput, None]:
-        stream: AsyncIterator[RequestOutput] = self.state.engine.generate(
-            job.prompt_token_ids,
-            job.params,
-            request_id=engine_id,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            deadline=self.state.config.server.request_timeout,
-        )
-        return cast("AsyncGenerator[RequestOutput, None]", stream)
+    def _generate(self, job: Job, engine_id: str) -> Stream:
+        def generate(prompt_token_ids: list[int], params: SamplingParams, name: str) -> Stream:
+            stream: AsyncIterator[RequestOutput] = self.state.engine.generate(
+                prompt_token_ids,
+                params,
+                request_id=f"{engine_id}.{name}" if name else engine_id,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                deadline=self.state.config.server.request_timeout,
+            )
+            return cast("Stream", stream)
+
+        return generate(job.prompt_token_ids, job.params, "") if job.shape is None else job.shape(generate)
 
     def _finished(self, number: int, output: RequestOutput, seconds: float) -> None:
         metrics = self.state.metrics
@@ -152,11 +160,11 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     )
 
 
-async def _merge(streams: list[Outputs]) -> Outputs:
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Interleave several streams. The first error ends all; closing closes all."""
-    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
 
-    async def pump(stream: Outputs) -> None:
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:

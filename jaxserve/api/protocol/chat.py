@@ -116,6 +116,7 @@ class ChatCompletionRequest(SamplingFields):
 
     reasoning_effort: str | Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     reasoning: Reasoning | None = None
+    thinking_token_budget: limits.TokenCountOrZero | None = Field(None, description="Thinking is ended after so many.")
     separate_reasoning: bool | None = Field(None, description="Default true; false leaves it in content.")
     include_reasoning: bool | None = Field(None, description="Default true; false leaves it out of the answer.")
     stream_reasoning: bool | None = Field(None, description="Default true; false sends it in one piece.")

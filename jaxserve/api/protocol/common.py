@@ -57,10 +57,6 @@ UNSUPPORTED: dict[str, str] = {
     "guided_regex": "use structured_outputs",
     "guided_choice": "use structured_outputs",
     "guided_grammar": "use structured_outputs",
-    "use_beam_search": "beam search is not offered",
-    "length_penalty": "beam search is not offered",
-    "thinking_token_budget": "a budget of thinking tokens is not offered",
-    "repetition_detection": "detection of repetitions is not offered",
 }
 
 
@@ -105,6 +101,14 @@ class ResponseFormat(Part):
     json_schema: JsonSchemaFormat | None = None
 
 
+class RepetitionDetection(Part):
+    """An output ends when its last tokens are min_count (2) times the same max_pattern_size tokens or fewer."""
+
+    max_pattern_size: int | None = Field(None, ge=0, le=256)
+    min_pattern_size: int | None = Field(None, ge=0, le=256)
+    min_count: int | None = Field(None, ge=2, le=256)
+
+
 class SamplingFields(Body):
     """Fields that chat/completions, completions and responses share. Null is absent."""
 
@@ -133,6 +137,9 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     spaces_between_special_tokens: bool | None = Field(None, description="Default true. Fast tokenizers add none.")
 
+    use_beam_search: bool | None = Field(None, description="The n best outputs by beam search; not streamed.")
+    length_penalty: limits.LengthPenalty | None = Field(None, description="Of the beam search. Default 1.")
+    repetition_detection: RepetitionDetection | None = Field(None, description="End an output that repeats itself.")
     n: limits.Choices | None = Field(None, description="Choices. Default 1.")
     prompt_logprobs: limits.LogprobsCount | None = Field(None, description="Log-probabilities of the prompt.")
     stream: bool | None = Field(None, description="Server-sent events. Default false.")

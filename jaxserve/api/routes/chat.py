@@ -21,8 +21,10 @@ from jaxserve.api.openapi import documented
 from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.sampling import sampling_params
+from jaxserve.api.shapes import shaped
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
+from jaxserve.api.stream_rules import ThinkingBudget
 from jaxserve.api.tool_constraints import raw_input_of, with_tools
 from jaxserve.api.tools import RawInputParser, ToolUse, tool_use
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
@@ -64,6 +66,8 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
     tools = tool_use(body)
     prompt = await chat_prompt(body, state, tools.shown or None)
     job = Job(prompt.token_ids, _params(body, state, tools, prompt, await _grammar(body, state, tools, prompt)))
+    budget = _thinking_budget(body, state, prompt)
+    job = shaped(job, body, state.engine.tokenizer, state.engine.info.eos_token_ids, budget)
     salt = (body.cache_salt or "") + (body.extra_key or "")
     request_id = new_id("chatcmpl", body.request_id or body.rid)
     generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
@@ -102,6 +106,18 @@ def _params(
     )
     visible = state.parsers.visible_token_ids(state.engine.tokenizer, tools=tools.mode != "none")
     return msgspec.structs.replace(params, visible_token_ids=visible)
+
+
+def _thinking_budget(body: ChatCompletionRequest, state: ServerState, prompt: ChatPrompt) -> ThinkingBudget | None:
+    tags = state.parsers.think_tags
+    if body.thinking_token_budget is None:
+        return None
+    if tags is None:
+        message = "thinking_token_budget: this model does not think between tags."
+        raise InvalidValueError(message, param="thinking_token_budget")
+    text = f"\n{tags.end}\n\n"
+    ids = state.engine.tokenizer.encode(text, add_special_tokens=False)
+    return ThinkingBudget(body.thinking_token_budget, tags, tags.opened_by(prompt.text, prompt.continued), text, ids)
 
 
 def _parser_factory(

@@ -23,6 +23,7 @@ from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, tr
 from jaxserve.api.protocol.answers import Completion
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.sampling import sampling_params
+from jaxserve.api.shapes import shaped
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
@@ -158,7 +159,8 @@ async def _job(
         token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", max_tokens, info.max_model_len
     )
     check_length(token_ids, info, "prompt")
-    return Job(token_ids, _params(body, token_ids, max_tokens, state, grammar))
+    job = Job(token_ids, _params(body, token_ids, max_tokens, state, grammar))
+    return shaped(job, body, tokenizer, info.eos_token_ids)
 
 
 def _params(

@@ -1,0 +1,128 @@
+"""Beam search, thinking budgets and repetition detection: over known tokens, and over the wire."""
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from jaxserve.api.beam_search import beam_search
+from jaxserve.api.stream_rules import RepetitionRule
+from jaxserve.engine.output import RequestOutput
+from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs
+
+from .conftest import LiveServer, reply_with
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+
+# probabilities of the next token after each token; 0 ends, 9 is the prompt
+CHAIN = {9: [0.0, 0.6, 0.4], 1: [0.3, 0.35, 0.35], 2: [0.9, 0.05, 0.05]}
+
+
+async def chain(token_ids: list[int], params: SamplingParams, name: str) -> AsyncGenerator[RequestOutput, None]:
+    pairs = sorted(((math.log(p or 1e-9), i) for i, p in enumerate(CHAIN[token_ids[-1]])), reverse=True)
+    entry = TokenLogprobs(pairs[0][1], pairs[0][0], 1, [i for _, i in pairs], [value for value, _ in pairs])
+    yield RequestOutput("r", 0, token_ids=[pairs[0][1]], logprobs=[entry], finish_reason=FinishReason.LENGTH)
+
+
+def score(tokens: tuple[int, ...]) -> float:
+    return sum(math.log(CHAIN[a][b] or 1e-9) for a, b in itertools.pairwise((9, *tokens)))
+
+
+def every_output(length: int) -> list[tuple[int, ...]]:
+    ended = [(*head, 0) for size in range(length) for head in itertools.product((1, 2), repeat=size)]
+    return ended + list(itertools.product((1, 2), repeat=length))
+
+
+def test_a_wide_beam_finds_what_exhaustive_search_finds() -> None:
+    params = SamplingParams(n=8, max_tokens=3)
+    search = beam_search(chain, [9], params, frozenset({0}), width=8, length_penalty=0.0)
+    found = asyncio.run(search)
+    best = sorted(every_output(3), key=score, reverse=True)
+    assert [beam.token_ids for beam in found[:3]] == best[:3] and best[0] == (2, 0)
+    assert found[0].total == pytest.approx(score((2, 0))) and found[0].finish_reason is FinishReason.STOP
+    assert [entry.token_id for entry in found[0].logprobs] == [2, 0] and found[0].logprobs[0].rank == 2
+
+
+def test_a_beam_of_one_is_greedy_and_misses_it() -> None:
+    search = beam_search(chain, [9], SamplingParams(max_tokens=2), frozenset({0}), width=1, length_penalty=1.0)
+    (beam,) = asyncio.run(search)
+    assert beam.token_ids[0] == 1
+
+
+def test_beam_search_over_the_wire(server: LiveServer, client: Any) -> None:
+    server.link.script = lambda prompt, params: [prompt[-1] + 1]
+    extra = {"use_beam_search": True}
+    keys: dict[str, Any] = {"model": "demo", "prompt": [5], "n": 3, "max_tokens": 4, "logprobs": 2, "extra_body": extra}
+    answer = client.completions.create(**keys)
+    assert len(answer.choices) == 3 and answer.usage.completion_tokens == 12
+    means = [sum(choice.logprobs.token_logprobs) for choice in answer.choices]
+    assert means == sorted(means, reverse=True)
+    assert all(len(top) == 2 for choice in answer.choices for top in choice.logprobs.top_logprobs)
+    for wrong, param in (({"n": 11}, "n"), ({"stop": "x"}, "use_beam_search"), ({"stream": True}, "use_beam_search")):
+        response = server.post("/v1/completions", {"model": "demo", "prompt": "x"} | extra | wrong)
+        assert response.status_code == 400 and response.json()["error"]["param"] == param
+    response = server.post("/v1/completions", {"model": "demo", "prompt": "x", "length_penalty": 1.0})
+    assert response.json()["error"]["param"] == "length_penalty"
+
+
+def test_the_rule_of_repetitions() -> None:
+    rule = RepetitionRule(1, 3, 3)
+    assert rule.holds([5, 5, 5]) and rule.holds([9, 1, 2, 1, 2, 1, 2]) and rule.holds([1, 2, 3] * 3)
+    assert not rule.holds([5, 5]) and not rule.holds([1, 2, 1, 2, 1]) and not rule.holds([1, 2, 3, 4] * 3)
+    assert not RepetitionRule(2, 3, 3).holds([9, 5, 5, 5])
+
+
+def test_repetitions_end_an_output(server: LiveServer, client: Any) -> None:
+    reply_with(server, [7, 11, 12, 11, 12, 11, 12, 11, 12])
+    extra = {"repetition_detection": {"max_pattern_size": 4, "min_count": 3}, "return_token_ids": True}
+    for stream in (False, True):
+        keys: dict[str, Any] = {"model": "demo", "prompt": "x", "max_tokens": 200, "n": 2, "extra_body": extra}
+        answer = client.completions.create(**keys, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        ids = [i for choice in choices if choice.index == 1 for i in choice.token_ids]
+        assert ids == [7, 11, 12, 11, 12, 11, 12]
+        last = [choice for choice in choices if choice.index == 1][-1]
+        assert (last.finish_reason, last.matched_stop) == ("stop", "repetition")
+    server.wait(lambda: not server.link.running, "the rest was not aborted")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thinking_budget(server: LiveServer, stream: bool) -> None:
+    tokenizer = server.link.tokenizer
+    end = tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
+    thoughts = "<think>\n" + "round and round " * 20
+
+    def script(prompt: list[int], params: SamplingParams) -> str:
+        return "It is 4." if prompt[-len(end) :] == end else thoughts
+
+    server.link.script = script
+    body = CHAT | {"thinking_token_budget": 10, "n": 2, "seed": 3, "max_tokens": 60, "stream": stream}
+    response = server.post(
+        "/v1/chat/completions", body | {"stream_options": {"include_usage": True} if stream else None}
+    )
+    assert response.status_code == 200
+    first, second = (r for r in server.link.seen if r.request_id.endswith(("0-0", "0rest-0")))
+    spent = tokenizer.encode(thoughts, add_special_tokens=False)[:10]
+    assert second.prompt_token_ids == first.prompt_token_ids + spent + end
+    assert second.params.max_tokens == 60 - 10 - len(end)
+    assert {r.params.seed for r in server.link.seen if r.request_id.endswith("-0")} == {3, 4}
+    if stream:
+        assert response.text.count('"It') == 2 and '"finish_reason":"stop"' in response.text
+    else:
+        for choice in response.json()["choices"]:
+            assert choice["message"]["content"] == "It is 4." and choice["finish_reason"] == "stop"
+            assert thoughts[8:].startswith(choice["message"]["reasoning_content"])
+        usage = response.json()["usage"]
+        assert usage["completion_tokens"] == 2 * (10 + len(end) + len(tokenizer.encode("It is 4.")) + 1)
+
+
+def test_a_budget_that_is_not_used_up(server: LiveServer) -> None:
+    reply_with(server, "<think>\nquick\n</think>\n\nIt is 4.")
+    answer = server.post("/v1/chat/completions", CHAT | {"thinking_token_budget": 100}).json()
+    assert answer["choices"][0]["message"]["content"] == "It is 4." and len(server.link.seen) == 1
+    reply_with(server, "No thoughts at all, but more words than the budget has.")
+    answer = server.post("/v1/chat/completions", CHAT | {"thinking_token_budget": 3}).json()
+    assert answer["choices"][0]["message"]["content"].startswith("No thoughts") and len(server.link.seen) == 2
