@@ -119,9 +119,16 @@ def _naming(param: str) -> Iterator[None]:
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
-    """Text to id of the special tokens, which grammars must name by id."""
-    texts = {i: tokenizer.id_to_token(i) for i in tokenizer.special_ids}
-    return {text: i for i, text in texts.items() if text is not None}
+    """Text to id of the tokens that grammars must name by id.
+
+    llguidance takes added tokens written <...> for special too, whatever the tokenizer says of them.
+    """
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {
+        token.content: i
+        for i, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
 
 
 def _response_format(wanted: ResponseFormat | None, tokenizer: Tokenizer) -> list[Constraint]:

@@ -1,10 +1,14 @@
 """Constraints: every spelling becomes one grammar; what cannot be enforced is a 400 that names its field."""
 
 import json
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
+
+from jaxserve.grammar.matcher import MatcherFactory
 
 from .conftest import LiveServer, reply_with
 
@@ -117,3 +121,35 @@ def test_the_grammar_begins_after_the_reasoning(server: LiveServer) -> None:
     inside = grammar_of(server, keys | {"messages": messages, "continue_final_message": True}, path)
     assert inside.begin_after and not inside.begin_unless
     assert grammar_of(server, keys).begin_after == ()  # completions know no reasoning
+
+
+def test_a_required_call_can_be_written_in_the_tokens_of_the_model(server: LiveServer) -> None:
+    """The grammar of a call, sampled at random: what comes out is a call, and the parser reads it."""
+    tokenizer, info = server.link.tokenizer, server.link.info
+    tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA | {"additionalProperties": False}}}
+    keys = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    spec = grammar_of(server, keys, "/v1/chat/completions")
+    factory = MatcherFactory(tokenizer.to_json(), vocab_size=info.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
+    for seed in range(5):
+        token_ids = _sampled(factory(spec), info.vocab_size, random.Random(seed), tokenizer.eos_token_ids)
+        reply_with(server, token_ids)
+        body = {"model": "demo", "messages": MESSAGES, "max_tokens": 400} | keys
+        choice = server.post("/v1/chat/completions", body).json()["choices"][0]
+        call = choice["message"]["tool_calls"][0]["function"]
+        assert call["name"] == "weather" and set(json.loads(call["arguments"])) == {"x"}, choice
+
+
+def _sampled(matcher: Any, vocab_size: int, rng: random.Random, ends: tuple[int, ...]) -> list[int]:
+    """Tokens that the grammar allows, preferring those that end something."""
+    token_ids: list[int] = []
+    while len(token_ids) < 300 and not matcher.is_terminated:
+        row = np.full(-(-vocab_size // 32), -1, np.int32)
+        matcher.fill(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:vocab_size])
+        closing = [i for i in ends if i in allowed]
+        token_id = closing[0] if closing else int(rng.choice(list(allowed)))
+        if closing:
+            return token_ids
+        assert matcher.accept(token_id), matcher.error
+        token_ids.append(token_id)
+    return token_ids
