@@ -163,8 +163,9 @@ class Engine:
         The prefix cache is dropped, since its pages hold the old weights' keys and values. Raises ServerError
         while requests are running.
         """
-        if self.core.has_work:
+        if self.has_unfinished:
             raise ServerError("weights can be updated only while no request is running")
+        self.core.drain()  # the step in flight behind the last stop
         self.runner.update_weights(leaves)
         self.core.flush_prefix_cache()
 
