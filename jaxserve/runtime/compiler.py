@@ -56,11 +56,11 @@ class CompileCounter:
         self._lock = threading.Lock()
         monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self.count += 1
-                self.seconds += duration
+                self.seconds += duration_secs
 
     def close(self) -> None:
         monitoring.unregister_event_duration_listener(self._on_event)

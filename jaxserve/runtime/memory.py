@@ -8,6 +8,7 @@ accelerator, and from an upper estimate on a CPU, where the pool is capped far b
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,8 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.0f} MiB"
 
 
-def device_memory(devices: list[jax.Device]) -> int:
-    """Bytes of memory of the given devices together; of a CPU, the machine's or the container's."""
+def device_memory(devices: Sequence[Any]) -> int:
+    """Bytes of memory of the given jax devices together; of a CPU, the machine's or the container's."""
     if devices[0].platform == "cpu":
         return min([psutil.virtual_memory().total, *_container_limits()])
     stats = [device.memory_stats() or {} for device in devices]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ class DeviceMesh:
         return self.devices[0].platform
 
     @property
-    def devices(self) -> list[jax.Device]:
+    def devices(self) -> list[Any]:
         return list(self.mesh.devices.flat)
 
     @property
@@ -62,8 +63,8 @@ def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert:
     return DeviceMesh(mesh, NamedSharding(mesh, PartitionSpec()))
 
 
-def find_devices(platform: str = "auto") -> list[jax.Device]:
-    """Devices of this process. "auto" takes JAX's default, but no CPU where a GPU stands idle for want of a plugin."""
+def find_devices(platform: str = "auto") -> list[Any]:
+    """Devices of this process. "auto" takes JAX's default, but no CPU where a GPU idles for want of a plugin."""
     if platform == "auto":
         devices = jax.local_devices()
         if devices[0].platform == "cpu" and _NVIDIA.exists():

@@ -11,6 +11,7 @@ Tokens that tie with the last one kept by top-k or top-p are all kept.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from jaxserve.runtime.slots import SlotState
 
 TOP_LOGPROBS = 20
 BANNED = np.float32(-1e30)  # min_tokens: below any logit, yet above the -inf of a mask that allows nothing else
-_BLOCK = 128  # probabilities a block of the two-level inverse CDF
+_LANES = 128  # sums of the first level of the inverse CDF
 _ONE_BITS = 0x3F800000  # float32 1.0: positive floats are ordered as their bits are
 
 
@@ -66,7 +67,7 @@ def sample(
 
 
 def _choose(logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState) -> jax.Array:
-    greedy = jnp.minimum(logits.argmax(axis=-1), logits.shape[1] - 1).astype(jnp.int32)
+    greedy = first_maximum(logits, peak)
     temperature = state.temperature[rows]
     random = valid & (temperature > 0)
 
@@ -78,6 +79,17 @@ def _choose(logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Arra
         return jnp.where(random, inverse_cdf(probs, uniform), greedy)
 
     return jax.lax.cond(random.any(), draw, lambda: greedy)
+
+
+def first_maximum(logits: jax.Array, peak: jax.Array) -> jax.Array:
+    """argmax, of equals the first, int32 [R]; any token where the peak is NaN.
+
+    As two plain maxima: XLA on a CPU takes 40 times longer over an argmax, whose loop it does not vectorise.
+    """
+    vocab_size = logits.shape[1]
+    from_end = vocab_size - jnp.arange(vocab_size, dtype=jnp.float32)  # exact below 2**24 tokens
+    found = jnp.where(logits == peak[:, None], from_end[None, :], 1).max(axis=-1)
+    return (vocab_size - found).astype(jnp.int32)
 
 
 # --- logits
@@ -116,9 +128,14 @@ def shape_logits(
         (static.any(), lambda x: ban(x, state.allow_mask[rows], static, np.float32(-np.inf))),
         (masked, lambda x: ban(x, bitmask, valid, np.float32(-np.inf))),
     ]
-    for needed, step in steps:
-        logits = jax.lax.cond(needed, step, lambda x: x, logits)
-    return logits
+
+    def all_steps(logits: jax.Array) -> jax.Array:
+        for needed, step in steps:
+            logits = jax.lax.cond(needed, step, lambda x: x, logits)
+        return logits
+
+    needed_at_all = functools.reduce(jnp.logical_or, (needed for needed, _ in steps))
+    return jax.lax.cond(needed_at_all, all_steps, lambda x: x, logits)
 
 
 def penalize(
@@ -170,68 +187,75 @@ def filter_probs(
     top-k: the k largest and all that tie with the k-th. top-p: the fewest likeliest tokens whose share of what top-k
     left reaches top_p, and all that tie with the last. min-p: at least min_p times the largest.
     """
-    some_k = active & (top_k > 0)
-    some_p = active & (top_p < 1)
+    some_k, some_p = active & (top_k > 0), active & (top_p < 1)
     counts = jnp.minimum(top_k, probs.shape[1]).astype(jnp.float32)
 
     def stage(index: jax.Array, probs: jax.Array) -> jax.Array:
         by_mass = index == 1  # one loop body for both: half the code to compile
-        weights = jnp.where(by_mass, probs, 1)
         shares = jnp.maximum(top_p * probs.sum(axis=-1), np.finfo(np.float32).tiny)
-        border = _border(probs, weights, jnp.where(by_mass, shares, counts), jnp.where(by_mass, some_p, some_k))
-        return jnp.where(probs >= border[:, None], probs, 0)
+        target, wanted = jnp.where(by_mass, shares, counts), jnp.where(by_mass, some_p, some_k)
+        return jnp.where(probs >= _border(probs, by_mass, target, wanted)[:, None], probs, 0)
 
-    probs = jax.lax.cond((some_k | some_p).any(), lambda p: jax.lax.fori_loop(0, 2, stage, p), lambda p: p, probs)
-    floor = jnp.where(active, min_p, 0)[:, None]
-    return jnp.where(probs >= floor, probs, 0)
+    def floor(probs: jax.Array) -> jax.Array:
+        return jnp.where(probs >= jnp.where(active, min_p, 0)[:, None], probs, 0)
+
+    needed = ((some_k | some_p).any(), (active & (min_p > 0)).any())
+    probs = jax.lax.cond(needed[0], lambda p: jax.lax.fori_loop(0, 2, stage, p), lambda p: p, probs)
+    return jax.lax.cond(needed[1], floor, lambda p: p, probs)
 
 
-def _border(probs: jax.Array, weights: jax.Array, target: jax.Array, active: jax.Array) -> jax.Array:
-    """The largest t for which the weights where probs >= t sum to target or more, float32 [R]; 0 if not active.
+def _border(probs: jax.Array, by_mass: jax.Array, target: jax.Array, active: jax.Array) -> jax.Array:
+    """The largest t for which the tokens with probs >= t reach target, float32 [R]; 0 in rows that are not active.
 
-    Bisection on the bits of t: at most 30 passes over the probabilities, without sorting them, and usually half as
-    many, for a row is decided once a single token is left between the bounds. A decided row's set no longer changes.
+    They reach the sum of their probabilities, or if not by_mass (a scalar) their number. Bisection on the bits of t:
+    at most 30 passes over the probabilities, without sorting them, and usually half as many: a row is decided once
+    what lies between its bounds is less than two tokens can be. A decided row stands still while others go on.
     """
     low = jnp.zeros(probs.shape[0], jnp.int32)
     high = jnp.where(active, _ONE_BITS + 1, 1).astype(jnp.int32)
-    above_low = jnp.full_like(low, probs.shape[1])
+    weights = jnp.where(by_mass, probs, 1)
+    reached_low = jnp.where(active, jnp.inf, 0)
 
     def undecided(carry: tuple[jax.Array, ...]) -> jax.Array:
-        low, high, above_low, above_high = carry
-        return ((high - low > 1) & (above_low - above_high > 1)).any()
+        low, high, reached_low, reached_high = carry
+        least = jnp.where(by_mass, jax.lax.bitcast_convert_type(low, jnp.float32), 1)
+        return (high - low > 1) & (reached_low - reached_high >= 2 * least)
 
     def halve(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        low, high, above_low, above_high = carry
+        low, high, reached_low, reached_high = carry
         middle = low + (high - low) // 2
-        kept = probs >= jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None]
-        enough = jnp.where(kept, weights, 0).sum(axis=-1) >= target
-        above = kept.sum(axis=-1, dtype=jnp.int32)
+        kept = jnp.where(probs >= jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None], weights, 0)
+        reached = jax.lax.optimization_barrier(kept).sum(axis=-1)  # apart: XLA on a CPU has a kernel for plain sums
+        enough, open_row = reached >= target, undecided(carry)
+        up, down = open_row & enough, open_row & ~enough
         return (
-            jnp.where(enough, middle, low),
-            jnp.where(enough, high, middle),
-            jnp.where(enough, above, above_low),
-            jnp.where(enough, above_high, above),
+            jnp.where(up, middle, low),
+            jnp.where(down, middle, high),
+            jnp.where(up, reached, reached_low),
+            jnp.where(down, reached, reached_high),
         )
 
-    low, *_ = jax.lax.while_loop(undecided, halve, (low, high, above_low, jnp.zeros_like(low)))
+    carry = (low, high, reached_low, jnp.zeros_like(reached_low))
+    low, *_ = jax.lax.while_loop(lambda carry: undecided(carry).any(), halve, carry)
     return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
 def inverse_cdf(probs: jax.Array, uniform: jax.Array) -> jax.Array:
     """The token at which the cumulative sum passes uniform * total. probs float32 [R, V], uniform [R] -> int32 [R].
 
-    Two levels: the block of 128 in which it passes, then the token in the block; a token of probability 0 is never
-    chosen, whatever the rounding of the sums.
+    Two levels: the lane in which it passes (tokens equal modulo 128), then the token in the lane; the order in which
+    tokens are summed does not matter. A token of probability 0 is never chosen, whatever the rounding of the sums.
     """
     num_rows, vocab_size = probs.shape
-    blocks = jnp.pad(probs, ((0, 0), (0, -vocab_size % _BLOCK))).reshape(num_rows, -1, _BLOCK)
-    sums = blocks.sum(axis=-1)
+    table = jnp.pad(probs, ((0, 0), (0, -vocab_size % _LANES))).reshape(num_rows, -1, _LANES)
+    sums = jax.lax.optimization_barrier(table).sum(axis=1)
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
-    block = _first_above(ends, target, sums)
-    start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token = block * _BLOCK + _first_above(jnp.cumsum(inside, axis=-1), target - start, inside)
+    lane = _first_above(ends, target, sums)
+    before = jnp.take_along_axis(ends, jnp.maximum(lane - 1, 0)[:, None], axis=1)[:, 0]
+    column = jnp.take_along_axis(table, lane[:, None, None], axis=2)[:, :, 0]
+    rest = target - jnp.where(lane > 0, before, 0)
+    token = _first_above(jnp.cumsum(column, axis=-1), rest, column) * _LANES + lane
     return jnp.minimum(token, vocab_size - 1)
 
 

@@ -49,12 +49,12 @@ def test_the_counter_counts_between_making_and_closing() -> None:
 
 
 def test_the_persistent_cache_keeps_the_smallest_program(tmp_path: Path) -> None:
-    directory = jax.config.jax_compilation_cache_dir
-    from_jax = jax.config.jax_persistent_cache_min_compile_time_secs
+    directory = jax.config.read("jax_compilation_cache_dir")
+    shortest = jax.config.read("jax_persistent_cache_min_compile_time_secs")
     try:
         enable_persistent_cache(tmp_path / "new" / "cache")
         jax.jit(lambda x: x * 1.25 + 3).lower(SHAPE).compile()
         assert list((tmp_path / "new" / "cache").iterdir()) or directory is not None
     finally:
         jax.config.update("jax_compilation_cache_dir", directory)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", from_jax)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ SIZES = Sizes(
 )
 
 
-def plan(sizes: Sizes = SIZES, **changes: object) -> MemoryPlan:
-    arguments: dict[str, object] = {
+def plan(sizes: Sizes = SIZES, **changes: Any) -> MemoryPlan:
+    arguments: dict[str, Any] = {
         "platform": "gpu",
         "device_bytes": 80 * GIB,
         "memory_fraction": 0.9,
@@ -27,7 +28,7 @@ def plan(sizes: Sizes = SIZES, **changes: object) -> MemoryPlan:
         "max_model_len": 8192,
         "shrink_context": False,
     }
-    return plan_memory(sizes, **(arguments | changes))  # type: ignore[arg-type]
+    return plan_memory(sizes, **(arguments | changes))
 
 
 def test_pages_take_what_the_budget_leaves() -> None:
@@ -52,7 +53,7 @@ def test_a_number_of_pages_is_taken_as_given() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"num_pages": 511}, {"device_bytes": 22 * GIB}, {"memory_fraction": 0.1}])
-def test_too_little_for_one_request_says_what_to_do(changes: dict[str, object]) -> None:
+def test_too_little_for_one_request_says_what_to_do(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="one request may have 8192") as caught:
         plan(**changes)
     assert "memory_fraction" in str(caught.value.fix)

@@ -362,9 +362,8 @@ def test_threefry_equals_jax() -> None:
     counts = np.arange(10, dtype=np.uint32)
     with jax.threefry_partitionable(False):
         expected = jax.random.bits(jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"), (20,))
-    got = sampler.threefry2x32(
-        *(jnp.full(10, k, jnp.uint32) for k in key), jnp.asarray(counts), jnp.asarray(counts + 10)
-    )
+    low, high = (jnp.full(10, word, jnp.uint32) for word in key)
+    got = sampler.threefry2x32(low, high, jnp.asarray(counts), jnp.asarray(counts + 10))
     assert np.concatenate(got).tolist() == np.asarray(expected).tolist()
 
 
