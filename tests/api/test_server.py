@@ -27,7 +27,7 @@ def test_models(client: Any) -> None:
 
 def test_before_the_engine_is_ready() -> None:
     with LiveServer(ready=False) as server:
-        assert server.http.get("/live").status_code == 200
+        assert server.http.get("/live").status_code == server.http.head("/").status_code == 200
         assert server.http.get("/metrics").status_code == 200
         health = server.http.get("/health")
         assert health.status_code == 503 and health.json()["status"] == "loading"

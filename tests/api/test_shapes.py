@@ -32,8 +32,9 @@ def score(tokens: tuple[int, ...]) -> float:
 
 
 def every_output(length: int) -> list[tuple[int, ...]]:
-    ended = [(*head, 0) for size in range(length) for head in itertools.product((1, 2), repeat=size)]
-    return ended + list(itertools.product((1, 2), repeat=length))
+    heads = [list(itertools.product([1, 2], repeat=size)) for size in range(length + 1)]
+    found: list[tuple[int, ...]] = [(*head, 0) for group in heads[:-1] for head in group]
+    return found + [(*head,) for head in heads[-1]]
 
 
 def test_a_wide_beam_finds_what_exhaustive_search_finds() -> None:

@@ -44,3 +44,10 @@ async def live() -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(server_state(request).metrics.render(), media_type=CONTENT_TYPE)
+
+
+@router.get("/", response_class=PlainTextResponse, include_in_schema=False)
+@router.head("/", include_in_schema=False)
+async def root() -> Response:
+    """Probes of some clients and routers ask here first."""
+    return PlainTextResponse("jaxserve is running. The API is under /v1, its description at /docs.\n")
