@@ -1,6 +1,6 @@
 """The engine at token level: a scheduler and a runner, one step ahead of what the host has read. No text, no sockets.
 
-    step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which need them
+step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which need them
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from jaxserve.engine.messages import EngineStats
 from jaxserve.engine.request import (
+    MAX_LOGIT_BIAS,
     EngineRequest,
     FinishReason,
     GrammarSpec,
@@ -74,6 +75,11 @@ class EngineCore:
         if record.output_token_ids:
             self._resume(record)
 
+    def _check_logit_bias(self, bias: dict[int, float]) -> None:
+        if len(bias) > MAX_LOGIT_BIAS or not all(0 <= token < self._vocab_size for token in bias):
+            message = f"logit_bias takes at most {MAX_LOGIT_BIAS} token ids in [0, {self._vocab_size})"
+            raise InvalidValueError(message, param="logit_bias")
+
     def _record(self, request: EngineRequest) -> Request:
         params, prompt = request.params, request.prompt_token_ids
         if params.max_tokens is not None and params.max_tokens < 0:
@@ -83,6 +89,7 @@ class EngineCore:
         self.scheduler.config.check_fits(len(prompt), 0 if params.max_tokens == 0 else 1)
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
+        self._check_logit_bias(params.logit_bias)
         room = self.scheduler.config.max_sequence_tokens - len(prompt)
         now = self._clock()
         return Request(

@@ -17,6 +17,8 @@ import numpy as np
 # give way to them.
 BACKGROUND_PRIORITY = 2**30
 
+MAX_LOGIT_BIAS = 4096  # logit_bias entries a request: the room that the device has for each
+
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"  # in the queue, holds no page and no slot

@@ -24,6 +24,7 @@ from jaxserve.runtime.slots import SlotState
 TOP_LOGPROBS = 20
 BANNED = np.float32(-1e30)  # min_tokens: below any logit, yet above the -inf of a mask that allows nothing else
 _LANES = 128  # sums of the first level of the inverse CDF
+_BIAS_GROUP = 256  # logit_bias entries added at once
 _ONE_BITS = 0x3F800000  # float32 1.0: positive floats are ordered as their bits are
 
 
@@ -157,10 +158,18 @@ def penalize(
 
 
 def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array, num: jax.Array) -> jax.Array:
-    """Add sparse biases: ids int32, values float32 [R, N], the first num[r] of row r count; outside ids are dropped."""
-    ids = jnp.where(jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :] < num[:, None], ids, logits.shape[1])
+    """Add sparse biases: ids int32, values float32 [R, N]; the first num[r] of row r count, N a multiple of 256."""
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    return logits.at[row, ids].add(values, mode="drop")
+
+    def add_group(group: jax.Array, logits: jax.Array) -> jax.Array:
+        first = group * _BIAS_GROUP
+        index = first + jnp.arange(_BIAS_GROUP, dtype=jnp.int32)
+        chosen = jax.lax.dynamic_slice_in_dim(ids, first, _BIAS_GROUP, axis=1)
+        added = jax.lax.dynamic_slice_in_dim(values, first, _BIAS_GROUP, axis=1)
+        chosen = jnp.where(index[None, :] < num[:, None], chosen, logits.shape[1])
+        return logits.at[row, chosen].add(added, mode="drop")
+
+    return jax.lax.fori_loop(0, (num.max() + _BIAS_GROUP - 1) // _BIAS_GROUP, add_group, logits)
 
 
 def ban(logits: jax.Array, words: jax.Array, active: jax.Array, value: np.float32) -> jax.Array:

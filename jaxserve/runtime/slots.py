@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.request import SamplingParams, SlotInit
+from jaxserve.engine.request import MAX_LOGIT_BIAS, SamplingParams, SlotInit
 
 ADMIT_GROUP = 8  # slots a dispatch of `admit`
 TOKEN_CHUNK = 1024  # tokens a dispatch of `admit_tokens`
-MAX_LOGIT_BIAS = 1024  # logit_bias entries a request, kept sparse; see `split_bias`
-BAN_BIAS = -100.0  # OpenAI: "values like -100 or 100 should result in a ban or exclusive selection"
 MAX_COUNT = np.iinfo(np.int16).max  # token counts saturate here: a penalty is long decided by then
 
 _INT_MAX = np.iinfo(np.int32).max
@@ -45,7 +43,7 @@ class SlotState:
     position        tokens whose K and V are in pages = position at which `last_token` is fed
     num_outputs     tokens sampled so far
     seed            64 bits, low word first; with a position it gives the row's random number
-    bias_ids        V or more: no entry
+    bias_ids        the first num_bias entries count
     allow_mask      bit 1: the token may ever be sampled; read where `has_allow`
     early_mask      bit 1: the token may be sampled before `min_tokens` outputs exist
     token_counts    occurrences in the output, saturating
@@ -137,23 +135,6 @@ def state_bytes(num_slots: int, vocab_size: int, max_pages: int) -> int:
 # --- host: SlotInit -> packed int32 groups
 
 
-def split_bias(params: SamplingParams) -> tuple[dict[int, float], set[int]]:
-    """(sparse entries, banned ids) of a request's logit_bias.
-
-    Up to MAX_LOGIT_BIAS entries are added to the logits as they are. Beyond that, entries of -100 and less become
-    entries of the static ban mask, which has no limit. Raises ValueError if too many others remain; a front end
-    calls this before it admits the request.
-    """
-    bias = params.logit_bias
-    if len(bias) <= MAX_LOGIT_BIAS:
-        return bias, set()
-    banned = {token for token, value in bias.items() if value <= BAN_BIAS}
-    rest = {token: value for token, value in bias.items() if token not in banned}
-    if len(rest) > MAX_LOGIT_BIAS:
-        raise ValueError(f"logit_bias has {len(rest)} entries above {BAN_BIAS:g}; the limit is {MAX_LOGIT_BIAS}")
-    return rest, banned
-
-
 def pack_bits(token_ids: Iterable[int], vocab_size: int, *, allow: bool) -> np.ndarray:
     """int32 [W] bitmask: bit 1 for the given ids if `allow`, else for all others. Ids outside are ignored."""
     bits = np.full(mask_words(vocab_size) * 32, not allow, bool)
@@ -174,12 +155,11 @@ def pack_admit(inits: list[SlotInit], num_slots: int) -> Iterator[np.ndarray]:
 
 def _pack_admit_row(row: np.ndarray, init: SlotInit) -> None:
     params = init.params
-    sparse, _ = split_bias(params)
     num_outputs = len(init.token_ids) - init.num_prompt_tokens
     seed = init.seed & (2**64 - 1)
     row[0] = init.slot
     row[1:3] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
-    ints = (params.top_k, params.min_tokens, num_outputs, len(sparse), _allow_mask_needed(params))
+    ints = (params.top_k, params.min_tokens, num_outputs, len(params.logit_bias), _allow_mask_needed(params))
     row[3:8] = [min(int(value), _INT_MAX) for value in ints]
     row[8:] = np.array([getattr(params, name) for name in _FLOAT_FIELDS], np.float32).view(np.int32)
 
@@ -189,19 +169,19 @@ def _single_bad_words(params: SamplingParams) -> set[int]:
 
 
 def _allow_mask_needed(params: SamplingParams) -> bool:
-    return params.allowed_token_ids is not None or bool(_single_bad_words(params) or split_bias(params)[1])
+    return params.allowed_token_ids is not None or bool(_single_bad_words(params))
 
 
 def pack_masks(init: SlotInit, vocab_size: int) -> np.ndarray | None:
     """int32 [1 + 2W] for `admit_masks` (slot, allow words, early words), or None if the request needs no mask.
 
-    The allow mask holds allowed_token_ids less bad words of one token less bans of `split_bias`; bad words of several
-    tokens depend on the output and belong to the step's own bitmask.
+    The allow mask holds allowed_token_ids less bad words of one token; bad words of several tokens depend on the
+    output and belong to the step's own bitmask.
     """
     params = init.params
     if not (_allow_mask_needed(params) or params.min_tokens):
         return None
-    allow = pack_bits(_single_bad_words(params) | split_bias(params)[1], vocab_size, allow=False)
+    allow = pack_bits(_single_bad_words(params), vocab_size, allow=False)
     if params.allowed_token_ids is not None:
         allow &= pack_bits(params.allowed_token_ids, vocab_size, allow=True)
     early = pack_bits((*init.eos_token_ids, *params.stop_token_ids), vocab_size, allow=False)
@@ -210,15 +190,14 @@ def pack_masks(init: SlotInit, vocab_size: int) -> np.ndarray | None:
 
 def pack_bias(init: SlotInit) -> np.ndarray | None:
     """int32 [1 + 2*MAX_LOGIT_BIAS] for `admit_bias` (slot, ids, values), or None without logit_bias."""
-    sparse, _ = split_bias(init.params)
-    if not sparse:
+    bias = init.params.logit_bias
+    if not bias:
         return None
     packed = np.zeros(1 + 2 * MAX_LOGIT_BIAS, np.int32)
     packed[0] = init.slot
-    packed[1 : 1 + MAX_LOGIT_BIAS] = _NO_TOKEN
-    packed[1 : 1 + len(sparse)] = list(sparse)
-    values = np.array(list(sparse.values()), np.float32).view(np.int32)
-    packed[1 + MAX_LOGIT_BIAS : 1 + MAX_LOGIT_BIAS + len(sparse)] = values
+    packed[1 : 1 + len(bias)] = list(bias)
+    values = np.array(list(bias.values()), np.float32).view(np.int32)
+    packed[1 + MAX_LOGIT_BIAS : 1 + MAX_LOGIT_BIAS + len(bias)] = values
     return packed
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import SamplingParams, SlotInit
+from jaxserve.engine.request import MAX_LOGIT_BIAS, SamplingParams, SlotInit
 from jaxserve.runtime import sampler, slots
 
 V = 200  # more than one block of the inverse CDF, and no multiple of 32 or 128
@@ -163,15 +163,16 @@ def test_logit_bias_moves_the_choice_of_its_own_row_only() -> None:
     assert tokens(run(logits, state_of([params, GREEDY]))).tolist() == [11, best]
 
 
-def test_more_bans_than_sparse_entries_go_to_the_mask() -> None:
-    vocab = slots.MAX_LOGIT_BIAS + 500
-    bias = dict.fromkeys(range(vocab - 1), -100.0) | {3: 1.0}
-    params = SamplingParams(temperature=0, logit_bias=bias)
-    logits = np.zeros((1, vocab), np.float32)
-    assert tokens(run(logits, state_of([params], vocab=vocab)))[0] == 3
-    too_many = SamplingParams(logit_bias=dict.fromkeys(range(vocab), 1.0))
-    with pytest.raises(ValueError, match=f"{vocab} entries"):
-        slots.split_bias(too_many)
+def test_as_many_biases_as_there_is_room_for() -> None:
+    """Every entry counts: all of 4,096 tokens are moved, in as many different ways."""
+    vocab = MAX_LOGIT_BIAS + 10
+    bias = {token: float((token * 7919) % MAX_LOGIT_BIAS) / 64 for token in range(MAX_LOGIT_BIAS)}
+    state = state_of([GREEDY, SamplingParams(temperature=0, logit_bias=bias)], vocab=vocab)
+    rows = jnp.arange(2, dtype=jnp.int32)
+    words = jnp.zeros((2, slots.mask_words(vocab)), jnp.int32)
+    shaped = sampler.shape_logits(jnp.zeros((2, vocab)), rows, rows >= 0, state, words, jnp.asarray(False))
+    np.testing.assert_array_equal(np.asarray(shaped)[1], [bias.get(token, 0.0) for token in range(vocab)])
+    assert not np.asarray(shaped)[0].any()
 
 
 def test_min_tokens_bans_eos_and_stop_tokens_until_reached() -> None:
