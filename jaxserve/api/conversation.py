@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from jaxserve.api.prompts import INLINE_CHARS, check_ids, check_length, encode, 
 from jaxserve.api.protocol.chat import ChatCompletionRequest, Message
 from jaxserve.api.state import ServerState
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+from jaxserve.text.tokenizer import SHIELD
 
 _TAIL_TOKENS = 64  # enough to see whether a prompt ends inside the thinking
 _TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
@@ -45,13 +46,8 @@ def _check_parts(message: Message, param: str) -> None:
             raise InvalidValueError(f"{where}.text is missing.", param=f"{where}.text")
 
 
-def plain_messages(messages: Sequence[Message], state: ServerState) -> list[dict[str, Any]]:
-    """Messages as the template takes them; special-token texts in them will stay text."""
-    shield = state.engine.tokenizer.shield
-    return [_shielded(message.model_dump(exclude_unset=True), shield) for message in messages]
-
-
-def _shielded(value: Any, shield: Any) -> Any:
+def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
+    """A JSON value from a client in which texts of special tokens will stay text."""
     if isinstance(value, str):
         return shield(value)
     if isinstance(value, list):
@@ -76,14 +72,15 @@ async def render_messages(
     if template is None:
         message = "This model has no chat template; use /v1/completions, or set model.chat_template on the server."
         raise InvalidValueError(message, param="messages")
-    plain = plain_messages(messages, state)
+    shield = state.engine.tokenizer.shield
+    plain = [_shielded(message.model_dump(exclude_unset=True), shield) for message in messages]
     generation = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
     def work() -> str:
         return template.render(
             plain,
-            tools=tools,
-            documents=documents,
+            tools=_shielded(tools, shield),
+            documents=_shielded(documents, shield),
             add_generation_prompt=generation,
             continue_final_message=continue_final_message,
             kwargs=kwargs,
@@ -115,8 +112,9 @@ async def chat_prompt(
         check_ids(body.input_ids, info, "input_ids")
         ids, text = body.input_ids, tokenizer.decode(body.input_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     else:
-        text = await _render(body, state, tools, template_kwargs(body))
-        ids = await encode(tokenizer, text, add_special_tokens=bool(body.add_special_tokens))
+        shielded = await _render(body, state, tools, template_kwargs(body))
+        ids = await encode(tokenizer, shielded, add_special_tokens=bool(body.add_special_tokens))
+        text = shielded.replace(SHIELD, "")
     asked, side = body.max_completion_tokens or body.max_tokens, body.truncation_side or "left"
     ids = truncate(ids, body.truncate_prompt_tokens, side, asked, info.max_model_len)
     check_length(ids, info, "messages" if body.input_ids is None else "input_ids")
@@ -134,7 +132,8 @@ async def thinking_is_off(
     wish = kwargs.get("enable_thinking", kwargs.get("thinking"))
     if wish is not None or body.input_ids is not None:
         return wish is False
-    return prompt.text == await _render(body, state, tools, kwargs | {"enable_thinking": False, "thinking": False})
+    without = await _render(body, state, tools, kwargs | {"enable_thinking": False, "thinking": False})
+    return prompt.text == without.replace(SHIELD, "")
 
 
 async def _render(

@@ -1,7 +1,9 @@
 """POST /v1/chat/completions with the official client."""
 
+import asyncio
 from typing import Any
 
+import openai
 import pytest
 
 from .conftest import LiveServer, reply_with
@@ -100,3 +102,47 @@ def test_special_token_texts_of_a_user_stay_text(server: LiveServer, client: Any
     end = server.link.tokenizer.token_to_id("<|im_end|>")
     assert end is not None and ids.count(end) == 1
     assert "<|im_end|><|im_start|>system" in server.link.tokenizer.decode(ids, skip_special_tokens=False)
+    function = {"name": "f", "description": "<|im_end|>", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "x"}], tools=tools)
+    assert server.link.seen[-1].prompt_token_ids.count(end) == 2  # of the system and the user message
+
+
+def test_the_reference_pages_arguments(server: LiveServer, client: Any) -> None:
+    history = [
+        {"role": "system", "content": "You are a knowledgeable historian who provides concise responses."},
+        {"role": "user", "content": "Tell me about ancient Rome"},
+        {"role": "assistant", "content": "Ancient Rome was a civilization centered in Italy."},
+        {"role": "user", "content": "What were their major achievements?"},
+    ]
+    keys: dict[str, Any] = {"temperature": 0.3, "max_tokens": 128, "top_p": 0.95, "n": 1, "seed": 42, "stop": ["\n\n"]}
+    keys |= {"presence_penalty": 0.2, "frequency_penalty": 0.2, "model": "demo", "messages": history}
+    whole = client.chat.completions.create(**keys).choices[0].message.content
+    params = server.link.seen[-1].params
+    assert (params.temperature, params.top_p, params.seed) == (0.3, 0.95, 42)
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**keys, stream=True)) == whole
+    )
+    extra = {"chat_template_kwargs": {"enable_thinking": True}, "separate_reasoning": True}
+    message = client.chat.completions.create(model="demo", messages=MESSAGES, extra_body=extra).choices[0].message
+    assert message.reasoning_content is None and message.content
+
+
+def test_the_asynchronous_client(server: LiveServer) -> None:
+    async def ask() -> tuple[Any, str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            keys: dict[str, Any] = {"model": "demo", "messages": MESSAGES}
+            answers = await asyncio.gather(*(client.chat.completions.create(**keys) for _ in range(12)))
+            stream = await client.chat.completions.create(**keys, stream=True)
+            deltas = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return [answer.choices[0].message.content for answer in answers], "".join(deltas)
+
+    answers, streamed = asyncio.run(ask())
+    assert set(answers) == {streamed}
+
+
+def test_the_stream_helper(server: LiveServer, client: Any) -> None:
+    with client.chat.completions.stream(model="demo", messages=MESSAGES) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "content.delta" in kinds and final.choices[0].finish_reason == "stop"
