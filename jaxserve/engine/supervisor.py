@@ -118,6 +118,14 @@ class Supervisor:
                     return
                 self._died(error, delay)
                 await asyncio.sleep(delay)
+            except ConfigError as error:  # of what this process loads itself: the tokenizer
+                self.failure = error
+                self._end(EngineDeadError(str(error)))
+                return
+            except Exception as error:
+                logger.exception("the supervisor failed")
+                self._end(EngineDeadError(f"{type(error).__name__}: {error}"))
+                return
 
     async def _serve(self) -> None:
         """One engine from its start to its death, which is an EngineDeadError."""

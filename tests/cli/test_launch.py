@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import httpx2
@@ -74,10 +76,16 @@ def test_a_hub_that_is_not_reached(tmp_path: Path) -> None:
 
 def test_an_unsupported_architecture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    shutil.copy(str(files("jaxserve") / "assets" / "demo" / "tokenizer.json"), tmp_path)
     line = failure(tmp_path, "--port", "0", "--model", str(tmp_path))
     assert "MambaForCausalLM" in line
     assert "LlamaForCausalLM" in line
+
+
+def test_a_damaged_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json" in failure(tmp_path, "--port", "0", "--model", str(tmp_path))
 
 
 @pytest.mark.parametrize("flag", ["--help", "--help-all"])
