@@ -97,6 +97,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rope: RopeConfig
+    kv_repeat: int = 1  # copies of each of the checkpoint's kv heads; num_kv_heads counts them all
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     norm_eps: float = 1e-6
@@ -159,6 +160,19 @@ class ModelConfig:
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def for_tensor(self, size: int) -> ModelConfig:
+        """The configuration split over `size` devices: with fewer kv heads than devices each head is held by several.
+
+        Raises ValueError where the heads cannot be split evenly.
+        """
+        if self.num_heads % size:
+            raise ValueError(f"{self.num_heads} attention heads cannot be split over {size} devices")
+        if self.latent is not None or self.num_kv_heads % size == 0:
+            return self
+        if size % self.num_kv_heads:
+            raise ValueError(f"{self.num_kv_heads} kv heads can be neither split nor copied evenly over {size} devices")
+        return self.replace(num_kv_heads=size, kv_repeat=self.kv_repeat * size // self.num_kv_heads)
 
     def for_context(self, max_model_len: int) -> ModelConfig:
         """The configuration that serves `max_model_len` tokens: LongRoPE takes its long or its short factors."""

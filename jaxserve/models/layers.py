@@ -108,7 +108,7 @@ class QKVProj(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.group = config.num_heads // config.num_kv_heads
-        self.packed = config.packed_projections
+        self.packed, self.kv_repeat = config.packed_projections, config.kv_repeat
         rows = (self.group + 2) * self.head_dim
         shape = (self.kv_heads, rows, config.hidden_size)
         self.weight = param(
@@ -122,16 +122,18 @@ class QKVProj(nnx.Module):
 
     def _parts(self, kind: str, tail: tuple[int, ...]) -> tuple[Part, ...]:
         parts, row, first = [], 0, 0
-        all_rows = self.kv_heads * (self.group + 2) * self.head_dim
-        for name, heads in (("q_proj", self.group), ("k_proj", 1), ("v_proj", 1)):
+        all_rows = (self.kv_heads * self.group + 2 * self.kv_heads // self.kv_repeat) * self.head_dim
+        sources = (("q_proj", self.group, 1), ("k_proj", 1, self.kv_repeat), ("v_proj", 1, self.kv_repeat))
+        for name, heads, repeat in sources:
             rows = heads * self.head_dim
-            total = self.kv_heads * rows
+            total = self.kv_heads // repeat * rows
             start = (0, row, *(0 for _ in tail))
             view = (self.kv_heads, rows, *tail)
             if self.packed:
-                parts.append(Part(f"qkv_proj.{kind}", (all_rows, *tail), view, start, rows=(first, first + total)))
+                taken = first, first + total
+                parts.append(Part(f"qkv_proj.{kind}", (all_rows, *tail), view, start, taken, repeat=repeat))
             else:
-                parts.append(Part(f"{name}.{kind}", (total, *tail), view, start))
+                parts.append(Part(f"{name}.{kind}", (total, *tail), view, start, repeat=repeat))
             row, first = row + rows, first + total
         return tuple(parts)
 

@@ -6,6 +6,7 @@ Every device gets only its own rectangle of a parameter, straight from the memor
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from jaxserve.models.hf_config import read_config
 from jaxserve.models.quantization import Block, check_scale, decode_fp8, decode_mxfp4, stored_tensors
 from jaxserve.models.registry import model_class
 from jaxserve.models.safetensors_file import open_tensor
-from jaxserve.models.sharding import param_sharding
+from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.weights import ParamSpec, Part, param_specs
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
@@ -103,7 +104,8 @@ def load_model(
     Raises ModelLoadError: unsupported, damaged, or with tensors that do not fit, all of them named.
     """
     start = time.perf_counter()
-    structure = build(config or read_config(directory), dtype)
+    config = config or read_config(directory)
+    structure = build(config if mesh is None else for_mesh(config, mesh), dtype)
     shardings = [_sharding(spec, mesh) for spec in structure.specs]
     if load_format == "random":
         leaves, read = random_leaves(structure, shardings, seed), 0
@@ -114,9 +116,7 @@ def load_model(
 
 
 def _sharding(spec: ParamSpec, mesh: Mesh | None) -> Sharding:
-    if mesh is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    return param_sharding(spec.axes, mesh)
+    return SingleDeviceSharding(jax.devices()[0]) if mesh is None else param_sharding(spec, mesh)
 
 
 # --- from a checkpoint -----------------------------------------------------------------------------------------
@@ -186,6 +186,8 @@ def _overlaps(bounds: list[tuple[int, int]], part: Part) -> Iterator[tuple[int, 
 
 def _read_part(part: Part, region: tuple[slice, ...], checkpoint: Checkpoint, block: Block | None) -> np.ndarray:
     """The rectangle `region` of a part's view: of the file itself, where nothing is to be decoded."""
+    if part.repeat > 1:
+        return _read_repeated(part, region, checkpoint, block)
     names = tuple(stored_tensors(part, checkpoint.tensors, block))
     stored = [open_tensor(checkpoint.tensors[name]) for name in names]
     if len(names) == 2:
@@ -197,6 +199,14 @@ def _read_part(part: Part, region: tuple[slice, ...], checkpoint: Checkpoint, bl
     if part.transpose is not None:
         tensor = tensor.transpose(part.transpose)
     return tensor.reshape(part.view)[region]
+
+
+def _read_repeated(part: Part, region: tuple[slice, ...], checkpoint: Checkpoint, block: Block | None) -> np.ndarray:
+    """_read_part where the first axis holds copies: [h0, h0, h1, h1, ...]."""
+    sources = np.arange(region[0].start, region[0].stop) // part.repeat
+    first, last = int(sources[0]), int(sources[-1]) + 1
+    once = dataclasses.replace(part, repeat=1, view=(part.view[0] // part.repeat, *part.view[1:]))
+    return _read_part(once, (slice(first, last), *region[1:]), checkpoint, block)[sources - first]
 
 
 # --- random ----------------------------------------------------------------------------------------------------

@@ -98,13 +98,13 @@ class Experts(nnx.Module):
         else:
             gate_up, down = _packed_gate_up(count, ffn, model, packed), _packed_down(count, ffn, model, packed)
         self.gate_up_proj = ExpertProj(
-            param((count, ffn, 2, model), ("expert", "ffn", None, "embed"), dtype, parts=gate_up),
-            _packed_bias("gate_up_proj_bias", (count, 2 * ffn), (count, ffn, 2), ("expert", "ffn", None), dtype)
+            param((count, ffn, 2, model), ("expert", "expert_ffn", None, "embed"), dtype, parts=gate_up),
+            _packed_bias("gate_up_proj_bias", (count, 2 * ffn), (count, ffn, 2), ("expert", "expert_ffn", None), dtype)
             if biased
             else None,
         )
         self.down_proj = ExpertProj(
-            param((count, model, ffn), ("expert", "embed", "ffn"), dtype, parts=down),
+            param((count, model, ffn), ("expert", "embed", "expert_ffn"), dtype, parts=down),
             _packed_bias("down_proj_bias", (count, model), (count, model), ("expert", "embed"), dtype)
             if biased
             else None,

@@ -1,31 +1,67 @@
-"""Which mesh axis splits which logical axis: one table, and the shardings that follow from it."""
+"""Which mesh axes split which logical axis: one table, and the shardings that follow from it.
+
+Dense weights are split over all devices that can take a part; experts over "expert" first, and each over "tensor";
+heads over "tensor" alone, because the KV cache is.
+"""
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.models.weights import Axes
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.weights import ParamSpec
 
-# logical axis of a parameter -> mesh axis; an axis that is not here is never split
-RULES = MappingProxyType(
+# logical axis of a parameter -> mesh axes; an axis that is not here is never split
+RULES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
-        "vocab": "tensor",
-        "kv_heads": "tensor",
-        "q_heads": "tensor",
-        "ffn": "tensor",
-        "expert": "expert",
+        "vocab": ("tensor", "expert"),
+        "kv_heads": ("tensor",),
+        "q_heads": ("tensor",),
+        "ffn": ("tensor", "expert"),
+        "expert": ("expert",),
+        "expert_ffn": ("tensor",),
     }
 )
 
 
-def partition_spec(axes: Axes, mesh: Mesh) -> PartitionSpec:
-    """How a parameter with these logical axes is split over the mesh; a mesh axis that is absent splits nothing."""
-    names = (RULES.get(axis) if axis is not None else None for axis in axes)
-    return PartitionSpec(*(name if name in mesh.axis_names else None for name in names))
+def for_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ModelConfig:
+    """The configuration that fits a mesh: kv heads copied where they are fewer than devices. Raises ModelLoadError."""
+    try:
+        return config.for_tensor(mesh.shape.get("tensor", 1))
+    except ValueError as error:
+        raise ModelLoadError(f"{config.architecture}: {error}", fix="choose another mesh.tensor") from error
 
 
-def param_sharding(axes: Axes, mesh: Mesh) -> NamedSharding:
-    """The sharding of a parameter."""
-    return NamedSharding(mesh, partition_spec(axes, mesh))
+def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The sharding of a parameter. Raises ModelLoadError where a dimension that must be split cannot be, evenly."""
+    if not _divides(spec, "vocab", mesh):  # then its rows are cut instead of its table
+        return _named(("tensor" if axis == "embed" else None for axis in spec.axes), mesh)
+    for axis in filter(None, spec.axes):
+        if not _divides(spec, axis, mesh):
+            size = spec.shape[spec.axes.index(axis)]
+            raise ModelLoadError(
+                f"{spec.name}: {axis} of {size} cannot be split over {_count(axis, mesh)} devices",
+                fix="choose other mesh.tensor and mesh.expert",
+            )
+    return _named((_present(axis, mesh) or None for axis in spec.axes), mesh)
+
+
+def _named(axes: object, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*axes))  # type: ignore[misc]
+
+
+def _present(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes of more than one device that split a logical axis."""
+    return tuple(name for name in RULES.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
+
+
+def _count(axis: str, mesh: Mesh | AbstractMesh) -> int:
+    return math.prod(mesh.shape[name] for name in _present(axis, mesh))
+
+
+def _divides(spec: ParamSpec, axis: str, mesh: Mesh | AbstractMesh) -> bool:
+    return axis not in spec.axes or spec.shape[spec.axes.index(axis)] % _count(axis, mesh) == 0

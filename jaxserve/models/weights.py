@@ -31,6 +31,7 @@ class Part:
 
     name: relative to the module two levels above the parameter ("q_proj.weight" for "...self_attn.qkv_proj.weight").
     shape: in the checkpoint. rows: only these of its first axis. transpose: axes, applied before `view`.
+    repeat: each index of the view's first axis is held this many times in a row; `view` counts them all.
     mxfp4: the checkpoint has `name`_blocks and `name`_scales, which decode to `shape` (see quantization).
     """
 
@@ -40,6 +41,7 @@ class Part:
     start: tuple[int, ...]
     rows: tuple[int, int] | None = None
     transpose: tuple[int, ...] | None = None
+    repeat: int = 1
     mxfp4: bool = False
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
 from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # pyright: ignore[reportMissingImports]
 
 from tests.models.families import CASES, NUM_GREEDY, prompt, tensors_of
 
@@ -79,7 +80,18 @@ def make(case: str) -> None:
     print(f"{case}: largest logit {abs(logits).max():.2f}, bfloat16 error {abs(low - logits).max():.3f}, {tokens[:8]}")
 
 
+def make_mxfp4() -> None:
+    """Random MXFP4 blocks [E, O, I / 32, 16] with scales, and transformers' decoding of them, [E, O, I]."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (2, 6, 3, 16), np.uint8)
+    scales = rng.integers(118, 132, (2, 6, 3), np.uint8)
+    decoded = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+    values = decoded.transpose(1, 2).contiguous().numpy()
+    np.savez_compressed(OUT / "mxfp4_decoded.npz", blocks=blocks, scales=scales, decoded=values)
+    print(f"mxfp4: {values.shape}, largest {abs(values).max()}")
+
+
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or CASES:
-        make(name)
+    for name in sys.argv[1:] or [*CASES, "mxfp4"]:
+        make_mxfp4() if name == "mxfp4" else make(name)

@@ -22,8 +22,9 @@ from jaxserve.models.dense import dense_logits
 from jaxserve.models.hf_config import from_hf, read_config
 from jaxserve.models.loader import LoadedModel, build, load_model
 from jaxserve.models.rope import LongRopeScaling, YarnScaling
+from tests.models import paged
 from tests.models.checkpoints import write_checkpoint
-from tests.models.families import CASES, tensors_of
+from tests.models.families import CASES, NUM_PROMPT, tensors_of
 
 GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-4
@@ -85,6 +86,22 @@ def test_logits_and_greedy_tokens(case: str, goldens: Callable[[str], Golden]) -
     logits = run(model, golden)
     assert error(logits, golden) < TOLERANCE
     assert logits[len(golden.ids) - 1 : -1].argmax(axis=-1).tolist() == golden.greedy
+
+
+# what reaches the cache or the attention differently; the others in the long form
+PAGED = ("llama3", "mistral", "gemma2", "gemma3", "smollm3", "gpt_oss", "deepseek_v3")
+PAGED_CASES = [
+    *((case, 16) for case in PAGED),
+    *(pytest.param(case, 16, marks=pytest.mark.slow) for case in CASES if case not in PAGED),
+    *(pytest.param(case, NUM_PROMPT, marks=pytest.mark.slow) for case in CASES),
+]
+
+
+@pytest.mark.parametrize(("case", "chunk"), PAGED_CASES)
+def test_greedy_through_pages(case: str, chunk: int, goldens: Callable[[str], Golden]) -> None:
+    golden = goldens(case)
+    model = load_model(golden.directory, dtype=FLOAT32, config=served(golden))
+    assert paged.greedy(model, golden.ids, len(golden.greedy), chunk) == golden.greedy
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -42,18 +42,18 @@ def moe(
 ) -> jax.Array:
     """x [T, D], int32 expert_ids [T, K], float32 expert_weights [T, K] -> [T, D] in x's dtype.
 
-    sum over k of weight * down(activation(gate(x), up(x))), the sum in float32. Under `jax.set_mesh` with axes
-    "expert" or "tensor" of more than one device it runs under shard_map: experts split over the first, F over the
-    second, tokens on all, one all-reduce at the end.
+    sum over k of weight * down(activation(gate(x), up(x))), the sum in float32. Where the weights lie on a mesh with
+    axes "expert" or "tensor" of more than one device it runs under shard_map: experts split over the first, F over
+    the second, tokens on all, one all-reduce at the end.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = jax.typeof(experts.down).sharding.mesh
     axes = tuple(name for name in ("expert", "tensor") if mesh.shape.get(name, 1) > 1)
     if not axes:
         return _local(x, expert_ids, expert_weights, experts, activation, 0)
     spec = _specs(experts, axes)
     body = partial(_sharded, activation=activation, axes=axes)
     whole = PartitionSpec()
-    return jax.shard_map(body, in_specs=(whole, whole, whole, spec), out_specs=whole, check_vma=False)(
+    return jax.shard_map(body, mesh=mesh, in_specs=(whole, whole, whole, spec), out_specs=whole, check_vma=False)(
         x, expert_ids, expert_weights, experts
     )
 

@@ -1,0 +1,98 @@
+"""Greedy generation through pages, with a model and an attention backend only: chunks of a prompt, then one by one."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.models.layers import Cache
+from jaxserve.models.loader import LoadedModel
+from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, get_backend
+from jaxserve.ops.paged_attention.sharded import head_partition, write_and_attend
+
+PAGE = 8
+NUM_PAGES = 40
+BACKEND = get_backend("auto", "cpu")
+
+
+def greedy(model: LoadedModel, prompt: list[int], count: int, chunk: int) -> list[int]:
+    """`count` tokens after `prompt`, which is computed `chunk` tokens at a time."""
+    step = jax.jit(
+        functools.partial(_step, model),
+        donate_argnums=1,
+        compiler_options={"xla_backend_optimization_level": 0},
+    )
+    pages = np.random.default_rng(0).permutation(NUM_PAGES).astype(np.int32)  # out of order, as in a busy pool
+    caches = _empty_caches(model)
+    tokens = list(prompt)
+    done = 0
+    while len(tokens) < len(prompt) + count:
+        new = tokens[done : done + chunk]
+        width = chunk if done < len(prompt) else 1
+        packed = np.array([*new, *(0 for _ in range(width - len(new)))], np.int32)
+        caches, chosen = step(model.leaves, caches, packed, pages, np.int32(done), np.int32(len(new)))
+        done += len(new)
+        if done == len(tokens):
+            tokens.append(int(chosen))
+    return tokens[len(prompt) :]
+
+
+def lower_decode(model: LoadedModel) -> jax.stages.Lowered:
+    """The step of one token, with the caches split over kv heads as the runtime splits them."""
+    page = np.arange(NUM_PAGES, dtype=np.int32)
+    step = jax.jit(functools.partial(_step, model), donate_argnums=1)
+    return step.lower(model.leaves, _empty_caches(model), page[:1], page, np.int32(5), np.int32(1))
+
+
+def _empty_caches(model: LoadedModel) -> tuple[jax.Array, ...]:
+    layers = model.config.attention_layers
+    shapes = [BACKEND.cache_shape(NUM_PAGES, PAGE, layer.num_kv_heads, layer.head_dim) for layer in layers]
+    mesh, sharding = _mesh(model), None
+    if mesh is not None:
+        split = layers[0].num_kv_heads % mesh.shape["tensor"] == 0
+        sharding = NamedSharding(mesh, head_partition(BACKEND) if split else PartitionSpec())
+    return tuple(jnp.zeros(shape, jnp.float32, device=sharding) for shape in shapes)
+
+
+def _mesh(model: LoadedModel) -> Mesh | None:
+    sharding = model.leaves[0].sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+
+
+def _step(
+    model: LoadedModel,
+    leaves: tuple[jax.Array, ...],
+    caches: tuple[jax.Array, ...],
+    tokens: jax.Array,
+    pages: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+) -> tuple[tuple[Cache, ...], jax.Array]:
+    """One row of `count` tokens from position `start`; the tokens behind it are padding."""
+    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    positions = start + index
+    place = pages[positions // PAGE] * PAGE + positions % PAGE
+    metadata = AttentionMetadata(
+        page_table=pages[None, :],
+        cu_q_lens=jnp.stack([jnp.int32(0), count]),
+        kv_lens=(start + count)[None],
+        positions=positions,
+        slot_mapping=jnp.where(index < count, place, NUM_PAGES * PAGE),
+        decode_only=tokens.shape[0] == 1,
+    )
+
+    def attend(
+        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        assert cache is not None
+        spec = model.config.attention_layers[layer]
+        static = AttentionSpec(spec.scale, spec.num_kv_heads, spec.sliding_window, spec.soft_cap)
+        return write_and_attend(BACKEND, _mesh(model), q, k, v, cache, metadata, static, sinks)
+
+    module = model.bind(leaves)
+    hidden, new_caches = module(tokens, positions, caches, attend)
+    return new_caches, module.logits(hidden[count - 1][None, :])[0].argmax()

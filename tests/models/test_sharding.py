@@ -1,0 +1,177 @@
+"""Models over eight simulated CPU devices: the same tokens, few collectives, nothing large left whole.
+
+The devices exist only in a process of their own: its part of this file is what runs under __main__.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.hf_config import from_hf
+from jaxserve.models.loader import build, load_model
+from jaxserve.models.sharding import for_mesh, param_sharding
+from tests.models import paged
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.families import CASES
+
+AXES = ("data", "tensor", "expert")
+WIDE = TINY_LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3, "vocab_size": 96}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "odd_vocab": WIDE | {"vocab_size": 97},
+    "packed": CASES["phi3"],
+    "qwen3_moe": CASES["qwen3_moe"],
+    "gpt_oss": CASES["gpt_oss"],
+    "deepseek_v3": CASES["deepseek_v3"],
+}
+# (model, devices of the tensor axis, of the expert axis) whose tokens are compared; those of SHORT always, the others
+# in the long form
+SHORT = [("llama", 4, 1), ("llama", 8, 1), ("qwen3_moe", 2, 2), ("deepseek_v3", 2, 4)]
+LONG = [
+    ("llama", 2, 1),
+    ("odd_vocab", 4, 1),
+    ("packed", 4, 1),
+    ("qwen3_moe", 1, 2),
+    ("qwen3_moe", 1, 4),
+    ("gpt_oss", 2, 2),
+]
+
+
+def abstract_mesh(tensor: int, expert: int) -> AbstractMesh:
+    return AbstractMesh((1, tensor, expert), AXES)
+
+
+# --- in eight devices ------------------------------------------------------------------------------------------
+
+
+def on_devices(folder: Path, runs: list[tuple[str, int, int]]) -> dict[str, Any]:
+    """Greedy tokens of each run beside those of one device, and the text of a sharded decode step."""
+    prompt = np.random.default_rng(0).integers(3, 90, 21).tolist()
+    tokens = {}
+    for name in {name for name, _, _ in runs}:
+        hf = MODELS[name]
+        directory = write_checkpoint(folder / name, hf, random_tensors(hf))
+        one = paged.greedy(load_model(directory, dtype=jnp.dtype("float32")), prompt, 12, 8)
+        for _, tensor, expert in (run for run in runs if run[0] == name):
+            sharded = load_model(directory, dtype=jnp.dtype("float32"), mesh=device_mesh(tensor, expert))
+            tokens[f"{name}-{tensor}-{expert}"] = one, paged.greedy(sharded, prompt, 12, 8)
+    write_checkpoint(folder / "program", WIDE, random_tensors(WIDE))
+    return {"tokens": tokens, "program": decode_program(folder / "program")}
+
+
+def device_mesh(tensor: int, expert: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: tensor * expert]).reshape(1, tensor, expert), AXES)
+
+
+def decode_program(directory: Path) -> str:
+    """The compiled text of one decode step over four devices."""
+    model = load_model(directory, dtype=jnp.dtype("float32"), mesh=device_mesh(4, 1))
+    return paged.lower_decode(model).compile().as_text() or ""
+
+
+def run_on_devices(folder: Path, form: str) -> dict[str, Any]:
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.models.test_sharding", str(folder), form]
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("form", ["short", pytest.param("long", marks=pytest.mark.slow)])
+def test_on_eight_devices(form: str, tmp_path: Path) -> None:
+    """The same tokens as one device, and in a decode step two all-reduces a layer and no gathered weight or cache."""
+    result = run_on_devices(tmp_path, form)
+    for name, (one, many) in result["tokens"].items():
+        assert one == many and len(set(one)) > 3, name
+    collectives = re.findall(r"= (.*?) ([a-z-]+)\(", result["program"])
+    names = [name.removesuffix("-start") for _, name in collectives]
+    assert names.count("all-reduce") == 2 * WIDE["num_hidden_layers"] + 1  # and the vocabulary-sharded embedding's
+    gathered = [shape for (shape, _), name in zip(collectives, names, strict=True) if name == "all-gather"]
+    assert all(re.match(r"(f32|s32)\[4\]", shape) for shape in gathered)  # the greedy choice: a number a device
+    assert not {"all-to-all", "collective-permute", "reduce-scatter"} & set(names)
+
+
+# --- by shape --------------------------------------------------------------------------------------------------
+
+
+def test_kv_heads_are_copied_where_there_are_fewer_than_devices() -> None:
+    config = for_mesh(from_hf(WIDE), abstract_mesh(8, 1))
+    assert (config.num_kv_heads, config.kv_repeat) == (8, 2)
+    assert for_mesh(from_hf(WIDE), abstract_mesh(2, 1)).kv_repeat == 1
+
+
+@pytest.mark.parametrize(
+    ("hf", "tensor", "expert", "cause"),
+    [
+        (WIDE, 3, 1, "8 attention heads cannot be split over 3"),
+        (WIDE | {"num_attention_heads": 12, "num_key_value_heads": 3}, 2, 1, "3 kv heads can be neither split"),
+        (WIDE | {"intermediate_size": 25}, 2, 1, "ffn of 25 cannot be split over 2"),
+        (CASES["qwen3_moe"], 1, 3, "expert of 8 cannot be split over 3"),
+    ],
+)
+def test_what_cannot_be_split_is_named(hf: dict[str, Any], tensor: int, expert: int, cause: str) -> None:
+    mesh = abstract_mesh(tensor, expert)
+    with pytest.raises(ModelLoadError, match=cause):
+        for spec in build(for_mesh(from_hf(hf), mesh), jnp.dtype("float32")).specs:
+            param_sharding(spec, mesh)
+
+
+PUBLISHED = {  # parameters in billions, as counted by their authors or by transformers
+    "meta-llama--Meta-Llama-3.1-8B": 8.030,
+    "meta-llama--Meta-Llama-3.1-70B": 70.554,
+    "meta-llama--Meta-Llama-3.1-405B": 405.853,
+    "Qwen--Qwen3-8B": 8.191,
+    "Qwen--Qwen3-30B-A3B": 30.532,
+    "Qwen--Qwen3-235B-A22B": 235.094,
+    "mistralai--Mixtral-8x7B-v0.1": 46.703,
+    "executorch--gemma2_2b_it": 2.614,
+    "executorch--gemma3_1b_it": 1.000,
+    "executorch--phi-4-mini-reasoning": 3.836,
+    "deepseek-ai--DeepSeek-V3": 671.026,
+    "openai--gpt-oss-120b": 116.829,
+}
+LARGE = 64 * 2**20  # bytes: what may stay whole on a device
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str, shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = json.loads((shared_data / "hf_configs" / f"{name}_config.json").read_text())
+    assert build(from_hf(hf), jnp.dtype("bfloat16")).num_parameters / 1e9 == pytest.approx(PUBLISHED[name], abs=5e-4)
+    heads, experts = hf["num_attention_heads"], "num_experts_per_tok" in hf
+    meshes = {1: (1, 1), 8: (4, 2) if experts else (8, 1), 16: (4, 4) if experts else (16, 1)}
+    for devices, (tensor, expert) in meshes.items():
+        if heads % tensor:
+            continue
+        mesh = abstract_mesh(tensor, expert)
+        total, largest = 0, (0, "")
+        for spec in build(for_mesh(from_hf(hf), mesh), jnp.dtype("bfloat16")).specs:
+            sharding = param_sharding(spec, mesh)
+            size = int(np.prod(sharding.shard_shape(spec.shape))) * spec.dtype.itemsize
+            total += size
+            if sharding.is_fully_replicated:
+                largest = max(largest, (size, spec.name))
+        with capsys.disabled():
+            print(
+                f"{name}: {devices} devices (tensor {tensor}, expert {expert}): {total / 2**30:.2f} GiB of weights each"
+            )
+        assert devices == 1 or largest[0] < LARGE, largest
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    print(json.dumps(on_devices(Path(sys.argv[1]), SHORT if sys.argv[2] == "short" else LONG)))
