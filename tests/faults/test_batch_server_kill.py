@@ -120,12 +120,8 @@ def check(tmp_path: Path, compile_cache: str, *, count: int, kills: int) -> None
         assert texts(server, batch) == expected
 
 
-@pytest.mark.timeout(900)
-def test_a_server_killed_in_a_batch(tmp_path: Path, compile_cache: str) -> None:
-    check(tmp_path, compile_cache, count=200, kills=2)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_a_server_killed_100_times_in_a_batch(tmp_path: Path, compile_cache: str) -> None:
-    check(tmp_path, compile_cache, count=1000, kills=100)
+@pytest.mark.parametrize(("count", "kills"), [(200, 2), (1000, 100)])
+def test_a_server_killed_in_a_batch(tmp_path: Path, compile_cache: str, count: int, kills: int) -> None:
+    check(tmp_path, compile_cache, count=count, kills=kills)
