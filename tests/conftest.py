@@ -12,7 +12,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 # one shape for all servers and engines of the tests: their programs are compiled once and shared by the cache
-SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 256}
+SMALL: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 
 
 class SharedData:
