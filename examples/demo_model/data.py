@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from examples.demo_model import skills
 from examples.demo_model.model import PackedBatch
 from examples.demo_model.questions import Split
-from examples.demo_model.skills import SKILLS, Sample
+from examples.demo_model.skills import SKILLS, Mixture, Sample
 
 ROW_TOKENS = 320
 # Prompts teach copying and the words' neighbourhoods; answers are what the model is asked for.
@@ -80,13 +79,13 @@ def place(batch: PackedBatch, row: int, start: int, segment: int, sample: Encode
     return end
 
 
-def training_batch(encoder: SampleEncoder, seed: int, step: int, rows: int) -> PackedBatch:
+def training_batch(encoder: SampleEncoder, mixture: Mixture, seed: int, step: int, rows: int) -> PackedBatch:
     """The batch of a step, from that step's own random stream, so that training can resume anywhere."""
     rng = random.Random(f"{seed}-{step}")
     batch = empty_batch(rows)
     filled, segments, misfits = [0] * rows, [0] * rows, 0
     while misfits < MAX_MISFITS:
-        sample = encoder.encode(skills.draw(rng, Split.TRAIN))
+        sample = encoder.encode(mixture.draw(rng, Split.TRAIN))
         row = next((r for r in range(rows) if filled[r] + len(sample) - 1 <= ROW_TOKENS), None)
         if row is None:
             misfits += 1
@@ -109,4 +108,4 @@ def held_out_samples(seed: int, per_skill: int) -> list[Sample]:
     """Half of each skill in wordings never trained on, half in pairs of wording and fact never trained on."""
     rng = random.Random(f"held-out-{seed}")
     splits = (Split.NEW_WORDING, Split.NEW_PAIR)
-    return [draw(rng, splits[i % 2]) for draw, _ in SKILLS.values() for i in range(per_skill)]
+    return [draw(rng, splits[i % 2]) for draw in SKILLS.values() for i in range(per_skill)]

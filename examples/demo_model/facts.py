@@ -141,4 +141,5 @@ CITIES = tuple(
     "Rio de Janeiro,Lagos,Casablanca,Manchester,Edinburgh,Rotterdam,Krakow,Porto".split(",")
 )
 
+# No number in a sum or a difference is larger.
 SUM_LIMIT = 20

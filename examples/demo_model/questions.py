@@ -121,7 +121,8 @@ def country_and_capital(rng: random.Random, split: Split) -> Question:
 
 
 def addition(rng: random.Random, split: Split) -> Question:
-    a, b = rng.randint(0, facts.SUM_LIMIT), rng.randint(0, facts.SUM_LIMIT)
+    a, total = sorted((rng.randint(0, facts.SUM_LIMIT), rng.randint(0, facts.SUM_LIMIT)))
+    b = total - a
     return Question(
         pose(rng, split, ph.ADD, Fact(f"{a}+{b}", {"a": str(a), "b": str(b)})),
         f"{a} + {b} = {a + b}.",

@@ -74,7 +74,7 @@ def assistant(text: str) -> Message:
 
 def decorate(rng: random.Random, text: str) -> str:
     """The text as people also write it: in lower case, without its closing mark, with a phrase around it."""
-    if rng.random() < 0.15:
+    if rng.random() < 0.1:
         text = text.lower()
     if rng.random() < 0.1:
         return text.rstrip("?.!") or text
@@ -368,26 +368,36 @@ def infill(rng: random.Random, split: Split) -> Sample:
     return raw_sample(rng, split, "infill", cut)
 
 
-SKILLS: dict[str, tuple[Callable[[random.Random, Split], Sample], float]] = {
-    "capitals": (fact_skill("capitals", qs.CAPITALS), 0.20),
-    "lists": (country_list, 0.06),
-    "sums": (fact_skill("sums", qs.SUMS), 0.14),
-    "calendar": (fact_skill("calendar", qs.CALENDAR), 0.08),
-    "opposites": (fact_skill("opposites", (qs.opposite,)), 0.05),
-    "greetings": (greeting, 0.06),
-    "stories": (story, 0.05),
-    "unknown": (fact_skill("unknown", (qs.unknown,)), 0.09),
-    "json": (json_answer, 0.09),
-    "tools": (tool_use, 0.075),
-    "reasoning": (reasoning, 0.06),
-    "multi-turn": (multi_turn, 0.05),
-    "completion": (completion, 0.03),
-    "infill": (infill, 0.02),
+Generator = Callable[[random.Random, Split], Sample]
+SKILLS: dict[str, Generator] = {
+    "capitals": fact_skill("capitals", qs.CAPITALS),
+    "lists": country_list,
+    "sums": fact_skill("sums", qs.SUMS),
+    "calendar": fact_skill("calendar", qs.CALENDAR),
+    "opposites": fact_skill("opposites", (qs.opposite,)),
+    "greetings": greeting,
+    "stories": story,
+    "unknown": fact_skill("unknown", (qs.unknown,)),
+    "json": json_answer,
+    "tools": tool_use,
+    "reasoning": reasoning,
+    "multi-turn": multi_turn,
+    "completion": completion,
+    "infill": infill,
 }
 
 
-def draw(rng: random.Random, split: Split) -> Sample:
-    """A sample of any skill, by the skills' weights."""
-    names = tuple(SKILLS)
-    name = rng.choices(names, weights=[SKILLS[n][1] for n in names])[0]
-    return SKILLS[name][0](rng, split)
+@dataclass(frozen=True)
+class Mixture:
+    """The share of each skill, in the order of SKILLS; shares need not add up to 1."""
+
+    shares: tuple[float, ...]
+
+    def draw(self, rng: random.Random, split: Split) -> Sample:
+        name = rng.choices(tuple(SKILLS), weights=self.shares)[0]
+        return SKILLS[name](rng, split)
+
+
+MAIN_MIXTURE = Mixture((0.20, 0.06, 0.20, 0.08, 0.05, 0.06, 0.04, 0.09, 0.10, 0.075, 0.08, 0.05, 0.03, 0.02))
+# Calls of tools and filling in are learned last: they copy from the prompt, and their prompts are the longest.
+FINISHING_MIXTURE = Mixture((0.12, 0.05, 0.10, 0.05, 0.06, 0.05, 0.04, 0.07, 0.10, 0.25, 0.07, 0.06, 0.06, 0.10))

@@ -31,16 +31,14 @@ MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response
 TEMPLATE_PATH = Path(__file__).with_name("chat_template.jinja")
 
 # Words with the space before them, single digits, runs of punctuation, line ends: the usual GPT split.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def sample_texts(seed: int) -> Iterator[str]:
     """Texts to learn merges from: generated conversations, and every fact's words once more."""
     rng = random.Random(f"tokenizer-{seed}")
     for _ in range(TRAINING_SAMPLES):
-        sample = skills.draw(rng, Split.TRAIN)
+        sample = skills.MAIN_MIXTURE.draw(rng, Split.TRAIN)
         for message in (*sample.messages, sample.reply):
             yield "\n".join(str(message[k]) for k in ("content", "reasoning_content") if message.get(k))
         yield from (json.dumps(schema) for schema in sample.tools)

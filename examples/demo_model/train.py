@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from safetensors.numpy import load_file, save_file
 
-from examples.demo_model import data, evaluate, tokenizer
+from examples.demo_model import data, evaluate, skills, tokenizer
 from examples.demo_model.model import DemoConfig, PackedBatch, Params, init_params, loss_fn
 
 HERE = Path(__file__).parent
@@ -28,15 +28,25 @@ ASSETS = HERE.parents[1] / "jaxserve" / "assets" / "demo"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What decides the weights. The rate rises over `warmup` steps, stays, and falls to 0 in the last `decay` part."""
+    """What decides the weights.
+
+    In the main phase the rate rises over `warmup` steps, stays, and falls to 0 in the last `decay` part; in the
+    finishing phase, on its own mixture of skills, it falls from `finishing_rate` to 0.
+    """
 
     seed: int = 0
-    steps: int = 3600
-    rows: int = 12
+    main_steps: int = 3600
+    finishing_steps: int = 1000
+    finishing_rate: float = 8e-4
+    rows: int = 8
     learning_rate: float = 1.5e-3
-    warmup: int = 100
-    decay: float = 0.35
+    warmup: int = 150
+    decay: float = 0.4
     weight_decay: float = 0.05
+
+    @property
+    def steps(self) -> int:
+        return self.main_steps + self.finishing_steps
 
 
 @dataclass
@@ -49,14 +59,15 @@ class TrainState:
 
 
 def schedule(config: TrainConfig) -> optax.Schedule:
-    falling = int(config.steps * config.decay)
+    falling = int(config.main_steps * config.decay)
     return optax.join_schedules(
         [
             optax.linear_schedule(0.0, config.learning_rate, config.warmup),
             optax.constant_schedule(config.learning_rate),
             optax.linear_schedule(config.learning_rate, 0.0, falling),
+            optax.linear_schedule(config.finishing_rate, 0.0, config.finishing_steps),
         ],
-        [config.warmup, config.steps - falling],
+        [config.warmup, config.main_steps - falling, config.main_steps],
     )
 
 
@@ -146,7 +157,8 @@ def train(config: TrainConfig, model: DemoConfig, assets: Path, checkpoint: Path
     update = make_step(model, optimizer)
     started, first = time.monotonic(), state.step
     for step in range(first, config.steps):
-        batch = data.training_batch(encoder, config.seed, step, config.rows)
+        mixture = skills.MAIN_MIXTURE if step < config.main_steps else skills.FINISHING_MIXTURE
+        batch = data.training_batch(encoder, mixture, config.seed, step, config.rows)
         params, optimizer_state, loss = update(state.params, state.optimizer, batch)
         state = TrainState(step + 1, params, optimizer_state)
         if state.step % 50 == 0:
@@ -161,14 +173,11 @@ def train(config: TrainConfig, model: DemoConfig, assets: Path, checkpoint: Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=TrainConfig.steps)
     parser.add_argument("--save-every", type=int, default=300, help="steps between checkpoints")
     parser.add_argument("--assets", type=Path, default=ASSETS, help="where the model is written")
     parser.add_argument("--checkpoint", type=Path, default=HERE / "checkpoints" / "state.safetensors")
     arguments = parser.parse_args()
-    train(
-        TrainConfig(steps=arguments.steps), DemoConfig(), arguments.assets, arguments.checkpoint, arguments.save_every
-    )
+    train(TrainConfig(), DemoConfig(), arguments.assets, arguments.checkpoint, arguments.save_every)
 
 
 if __name__ == "__main__":
