@@ -71,7 +71,7 @@ def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
 def _middleware(state: ServerState) -> list[Middleware]:
     """Outermost first."""
     section = state.config.server
-    chain = [Middleware(RequestContext, metrics=state.metrics)]
+    chain = [Middleware(RequestContext, metrics=state.metrics, log_requests=state.config.logging.requests)]
     if section.cors_origins:
         headers = {"allow_origins": section.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         chain.append(Middleware(CORSMiddleware, **headers))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import time
 import uuid
@@ -24,15 +25,18 @@ OPEN_PATHS = frozenset({"/health", "/live"})  # no key, any phase
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
 UPLOAD_PATHS = ("/v1/files", "/files")  # have their own, larger limit
 
+logger = logging.getLogger(__name__)
+
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
-    """Outermost: gives each request an id, counts it, and turns what nobody caught into a 500."""
+    """Outermost: gives each request an id, counts and logs it, and turns what nobody caught into a 500."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, log_requests: bool = False) -> None:
         self.app = app
         self.metrics = metrics
+        self.log_requests = log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +68,9 @@ class RequestContext:
                 await send_error(http_error, scope, receive, tagged)
         finally:
             self.metrics.count_response(scope, status)
+            if self.log_requests:
+                seconds = time.perf_counter() - started
+                logger.info("%s %s %d %.3f s %s", scope["method"], scope["path"], status, seconds, request_id)
 
 
 def _request_id(scope: Scope) -> str:

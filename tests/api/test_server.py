@@ -171,3 +171,14 @@ def test_two_requests_with_one_id(server: LiveServer) -> None:
         assert '"id":"mine"' in next(lines)
         second = server.post("/v1/completions", TEXT | {"request_id": "mine"})
     assert second.status_code == 400 and second.json()["error"]["param"] == "request_id"
+
+
+def test_a_full_queue_is_a_429(caplog: pytest.LogCaptureFixture) -> None:
+    config = Config().replace(scheduler={"max_queued_requests": 1}, logging={"requests": True})
+    with LiveServer(config) as server, caplog.at_level("INFO", logger="jaxserve.api.middleware"):
+        response = server.post("/v1/completions", TEXT | {"n": 20})
+        assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        assert server.post("/v1/completions", TEXT | {"n": 2}).status_code == 200
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split()[:3] for line in lines] == [["POST", "/v1/completions", status] for status in ("429", "200")]
