@@ -32,10 +32,9 @@ def server(compile_cache: str) -> Iterator[RunningServer]:
 
 
 def engine_process() -> psutil.Process:
-    """The one engine that this process started."""
+    """The engine of this module's server: the newest that this process started."""
     found = [p for p in psutil.Process().children() if "jaxserve.engine.process" in " ".join(p.cmdline())]
-    assert len(found) == 1
-    return found[0]
+    return max(found, key=lambda process: process.create_time())
 
 
 def status(server: RunningServer) -> int:
