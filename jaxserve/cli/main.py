@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 
 from jaxserve.errors import ConfigError
+from jaxserve.version import __version__
 
 # command -> (module, what it does). A module is imported only when its command runs: `--help` stays instant.
 COMMANDS = {
@@ -15,8 +15,6 @@ COMMANDS = {
     "config": ("jaxserve.cli.config", "show, validate or describe the configuration"),
     "batch": ("jaxserve.cli.batch", "run a batch file, here or at a server"),
     "bench": ("jaxserve.cli.bench", "measure the engine or a server"),
-    "convert": ("jaxserve.cli.convert", "write a checkpoint that loads faster"),
-    "doctor": ("jaxserve.cli.doctor", "say what this machine can run"),
 }
 
 
@@ -27,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0
     if words[0] in ("-V", "--version"):
-        print(f"jaxserve {importlib.metadata.version('jaxserve')}")
+        print(f"jaxserve {__version__}")
         return 0
     if words[0] not in COMMANDS:
         print(f"jaxserve: no command {words[0]!r}\n\n{_usage()}", file=sys.stderr)
