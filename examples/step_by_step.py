@@ -1,4 +1,4 @@
-"""Drive the engine a step at a time and print each token's five likeliest: python examples/step_by_step.py [MODEL_DIR]"""
+"""Drive the engine a step at a time and print each token's likeliest five: step_by_step.py [MODEL_DIR]"""
 
 import math
 import sys

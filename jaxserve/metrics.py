@@ -75,7 +75,7 @@ class Metrics:
 
 
 class Histogram(Collector):
-    """Written by one thread only, so it needs no lock: a tenth of the cost of the library's, and it runs every token."""
+    """Written by one thread, so it needs no lock: a tenth of the cost of the library's, and it runs every token."""
 
     def __init__(self, name: str, buckets: tuple[float, ...]) -> None:
         self._name = name

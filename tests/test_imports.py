@@ -43,13 +43,33 @@ RANKS = {
     "jaxserve.cli": 70,
 }
 # what runs in the API process or in the scheduler never imports these
-HOST_ONLY = ("jaxserve.text", "jaxserve.grammar", "jaxserve.store", "jaxserve.api", "jaxserve.engine.request",
-             "jaxserve.engine.messages", "jaxserve.engine.page_pool", "jaxserve.engine.radix_cache",
-             "jaxserve.engine.scheduler", "jaxserve.engine.kv_manager", "jaxserve.engine.admission",
-             "jaxserve.engine.running_set", "jaxserve.engine.waiting_queue", "jaxserve.engine.step_builder",
-             "jaxserve.engine.stopping", "jaxserve.engine.token_mask", "jaxserve.engine.logprobs",
-             "jaxserve.engine.scheduler_config", "jaxserve.engine.scheduler_stats", "jaxserve.engine.core", "jaxserve.engine.link",
-             "jaxserve.engine.async_engine", "jaxserve.engine.output", "jaxserve.config", "jaxserve.errors")  # fmt: skip
+HOST_ONLY = (
+    "jaxserve.text",
+    "jaxserve.grammar",
+    "jaxserve.store",
+    "jaxserve.api",
+    "jaxserve.engine.request",
+    "jaxserve.engine.messages",
+    "jaxserve.engine.page_pool",
+    "jaxserve.engine.radix_cache",
+    "jaxserve.engine.scheduler",
+    "jaxserve.engine.kv_manager",
+    "jaxserve.engine.admission",
+    "jaxserve.engine.running_set",
+    "jaxserve.engine.waiting_queue",
+    "jaxserve.engine.step_builder",
+    "jaxserve.engine.stopping",
+    "jaxserve.engine.token_mask",
+    "jaxserve.engine.logprobs",
+    "jaxserve.engine.scheduler_config",
+    "jaxserve.engine.scheduler_stats",
+    "jaxserve.engine.core",
+    "jaxserve.engine.link",
+    "jaxserve.engine.async_engine",
+    "jaxserve.engine.output",
+    "jaxserve.config",
+    "jaxserve.errors",
+)
 DEVICE = ("jax", "flax", "jaxserve.ops", "jaxserve.models", "jaxserve.runtime")
 
 

@@ -104,9 +104,7 @@ class KVManager:
         num_pages = num_tokens // self.page_size
         if self._prefix_cache and num_pages > request.cache_node.depth:
             tokens = request.token_ids(0, num_pages * self.page_size)
-            request.cache_node, duplicates = self.cache.insert(
-                request.cache_node, tokens, request.page_ids, num_pages
-            )
+            request.cache_node, duplicates = self.cache.insert(request.cache_node, tokens, request.page_ids, num_pages)
             request.duplicate_page_ids += duplicates
 
     def merge_duplicates(self, requests: Iterable[Request]) -> None:

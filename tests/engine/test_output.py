@@ -1,5 +1,6 @@
 """The text side of a sequence: whole characters, stop strings over token borders, the counts, whatever the cuts."""
 
+import itertools
 import random
 from importlib.resources import files
 from pathlib import Path
@@ -32,7 +33,7 @@ def run(tokenizer: Tokenizer, cuts: list[list[int]], params: SamplingParams, las
 
 def random_cuts(ids: list[int], rng: random.Random) -> list[list[int]]:
     borders = sorted({0, len(ids), *(rng.randrange(len(ids)) for _ in range(rng.randrange(len(ids))))})
-    return [ids[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(borders)]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -689,5 +689,3 @@ def test_arrays_of_another_shape_are_an_error() -> None:
     sampled = SampledTokens(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.ones(0, bool))
     with pytest.raises((ValueError, IndexError)):
         scheduler.update(output, sampled, 0.0)
-
-
