@@ -12,7 +12,7 @@ from jaxserve.errors import ConfigError
 def plot(timings: Sequence[Timing], path: Path) -> None:
     """Write a PNG. Raises ConfigError without matplotlib."""
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an optional dependency
+        from matplotlib.figure import Figure  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError("--plot needs matplotlib", fix="pip install 'jaxserve[bench]'") from None
     good = [t for t in timings if t.error is None]
