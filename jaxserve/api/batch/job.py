@@ -164,3 +164,4 @@ async def _cancel(execution: asyncio.Task[None]) -> None:
     await asyncio.wait({execution}, timeout=STOP_SECONDS)
     if not execution.done():
         logger.error("lines of a batch did not end within %.0f s of being told", STOP_SECONDS)
+        execution.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody waits for it
