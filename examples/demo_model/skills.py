@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from examples.demo_model import facts, stories
@@ -128,8 +128,19 @@ _NUMBER_WORDS = {2: "two", 3: "three", 4: "four", 5: "five"}
 
 def country_list(rng: random.Random, split: Split) -> Sample:
     n = rng.choice((2, 3, 3, 3, 4, 5))
-    number = rng.choice((str(n), str(n), _NUMBER_WORDS[n]))
-    chosen = rng.sample(facts.WELL_KNOWN, n)
+    return _list_sample(rng, split, rng.choice((str(n), str(n), _NUMBER_WORDS[n])), rng.sample(facts.WELL_KNOWN, n))
+
+
+def ordered_country_list(rng: random.Random, split: Split) -> Sample:
+    """In the table's order from a random start. Where any order is right, a model of this size repeats itself."""
+    n = rng.choice((2, 3, 3, 3, 4, 5))
+    start = rng.randrange(len(facts.WELL_KNOWN))
+    chosen = [facts.WELL_KNOWN[(start + i) % len(facts.WELL_KNOWN)] for i in range(n)]
+    return _list_sample(rng, split, rng.choice((str(n), str(n), _NUMBER_WORDS[n])), chosen)
+
+
+def _list_sample(rng: random.Random, split: Split, number: str, chosen: Sequence[facts.Country]) -> Sample:
+    n = len(chosen)
     text = qs.pose(rng, split, ph.COUNTRY_LIST, Fact(str(n), {"n": number}))
     answer = "\n".join(f"{i}. {c.name}: {c.capital}" for i, c in enumerate(chosen, start=1))
     return single(rng, split, "lists", text, answer, lambda output: is_country_list(output, n))
@@ -389,15 +400,18 @@ SKILLS: dict[str, Generator] = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """The share of each skill, in the order of SKILLS; shares need not add up to 1."""
+    """The share of each skill, in the order of SKILLS; shares need not add up to 1. `lists`: how lists are ordered."""
 
     shares: tuple[float, ...]
+    lists: Generator = country_list
 
     def draw(self, rng: random.Random, split: Split) -> Sample:
         name = rng.choices(tuple(SKILLS), weights=self.shares)[0]
-        return SKILLS[name](rng, split)
+        return (self.lists if name == "lists" else SKILLS[name])(rng, split)
 
 
 MAIN_MIXTURE = Mixture((0.20, 0.06, 0.20, 0.08, 0.05, 0.06, 0.04, 0.09, 0.10, 0.075, 0.08, 0.05, 0.03, 0.02))
 # Calls of tools and filling in are learned last: they copy from the prompt, and their prompts are the longest.
-FINISHING_MIXTURE = Mixture((0.12, 0.05, 0.10, 0.05, 0.06, 0.05, 0.04, 0.07, 0.10, 0.25, 0.07, 0.06, 0.06, 0.10))
+FINISHING_MIXTURE = Mixture(
+    (0.12, 0.12, 0.10, 0.05, 0.06, 0.05, 0.04, 0.07, 0.10, 0.25, 0.07, 0.06, 0.06, 0.10), ordered_country_list
+)

@@ -36,7 +36,7 @@ class TrainConfig:
 
     seed: int = 0
     main_steps: int = 3600
-    finishing_steps: int = 1000
+    finishing_steps: int = 600
     finishing_rate: float = 8e-4
     rows: int = 8
     learning_rate: float = 1.5e-3
