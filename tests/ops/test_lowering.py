@@ -5,12 +5,17 @@ What this cannot show: that ptxas or the TPU compiler takes the result, and that
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
+from jax.typing import DTypeLike
 
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
+from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton import TritonBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -21,13 +26,14 @@ DEVICES = {
 }
 
 
+def struct(*shape: int, dtype: DTypeLike = jnp.int32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 def lower(backend: Backend, platform: str, rows: int, tokens: int | None, page_size: int, **layer) -> str:
     """StableHLO of one layer's attention, in bfloat16; tokens None: decode only."""
     sizes = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "window": None, "sinks": False} | layer
     kv_heads, heads, head_dim = sizes["num_kv_heads"], sizes["num_kv_heads"] * sizes["group"], sizes["head_dim"]
-
-    def struct(*shape: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
 
     total = tokens or rows
     metadata = AttentionMetadata(
@@ -64,3 +70,34 @@ def test_triton_splits_follow_the_batch(rows: int) -> None:
     splits = TritonBackend().tuning.splits(rows, 8, 64 * 16)
     assert splits == (8 if rows == 1 else 1)
     assert f"tensor<{rows}x{splits}x8x4x128x" in lower(TritonBackend(), "cuda", rows, None, 16)
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_mosaic_lowers_for_hopper(rows: int) -> None:
+    assert "mosaic_gpu" in lower(MosaicGpuBackend(), "cuda", rows, None, 16)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize(("tokens", "page_size"), [(None, 128), (512, 16)], ids=["decode", "mixed"])
+def test_tpu_lowers(layer: dict, tokens: int | None, page_size: int) -> None:
+    text = lower(TpuBackend(), "tpu", 64, tokens, page_size, **layer)
+    assert text.count("tpu_custom_call") == (1 if tokens is None else 2)
+
+
+@pytest.mark.parametrize(
+    ("backend", "platform"), [(TritonBackend(), "cuda"), (MosaicGpuBackend(), "cuda"), (TpuBackend(), "tpu")]
+)
+def test_cache_is_donated_through_write_and_attend(backend: Backend, platform: str) -> None:
+    """The lowered step promises the cache's memory to its output; whether XLA keeps the promise, a device must show."""
+    metadata = AttentionMetadata(struct(8, 4), struct(9), struct(8), struct(8), struct(8), decode_only=True)
+    cache = struct(*backend.cache_shape(64, 16, 2, 128), dtype=jnp.bfloat16)
+    q, new = (struct(8, heads, 128, dtype=jnp.bfloat16) for heads in (8, 2))
+
+    def step(cache, q, k, v, metadata):
+        cache = backend.write(cache, k, v, metadata.slot_mapping)
+        return cache, backend.attend(q, cache, metadata, AttentionSpec(0.1, 2))
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[platform])):
+        traced = jax.jit(step, donate_argnums=0).trace(cache, q, new, new, metadata)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert "tf.aliasing_output = 0" in text

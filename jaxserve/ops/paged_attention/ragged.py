@@ -1,9 +1,11 @@
-"""Work lists of a ragged batch, computed on the device from AttentionMetadata: which row and which of its tokens a
-block of queries covers. Knows no backend. The results are the same for every layer, so XLA computes them once a step.
+"""The work lists of a ragged batch, computed on the device from AttentionMetadata: which row and which of its tokens a
+block of queries covers, and which rows have only one token. Knows no backend. The lists are the same for every layer,
+so XLA computes them once a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,12 +23,11 @@ class Rows(NamedTuple):
 
 
 class QueryBlocks(NamedTuple):
-    """Blocks of consecutive tokens of one row, in the order of their tokens. Entries behind `count` are dead."""
+    """Blocks of consecutive tokens of one row, in the order of their tokens. Dead entries come last."""
 
     row: jax.Array  # int32 [B], 0 where dead
     first: jax.Array  # int32 [B]  index in its row of the block's first token, 0 where dead
     live: jax.Array  # bool [B]
-    count: jax.Array  # int32 []
 
 
 def rows_of(metadata: AttentionMetadata) -> Rows:
@@ -51,7 +52,7 @@ def query_blocks(rows: Rows, num_tokens: int, block: int, min_tokens: int) -> Qu
     live = index < ends[-1]
     row = jnp.where(live, jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32), 0)
     first = jnp.where(live, (index - ends[row] + blocks[row]) * block, 0)
-    return QueryBlocks(row, first, live, ends[-1])
+    return QueryBlocks(row, first, live)
 
 
 def tokens_of_long_rows(rows: Rows, num_tokens: int, min_tokens: int) -> jax.Array:
@@ -59,3 +60,19 @@ def tokens_of_long_rows(rows: Rows, num_tokens: int, min_tokens: int) -> jax.Arr
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     inside = (token >= rows.start[None]) & (token < (rows.start + rows.q_len)[None])
     return jnp.any(inside & (rows.q_len >= min_tokens)[None], axis=1)
+
+
+def attend_ragged(
+    q: jax.Array,
+    metadata: AttentionMetadata,
+    decode: Callable[[jax.Array, jax.Array], jax.Array],
+    extend: Callable[[jax.Array, Rows], jax.Array],
+) -> jax.Array:
+    """Rows with one token through decode(q [R, N, D], kv_lens [R]), the others through extend(q [T, N, D], rows)."""
+    rows = rows_of(metadata)
+    kv_lens = jnp.where(rows.q_len == 1, rows.kv_len, 0)
+    if metadata.decode_only:
+        return decode(q, kv_lens)
+    out = extend(q, rows)
+    single = decode(q.at[rows.start].get(mode="clip"), kv_lens)
+    return out.at[jnp.where(rows.q_len == 1, rows.start, q.shape[0])].set(single, mode="drop")

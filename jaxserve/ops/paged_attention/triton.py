@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout
-from jaxserve.ops.paged_attention.ragged import Rows, query_blocks, rows_of, tokens_of_long_rows
+from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks, tokens_of_long_rows
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite: the difference of two masked scores is 0 and not NaN
@@ -44,7 +43,8 @@ class TritonTuning:
     decode_stages: int = 3
     programs: int = 528  # four for each of an H200's 132 multiprocessors
     max_splits: int = 16
-    extend_rows: int = 128  # rows of the extend kernel's products: query tokens times heads of a group
+    extend_rows: int = 128  # rows of the extend kernel's products: query tokens times heads of a group; half of it
+    # above 128 columns, where the whole does not fit into registers (ptxas for sm_90: 1.2 KB of spills)
     extend_tile: int = 64
     extend_warps: int = 8
     extend_stages: int = 3
@@ -94,22 +94,6 @@ class Layer(NamedTuple):
         return self.cache.reshape(pages * page_size, self.spec.num_kv_heads, 2, head_dim)
 
 
-def attend_ragged(
-    q: jax.Array,
-    metadata: AttentionMetadata,
-    decode: Callable[[jax.Array, jax.Array], jax.Array],
-    extend: Callable[[jax.Array, Rows], jax.Array],
-) -> jax.Array:
-    """Rows with one token through decode(q [R, N, D], kv_lens [R]), the others through extend(q [T, N, D], rows)."""
-    rows = rows_of(metadata)
-    kv_lens = jnp.where(rows.q_len == 1, rows.kv_len, 0)
-    if metadata.decode_only:
-        return decode(q, kv_lens)
-    out = extend(q, rows)
-    single = decode(q.at[rows.start].get(mode="clip"), kv_lens)
-    return out.at[jnp.where(rows.q_len == 1, rows.start, q.shape[0])].set(single, mode="drop")
-
-
 def attend_last_tokens(
     layer: Layer, q: jax.Array, kv_lens: jax.Array, *, tuning: TritonTuning, interpret: bool
 ) -> jax.Array:
@@ -151,26 +135,21 @@ def join_splits(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.
     """out [R, S, N, D] of each split, weighed by its base 2 log-sum-exp [R, S, N]: [R, N, D]."""
     if out.shape[1] == 1 and sinks is None:
         return out[:, 0]
-    top = jnp.max(lse, axis=1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32)[None, None, :] * LOG2E
-        top = jnp.maximum(top, sink)
-    weights = jnp.exp2(lse - top)
-    total = jnp.sum(weights, axis=1)
-    if sinks is not None:
-        total += jnp.exp2(sink - top)[:, 0]
-    joined = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=1)
-    return joined / total[..., None]
+    if sinks is not None:  # a split whose output is zero
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, None] * LOG2E, (lse.shape[0], 1, lse.shape[2]))
+        lse = jnp.concatenate([lse, sink], axis=1)
+    weights = jnp.exp2(lse - jnp.max(lse, axis=1, keepdims=True))
+    joined = jnp.sum(out.astype(jnp.float32) * weights[:, : out.shape[1], :, None], axis=1)
+    return joined / jnp.sum(weights, axis=1)[..., None]
 
 
-def attend_long_rows(
-    layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool
-) -> jax.Array:
+def attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool) -> jax.Array:
     """q [T, N, D]: attention of the rows with two tokens and more; zeros for all others."""
     num_tokens, heads, head_dim = q.shape
     kv_heads, tokens = layer.spec.num_kv_heads, layer.tokens
     group = heads // kv_heads
-    block = max(1, tuning.extend_rows // pl.next_power_of_2(group))
+    block_rows = tuning.extend_rows if head_dim <= 128 else tuning.extend_rows // 2
+    block = max(1, block_rows // pl.next_power_of_2(group))
     blocks = query_blocks(rows, num_tokens, block, min_tokens=2)
     kernel = functools.partial(
         _extend_kernel, spec=layer.spec, page_size=layer.cache.shape[1], block=block, tile=tuning.extend_tile
@@ -275,7 +254,8 @@ def _load_tile(kv_ref, table, token: jax.Array, page_size: int, last: jax.Array)
     `table(page)` reads the row's page table. A clamped gather needs no mask, and reads no page behind the context.
     """
     token = jnp.minimum(token, last)
-    place = table(token // page_size) * page_size + token % page_size
+    # lax.div and rem: positions are not negative, and // would mend signs.
+    place = table(lax.div(token, page_size)) * page_size + lax.rem(token, page_size)
     columns, limit = _padded(kv_ref.shape[2])
     rows, columns = _grid(place, columns)
     k = _load(kv_ref, (rows, 0, columns), (None, None, limit))

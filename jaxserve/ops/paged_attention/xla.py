@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, split_slots
+from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
 
 TILE = 256  # tokens of context in one product: at 64 the loop's own cost shows (+35 %), 512 gains nothing
 SHORT_TILE = 64  # the same for a rest of at most so many tokens: halves the time of 32 rows of 48 tokens
@@ -53,21 +54,12 @@ class XlaBackend:
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        tokens, heads, head_dim = q.shape
+        heads, head_dim = q.shape[1:]
         tile = _whole_pages(TILE, cache.shape[2])
         layer = _Layer(cache, metadata.page_table, spec, sinks, heads, head_dim, tile)
         scaled = q.astype(jnp.float32) * spec.scale
-        if metadata.decode_only:
-            return _attend_single_tokens(layer, scaled, metadata.kv_lens).astype(q.dtype)
-        starts, q_lens = metadata.cu_q_lens[:-1], jnp.diff(metadata.cu_q_lens)
-        q_lens = jnp.where(metadata.kv_lens > 0, q_lens, 0)
-        out = _attend_blocks(layer, scaled, starts, q_lens, metadata.kv_lens)
-        single = _attend_single_tokens(
-            layer, scaled.at[starts].get(mode="clip"), jnp.where(q_lens == 1, metadata.kv_lens, 0)
-        )
-        # After the blocks, whose last rows may overhang into the tokens behind them.
-        out = out.at[jnp.where(q_lens == 1, starts, tokens)].set(single, mode="drop")
-        return out.astype(q.dtype)
+        decode, extend = partial(_attend_single_tokens, layer), partial(_attend_blocks, layer)
+        return attend_ragged(scaled, metadata, decode, extend).astype(q.dtype)
 
     def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
         pages = cache.at[page_ids].get(mode="clip")  # [n, 2, page_size, KH * D]
@@ -208,28 +200,27 @@ def _diagonal_blocks(out: jax.Array, num_kv_heads: int) -> jax.Array:
     return jnp.stack(own, axis=1).reshape(rows, heads, -1)
 
 
-def _attend_blocks(layer: _Layer, q: jax.Array, starts: jax.Array, q_lens: jax.Array, kv_lens: jax.Array) -> jax.Array:
+def _attend_blocks(layer: _Layer, q: jax.Array, rows: Rows) -> jax.Array:
     """q float32 [T, N, D]: attention of the rows with two tokens and more, in blocks of at most QUERY_BLOCK tokens.
 
     Blocks come in the order of their tokens, so that what a block writes behind its row (zeros) is written over by
-    the row it belongs to.
+    the row it belongs to, or by attend_ragged.
     """
     tokens = q.shape[0]
     block = min(QUERY_BLOCK, tokens)
     layer = layer._replace(tile=_whole_pages(QUERY_TILE, layer.cache.shape[2]))
-    blocks = jnp.where(q_lens > 1, (q_lens + block - 1) // block, 0)
-    ends = jnp.cumsum(blocks)
+    blocks = query_blocks(rows, tokens, block, min_tokens=2)
     padded = jnp.pad(q, ((0, block), (0, 0), (0, 0)))
 
     def attend_block(index: jax.Array, out: jax.Array) -> jax.Array:
-        row = jnp.sum(ends <= index, dtype=jnp.int32)
-        first = (index - ends[row] + blocks[row]) * block  # index in the row of the block's first token
-        token = starts[row] + first
+        row, first = blocks.row[index], blocks.first[index]
+        token = rows.start[row] + first
         query = lax.dynamic_slice_in_dim(padded, token, block)
-        result = _attend_block(layer, query, row, first, q_lens[row], kv_lens[row])
+        result = _attend_block(layer, query, row, first, rows.q_len[row], rows.kv_len[row])
         return lax.dynamic_update_slice_in_dim(out, result, token, axis=0)
 
-    return lax.fori_loop(0, ends[-1], attend_block, jnp.zeros_like(padded))[:tokens]
+    live = jnp.sum(blocks.live, dtype=jnp.int32)
+    return lax.fori_loop(0, live, attend_block, jnp.zeros_like(padded))[:tokens]
 
 
 def _attend_block(

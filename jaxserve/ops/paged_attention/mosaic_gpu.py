@@ -1,0 +1,249 @@
+"""Paged decode attention for Hopper in Pallas Mosaic GPU: tensor memory accelerator copies and wgmma products.
+
+Owns the decode kernel. Chunks of prompts go through the extend kernel of `triton`, with which it shares pages, splits
+and the joining of splits: the two are one backend, by design and not as a fallback.
+
+One program has two warpgroups. The memory warpgroup copies K and V of a tile, page by page, into a ring of `stages`
+slots in shared memory; the compute warpgroup multiplies from there. The G query heads of a kv head stand in the first
+rows of the 64 that a wgmma takes: the kernel is bound by memory, so the empty rows cost nothing.
+
+    memory    wait for slot free -> copy K, V -> (hardware arrives at k_ready, v_ready)
+    compute   wait k_ready -> scores -> arrive k_free -> softmax -> wait v_ready -> add values -> arrive v_free
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxserve.errors import ConfigError
+from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout
+from jaxserve.ops.paged_attention.ragged import attend_ragged
+from jaxserve.ops.paged_attention.triton import (
+    LOG2E,
+    MASKED,
+    Layer,
+    TritonTuning,
+    attend_long_rows,
+    join_splits,
+)
+
+ROWS = 64  # of a wgmma
+HEAD_ALIGN = 8  # rows of q in shared memory come in eights
+SWIZZLE = 128  # bytes: 64 columns of 16 bits, so head_dim is a multiple of 64
+
+
+@dataclass(frozen=True)
+class MosaicTuning:
+    """Tokens in a tile and tiles in flight: 4 x 64 tokens of 128 columns take 128 KB of shared memory."""
+
+    tile: int = 64
+    stages: int = 4
+
+
+@dataclass(frozen=True)
+class MosaicGpuBackend(InterleavedLayout):
+    """See the file's docstring. `interpret` runs both kernels in their interpreters; it needs jax 0.11."""
+
+    name: str = "mosaic_gpu"
+    tuning: MosaicTuning = MosaicTuning()
+    triton: TritonTuning = field(default_factory=TritonTuning)
+    interpret: bool = False
+
+    def cache_shape(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        _require(head_dim % (SWIZZLE // 2) == 0, f"a head_dim that is a multiple of 64, not {head_dim}")
+        _require(
+            page_size % HEAD_ALIGN == 0 and self.tuning.tile % page_size == 0,
+            f"a page_size of 8, 16, 32 or 64, not {page_size}",
+        )
+        return super().cache_shape(num_pages, page_size, num_kv_heads, head_dim)
+
+    def attend(
+        self,
+        q: jax.Array,
+        cache: jax.Array,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        _require(q.dtype == cache.dtype and q.dtype.itemsize == 2, f"16 bit activations and cache, not {q.dtype}")
+        _require(q.shape[1] <= spec.num_kv_heads * ROWS, f"at most {ROWS} query heads a kv head")
+        layer = Layer(cache, metadata.page_table, spec, sinks)
+        decode = functools.partial(_attend_last_tokens, self, layer)
+        extend = functools.partial(attend_long_rows, layer, tuning=self.triton, interpret=self.interpret)
+        return attend_ragged(q, metadata, decode, extend)
+
+
+def _require(held: bool, what: str) -> None:
+    if not held:
+        raise ConfigError(f"attention backend 'mosaic_gpu' needs {what}", fix="use runtime.attention: triton")
+
+
+def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """q [R, N, D], the token at kv_len - 1 of each row: [R, N, D]; zeros where kv_len is 0."""
+    rows, heads, head_dim = q.shape
+    kv_heads, page_size = layer.spec.num_kv_heads, layer.cache.shape[1]
+    group = heads // kv_heads
+    padded = pl.cdiv(group, HEAD_ALIGN) * HEAD_ALIGN
+    splits = backend.triton.splits(rows, kv_heads, layer.page_table.shape[1] * page_size)
+    grouped = jnp.pad(q.reshape(rows, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, padded - group), (0, 0)))
+    tile, stages, dtype = backend.tuning.tile, backend.tuning.stages, q.dtype
+    tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
+    page_copies = tile // page_size
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, spec=layer.spec, splits=splits),
+        out_type=[
+            jax.ShapeDtypeStruct((rows, splits, kv_heads, padded, head_dim), dtype),
+            jax.ShapeDtypeStruct((rows, splits, kv_heads, ROWS), jnp.float32),
+        ],
+        scratch_types={
+            "q_smem": plgpu.SMEM((ROWS, head_dim), dtype, transforms=tiled),
+            "k_smem": plgpu.SMEM((stages, tile, head_dim), dtype, transforms=tiled),
+            "v_smem": plgpu.SMEM((stages, tile, head_dim), dtype, transforms=tiled),
+            "weights_smem": plgpu.SMEM((ROWS, tile), dtype, transforms=tiled),
+            "out_smem": plgpu.SMEM((ROWS, head_dim), dtype, transforms=tiled),
+            "lse_smem": plgpu.SMEM((ROWS,), jnp.float32),
+            "q_ready": plgpu.Barrier(),
+            "k_ready": plgpu.Barrier(num_arrivals=page_copies, num_barriers=stages),
+            "v_ready": plgpu.Barrier(num_arrivals=page_copies, num_barriers=stages),
+            "k_free": plgpu.Barrier(num_barriers=stages),
+            "v_free": plgpu.Barrier(num_barriers=stages),
+        },
+        grid=(rows, kv_heads, splits),
+        grid_names=("row", "head", "split"),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # A class of jax 0.11 and later.
+        interpret=plgpu.InterpretGPUParams() if backend.interpret else False,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    out, lse = kernel(grouped, layer.cache, layer.page_table, kv_lens)
+    out = out[:, :, :, :group].reshape(rows, splits, heads, head_dim)
+    return join_splits(out, lse[..., :group].reshape(rows, splits, heads), layer.sinks).astype(dtype)
+
+
+def _kernel(
+    q_ref,  # [R, KH, G padded, D]
+    kv_ref,  # [P, page_size, 2 * KH, D]
+    table_ref,  # int32 [R, max_pages]
+    len_ref,  # int32 [R]
+    out_ref,  # [R, S, KH, G padded, D]
+    lse_ref,  # float32 [R, S, KH, 64]
+    *,
+    q_smem,
+    k_smem,
+    v_smem,
+    weights_smem,
+    out_smem,
+    lse_smem,
+    q_ready,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    spec: AttentionSpec,
+    splits: int,
+) -> None:
+    row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+    stages, tile, head_dim = k_smem.shape
+    page_size = kv_ref.shape[1]
+    kv_len = len_ref[row]
+    oldest = 0 if spec.sliding_window is None else jnp.maximum(kv_len - spec.sliding_window, 0)
+    first, last = oldest // tile, pl.cdiv(kv_len, tile)
+    share = pl.cdiv(last - first, splits)
+    begin = first + split * share
+    steps = jnp.maximum(jnp.minimum(begin + share, last) - begin, 0)
+
+    @pl.when(lax.axis_index("warpgroup") == 1)
+    def _memory() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+
+        def copy_tile(step: jax.Array) -> None:
+            slot = lax.rem(step, stages)
+            for page_of_tile in range(tile // page_size):
+                column = (begin + step) * (tile // page_size) + page_of_tile
+                page = table_ref[row, jnp.minimum(column, (kv_len - 1) // page_size)]
+                place = pl.ds(page_of_tile * page_size, page_size)
+                plgpu.copy_gmem_to_smem(kv_ref.at[page, :, 2 * head], k_smem.at[slot, place], k_ready.at[slot])
+                plgpu.copy_gmem_to_smem(kv_ref.at[page, :, 2 * head + 1], v_smem.at[slot, place], v_ready.at[slot])
+
+        @pl.loop(0, jnp.minimum(steps, stages))
+        def _fill(step: jax.Array) -> None:
+            copy_tile(step)
+
+        @pl.loop(stages, steps)
+        def _refill(step: jax.Array) -> None:
+            plgpu.barrier_wait(k_free.at[lax.rem(step, stages)])
+            plgpu.barrier_wait(v_free.at[lax.rem(step, stages)])
+            copy_tile(step)
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        heads = q_ref.shape[2]
+        plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem.at[pl.ds(0, heads)], q_ready)
+        plgpu.barrier_wait(q_ready)
+
+        def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            values, top, total = state
+            slot = lax.rem(step, stages)
+            plgpu.barrier_wait(k_ready.at[slot])
+            scores = _wgmma((ROWS, tile), q_smem, k_smem.at[slot].transpose((1, 0))) * spec.scale
+            plgpu.barrier_arrive(k_free.at[slot])
+            if spec.soft_cap is not None:
+                scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
+            token = _tokens((begin + step) * tile, (ROWS, tile), 1)
+            scores = jnp.where((token < kv_len) & (token >= oldest), scores * LOG2E, MASKED)
+            new_top = jnp.maximum(top, scores.max(axis=1))
+            fade = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+            weights_smem[...] = weights.astype(weights_smem.dtype)  # the interpreter has no wgmma from registers
+            plgpu.barrier_wait(v_ready.at[slot])
+
+            @pl.when((begin + step + 1) * tile > kv_len)
+            def _clear() -> None:  # 0 * NaN: another request's page may have held one
+                v = plgpu.load(v_smem, (slot,), layout=plgpu.Layout.WGMMA)
+                live = _tokens((begin + step) * tile, (tile, head_dim), 0) < kv_len
+                v_smem[slot] = jnp.where(live, v, jnp.zeros_like(v))
+
+            plgpu.commit_smem()
+            added = _wgmma((ROWS, head_dim), weights_smem, v_smem.at[slot])
+            plgpu.barrier_arrive(v_free.at[slot])
+            values = values * lax.broadcast_in_dim(fade, values.shape, [0]) + added
+            return values, new_top, total * fade + weights.sum(axis=1)
+
+        one_a_row = plgpu.Layout.WGMMA.reduce(1)
+        nothing = (
+            plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), one_a_row),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), one_a_row),
+        )
+        values, top, total = lax.fori_loop(0, steps, add_tile, nothing)
+        total = jnp.maximum(total, 1e-30)
+        out_smem[...] = (values / lax.broadcast_in_dim(total, values.shape, [0])).astype(out_smem.dtype)
+        lse_smem[...] = top + jnp.log(total) * LOG2E
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, heads)], out_ref.at[row, split, head])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, split, head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _wgmma(shape: tuple[int, int], a, b) -> jax.Array:
+    """The product of two operands in shared memory, in registers, waited for."""
+
+    def multiply(accumulator) -> jax.Array:
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _tokens(start: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    """int32 [shape]: start, start + 1, ... along an axis."""
+    return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

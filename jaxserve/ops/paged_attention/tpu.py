@@ -1,0 +1,271 @@
+"""Paged attention for TPUs in Pallas.
+
+Owns the layout [P, 2, KH, page_size, D], in which the K or V of one head is whole tiles of a page, and one kernel. Its
+grid runs over blocks of queries: one token of a row when decoding, else up to `rows` rows of a product. The page table
+and the blocks' places are prefetched scalars; pages are copied from HBM into two buffers in turn, so that the next
+tile's copies run while this one is multiplied. Softmax in float32 (FlashAttention-2, arXiv 2307.08691).
+
+K and V are written by XLA's scatter, one row at a time: right, and slow for long chunks. Nothing here has run on a TPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, split_slots
+from jaxserve.ops.paged_attention.ragged import (
+    QueryBlocks,
+    Rows,
+    attend_ragged,
+    query_blocks,
+    tokens_of_long_rows,
+)
+
+MASKED = -1e30  # finite: the difference of two masked scores is 0 and not NaN
+LANES = 128  # columns of a vector register
+
+
+@dataclass(frozen=True)
+class TpuTuning:
+    """Tokens of context in a tile; rows of an extend block's product, query tokens times heads of a group."""
+
+    tile: int = 256
+    rows: int = 128
+
+
+@dataclass(frozen=True)
+class TpuBackend:
+    """See the file's docstring. `interpret` runs the kernel in Pallas' interpreter, on any device, slowly."""
+
+    name: str = "tpu"
+    tuning: TpuTuning = TpuTuning()
+    interpret: bool = False
+
+    def cache_shape(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return num_pages, 2, num_kv_heads, page_size, head_dim
+
+    def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[3])
+        rows = jnp.stack([k, v], axis=1).astype(cache.dtype)  # [T, 2, KH, D]
+        return cache.at[page, :, :, offset].set(rows, mode="drop", unique_indices=True)
+
+    def attend(
+        self,
+        q: jax.Array,
+        cache: jax.Array,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        layer = _Layer(cache, metadata.page_table, spec, sinks, self.tuning, self.interpret)
+        return attend_ragged(
+            q, metadata, functools.partial(_attend_last_tokens, layer), functools.partial(_attend_long_rows, layer)
+        )
+
+    def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
+        pages = cache.at[page_ids].get(mode="clip")  # [n, 2, KH, page_size, D]
+        num, _, _, page_size, head_dim = pages.shape
+        return pages.transpose(0, 3, 2, 1, 4).reshape(num, page_size, 2 * num_kv_heads, head_dim)
+
+    def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+        num, page_size, rows, head_dim = pages.shape
+        halves = pages.reshape(num, page_size, rows // 2, 2, head_dim).transpose(0, 3, 2, 1, 4)
+        return cache.at[page_ids].set(halves.astype(cache.dtype), mode="drop")
+
+
+class _Layer(NamedTuple):
+    cache: jax.Array  # [P, 2, KH, page_size, D]
+    page_table: jax.Array  # int32 [R, max_pages]
+    spec: AttentionSpec
+    sinks: jax.Array | None  # [N]
+    tuning: TpuTuning
+    interpret: bool
+
+
+class _Blocks(NamedTuple):
+    """Where each of B blocks of queries stands, int32 [B]: prefetched scalars."""
+
+    row: jax.Array
+    position: jax.Array  # of the block's first query
+    end: jax.Array  # context that its last query sees; 0: a dead block
+
+
+def _attend_last_tokens(layer: _Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """q [R, N, D], the token at kv_len - 1 of each row: [R, N, D]; zeros where kv_len is 0."""
+    rows, heads, head_dim = q.shape
+    blocks = _Blocks(jnp.arange(rows, dtype=jnp.int32), kv_lens - 1, kv_lens)
+    grouped = q.reshape(rows, layer.spec.num_kv_heads, -1, head_dim)
+    return _attend_blocks(layer, grouped, blocks, kv_lens, grouped.shape[2]).reshape(rows, heads, head_dim)
+
+
+def _attend_long_rows(layer: _Layer, q: jax.Array, rows: Rows) -> jax.Array:
+    """q [T, N, D]: attention of the rows with two tokens and more; zeros for all others."""
+    num_tokens, heads, head_dim = q.shape
+    kv_heads = layer.spec.num_kv_heads
+    group = heads // kv_heads
+    block = max(1, layer.tuning.rows // group)
+    cut = query_blocks(rows, num_tokens, block, min_tokens=2)
+    position = rows.kv_len[cut.row] - rows.q_len[cut.row] + cut.first
+    end = jnp.minimum(rows.kv_len[cut.row], position + block)
+    blocks = _Blocks(cut.row, position, jnp.where(cut.live, end, 0))
+    token = (rows.start[cut.row] + cut.first)[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
+    by_block = q.at[token].get(mode="clip").reshape(-1, block, kv_heads, group, head_dim)
+    by_block = by_block.transpose(0, 2, 1, 3, 4).reshape(-1, kv_heads, block * group, head_dim)
+    out = _attend_blocks(layer, by_block, blocks, rows.kv_len, group).reshape(-1, kv_heads, block, group, head_dim)
+    out = out.transpose(0, 2, 1, 3, 4).reshape(-1, heads, head_dim)
+    out = out.at[_place_in_blocks(cut, rows, num_tokens, block)].get(mode="clip")
+    return jnp.where(tokens_of_long_rows(rows, num_tokens, 2)[:, None, None], out, jnp.zeros_like(out))
+
+
+def _place_in_blocks(cut: QueryBlocks, rows: Rows, num_tokens: int, block: int) -> jax.Array:
+    """int32 [T]: index of each token among the tokens of all blocks; anything for a token in no block."""
+    start = jnp.where(cut.live, rows.start[cut.row] + cut.first, num_tokens)  # ascending over the live blocks
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    index = jnp.searchsorted(start, token, side="right", method="compare_all").astype(jnp.int32) - 1
+    return index * block + token - start[index]
+
+
+def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Array, group: int) -> jax.Array:
+    """q [B, KH, M, D], M = query tokens times heads of a group, tokens first: the same shape; zeros where dead."""
+    num_blocks, kv_heads, rows, head_dim = q.shape
+    pages = max(1, layer.tuning.tile // layer.cache.shape[3])
+    queries = pl.BlockSpec((None, kv_heads, rows, head_dim), lambda b, *_: (b, 0, 0, 0))
+    softmax = pltpu.VMEM((kv_heads, rows, LANES), jnp.float32)
+    kernel = pl.pallas_call(
+        functools.partial(_kernel, spec=layer.spec, group=group, has_sinks=layer.sinks is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(num_blocks,),
+            in_specs=[
+                queries,
+                pl.BlockSpec((kv_heads, rows, LANES), lambda b, *_: (0, 0, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=queries,
+            scratch_shapes=[
+                pltpu.VMEM((2, pages, *layer.cache.shape[1:]), layer.cache.dtype),
+                pltpu.VMEM((kv_heads, rows, head_dim), jnp.float32),
+                softmax,
+                softmax,
+                pltpu.SemaphoreType.DMA((2,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        interpret=layer.interpret,
+        name="paged_attention",
+    )
+    sinks = _sinks_by_row(layer.sinks, kv_heads, rows)
+    return kernel(*blocks, kv_lens, layer.page_table, q, sinks, layer.cache)
+
+
+def _sinks_by_row(sinks: jax.Array | None, kv_heads: int, rows: int) -> jax.Array:
+    """The sink of each row of a block's product, the same in all lanes: float32 [KH, M, 128]."""
+    if sinks is None:
+        return jnp.full((kv_heads, rows, LANES), MASKED, jnp.float32)
+    by_head = sinks.astype(jnp.float32).reshape(kv_heads, -1)
+    by_row = jnp.tile(by_head, (1, rows // by_head.shape[1]))
+    return jnp.broadcast_to(by_row[:, :, None], (kv_heads, rows, LANES))
+
+
+def _kernel(
+    # prefetched scalars, int32
+    row_ref,  # [B]
+    position_ref,  # [B]
+    end_ref,  # [B]
+    kv_len_ref,  # [R]
+    table_ref,  # [R, max_pages]
+    # inputs
+    q_ref,  # [KH, M, D]
+    sink_ref,  # float32 [KH, M, 128]
+    cache_ref,  # [P, 2, KH, page_size, D]  in HBM
+    # output
+    out_ref,  # [KH, M, D]
+    # scratch
+    kv_buffer,  # [2, pages, 2, KH, page_size, D]
+    values_ref,  # float32 [KH, M, D]
+    top_ref,  # float32 [KH, M, 128]
+    total_ref,  # float32 [KH, M, 128]
+    copied,  # DMA semaphores [2]
+    *,
+    spec: AttentionSpec,
+    group: int,
+    has_sinks: bool,
+) -> None:
+    block = pl.program_id(0)
+    row, position, end = row_ref[block], position_ref[block], end_ref[block]
+    kv_len = kv_len_ref[row]
+    _, pages, _, kv_heads, page_size, head_dim = kv_buffer.shape
+    tile = pages * page_size
+    oldest = 0 if spec.sliding_window is None else jnp.maximum(position - spec.sliding_window + 1, 0)
+    begin, stop = oldest // tile, (end + tile - 1) // tile
+
+    def copies(index: jax.Array):
+        """The copies of one tile into its buffer. Behind the context the last live page stands in."""
+        slot = lax.rem(index, 2)
+        for place in range(pages):
+            column = jnp.minimum(index * pages + place, (kv_len - 1) // page_size)
+            page = table_ref[row, column]
+            yield pltpu.make_async_copy(cache_ref.at[page], kv_buffer.at[slot, place], copied.at[slot])
+
+    def start(index: jax.Array) -> None:
+        for copy in copies(index):
+            copy.start()
+
+    def add_tile(index: jax.Array, _: None) -> None:
+        @pl.when(index + 1 < stop)
+        def _prefetch() -> None:
+            start(index + 1)
+
+        for copy in copies(index):
+            copy.wait()
+        slot = lax.rem(index, 2)
+        shape = (q_ref.shape[1], tile)
+        column = index * tile + lax.broadcasted_iota(jnp.int32, shape, 1)
+        query = position + lax.broadcasted_iota(jnp.int32, shape, 0) // group
+        seen = column <= query
+        if spec.sliding_window is not None:
+            seen &= column > query - spec.sliding_window
+        live = index * tile + lax.broadcasted_iota(jnp.int32, (tile, head_dim), 0) < kv_len
+        for head in range(kv_heads):
+            k = kv_buffer[slot, :, 0, head].reshape(tile, head_dim)
+            v = kv_buffer[slot, :, 1, head].reshape(tile, head_dim)
+            v = jnp.where(live, v, jnp.zeros_like(v))  # 0 * NaN: another request's page may have held one
+            _add_head(head, q_ref[head], k, v, seen, spec, values_ref, top_ref, total_ref)
+
+    @pl.when(begin < stop)
+    def _first() -> None:
+        start(begin)
+
+    values_ref[...] = jnp.zeros_like(values_ref)
+    top_ref[...] = sink_ref[...]
+    total_ref[...] = jnp.full(total_ref.shape, 1.0 if has_sinks else 0.0, jnp.float32)
+    lax.fori_loop(begin, stop, add_tile, None)
+    for head in range(kv_heads):
+        total = total_ref[head][:, :1]
+        out_ref[head] = (values_ref[head] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
+
+
+def _add_head(head: int, q, k, v, seen, spec: AttentionSpec, values_ref, top_ref, total_ref) -> None:
+    """One tile of one kv head: q [M, D], k and v [tile, D], seen [M, tile]."""
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    dot = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    scores = dot(q, k, (((1,), (1,)), ((), ()))) * spec.scale
+    if spec.soft_cap is not None:
+        scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
+    scores = jnp.where(seen, scores, MASKED)
+    old = top_ref[head][:, :1]
+    top = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    fade = jnp.exp(old - top)
+    values_ref[head] = values_ref[head] * fade + dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+    total = total_ref[head][:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
+    top_ref[head] = jnp.broadcast_to(top, top_ref.shape[1:])
+    total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])

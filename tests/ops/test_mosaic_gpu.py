@@ -1,0 +1,47 @@
+"""The Mosaic decode kernel in its interpreter, which came with jax 0.11, and what the backend refuses."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxserve.errors import ConfigError
+from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend, MosaicTuning
+from jaxserve.ops.paged_attention.triton import TritonTuning
+from tests.ops.attention_cases import Case, expected, filled_cache, make_batch, run
+
+CASES = [
+    Case("decode", ((1, 37), (0, 0), (1, 150)), group=4, dtype="bfloat16", decode_only=True),
+    Case("options", ((1, 130),), 1, 7, 128, dtype="bfloat16", window=70, soft_cap=5.0, sinks=True, decode_only=True),
+    Case("mixed", ((1, 40), (5, 20)), num_kv_heads=1, dtype="bfloat16"),
+]
+
+
+@pytest.mark.skipif(
+    "InterpretGPUParams" not in dir(plgpu), reason="the Mosaic GPU interpreter needs jax 0.11 (Python 3.12)"
+)
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_dense_attention(case: Case) -> None:
+    backend = MosaicGpuBackend(
+        interpret=True,
+        tuning=MosaicTuning(stages=2),
+        triton=TritonTuning(programs=8, decode_tile=16, extend_rows=16, extend_tile=16),
+    )
+    batch = make_batch(case)
+    np.testing.assert_allclose(run(backend, batch), expected(batch), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("page_size", "head_dim", "reason"), [(16, 80, "head_dim"), (128, 64, "page_size")])
+def test_refuses_shapes_it_has_no_kernel_for(page_size: int, head_dim: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        MosaicGpuBackend().cache_shape(10, page_size, 2, head_dim)
+
+
+def test_refuses_float32() -> None:
+    batch = make_batch(Case("", ((1, 5),), decode_only=True))
+    cache = filled_cache(MosaicGpuBackend(), batch)
+    with pytest.raises(ConfigError, match="16 bit"):
+        MosaicGpuBackend().attend(jnp.asarray(batch.q), cache, batch.metadata, batch.case.spec)
