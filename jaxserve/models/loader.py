@@ -1,15 +1,16 @@
 """A checkpoint directory -> a LoadedModel: the model's structure, and its weights as a flat tuple on the devices.
 
 Owns reading parameters from checkpoint tensors, dtype conversion, placement and random weights. Knows no family.
-Every device gets only its own rectangle of a parameter, straight from the memory-mapped files.
+Every device gets only its own rectangle of a parameter, straight from the files.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,17 +25,18 @@ from jaxserve.models.checkpoint import Checkpoint, Shapes, open_checkpoint
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.hf_config import read_config
-from jaxserve.models.quantization import Block, check_scale, decode_fp8, decode_mxfp4, stored_tensors
+from jaxserve.models.part_reader import PartReader
+from jaxserve.models.quantization import stored_tensors
 from jaxserve.models.registry import model_class
-from jaxserve.models.safetensors_file import open_tensor
 from jaxserve.models.sharding import for_mesh, param_sharding
-from jaxserve.models.weights import ParamSpec, Part, param_specs
+from jaxserve.models.weights import ParamSpec, param_specs
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
 LoadFormat = Literal["auto", "safetensors", "random"]
 
 # buffers that older exports saved and are computed here; scales of quantized activations and KV caches
 IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_scale$"))
+READERS = 4  # threads; numpy's copies run outside the interpreter lock
 RANDOM_STDDEV = 0.02
 
 
@@ -126,20 +128,17 @@ def _read_leaves(
     structure: ModelStructure, shardings: list[Sharding], checkpoint: Checkpoint, progress: Progress | None
 ) -> tuple[tuple[jax.Array, ...], int]:
     check_complete(structure, checkpoint)
-    block = structure.config.weight_block
-    sizes = [_stored_bytes(spec, checkpoint, block) for spec in structure.specs]
+    reader = PartReader(checkpoint, structure.config.weight_block)
+    sizes = [reader.stored_bytes(spec) for spec in structure.specs]
     leaves, done = [], 0
-    for spec, sharding, size in zip(structure.specs, shardings, sizes, strict=True):
-        leaves.append(_read_leaf(spec, sharding, checkpoint, block))
-        done += size
-        if progress is not None:
-            progress(done, sum(sizes))
+    with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
+        read = functools.partial(_read_leaf, reader=reader)
+        for leaf, size in zip(pool.map(read, structure.specs, shardings), sizes, strict=True):
+            leaves.append(leaf)
+            done += size
+            if progress is not None:
+                progress(done, sum(sizes))
     return tuple(leaves), done
-
-
-def _stored_bytes(spec: ParamSpec, checkpoint: Checkpoint, block: Block | None) -> int:
-    names = {name for part in spec.parts for name in stored_tensors(part, checkpoint.tensors, block)}
-    return sum(checkpoint.tensors[name].num_bytes for name in names)
 
 
 def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
@@ -156,57 +155,12 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     misfits.raise_if_any(checkpoint.directory, config.architecture)
 
 
-def _read_leaf(spec: ParamSpec, sharding: Sharding, checkpoint: Checkpoint, block: Block | None) -> jax.Array:
+def _read_leaf(spec: ParamSpec, sharding: Sharding, reader: PartReader) -> jax.Array:
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        return read_region(spec, index, checkpoint, block)
+        return reader.read(spec, index)
 
     return jax.make_array_from_callback(spec.shape, sharding, read, dtype=spec.dtype)
-
-
-def read_region(
-    spec: ParamSpec, index: tuple[slice, ...], checkpoint: Checkpoint, block: Block | None = None
-) -> np.ndarray:
-    """The rectangle `index` of a parameter, in its dtype, from the parts that touch it."""
-    bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
-    out = np.empty([b - a for a, b in bounds], spec.dtype)
-    for part in spec.parts:
-        overlap = tuple(_overlaps(bounds, part))
-        if all(a < b for a, b in overlap):
-            target = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(overlap, bounds, strict=True))
-            source = tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, part.start, strict=True))
-            out[target] = _read_part(part, source, checkpoint, block)
-    return out
-
-
-def _overlaps(bounds: list[tuple[int, int]], part: Part) -> Iterator[tuple[int, int]]:
-    for (a, b), start, size in zip(bounds, part.start, part.view, strict=True):
-        yield max(a, start), min(b, start + size)
-
-
-def _read_part(part: Part, region: tuple[slice, ...], checkpoint: Checkpoint, block: Block | None) -> np.ndarray:
-    """The rectangle `region` of a part's view: of the file itself, where nothing is to be decoded."""
-    if part.repeat > 1:
-        return _read_repeated(part, region, checkpoint, block)
-    names = tuple(stored_tensors(part, checkpoint.tensors, block))
-    stored = [open_tensor(checkpoint.tensors[name]) for name in names]
-    if len(names) == 2:
-        check_scale(names[1], stored[1])
-        if part.mxfp4:
-            return decode_mxfp4(stored[0], stored[1], part, region)
-        return decode_fp8(stored[0], stored[1].astype(np.float32), block, part, region)
-    tensor = stored[0] if part.rows is None else stored[0][slice(*part.rows)]
-    if part.transpose is not None:
-        tensor = tensor.transpose(part.transpose)
-    return tensor.reshape(part.view)[region]
-
-
-def _read_repeated(part: Part, region: tuple[slice, ...], checkpoint: Checkpoint, block: Block | None) -> np.ndarray:
-    """_read_part where the first axis holds copies: [h0, h0, h1, h1, ...]."""
-    sources = np.arange(region[0].start, region[0].stop) // part.repeat
-    first, last = int(sources[0]), int(sources[-1]) + 1
-    once = dataclasses.replace(part, repeat=1, view=(part.view[0] // part.repeat, *part.view[1:]))
-    return _read_part(once, (slice(first, last), *region[1:]), checkpoint, block)[sources - first]
 
 
 # --- random ----------------------------------------------------------------------------------------------------

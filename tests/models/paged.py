@@ -86,10 +86,10 @@ def _step(
     )
 
     def attend(
-        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
+        layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
     ) -> tuple[jax.Array, Cache]:
         assert cache is not None
-        spec = model.config.attention_layers[layer]
+        spec = model.config.attention_layers[layer_index]
         static = AttentionSpec(spec.scale, spec.num_kv_heads, spec.sliding_window, spec.soft_cap)
         return write_and_attend(BACKEND, _mesh(model), q, k, v, cache, metadata, static, sinks)
 

@@ -1,4 +1,4 @@
-"""Llama and Qwen2 against a real trained model's logits, computed in float64 by two independent implementations."""
+"""Llama, Qwen2 and Mixtral against a trained model's logits, computed in float64 by two independent implementations."""
 
 import functools
 import json
@@ -12,7 +12,12 @@ import pytest
 from jaxserve.models.dense import dense_logits
 from jaxserve.models.loader import LoadedModel, load_model
 
-MODELS = ["stories260K-hf", "stories260K-as-qwen2-hf", "stories260K-padded-h256-d128-hf"]
+MODELS = [
+    "stories260K-hf",
+    "stories260K-as-qwen2-hf",
+    "stories260K-as-mixtral-identical4top2-hf",
+    "stories260K-padded-h256-d128-hf",
+]
 
 
 def run(model: LoadedModel, ids: list[int]) -> np.ndarray:
@@ -29,7 +34,7 @@ def test_logits_equal_golden(name: str, shared_data: Path) -> None:
     assert np.abs(logits - golden["logits"]).max() < 2e-5
 
 
-@pytest.mark.parametrize("name", MODELS[:2])
+@pytest.mark.parametrize("name", MODELS[:3])
 def test_greedy_equals_golden(name: str, shared_data: Path) -> None:
     cases = json.loads((shared_data / "golden/generation/stories260K.greedy.json").read_text())["cases"]
     model = load_model(shared_data / "models" / name, dtype=jnp.dtype("float32"))

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.checkpoint import open_checkpoint
 from jaxserve.models.dense import dense_logits
-from jaxserve.models.loader import LoadedModel, load_model, read_region
+from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.models.part_reader import PartReader
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
 
 FLOAT32 = jnp.dtype("float32")
@@ -58,12 +59,12 @@ def test_shards_give_the_same_and_progress_ends_at_the_total(tmp_path: Path, ten
 
 def test_a_region_reads_what_the_whole_holds(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
     directory = write_checkpoint(tmp_path, TINY_LLAMA, tensors)
-    model, checkpoint = load_model(directory, dtype=FLOAT32), open_checkpoint(directory)
+    model, reader = load_model(directory, dtype=FLOAT32), PartReader(open_checkpoint(directory), None)
     rng = np.random.default_rng(0)
     for spec, whole in zip(model.structure.specs, model.leaves, strict=True):
         bounds = [sorted(rng.integers(0, n + 1, 2)) for n in spec.shape]
         index = tuple(slice(int(a), int(b)) for a, b in bounds)
-        assert np.array_equal(read_region(spec, index, checkpoint), np.asarray(whole)[index]), spec.name
+        assert np.array_equal(reader.read(spec, index), np.asarray(whole)[index]), spec.name
 
 
 def test_every_misfit_is_in_one_error(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.checkpoint import open_checkpoint
-from jaxserve.models.loader import LoadedModel, load_model, read_region
+from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.models.part_reader import PartReader
 from jaxserve.models.quantization import decode_mxfp4
 from jaxserve.models.weights import Part
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
@@ -74,11 +75,12 @@ def test_tensor_and_channel_scales(shape: tuple[int, ...], dtype: str, tmp_path:
 def test_a_region_decodes_what_the_whole_holds(tmp_path: Path) -> None:
     stored, _ = quantize_blocks(random_tensors(CASES["qwen3_moe"]))
     model = load(tmp_path, CASES["qwen3_moe"] | BLOCK_FP8, stored)
-    checkpoint, rng = open_checkpoint(tmp_path), np.random.default_rng(0)
+    reader = PartReader(open_checkpoint(tmp_path), model.config.weight_block)
+    rng = np.random.default_rng(0)
     for spec, whole in zip(model.structure.specs, model.leaves, strict=True):
         bounds = [sorted(rng.integers(0, n + 1, 2)) for n in spec.shape]
         index = tuple(slice(int(a), int(b)) for a, b in bounds)
-        region = read_region(spec, index, checkpoint, model.config.weight_block)
+        region = reader.read(spec, index)
         assert np.array_equal(region, np.asarray(whole)[index]), spec.name
 
 
