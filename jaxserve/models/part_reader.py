@@ -24,7 +24,7 @@ CHUNK = 32 * 2**20  # bytes read at a time
 
 
 class PartReader:
-    """Reads parameters of one checkpoint; `block`: of its FP8 scales (ModelConfig.weight_block). Threads may share it."""
+    """Reads parameters of one checkpoint; `block`: of its FP8 scales (weight_block). Threads may share it."""
 
     def __init__(self, checkpoint: Checkpoint, block: Block | None) -> None:
         self._tensors = checkpoint.tensors
