@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.decoder import AttendLayer
 from jaxserve.models.layers import Cache
-from jaxserve.models.loader import ModelStructure
+from jaxserve.models.structure import ModelStructure
 
 
 def dense_logits(structure: ModelStructure, leaves: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
