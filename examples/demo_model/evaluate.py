@@ -24,6 +24,8 @@ from examples.demo_model.skills import Sample
 
 ROWS = 24
 MAX_NEW_TOKENS = 140
+# There is no cache: each step runs the whole rows, padded to a multiple of this many tokens.
+WIDTH_STEP = 32
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -60,15 +62,15 @@ def _next_tokens(params: Params, tokens: jax.Array, lengths: jax.Array, model: D
 
 def greedy(params: Params, model: DemoConfig, prompts: Sequence[list[int]], stop: set[int]) -> list[list[int]]:
     """Continuations of the prompts, the stop token included if it came within MAX_NEW_TOKENS."""
-    width = -(-(max(map(len, prompts)) + MAX_NEW_TOKENS) // 64) * 64
-    tokens = np.zeros((len(prompts), width), np.int32)
+    tokens = np.zeros((len(prompts), max(map(len, prompts)) + MAX_NEW_TOKENS + WIDTH_STEP), np.int32)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     running = np.ones(len(prompts), bool)
     for _ in range(MAX_NEW_TOKENS):
+        width = -(-int(lengths.max()) // WIDTH_STEP) * WIDTH_STEP
         # Copies: a dispatched array must not change under the device.
-        chosen = np.asarray(_next_tokens(params, jnp.array(tokens), jnp.array(lengths), model))
+        chosen = np.asarray(_next_tokens(params, jnp.array(tokens[:, :width]), jnp.array(lengths), model))
         tokens[running, lengths[running]] = chosen[running]
         lengths[running] += 1
         running &= ~np.isin(chosen, list(stop))
@@ -83,12 +85,15 @@ def generated(
     """Each sample's greedy answer without its end token; None where it did not end."""
     vocabulary = encoder.tokenizer.get_vocab()
     stop = {vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]}
-    answers: list[str | None] = []
+    answers: list[str | None] = [None] * len(samples)
+    prompts = [encoder.encode(sample).prompt for sample in samples]
+    by_length = sorted(range(len(samples)), key=lambda i: len(prompts[i]))
     for start in range(0, len(samples), ROWS):
-        chunk = list(samples[start : start + ROWS])
-        prompts = [encoder.encode(sample).prompt for sample in chunk + chunk[:1] * (ROWS - len(chunk))]
-        for output in greedy(params, model, prompts, stop)[: len(chunk)]:
-            answers.append(str(encoder.tokenizer.decode(output[:-1])) if output[-1] in stop else None)
+        chunk = by_length[start : start + ROWS]
+        padded = chunk + chunk[:1] * (ROWS - len(chunk))
+        for index, output in zip(chunk, greedy(params, model, [prompts[i] for i in padded], stop), strict=False):
+            if output[-1] in stop:
+                answers[index] = str(encoder.tokenizer.decode(output[:-1]))
     return answers
 
 

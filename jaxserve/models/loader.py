@@ -11,82 +11,31 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxserve.models.checkpoint import Checkpoint, Shapes, open_checkpoint
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import CausalLM
 from jaxserve.models.hf_config import read_config
+from jaxserve.models.orbax import is_converted, read_leaves
 from jaxserve.models.part_reader import PartReader
 from jaxserve.models.quantization import stored_tensors
-from jaxserve.models.registry import model_class
 from jaxserve.models.sharding import for_mesh, param_sharding
-from jaxserve.models.weights import ParamSpec, param_specs
+from jaxserve.models.structure import LoadedModel, ModelStructure, build
+from jaxserve.models.weights import ParamSpec
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
-LoadFormat = Literal["auto", "safetensors", "random"]
+LoadFormat = Literal["auto", "safetensors", "orbax", "random"]
 
 # buffers that older exports saved and are computed here; scales of quantized activations and KV caches
 IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_scale$"))
 READERS = 4  # threads; numpy's copies run outside the interpreter lock
 RANDOM_STDDEV = 0.02
-
-
-@dataclass(frozen=True)
-class ModelStructure:
-    """A model without its weights. Static: a jitted function closes over it and takes the leaves as arguments."""
-
-    config: ModelConfig
-    graphdef: nnx.GraphDef
-    treedef: Any  # a jax PyTreeDef
-    specs: tuple[ParamSpec, ...]  # of the leaves, in order
-
-    def bind(self, leaves: tuple[jax.Array, ...]) -> CausalLM:
-        """The module with these weights; costs only tracing time inside a jitted function."""
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(int(np.prod(spec.shape)) for spec in self.specs)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of one whole copy of the weights."""
-        return sum(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize for spec in self.specs)
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model and its weights. `leaves` are jit arguments, in `structure.specs`' order."""
-
-    structure: ModelStructure
-    leaves: tuple[jax.Array, ...]
-    directory: Path
-    checkpoint_bytes: int  # read; 0 for random weights
-    seconds: float
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.structure.config
-
-    def bind(self, leaves: tuple[jax.Array, ...]) -> CausalLM:
-        """`structure.bind`."""
-        return self.structure.bind(leaves)
-
-
-def build(config: ModelConfig, dtype: jnp.dtype) -> ModelStructure:
-    """The structure of a model, by shape evaluation alone: no memory is used, whatever the size."""
-    cls = model_class(config.architecture)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: cls(config, jnp.dtype(dtype))))
-    return ModelStructure(config, graphdef, jax.tree.structure(state), tuple(param_specs(state)))
 
 
 def load_model(
@@ -103,18 +52,38 @@ def load_model(
 
     `config` replaces the directory's own (a changed context length, say). `load_format` "random" needs config.json
     only and draws the weights on the devices from `seed`.
+    "auto" takes a converted checkpoint (see orbax.convert) for what it is, and anything else for safetensors.
     Raises ModelLoadError: unsupported, damaged, or with tensors that do not fit, all of them named.
     """
     start = time.perf_counter()
     config = config or read_config(directory)
-    structure = build(config if mesh is None else for_mesh(config, mesh), dtype)
-    shardings = [_sharding(spec, mesh) for spec in structure.specs]
+    if mesh is not None:
+        config = for_mesh(config, mesh)
+    converted = load_format == "orbax" or (load_format == "auto" and is_converted(directory))
     if load_format == "random":
-        leaves, read = random_leaves(structure, shardings, seed), 0
+        structure = build(config, dtype)
+        leaves, read = random_leaves(structure, _shardings(structure, mesh), seed), 0
+    elif converted:
+        structure = build(config, dtype)
+        leaves, read = read_leaves(structure, _shardings(structure, mesh), directory), structure.num_bytes
     else:
-        leaves, read = _read_leaves(structure, shardings, open_checkpoint(directory), progress)
+        checkpoint = open_checkpoint(directory)
+        structure = build(_without_head(config, checkpoint), dtype)
+        leaves, read = _read_leaves(structure, _shardings(structure, mesh), checkpoint, progress)
+    if converted and progress is not None:
+        progress(read, read)
     jax.block_until_ready(leaves)
     return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
+
+
+def _without_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """An embedding model published without its head keeps no place for one."""
+    headless = checkpoint.bare and "lm_head.weight" not in checkpoint.tensors
+    return config.replace(tie_word_embeddings=True) if headless else config
+
+
+def _shardings(structure: ModelStructure, mesh: Mesh | None) -> list[Sharding]:
+    return [_sharding(spec, mesh) for spec in structure.specs]
 
 
 def _sharding(spec: ParamSpec, mesh: Mesh | None) -> Sharding:

@@ -9,11 +9,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Each costs about 2 s of a CPU core to compile. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the finer
-# steps up to 256 rows pay, and beyond a step is bound by arithmetic.
+# A program costs one to two seconds of a CPU core to compile, whatever the model's size; padding costs arithmetic,
+# which grows with it. So small models get few buckets. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the
+# finer steps up to 256 rows pay, and beyond a step is bound by arithmetic.
+SMALL_MODEL = 50_000_000  # parameters
+_DECODE_SMALL = (1, 4, 16, 64)
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
 _DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then powers of two
+_EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then from 32 on by factors
 _HEAD = (1, 8)  # then by factors of eight
 
 
@@ -35,15 +38,27 @@ class Buckets:
 
 
 def make_buckets(
-    max_num_seqs: int, max_num_batched_tokens: int, *, platform: str, deterministic: bool = False
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    *,
+    platform: str,
+    num_parameters: int,
+    deterministic: bool = False,
 ) -> Buckets:
-    """The buckets of a configuration. Deterministic mode decodes through `extend` and has no decode programs."""
+    """The buckets of a configuration.
+
+    Deterministic mode decodes through `extend` and has no decode programs. On a CPU its other buckets stay, for a row's
+    bits are the same in all of them (tested); elsewhere the matrix kernel changes with the rows, and one shape is left.
+    """
     max_tokens = max(max_num_seqs, max_num_batched_tokens)
+    if deterministic and platform != "cpu":
+        return Buckets(decode=(), extend=(max_tokens,), head=(max_num_seqs,))
     fine = _DECODE_CPU if platform == "cpu" else _DECODE
-    decode = _up_to((*fine, *_powers(2 * fine[-1], 2, max_num_seqs)), max_num_seqs)
+    rows, factor = (_DECODE_SMALL, 4) if num_parameters < SMALL_MODEL else (fine, 2)
+    decode = _up_to((*rows, *_powers(factor * rows[-1], factor, max_num_seqs)), max_num_seqs)
     return Buckets(
         decode=() if deterministic else decode,
-        extend=_up_to((*_EXTEND, *_powers(32, 2, max_tokens)), max_tokens),
+        extend=_up_to((*_EXTEND, *_powers(32, factor, max_tokens)), max_tokens),
         head=_up_to((*_HEAD, *_powers(64, 8, max_num_seqs)), max_num_seqs),
     )
 

@@ -70,6 +70,7 @@ class ModelRunner:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             platform=mesh.platform,
+            num_parameters=loaded.structure.num_parameters,
             deterministic=config.deterministic,
         )
         self._layers = kv_cache.layer_caches(

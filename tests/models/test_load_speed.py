@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+from jaxserve.models import orbax
 from jaxserve.models.hf_config import from_hf
 from jaxserve.models.loader import build, load_model
 from tests.models.checkpoints import TINY_LLAMA, write_sharded
@@ -27,7 +28,7 @@ from tests.models.checkpoints import TINY_LLAMA, write_sharded
 HF = TINY_LLAMA | {
     "hidden_size": 2048,
     "intermediate_size": 5632,
-    "num_hidden_layers": 20,
+    "num_hidden_layers": 20,  # 2 GB
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 32000,
@@ -56,6 +57,10 @@ def machine_seconds(directory: Path) -> float:
 def measure(directory: Path, what: str) -> dict[str, Any]:
     if what == "machine":
         return {"seconds": machine_seconds(directory)}
+    if what == "convert":
+        orbax.convert(load_model(directory, dtype=jnp.dtype("bfloat16")), directory / "converted")
+        return {}
+    directory = directory / "converted" if what == "orbax" else directory
     before = psutil.Process().memory_info().rss
     model = load_model(directory, dtype=jnp.dtype("bfloat16"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
@@ -64,6 +69,7 @@ def measure(directory: Path, what: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_speed_and_peak(tmp_path: Path) -> None:
     write(tmp_path)
 
@@ -72,11 +78,12 @@ def test_speed_and_peak(tmp_path: Path) -> None:
         root = Path(__file__).parent.parent.parent
         return json.loads(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
 
-    machine, loaded = run("machine"), run("load")
+    machine, loaded, _, converted = (run(what) for what in ("machine", "load", "convert", "orbax"))
     gigabytes = loaded["bytes"] / 1e9
     print(
         f"{gigabytes:.2f} GB: loaded at {gigabytes / loaded['seconds']:.2f} GB/s, the machine reads into new memory at "
-        f"{gigabytes / machine['seconds']:.2f} GB/s; peak {loaded['peak']:.2f} x the weights"
+        f"{gigabytes / machine['seconds']:.2f} GB/s; peak {loaded['peak']:.2f} x the weights; converted: "
+        f"{gigabytes / converted['seconds']:.2f} GB/s, peak {converted['peak']:.2f}"
     )
     assert loaded["peak"] < 1.3
     assert loaded["seconds"] < 3 * machine["seconds"] + 2

@@ -4,9 +4,10 @@ from jaxserve.runtime.buckets import fit, make_buckets
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("parameters", [3_000_000, 8_000_000_000])
 @pytest.mark.parametrize(("seqs", "tokens"), [(1, 1), (3, 40), (64, 512), (2048, 512), (512, 8192), (100, 777)])
-def test_every_count_has_a_bucket(platform: str, seqs: int, tokens: int) -> None:
-    buckets = make_buckets(seqs, tokens, platform=platform)
+def test_every_count_has_a_bucket(platform: str, parameters: int, seqs: int, tokens: int) -> None:
+    buckets = make_buckets(seqs, tokens, platform=platform, num_parameters=parameters)
     assert (buckets.decode[-1], buckets.head[-1], buckets.max_tokens) == (seqs, seqs, max(seqs, tokens))
     for family in buckets.families().values():
         assert list(family) == sorted(set(family))
@@ -14,14 +15,24 @@ def test_every_count_has_a_bucket(platform: str, seqs: int, tokens: int) -> None
             assert fit(family, count) >= count
 
 
-@pytest.mark.parametrize(("platform", "seqs", "tokens"), [("cpu", 64, 512), ("gpu", 512, 8192), ("tpu", 512, 8192)])
-def test_the_defaults_keep_the_number_of_programs_small(platform: str, seqs: int, tokens: int) -> None:
-    families = make_buckets(seqs, tokens, platform=platform).families()
-    assert sum(map(len, families.values())) <= (18 if platform == "cpu" else 30)
+@pytest.mark.parametrize(
+    ("platform", "parameters", "seqs", "tokens", "most"),
+    [("cpu", 3_000_000, 64, 512, 12), ("cpu", 10**9, 64, 512, 18), ("gpu", 10**10, 512, 8192, 29)],
+)
+def test_the_defaults_keep_the_number_of_programs_small(
+    platform: str, parameters: int, seqs: int, tokens: int, most: int
+) -> None:
+    families = make_buckets(seqs, tokens, platform=platform, num_parameters=parameters).families()
+    assert sum(map(len, families.values())) <= most
 
 
 def test_deterministic_mode_has_no_decode_programs() -> None:
-    assert make_buckets(8, 64, platform="cpu", deterministic=True).decode == ()
+    assert make_buckets(8, 64, platform="cpu", num_parameters=1, deterministic=True).decode == ()
+
+
+def test_deterministic_mode_has_one_shape_on_an_accelerator() -> None:
+    buckets = make_buckets(100, 128, platform="gpu", num_parameters=10**10, deterministic=True)
+    assert (buckets.decode, buckets.extend, buckets.head) == ((), (128,), (100,))
 
 
 def test_above_the_largest_is_an_error() -> None:

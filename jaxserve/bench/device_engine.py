@@ -1,0 +1,303 @@
+"""The device suite's engine: start, whole steps and offline workloads, on random weights in a model's true shape.
+
+Owns the shapes, the batches of the steps and the workloads, with the figures that others publish beside them. A step
+is the engine's own compiled program on a state in which every row has a given context; a workload is the in-process
+engine, host work and all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.bench.device_kernels import machine_of
+from jaxserve.bench.make_model import TOKENIZER_FILES
+from jaxserve.bench.offline import run_offline
+from jaxserve.bench.workload import random_workload
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.request import SamplingParams, ScheduledRow, SchedulerOutput, SlotInit
+
+if TYPE_CHECKING:
+    from jaxserve.bench.device import Bench, Row
+
+PROMPT = 30  # tokens of each prompt of the workloads, as in SGLang's published runs
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`count` requests at once, of `tokens` output tokens each. `published`: SGLang on an H100, tokens a second."""
+
+    count: int
+    tokens: int
+    published: float | None = None
+    estimate: float = 20.0
+
+
+WORKLOADS = (
+    Workload(1, 500, 142),
+    Workload(100, 500, 10_900),
+    Workload(500, 500, 24_600, 30),
+    Workload(5000, 128, None, 90),
+)
+SMALL_POOL = Workload(5000, 128, 10_500, 90)
+SMALL_POOL_TOKENS = 20_480
+
+_LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 16384,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_QWEN_06B = _LLAMA_8B | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "vocab_size": 151936,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, dict[str, Any]] = {"llama-8b": _LLAMA_8B, "qwen3-0.6b": _QWEN_06B}
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 8192,
+    "max_position_embeddings": 512,
+}
+
+
+def engine_cells(bench: Bench, model: str) -> None:
+    """Start, decode steps, prefills and workloads in one engine: its start is too long for more than one."""
+    steps = [
+        (1, 305),
+        (100, 305),
+        (500, 305),
+        (8, 305),
+        (32, 305),
+        (1, 4096),
+        (100, 60),
+        (100, 550),
+        (500, 60),
+        (500, 550),
+    ]
+    prefills = [2048, 512, 8192]
+    workloads = WORKLOADS
+    if bench.tiny:
+        steps, prefills, workloads = [(2, 20)], [32], (Workload(2, 4),)
+    names = [*(f"decode {b} x {c}" for b, c in steps), *(f"prefill {n}" for n in prefills), *map(_name, workloads)]
+    if all(bench.results.done(bench.section, name) for name in names):
+        return
+    engine = start(bench, model)
+    for rows, context in steps:
+        bench.cell(f"decode {rows} x {context}", 8, partial(_decode_step, bench, engine, rows, context))
+    for tokens in prefills:
+        bench.cell(f"prefill {tokens}", 8, partial(_prefill, bench, engine, tokens))
+    _reset(engine)
+    for workload in workloads:
+        bench.cell(_name(workload), workload.estimate, partial(_run_workload, engine, workload))
+
+
+def restart(bench: Bench, model: str) -> None:
+    """A second start, from the compile cache that the first one left."""
+    if bench.wants("warm start", 40):
+        start(bench, model)
+
+
+def small_pool(bench: Bench, model: str) -> None:
+    """More requests than the pool holds at once: the scheduler's work, not the device's."""
+    workload = Workload(8, 8) if bench.tiny else SMALL_POOL
+    if bench.wants(_name(workload), workload.estimate + 60):
+        pool = {} if bench.tiny else {"num_pages": SMALL_POOL_TOKENS // 16}
+        engine = _engine(bench, model, **pool)
+        bench.cell(_name(workload), workload.estimate, partial(_run_workload, engine, workload))
+
+
+def _name(workload: Workload) -> str:
+    return f"{workload.count} requests of {workload.tokens}"
+
+
+def start(bench: Bench, model: str) -> Engine:
+    """An engine, and a row of its start: cold if the compile cache was empty, else warm."""
+    cache = _compile_cache(bench, model)
+    name = "warm start" if cache.exists() and any(cache.iterdir()) else "cold start"
+    started = time.perf_counter()
+    engine = _engine(bench, model)
+    row: Row = {
+        "seconds": time.perf_counter() - started,
+        "phases": engine.info.seconds,
+        "programs": engine.info.num_programs,
+        "attention": engine.info.attention,
+        "kv_tokens": engine.info.num_kv_tokens,
+        "dtype": engine.info.dtype,
+    }
+    bench.cell(name, 0, lambda: row)
+    return engine
+
+
+def _engine(bench: Bench, model: str, **keys: Any) -> Engine:
+    """Random weights in the model's true shape."""
+    limits: dict[str, Any] = {"max_model_len": 16384, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
+    if bench.tiny:
+        limits = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_pages": 32}
+    cache = _compile_cache(bench, model)
+    cache.mkdir(parents=True, exist_ok=True)
+    keys = {"load_format": "random", "page_size": 16, "compile_cache": cache} | limits | keys
+    return Engine(str(_directory(bench, model)), **keys)
+
+
+def _compile_cache(bench: Bench, model: str) -> Path:
+    return bench.options.out / f"xla-{model}"
+
+
+def _directory(bench: Bench, model: str) -> Path:
+    """A checkpoint directory without weights: config.json and the embedded demo's tokenizer."""
+    directory = bench.options.out / model
+    directory.mkdir(parents=True, exist_ok=True)
+    config = MODELS[model] | (_TINY if bench.tiny else {"dtype": "bfloat16"})
+    (directory / "config.json").write_text(json.dumps(config))
+    with as_file(files("jaxserve") / "assets" / "demo") as demo:
+        for name in TOKENIZER_FILES:
+            if (demo / name).exists():
+                shutil.copyfile(demo / name, directory / name)
+    return directory
+
+
+# --- steps
+
+
+def _decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> Row:
+    """The compiled step at `rows` rows of `context` tokens, which grows by a token a step; nothing is read back."""
+    runner = engine.runner
+    steps, runs = (2, 1) if bench.tiny else (20, 5)
+    page_size = engine.info.page_size
+    pages = -(-(context + steps * runs + 4) // page_size)
+    if rows * pages > engine.info.num_pages:
+        return {"skipped": f"needs {rows * pages} pages of {engine.info.num_pages}"}
+    table = np.zeros(runner.state.page_table.shape, np.int32)
+    table[:rows, :pages] = (
+        np.random.default_rng(0).permutation(engine.info.num_pages)[: rows * pages].reshape(rows, pages)
+    )
+    position = np.zeros(runner.state.num_slots, np.int32)
+    position[:rows] = context - 1
+    runner.state = runner.state.replace(page_table=jnp.asarray(table), position=jnp.asarray(position))
+    decode_rows = [ScheduledRow(f"r{slot}", slot, context - 1, 1, True, [], pages, []) for slot in range(rows)]
+    output = SchedulerOutput(0, decode_rows, rows, [])
+    for _ in range(3):  # XLA captures its graphs
+        runner.execute(output).result()
+    seconds = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        handles = [runner.execute(output) for _ in range(steps)]
+        handles[-1].result()
+        seconds.append((time.perf_counter() - started) / steps)
+    step = statistics.median(seconds)
+    floor = _step_floor(bench, engine, rows, rows * context)
+    return {"ms": step * 1e3, "tok_s": rows / step, "floor_ms": floor * 1e3, "of_roofline": floor / step}
+
+
+def _weight_bytes(engine: Engine) -> int:
+    """Of the weights that a step reads: all but an embedding that is not also the head."""
+    specs = engine.runner.structure.specs
+    sizes = {spec.name: leaf.nbytes for spec, leaf in zip(specs, engine.runner.leaves, strict=True)}
+    untied = not engine.runner.structure.config.tie_word_embeddings
+    return sum(size for name, size in sizes.items() if not (untied and "embed_tokens" in name))
+
+
+def _step_floor(bench: Bench, engine: Engine, tokens: int, context: int) -> float:
+    """Seconds: weights once or the products of all tokens, whichever is longer, and K and V of the context."""
+    weights = _weight_bytes(engine)
+    machine = machine_of(bench)
+    itemsize = engine.runner.leaves[0].dtype.itemsize
+    kv_token = sum(cache.nbytes for cache in engine.runner.caches) / engine.info.num_kv_tokens
+    return machine.floor(weights, 2 * tokens * weights / itemsize) + context * kv_token / machine.bandwidth
+
+
+def _prefill(bench: Bench, engine: Engine, tokens: int) -> Row:
+    """One fresh prompt in one chunk, to its first token."""
+    runner = engine.runner
+    num_pages = -(-tokens // engine.info.page_size)
+    if num_pages > engine.info.num_pages or tokens > runner.buckets.max_tokens:
+        return {"skipped": f"{tokens} tokens do not fit"}
+    params = SamplingParams(temperature=0.0)
+    prompt = [index % 1000 for index in range(tokens)]
+    row = ScheduledRow("r0", 0, 0, tokens, True, prompt, 0, list(range(num_pages)))
+    output = SchedulerOutput(0, [row], 0, [SlotInit(0, params, 0, tokens, prompt, ())])
+    runner.execute(output).result()
+    again = SchedulerOutput(0, [row], 0, [])
+    seconds = []
+    for _ in range(1 if bench.tiny else 5):
+        started = time.perf_counter()
+        runner.execute(again).result()
+        seconds.append(time.perf_counter() - started)
+    chunk = statistics.median(seconds)
+    config = runner.structure.config
+    products = 2 * tokens * _weight_bytes(engine) / runner.leaves[0].dtype.itemsize
+    attention = 2 * tokens**2 * config.num_heads * config.head_dim * len(runner.caches)
+    floor = (products + attention) / machine_of(bench).flops
+    return {"ms": chunk * 1e3, "tok_s": tokens / chunk, "of_roofline": floor / chunk}
+
+
+def _reset(engine: Engine) -> None:
+    """Slots as after the start: the steps above used them behind the scheduler's back."""
+    runner = engine.runner
+    runner.state = jax.tree.map(jnp.zeros_like, runner.state)
+
+
+def _run_workload(engine: Engine, workload: Workload) -> Row:
+    requests = random_workload(workload.count, input_len=PROMPT, output_len=workload.tokens, vocab_size=1000)
+    report = run_offline(engine, requests)
+    published = (
+        {}
+        if workload.published is None
+        else {
+            "sglang_h100_tok_s": workload.published,
+            "over_sglang": report.output_rate / workload.published,
+        }
+    )
+    return {
+        "tok_s": report.output_rate,
+        "seconds": report.seconds,
+        "step_ms": report.step_ms,
+        "host_us": report.host_us,
+        "preemptions": report.preemptions,
+        "compiles": report.compiles,
+        **published,
+    }
+
+
+SECTIONS: dict[str, Callable[[Bench, str], None]] = {
+    "engine": engine_cells,
+    "restart": restart,
+    "pool": small_pool,
+}

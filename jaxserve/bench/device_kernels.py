@@ -1,0 +1,335 @@
+"""The device suite's kernels: ceilings of the machine, numerics against the reference, times beside the roofline.
+
+Owns the grids, the batches made up for them and the counting of bytes and operations. Times are the median of
+several runs of chained calls with one wait at the end, after three calls that let XLA capture its graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.ops.linear import linear
+from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, get_backend
+from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend, MosaicTuning
+from jaxserve.ops.paged_attention.tpu import TpuBackend
+from jaxserve.ops.paged_attention.triton import TritonBackend, TritonTuning
+from jaxserve.ops.paged_attention.xla import XlaBackend
+
+if TYPE_CHECKING:
+    from jaxserve.bench.device import Bench, Row
+
+TOLERANCE = 2e-2  # relative error of bfloat16 attention
+DTYPE = jnp.bfloat16
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's attention."""
+
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    page_size: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.head_dim**-0.5, self.kv_heads, self.window, self.soft_cap)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes and operations a second, as measured here."""
+
+    bandwidth: float
+    flops: float
+
+    def floor(self, num_bytes: float, operations: float) -> float:
+        """Seconds."""
+        return max(num_bytes / self.bandwidth, operations / self.flops)
+
+
+def machine_of(bench: Bench) -> Machine:
+    """From the section `ceilings`; without it, of an H200 as others measured it."""
+    bandwidth, flops = bench.results.get("ceilings", "copy", "GBps"), bench.results.get("ceilings", "matmul", "TFLOPs")
+    return Machine((bandwidth or 4300.0) * 1e9, (flops or 790.0) * 1e12)
+
+
+def clock(function: Callable[..., Any], *args: Any, tiny: bool, chained: int = 20, runs: int = 5) -> float:
+    """Seconds a call."""
+    chained, runs = (1, 1) if tiny else (chained, runs)
+    for _ in range(1 if tiny else 3):
+        jax.block_until_ready(function(*args))
+    seconds = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        results = [function(*args) for _ in range(chained)]
+        jax.block_until_ready(results)
+        seconds.append((time.perf_counter() - started) / chained)
+    return statistics.median(seconds)
+
+
+def ceilings(bench: Bench) -> None:
+    """Rates of the machine: a copy that reads and writes, a large matrix product, an empty dispatch."""
+    size = 1 << (16 if bench.tiny else 30)
+    width = 64 if bench.tiny else 8192
+
+    def copy() -> Row:
+        x = jnp.ones((size,), jnp.int8)
+        seconds = clock(jax.jit(lambda x: x + jnp.int8(1)), x, tiny=bench.tiny)
+        return {"us": seconds * 1e6, "GBps": 2 * size / seconds / 1e9, "device": str(jax.devices()[0])}
+
+    def matmul() -> Row:
+        a, b = normal(1, width, width), normal(2, width, width)
+        seconds = clock(jax.jit(jnp.matmul), a, b, tiny=bench.tiny)
+        return {"us": seconds * 1e6, "TFLOPs": 2 * width**3 / seconds / 1e12}
+
+    def dispatch() -> Row:
+        x = jnp.ones((4,), jnp.float32)
+        return {"us": clock(jax.jit(lambda x: x * x), x, tiny=bench.tiny, chained=200) * 1e6}
+
+    bench.cell("copy", 5, copy)
+    bench.cell("matmul", 5, matmul)
+    bench.cell("dispatch", 5, dispatch)
+
+
+# --- batches
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    draw = jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(DTYPE))
+    return draw()
+
+
+def batch(rows: Sequence[tuple[int, int]], heads: Heads) -> tuple[jax.Array, AttentionMetadata, int]:
+    """q [T, N, D], metadata and the number of pages of a batch of rows (q_len, kv_len), pages in random order."""
+    q_lens, kv_lens = np.array(rows, np.int32).T
+    pages = -(-kv_lens // heads.page_size)
+    table = np.zeros((len(rows), int(pages.max())), np.int32)
+    order = np.random.default_rng(0).permutation(int(pages.sum())).astype(np.int32)
+    for row, (first, count) in enumerate(zip(np.cumsum(pages) - pages, pages, strict=True)):
+        table[row, :count] = order[first : first + count]
+    starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    rows_of_tokens = np.repeat(np.arange(len(rows)), q_lens)
+    positions = np.arange(starts[-1]) - starts[rows_of_tokens] + (kv_lens - q_lens)[rows_of_tokens]
+    slots = table[rows_of_tokens, positions // heads.page_size] * heads.page_size + positions % heads.page_size
+    arrays = (table, starts, kv_lens, positions.astype(np.int32), slots.astype(np.int32))
+    metadata = AttentionMetadata(*map(jnp.asarray, arrays), decode_only=all(n == 1 for n in q_lens))
+    return normal(3, int(starts[-1]), heads.num_heads, heads.head_dim), metadata, int(pages.sum())
+
+
+def kernels(bench: Bench) -> dict[str, Backend]:
+    """The backends of this device; on a CPU all of them, interpreted."""
+    platform = jax.default_backend()
+    if platform == "gpu":
+        return {name: get_backend(name, platform) for name in ("triton", "mosaic_gpu")}
+    if platform == "tpu":
+        return {"tpu": get_backend("tpu", platform)}
+    small = TritonTuning(decode_tile=16, extend_rows=16, extend_tile=16, programs=8)
+    return {
+        "xla": XlaBackend(),
+        "triton": TritonBackend(tuning=small, interpret=True),
+        "tpu": TpuBackend(interpret=True),
+    }
+
+
+def numerics(bench: Bench) -> None:
+    """Every kernel against the float32 reference, over head sizes, options and ragged lengths."""
+    edges = [(1, n) for n in (1, 15, 16, 17, 63, 64, 65, 300)]
+    mixed = [(1, 40), (1, 129), (5, 5), (33, 70), (130, 300)]
+    if bench.tiny:
+        edges, mixed = [(1, 5), (1, 17)], [(1, 20), (3, 9)]
+    shapes = {
+        "llama": Heads(2, 2, 32) if bench.tiny else Heads(),
+        "group-1": Heads(4, 1, 64),
+        "group-7": Heads(2, 7, 64),
+        "group-8-window": Heads(1, 8, 64, window=40, soft_cap=20.0),
+        "head-80": Heads(2, 2, 80),
+        "head-96": Heads(2, 1, 96),
+        "head-256": Heads(2, 2, 256),
+    }
+    for shape, heads in list(shapes.items())[: 1 if bench.tiny else None]:
+        for kind, rows in {"decode": edges, "mixed": mixed}.items():
+            for name, backend in kernels(bench).items():
+                bench.cell(f"{name} {shape} {kind}", 8, functools.partial(_compare, backend, rows, heads))
+
+
+def _compare(backend: Backend, rows: list[tuple[int, int]], heads: Heads) -> Row:
+    q, metadata, num_pages = batch(rows, heads)
+    context = normal(4, num_pages * heads.page_size, heads.kv_heads, heads.head_dim)
+    values = normal(5, *context.shape)
+    slots = jnp.arange(context.shape[0], dtype=jnp.int32)
+
+    def attend(backend: Backend) -> np.ndarray:
+        shape = backend.cache_shape(num_pages, heads.page_size, heads.kv_heads, heads.head_dim)
+        cache = backend.write(jnp.zeros(shape, DTYPE), context, values, slots)
+        return np.asarray(jax.jit(backend.attend, static_argnums=3)(q, cache, metadata, heads.spec).astype(jnp.float32))
+
+    got, want = attend(backend), attend(get_backend("reference", jax.default_backend()))
+    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    return {"rel_err": error, "ok": bool(error < TOLERANCE)}
+
+
+# --- times
+
+
+def attention(bench: Bench) -> None:
+    """Attention of one layer of Llama-3.1-8B over a grid of batches, for every kernel in its default tuning."""
+    grid = {
+        "decode 32 x 4096": [(1, 4096)] * 32,
+        "decode 1 x 4096": [(1, 4096)],
+        "decode 100 x 305": [(1, 305)] * 100,
+        "decode 500 x 305": [(1, 305)] * 500,
+        "decode 64 x 4096": [(1, 4096)] * 64,
+        "decode 1 x 305": [(1, 305)],
+        "prefill 2048": [(2048, 2048)],
+        "prefill 8192": [(8192, 8192)],
+        "chunk 512 at 4096": [(512, 4096)],
+        "mixed 64 x 600 + chunk 448": [(1, 600)] * 64 + [(448, 448)],
+    }
+    heads = Heads()
+    if bench.tiny:
+        grid, heads = {"decode 2 x 40": [(1, 40)] * 2, "prefill 20": [(20, 20)]}, Heads(2, 2, 32)
+    for name, rows in grid.items():
+        for kernel, backend in kernels(bench).items():
+            bench.cell(f"{kernel} {name}", 12, functools.partial(_time_attention, bench, backend, rows, heads))
+
+
+def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]], heads: Heads) -> Row:
+    q, metadata, num_pages = batch(rows, heads)
+    cache = normal(6, *backend.cache_shape(num_pages, heads.page_size, heads.kv_heads, heads.head_dim))
+    attend = jax.jit(backend.attend, static_argnums=3)
+    seconds = clock(lambda: attend(q, cache, metadata, heads.spec), tiny=bench.tiny)
+    width = heads.num_heads * heads.head_dim
+    context = sum(kv for _, kv in rows)
+    num_bytes = 2 * (2 * context * heads.kv_heads * heads.head_dim + 2 * q.size)
+    operations = 4 * width * sum(n * (kv - n) + n * (n + 1) / 2 for n, kv in rows)
+    floor = machine_of(bench).floor(num_bytes, operations)
+    return {
+        "us": seconds * 1e6,
+        "GBps": num_bytes / seconds / 1e9,
+        "TFLOPs": operations / seconds / 1e12,
+        "of_roofline": floor / seconds,
+    }
+
+
+def tune(bench: Bench) -> None:
+    """Decode attention over the kernels' sizes: what their defaults should be."""
+    cells = {"32 x 4096": (32, 4096), "100 x 305": (100, 305), "1 x 4096": (1, 4096)}
+    heads = Heads()
+    if bench.tiny:
+        cells, heads = {"2 x 40": (2, 40)}, Heads(2, 2, 32)
+    for cell, (count, context) in cells.items():
+        for name, backend in _variants(bench).items():
+            rows = [(1, context)] * count
+            bench.cell(f"{name} {cell}", 10, functools.partial(_time_attention, bench, backend, rows, heads))
+
+
+def _variants(bench: Bench) -> dict[str, Backend]:
+    backends = kernels(bench)
+    variants: dict[str, Backend] = {}
+    triton = backends.get("triton")
+    if isinstance(triton, TritonBackend):
+        sizes = [(64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 3), (128, 8, 2), (32, 4, 4)]
+        for tile, warps, stages in sizes[: 1 if bench.tiny else None]:
+            tuning = dataclasses.replace(triton.tuning, decode_tile=tile, decode_warps=warps, decode_stages=stages)
+            variants[f"triton tile={tile} warps={warps} stages={stages}"] = dataclasses.replace(triton, tuning=tuning)
+        for programs in () if bench.tiny else (264, 1056):
+            tuning = dataclasses.replace(triton.tuning, programs=programs)
+            variants[f"triton programs={programs}"] = dataclasses.replace(triton, tuning=tuning)
+    mosaic = backends.get("mosaic_gpu")
+    if isinstance(mosaic, MosaicGpuBackend):
+        for tile, stages in ((64, 2), (64, 3), (128, 2)):
+            variants[f"mosaic_gpu tile={tile} stages={stages}"] = dataclasses.replace(
+                mosaic, tuning=MosaicTuning(tile, stages)
+            )
+    return variants
+
+
+def write(bench: Bench) -> None:
+    """The write of one layer's K and V: in place, and its time."""
+    heads = Heads(2, 2, 32) if bench.tiny else Heads()
+    for count in (2,) if bench.tiny else (1, 100, 500, 2048):
+        for kernel, backend in kernels(bench).items():
+            bench.cell(f"{kernel} {count} tokens", 8, functools.partial(_time_write, bench, backend, count, heads))
+
+
+def _time_write(bench: Bench, backend: Backend, count: int, heads: Heads) -> Row:
+    num_pages = 64 if bench.tiny else 20_000
+    shape = backend.cache_shape(num_pages, heads.page_size, heads.kv_heads, heads.head_dim)
+    cache = jnp.zeros(shape, DTYPE)
+    k, v = normal(1, count, heads.kv_heads, heads.head_dim), normal(2, count, heads.kv_heads, heads.head_dim)
+    slots = np.random.default_rng(0).permutation(num_pages * heads.page_size)[:count].astype(np.int32)
+    compiled = jax.jit(backend.write, donate_argnums=0).lower(cache, k, v, jnp.asarray(slots)).compile()
+    memory = compiled.memory_analysis()
+    calls = 2 if bench.tiny else 200
+    for _ in range(3):
+        cache = compiled(cache, k, v, slots)
+    jax.block_until_ready(cache)
+    started = time.perf_counter()
+    for _ in range(calls):
+        cache = compiled(cache, k, v, slots)
+    jax.block_until_ready(cache)
+    aliased = 0 if memory is None else memory.alias_size_in_bytes
+    return {
+        "us": (time.perf_counter() - started) / calls * 1e6,
+        "ok": aliased >= cache.nbytes,
+        "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
+    }
+
+
+def linear_layers(bench: Bench) -> None:
+    """The products of Llama-3.1-8B at every number of rows; weights rotate, so that no cache holds them."""
+    shapes = {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "head": (128256, 4096),
+    }
+    counts: Sequence[int] = (1, 8, 32, 100, 256, 512)
+    if bench.tiny:
+        shapes, counts = {"qkv": (96, 64)}, (1, 4)
+    for name, shape in shapes.items():
+        for rows in counts:
+            bench.cell(f"{name} {rows} rows", 6, functools.partial(_time_linear, bench, shape, rows))
+
+
+def _time_linear(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
+    out, width = shape
+    weights = [normal(i, out, width) for i in range(2 if out > 100_000 or bench.tiny else 4)]
+    x = normal(9, rows, width)
+    forward = jax.jit(lambda x, weights: [linear(x, w) for w in weights])
+    seconds = clock(forward, x, weights, tiny=bench.tiny, chained=10) / len(weights)
+    num_bytes, operations = 2 * out * width, 2 * rows * out * width
+    return {
+        "us": seconds * 1e6,
+        "GBps": num_bytes / seconds / 1e9,
+        "TFLOPs": operations / seconds / 1e12,
+        "of_roofline": machine_of(bench).floor(num_bytes, operations) / seconds,
+    }
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "ceilings": ceilings,
+    "numerics": numerics,
+    "attention": attention,
+    "write": write,
+    "linear": linear_layers,
+    "tune": tune,
+}

@@ -1,0 +1,129 @@
+"""Converted checkpoints: parameters as the model holds them, fused and decoded, in an Orbax directory.
+
+Written by `convert`, found by `load_model` through jaxserve.json beside them. Read in parallel, each device its part,
+on any mesh: kv heads that one mesh keeps in copies are merged or copied again for another.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.hub import DATA_FILES
+from jaxserve.models.structure import LoadedModel, ModelStructure
+from jaxserve.models.weights import ParamSpec
+
+MANIFEST = "jaxserve.json"
+ARRAYS = "arrays"
+FORMAT = 1
+_FIX = "convert the checkpoint again with this version of jaxserve"
+
+
+def is_converted(directory: Path) -> bool:
+    return (directory / MANIFEST).is_file()
+
+
+def convert(model: LoadedModel, target: Path) -> None:
+    """Writes a loaded model, and the small files of its directory, to `target`, which must not exist or be empty."""
+    if target.exists() and any(target.iterdir()):
+        raise ModelLoadError(f"{target} is not empty", fix="name a new directory")
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in DATA_FILES:
+        for path in model.directory.glob(pattern):
+            if path.suffix != ".safetensors" and not path.name.endswith(".safetensors.index.json"):
+                shutil.copy(path, target / path.name)
+    names = [spec.name for spec in model.structure.specs]
+    with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
+        checkpointer.save((target / ARRAYS).absolute(), dict(zip(names, model.leaves, strict=True)))
+    # last: a directory without it is not taken for a whole one
+    (target / MANIFEST).write_text(json.dumps(_manifest(model.structure), indent=1))
+
+
+def _manifest(structure: ModelStructure) -> dict[str, Any]:
+    shapes = {spec.name: list(spec.shape) for spec in structure.specs}
+    return {"format": FORMAT, "kv_repeat": structure.config.kv_repeat, "shapes": shapes}
+
+
+def read_leaves(structure: ModelStructure, shardings: list[Sharding], directory: Path) -> tuple[jax.Array, ...]:
+    """The parameters, in the structure's dtypes. Raises ModelLoadError where they are another model's or damaged."""
+    manifest = _read_manifest(directory)
+    stored = _stored_shapes(structure, manifest, directory)
+    wanted = {}
+    for spec, sharding in zip(structure.specs, shardings, strict=True):
+        shape = stored[spec.name]
+        # copied kv heads change the shape: such a leaf is read whole, and split afterwards
+        place = sharding if shape == spec.shape else _whole(sharding)
+        wanted[spec.name] = jax.ShapeDtypeStruct(shape, spec.dtype, sharding=place)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            arrays = checkpointer.restore((directory / ARRAYS).absolute(), wanted)
+    except Exception as error:  # what Orbax raises for a damaged array is an Exception and no more
+        message = " ".join(str(error).split())[:200]
+        raise ModelLoadError(f"{directory / ARRAYS} cannot be read: {message}", fix=_FIX) from error
+    leaves = []
+    for spec, sharding in zip(structure.specs, shardings, strict=True):
+        array = arrays[spec.name]
+        if array.shape != spec.shape:
+            array = _with_repeat(array, manifest["kv_repeat"], structure.config, spec, sharding)
+        leaves.append(array)
+    return tuple(leaves)
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ModelLoadError(f"{path} has format {manifest['format']}, this version reads {FORMAT}", fix=_FIX)
+        manifest["shapes"] = {str(name): tuple(shape) for name, shape in manifest["shapes"].items()}
+        manifest["kv_repeat"] = int(manifest["kv_repeat"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}", fix=_FIX) from error
+    return manifest
+
+
+def _stored_shapes(structure: ModelStructure, manifest: dict[str, Any], directory: Path) -> dict[str, tuple[int, ...]]:
+    """The manifest's shapes, once they are what this model's would be with the manifest's copies of kv heads."""
+    shapes = manifest["shapes"]
+    expected = {spec.name: _shape_with(spec, structure.config, manifest["kv_repeat"]) for spec in structure.specs}
+    different = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
+    if different:
+        shown = ", ".join(different[:8]) + (", ..." if len(different) > 8 else "")
+        raise ModelLoadError(f"{directory}: {len(different)} parameters are not this config's: {shown}", fix=_FIX)
+    return shapes
+
+
+def _shape_with(spec: ParamSpec, config: ModelConfig, repeat: int) -> tuple[int, ...]:
+    """A parameter's shape were its kv heads held `repeat` times."""
+    if "kv_heads" not in spec.axes or repeat == config.kv_repeat:
+        return spec.shape
+    heads = config.num_kv_heads // config.kv_repeat * repeat
+    return (heads, (config.num_heads // heads + 2) * config.head_dim, *spec.shape[2:])
+
+
+def _with_repeat(array: jax.Array, stored: int, config: ModelConfig, spec: ParamSpec, sharding: Sharding) -> jax.Array:
+    """A fused projection [KH, (G + 2) * H, ...] whose kv heads are held `stored` times, for config.kv_repeat."""
+    heads, size = config.num_kv_heads, config.head_dim
+
+    def change(w: jax.Array) -> jax.Array:
+        group = w.shape[1] - 2 * size
+        q, k, v = w[:, :group], w[:, group : group + size], w[:, group + size :]
+        k, v = (jnp.repeat(x[::stored], config.kv_repeat, axis=0) for x in (k, v))
+        return jnp.concatenate([q.reshape(heads, -1, *w.shape[2:]), k, v], axis=1)
+
+    return jax.jit(change, out_shardings=sharding)(array)
+
+
+def _whole(sharding: Sharding) -> Sharding:
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding

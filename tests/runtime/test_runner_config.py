@@ -1,0 +1,50 @@
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError
+from jaxserve.models.hf_config import from_hf
+from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
+from tests.models.checkpoints import TINY_LLAMA
+
+FLOAT32 = jnp.dtype("float32")
+
+
+def resolve(platform: str = "cpu", **sections: dict[str, Any]) -> RunnerConfig:
+    return RunnerConfig.resolve(Config().replace(**sections), from_hf(TINY_LLAMA), platform, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("platform", "deterministic", "seqs", "tokens", "page_size"),
+    [("cpu", False, 64, 512, 16), ("cpu", True, 64, 512, 16), ("gpu", False, 512, 8192, 16),
+     ("gpu", True, 128, 128, 16), ("tpu", False, 512, 8192, 128)],
+)  # fmt: skip
+def test_defaults(platform: str, deterministic: bool, seqs: int, tokens: int, page_size: int) -> None:
+    config = resolve(platform, runtime={"deterministic": deterministic})
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.page_size) == (seqs, tokens, page_size)
+    assert config.max_model_len == 64 and config.shrink_context and config.num_pages is None
+    assert config.cache_dtype == FLOAT32
+
+
+def test_what_is_configured_is_taken() -> None:
+    config = resolve(
+        model={"max_model_len": 32},
+        scheduler={"max_num_seqs": 1000},
+        cache={"page_size": 4, "num_pages": 77, "dtype": "bfloat16", "memory_fraction": 0.5},
+    )
+    assert (config.max_model_len, config.shrink_context) == (32, False)
+    assert config.max_num_batched_tokens == 1000  # every running request fits into one step
+    assert (config.page_size, config.num_pages, config.memory_fraction) == (4, 77, 0.5)
+    assert config.cache_dtype == jnp.dtype("bfloat16")
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="was made for 64 tokens"):
+        resolve(model={"max_model_len": 65})
+
+
+def test_dtypes() -> None:
+    assert [resolve_dtype("auto", p) for p in ("cpu", "gpu")] == [FLOAT32, jnp.dtype("bfloat16")]
+    assert resolve_dtype("float16", "cpu") == jnp.dtype("float16")
