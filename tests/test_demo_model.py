@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxserve
-from examples.demo_model import data, facts, phrasings, skills, stories
+from examples.demo_model import data, facts, phrasings, skills, stories, tool_calls
 from examples.demo_model import questions as qs
 from examples.demo_model.data import SampleEncoder
 from examples.demo_model.model import DemoConfig, param_shapes
@@ -178,6 +178,16 @@ class TestGenerator:
             trained = {qs.normalise(wording) for wording in table.train}
             assert not trained & {qs.normalise(wording) for wording in table.held_out}
 
+    def test_no_phrase_around_a_training_wording_makes_a_held_out_one(self) -> None:
+        modules = (phrasings, tool_calls)
+        tables = [v for module in modules for v in vars(module).values() if isinstance(v, phrasings.Phrasings)]
+        tables += phrasings.GREETINGS.values()
+        held_out = {qs.normalise(wording) for table in tables for wording in table.held_out}
+        for wording in (wording for table in tables for wording in table.train):
+            decorated = [prefix + wording for prefix in skills.PREFIXES]
+            decorated += [wording + suffix for suffix in skills.SUFFIXES]
+            assert not held_out & {qs.normalise(text) for text in decorated}
+
     def test_a_pair_is_trained_or_held_out_never_both(self) -> None:
         rng = random.Random(0)
         fact = Fact("France", {"country": "France"})
@@ -185,7 +195,6 @@ class TestGenerator:
         held_out = {qs.pose(rng, Split.NEW_PAIR, phrasings.CAPITAL_OF, fact) for _ in range(500)}
         assert held_out and len(trained) > 20 and not trained & held_out
 
-    @pytest.mark.xfail(strict=True, reason="'Hey, ' before a trained 'I am Lily.' makes a held-out greeting: 1 of 280")
     def test_held_out_prompts_are_not_in_a_training_sample(self, encoder: SampleEncoder) -> None:
         rng = random.Random(0)
         trained = {encoder.texts(skills.MAIN_MIXTURE.draw(rng, Split.TRAIN))[0].lower() for _ in range(2000)}

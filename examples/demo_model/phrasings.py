@@ -329,7 +329,7 @@ GREETINGS: dict[str, Phrasings] = {
         Hi, I need some help.
         Good day!""",
         """Hello again!
-        Hey, good morning!
+        A very good morning!
         Hi, good evening!
         Good day to you!""",
     ),
@@ -483,7 +483,7 @@ MY_NAME = phrasings(
     I am called {name}.
     Hello! My name is {name}.
     You can call me {name}.""",
-    """Hey, I am {name}.
+    """Good evening, I am {name}.
     Hello there, my name is {name}.
     Please call me {name}.""",
 )

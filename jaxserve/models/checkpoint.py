@@ -54,6 +54,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo]
     duplicate: tuple[str, ...]
     misplaced: tuple[str, ...]
+    bare: bool = False  # published without the model's first name part, as embedding models are, and maybe without head
 
     def misfits(self, expected: Mapping[str, Shapes], ignored: Iterable[re.Pattern[str]]) -> Misfits:
         """What differs from `expected` {name: allowed shapes}; tensors of an `ignored` pattern are left aside."""
@@ -85,9 +86,16 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             if name in tensors:
                 duplicate.append(name)
             tensors[name] = info
+    bare = "embed_tokens.weight" in tensors
+    names = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in tensors}
+    full = {names[name]: info for name, info in tensors.items()}
+    return Checkpoint(directory, full, tuple(duplicate), _misplaced(weight_map, tensors), bare)
+
+
+def _misplaced(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """Tensors that the index and the shards do not place alike."""
     found = {name: info.file.name for name, info in tensors.items()}
-    misplaced = sorted(dict(weight_map.items() ^ found.items())) if weight_map else []
-    return Checkpoint(directory, tensors, tuple(duplicate), tuple(misplaced))
+    return tuple(sorted(dict(weight_map.items() ^ found.items()))) if weight_map else ()
 
 
 def _read_index(directory: Path) -> dict[str, str]:

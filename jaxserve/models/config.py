@@ -85,7 +85,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One causal language model. Built by `from_hf`; every field is static and hashable."""
+    """One model. Built by `from_hf`; every field is static and hashable."""
 
     architecture: str
     vocab_size: int
@@ -106,7 +106,7 @@ class ModelConfig:
     out_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over each head, or over all heads at once
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"] = "silu"
     activation_limit: float = 0.0  # clamped_swiglu's
     norm_offset: float = 0.0  # added to every RMSNorm weight
     embed_scale: float = 1.0
@@ -122,6 +122,8 @@ class ModelConfig:
     packed_projections: bool = False  # the checkpoint stores q, k, v and gate, up as one tensor each
     packed_experts: Literal["none", "bfloat16", "mxfp4"] = "none"  # or all experts of a layer as one tensor
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale of an FP8 weight
+    bidirectional: bool = False  # an encoder: embeddings, no generation
+    type_vocab_size: int = 0  # token types of an encoder
     ignored_tensors: tuple[str, ...] = ()  # patterns of checkpoint names that are not served
     dtype: str = "float32"  # the checkpoint's own
     generation: GenerationDefaults = GenerationDefaults()

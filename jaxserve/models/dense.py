@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.decoder import AttendLayer
 from jaxserve.models.layers import Cache
+from jaxserve.models.pooling import PoolingConfig, pool
 from jaxserve.models.structure import ModelStructure
 
 
@@ -29,6 +30,19 @@ def dense_hidden(structure: ModelStructure, leaves: tuple[jax.Array, ...], token
     caches = (None,) * structure.config.num_layers
     hidden, _ = structure.bind(leaves)(token_ids, positions, caches, dense_attend(structure.config))
     return hidden
+
+
+def dense_embedding(
+    structure: ModelStructure, pooling: PoolingConfig, leaves: tuple[jax.Array, ...], token_ids: jax.Array
+) -> jax.Array:
+    """int32 [T], one text -> its embedding, float32 [D], of an encoder or a decoder."""
+    rows = jnp.zeros(token_ids.shape, jnp.int32)
+    if structure.config.bidirectional:
+        positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+        hidden = structure.bind_encoder(leaves)(token_ids, positions, rows)
+    else:
+        hidden = dense_hidden(structure, leaves, token_ids)
+    return pool(hidden, rows, 1, pooling)[0]
 
 
 def dense_attend(config: ModelConfig) -> AttendLayer:

@@ -23,11 +23,20 @@ def read_config(directory: Path) -> ModelConfig:
     generation_file = directory / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     try:
-        model_class(architecture_of(config))  # first: an unknown family may lack every key that is read below
+        _check_architecture(config)  # first: an unknown family may lack every key that is read below
         return from_hf(config, generation)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         cause = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise ModelLoadError(f"{directory / 'config.json'}: {cause}") from error
+
+
+def _check_architecture(hf: Json) -> None:
+    try:
+        model_class(architecture_of(hf))
+    except ModelLoadError as error:
+        if not hf.get("auto_map"):
+            raise
+        raise ModelLoadError(f"{error}; the code that its directory brings is never run", fix=error.fix) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -105,6 +114,7 @@ def _check(config: ModelConfig) -> None:
 def _activation(hf: Json) -> str:
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
     known = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+    known |= {"gelu": "gelu"}  # an encoder's
     if name not in known:
         raise ValueError(f"activation {name!r} is not supported (supported: {', '.join(sorted(known))})")
     return known[name]

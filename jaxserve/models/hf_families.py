@@ -21,6 +21,17 @@ def no_changes(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def _bert(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    if hf.get("position_embedding_type", "absolute") != "absolute":
+        raise ValueError(f"position_embedding_type {hf['position_embedding_type']!r} is not supported")
+    return {
+        "norm_eps": float(hf.get("layer_norm_eps", 1e-12)),
+        "bidirectional": True,
+        "type_vocab_size": optional_integer(hf, "type_vocab_size", 2),
+        "ignored_tensors": (r"^pooler\.", r"position_ids$"),
+    }
+
+
 def _mistral(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "qkv_bias": False,
@@ -218,6 +229,7 @@ def _windows_by_type(hf: Json, window: int | None) -> tuple[int | None, ...]:
 
 
 FAMILIES: dict[str, Changes] = {
+    "BertModel": _bert,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,

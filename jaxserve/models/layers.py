@@ -50,15 +50,15 @@ class GatedActivation:
     """The function of (gate, up) between a gated MLP's projections. Compared by value: layers that differ in nothing
     are traced once, and a closure would make each of them its own kind."""
 
-    kind: Literal["silu", "gelu_tanh", "clamped_swiglu"]
+    kind: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
     limit: float
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         match self.kind:
             case "silu":
                 return jax.nn.silu(gate) * up
-            case "gelu_tanh":
-                return jax.nn.gelu(gate, approximate=True) * up
+            case "gelu" | "gelu_tanh":
+                return jax.nn.gelu(gate, approximate=self.kind == "gelu_tanh") * up
             case "clamped_swiglu":  # gpt-oss: both clamped, a steeper sigmoid, and one added to up
                 gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
                 return gate * jax.nn.sigmoid(gate * 1.702) * (up + 1)

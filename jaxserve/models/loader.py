@@ -57,18 +57,33 @@ def load_model(
     """
     start = time.perf_counter()
     config = config or read_config(directory)
-    structure = build(config if mesh is None else for_mesh(config, mesh), dtype)
-    shardings = [_sharding(spec, mesh) for spec in structure.specs]
+    if mesh is not None:
+        config = for_mesh(config, mesh)
+    converted = load_format == "orbax" or (load_format == "auto" and is_converted(directory))
     if load_format == "random":
-        leaves, read = random_leaves(structure, shardings, seed), 0
-    elif load_format == "orbax" or (load_format == "auto" and is_converted(directory)):
-        leaves, read = read_leaves(structure, shardings, directory), structure.num_bytes
-        if progress is not None:
-            progress(read, read)
+        structure = build(config, dtype)
+        leaves, read = random_leaves(structure, _shardings(structure, mesh), seed), 0
+    elif converted:
+        structure = build(config, dtype)
+        leaves, read = read_leaves(structure, _shardings(structure, mesh), directory), structure.num_bytes
     else:
-        leaves, read = _read_leaves(structure, shardings, open_checkpoint(directory), progress)
+        checkpoint = open_checkpoint(directory)
+        structure = build(_without_head(config, checkpoint), dtype)
+        leaves, read = _read_leaves(structure, _shardings(structure, mesh), checkpoint, progress)
+    if converted and progress is not None:
+        progress(read, read)
     jax.block_until_ready(leaves)
     return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
+
+
+def _without_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """An embedding model published without its head keeps no place for one."""
+    headless = checkpoint.bare and "lm_head.weight" not in checkpoint.tensors
+    return config.replace(tie_word_embeddings=True) if headless else config
+
+
+def _shardings(structure: ModelStructure, mesh: Mesh | None) -> list[Sharding]:
+    return [_sharding(spec, mesh) for spec in structure.specs]
 
 
 def _sharding(spec: ParamSpec, mesh: Mesh | None) -> Sharding:

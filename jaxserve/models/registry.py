@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.bert import BertModel
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.deepseek_v3 import DeepseekV3ForCausalLM
 from jaxserve.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
@@ -19,8 +20,11 @@ from jaxserve.models.qwen3 import Qwen3ForCausalLM
 from jaxserve.models.qwen3_moe import Qwen3MoeForCausalLM
 from jaxserve.models.smollm3 import SmolLM3ForCausalLM
 
-ARCHITECTURES: MappingProxyType[str, type[CausalLM]] = MappingProxyType(
+ModelClass = type[CausalLM] | type[BertModel]
+
+ARCHITECTURES: MappingProxyType[str, ModelClass] = MappingProxyType(
     {
+        "BertModel": BertModel,
         "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
         "Gemma2ForCausalLM": Gemma2ForCausalLM,
         "Gemma3ForCausalLM": Gemma3ForCausalLM,
@@ -38,7 +42,7 @@ ARCHITECTURES: MappingProxyType[str, type[CausalLM]] = MappingProxyType(
 )
 
 
-def model_class(architecture: str) -> type[CausalLM]:
+def model_class(architecture: str) -> ModelClass:
     """The module class of an architecture. Raises ModelLoadError listing the supported ones."""
     if architecture not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))

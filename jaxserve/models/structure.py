@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.bert import BertModel
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.registry import model_class
@@ -27,7 +29,22 @@ class ModelStructure:
     specs: tuple[ParamSpec, ...]  # of the leaves, in order
 
     def bind(self, leaves: tuple[jax.Array, ...]) -> CausalLM:
-        """The module with these weights; costs only tracing time inside a jitted function."""
+        """The module with these weights; costs only tracing time inside a jitted function.
+
+        Raises ModelLoadError for an encoder.
+        """
+        model = self._merge(leaves)
+        if not isinstance(model, CausalLM):
+            raise ModelLoadError(f"{self.config.architecture} is an encoder: it makes embeddings and generates no text")
+        return model
+
+    def bind_encoder(self, leaves: tuple[jax.Array, ...]) -> BertModel:
+        """`bind`, of an encoder."""
+        model = self._merge(leaves)
+        assert isinstance(model, BertModel), self.config.architecture
+        return model
+
+    def _merge(self, leaves: tuple[jax.Array, ...]) -> CausalLM | BertModel:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     @property

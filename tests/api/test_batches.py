@@ -152,11 +152,11 @@ def test_online_requests_find_room_beside_a_batch(client: Any, live: LiveServer)
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(online, range(60)))
-    client.batches.cancel(batch.id)
-    assert wait(client, batch).status == "cancelled"
     assert max(peaks) <= 7 + 6
     during = sorted(peaks[20:])
-    assert during[len(during) // 2] <= 11, "lines do not give way"  # 9 on a quiet machine; 13 if they never did
+    assert during[len(during) // 2] <= 9
+    client.batches.cancel(batch.id)
+    assert wait(client, batch).status == "cancelled"
 
 
 def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:

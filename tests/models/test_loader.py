@@ -134,6 +134,21 @@ def test_unsupported_architecture_lists_the_supported(tmp_path: Path) -> None:
     assert caught.value.fix is not None and "LlamaForCausalLM" in caught.value.fix
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "OwnForCausalLM"])
+def test_code_in_the_directory_is_never_run(architecture: str, tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A supported family is served by this project's own module; any other is refused."""
+    code = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM", "AutoConfig": "configuration_own.OwnConfig"}
+    write_checkpoint(tmp_path, TINY_LLAMA | {"architectures": [architecture], "auto_map": code}, tensors)
+    for name in ("modeling_own.py", "configuration_own.py", "__init__.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    if architecture == "LlamaForCausalLM":
+        load_model(tmp_path, dtype=FLOAT32)
+    else:
+        with pytest.raises(ModelLoadError, match=r"'OwnForCausalLM' is not supported; the code .* is never run"):
+            load_model(tmp_path, dtype=FLOAT32)
+    assert not (tmp_path / "ran").exists()
+
+
 # --- damaged files ---------------------------------------------------------------------------------------------
 
 

@@ -208,7 +208,7 @@ def _kernel(
 
             @pl.when((begin + step + 1) * tile > kv_len)
             def _clear() -> None:  # 0 * NaN: another request's page may have held one
-                v = plgpu.load(v_smem, (slot,), layout=plgpu.Layout.WGMMA)
+                v = v_smem[slot]
                 live = _tokens((begin + step) * tile, (tile, head_dim), 0) < kv_len
                 v_smem[slot] = jnp.where(live, v, jnp.zeros_like(v))
 

@@ -1,0 +1,142 @@
+"""BERT (https://arxiv.org/abs/1810.04805), an encoder: every token of a row sees every other; no cache, no logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.layers import Linear, LinearFn
+from jaxserve.models.weights import param
+from jaxserve.ops.linear import linear as default_linear
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation * weight + bias over the last axis, in float32."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.weight = param((config.hidden_size,), (None,), dtype, init="ones")
+        self.bias = param((config.hidden_size,), (None,), dtype, init="zeros")
+        self.eps = config.norm_eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y - y.mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        weight, bias = (w[...].astype(jnp.float32)[None, :] for w in (self.weight, self.bias))
+        return (y * weight + bias).astype(x.dtype)
+
+
+class Table(nnx.Module):
+    """An embedding table, weight [rows, D]."""
+
+    def __init__(self, rows: int, axis: str | None, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.weight = param((rows, config.hidden_size), (axis, "embed"), dtype)
+
+    def __call__(self, index: jax.Array) -> jax.Array:
+        return jnp.take(self.weight[...], index, axis=0, mode="clip")
+
+
+class Embeddings(nnx.Module):
+    """Words, absolute positions and the first token type, added and normed."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.word_embeddings = Table(config.vocab_size, "vocab", config, dtype)
+        self.position_embeddings = Table(config.max_position_embeddings, None, config, dtype)
+        self.token_type_embeddings = Table(config.type_vocab_size, None, config, dtype)
+        self.LayerNorm = LayerNorm(config, dtype)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        first_type = self.token_type_embeddings(jnp.zeros_like(token_ids))
+        return self.LayerNorm(self.word_embeddings(token_ids) + self.position_embeddings(positions) + first_type)
+
+
+class SelfAttention(nnx.Module):
+    """Attention within rows."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        size = config.hidden_size, config.hidden_size
+        self.heads = config.num_heads
+        self.query = Linear(size, ("q_heads", "embed"), dtype, bias=True)
+        self.key = Linear(size, ("q_heads", "embed"), dtype, bias=True)
+        self.value = Linear(size, ("q_heads", "embed"), dtype, bias=True)
+
+    def __call__(self, x: jax.Array, rows: jax.Array, linear: LinearFn) -> jax.Array:
+        tokens = x.shape[0]
+        q, k, v = (f(x, linear).reshape(tokens, self.heads, -1) for f in (self.query, self.key, self.value))
+        scores = jnp.einsum("tnh,snh->nts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        same_row = rows[:, None] == rows[None, :]
+        weights = jax.nn.softmax(jnp.where(same_row[None, :, :], scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("nts,snh->tnh", weights, v.astype(jnp.float32))
+        return out.reshape(tokens, -1).astype(x.dtype)
+
+
+class Output(nnx.Module):
+    """norm(residual + dense(x)): behind attention and behind the feed-forward."""
+
+    def __init__(self, size: int, axis: str, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.dense = Linear((config.hidden_size, size), ("embed", axis), dtype, bias=True)
+        self.LayerNorm = LayerNorm(config, dtype)
+
+    def __call__(self, x: jax.Array, residual: jax.Array, linear: LinearFn) -> jax.Array:
+        return self.LayerNorm(residual + self.dense(x, linear))
+
+
+class AttentionBlock(nnx.Module):
+    """The checkpoint's `attention`: `self` and `output`."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.self = SelfAttention(config, dtype)
+        self.output = Output(config.hidden_size, "q_heads", config, dtype)
+
+    def __call__(self, x: jax.Array, rows: jax.Array, linear: LinearFn) -> jax.Array:
+        return self.output(self.self(x, rows, linear), x, linear)
+
+
+class Intermediate(nnx.Module):
+    """gelu(dense(x))."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.dense = Linear((config.intermediate_size, config.hidden_size), ("ffn", "embed"), dtype, bias=True)
+
+    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
+        return jax.nn.gelu(self.dense(x, linear), approximate=False)
+
+
+class BertLayer(nnx.Module):
+    """Attention and feed-forward, each normed after it is added."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.attention = AttentionBlock(config, dtype)
+        self.intermediate = Intermediate(config, dtype)
+        self.output = Output(config.intermediate_size, "ffn", config, dtype)
+
+    def __call__(self, x: jax.Array, rows: jax.Array, linear: LinearFn) -> jax.Array:
+        x = self.attention(x, rows, linear)
+        return self.output(self.intermediate(x, linear), x, linear)
+
+
+class BertEncoder(nnx.Module):
+    """The checkpoint's `encoder`."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.layer = nnx.List([BertLayer(config, dtype) for _ in range(config.num_layers)])
+
+
+class BertModel(nnx.Module):
+    """token ids -> hidden states. Scores are [N, T, T]: rows of a batch are short, and so is T."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embeddings = Embeddings(config, dtype)
+        self.encoder = BertEncoder(config, dtype)
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, rows: jax.Array, linear: LinearFn = default_linear
+    ) -> jax.Array:
+        """int32 [T] tokens, their positions, and the row that each belongs to -> hidden [T, D]."""
+        x = self.embeddings(token_ids, positions)
+        for layer in self.encoder.layer:
+            x = layer(x, rows, linear)
+        return x

