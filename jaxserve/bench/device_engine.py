@@ -16,21 +16,19 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.bench.device_kernels import machine_of
+from jaxserve.bench.device_rows import Bench, Row
 from jaxserve.bench.make_model import TOKENIZER_FILES
 from jaxserve.bench.offline import run_offline
 from jaxserve.bench.workload import random_workload
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import SamplingParams, ScheduledRow, SchedulerOutput, SlotInit
-
-if TYPE_CHECKING:
-    from jaxserve.bench.device import Bench, Row
 
 PROMPT = 30  # tokens of each prompt of the workloads, as in SGLang's published runs
 

@@ -12,21 +12,19 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.bench.device_rows import Bench, Row
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, get_backend
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend, MosaicTuning
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton import TritonBackend, TritonTuning
 from jaxserve.ops.paged_attention.xla import XlaBackend
-
-if TYPE_CHECKING:
-    from jaxserve.bench.device import Bench, Row
 
 TOLERANCE = 2e-2  # relative error of bfloat16 attention
 DTYPE = jnp.bfloat16

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.bench import device
-from jaxserve.bench.device import Bench, Options, Results, Row
 from jaxserve.bench.device_engine import MODELS
+from jaxserve.bench.device_rows import Bench, Options, Results, Row
 from jaxserve.models.hf_config import read_config
 from jaxserve.models.loader import build
 
