@@ -14,7 +14,7 @@ from jaxserve.models.dense import dense_logits
 
 
 def main() -> None:
-    engine = Engine(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=2)
+    engine = Engine(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=8)
     structure = engine.runner.structure
 
     @jax.jit

@@ -7,7 +7,7 @@ from jaxserve import Engine, SamplingParams
 
 
 def main() -> None:
-    engine = Engine(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=4)
+    engine = Engine(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=8)
     engine.add_request("Once upon a time", SamplingParams(temperature=0.0, max_tokens=12, logprobs=5))
     while engine.has_unfinished:
         for output in engine.step():

@@ -70,6 +70,7 @@ class EngineServer:
         self._calls: dict[str, Callable[..., Any]] = {"flush_cache": core.flush_prefix_cache}
 
     def run(self) -> None:
+        self._channel.send(Outputs([], self._core.stats()))  # before Ready: who is told so finds true gauges
         self._channel.send(Ready(self._info))
         while not self._stopping:
             messages = self._channel.receive(self._patience())

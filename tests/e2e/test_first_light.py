@@ -1,6 +1,7 @@
 """The main job, end to end: the demo model behind a real socket, asked by the official client."""
 
 import asyncio
+import json
 import random
 import re
 import time
@@ -14,6 +15,13 @@ from examples.demo_model.facts import COUNTRIES
 from jaxserve.serving import RunningServer
 
 LIST_QUESTION = "List 3 countries and their capitals."
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+HELLO = [said("a")]
 
 
 def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:
@@ -119,22 +127,35 @@ def test_a_client_that_leaves_frees_its_pages(server: RunningServer) -> None:
     assert metric(server, "jaxserve:num_requests_running") == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({"model": "demo"}, 400, "messages"),
-        ({"model": "demo", "messages": []}, 400, "messages"),
-        ({"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": "many"}, 400, "max_tokens"),
-        ({"model": "other", "messages": [{"role": "user", "content": "a"}]}, 404, "model"),
-        ({"model": "demo", "messages": [{"role": "user", "content": "word " * 9000}]}, 400, "messages"),
-    ],
-)
-def test_a_bad_body_is_answered_within_a_second(
-    server: RunningServer, body: dict[str, object], status: int, param: str
-) -> None:
-    started = time.monotonic()
-    reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body)
-    assert time.monotonic() - started < 1.0
-    error = reply.json()["error"]
-    assert (reply.status_code, set(error)) == (status, {"message", "type", "param", "code"})
-    assert error["param"] is not None and error["param"].startswith(param)
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+BAD: dict[str, tuple[str, Any, int, str | None]] = {
+    "no JSON": ("chat/completions", b"{model: demo", 400, None),
+    "missing": ("chat/completions", {"model": "demo"}, 400, "messages"),
+    "empty": ("chat/completions", {"model": "demo", "messages": []}, 400, "messages"),
+    "wrong type": ("chat/completions", {"model": "demo", "messages": HELLO, "max_tokens": "many"}, 400, "max_tokens"),
+    "unknown model": ("chat/completions", {"model": "other", "messages": HELLO}, 404, "model"),
+    "too long": ("chat/completions", {"model": "demo", "messages": [said("word " * 9000)]}, 400, "messages"),
+    "image": ("chat/completions", {"model": "demo", "messages": [said([IMAGE])]}, 400, "messages"),
+    "empty prompt": ("completions", {"model": "demo", "prompt": ""}, 400, "prompt"),
+    "no tokens": ("completions", {"model": "demo", "prompt": []}, 400, "prompt"),
+    "token out of range": ("completions", {"model": "demo", "prompt": [1, 10**6]}, 400, "prompt"),
+}
+
+
+def test_bad_input_is_answered_within_a_second_beside_a_stream(server: RunningServer, client: openai.OpenAI) -> None:
+    options: Any = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 600, "temperature": 0}
+    options["extra_body"] = {"ignore_eos": True}
+    alone = client.completions.create(**options).choices[0].text
+    running = client.completions.create(**options, stream=True)
+    deltas = [next(running).choices[0].text]
+    for name, (route, body, status, param) in BAD.items():
+        started = time.monotonic()
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        reply = httpx2.post(f"{server.url}/v1/{route}", content=content, headers=headers)
+        assert time.monotonic() - started < 1.0, name
+        error = reply.json()["error"]
+        assert (reply.status_code, set(error)) == (status, {"message", "type", "param", "code"}), (name, error)
+        assert (error["param"] or "").startswith(param or ""), (name, error)
+    deltas += [chunk.choices[0].text for chunk in running if chunk.choices]
+    assert "".join(deltas) == alone

@@ -49,8 +49,8 @@ def test_the_counter_counts_between_making_and_closing() -> None:
 
 
 def test_the_persistent_cache_keeps_the_smallest_program(tmp_path: Path) -> None:
-    directory = jax.config.read("jax_compilation_cache_dir")
-    shortest = jax.config.read("jax_persistent_cache_min_compile_time_secs")
+    directory = jax.config.jax_compilation_cache_dir
+    shortest = jax.config.jax_persistent_cache_min_compile_time_secs
     try:
         enable_persistent_cache(tmp_path / "new" / "cache")
         jax.jit(lambda x: x * 1.25 + 3).lower(SHAPE).compile()
