@@ -1,11 +1,17 @@
 """A batch on the real engine: the answers are those of online requests, and the reference pages' calls work."""
 
 import json
+import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
+
+from jaxserve import launch_server
+from jaxserve.serving import RunningServer
 
 QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Japan", "Italy", "Spain", "Peru")]
 
@@ -34,9 +40,9 @@ def wait(client: openai.OpenAI, batch: Any, seconds: float) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("count", [2, 100])
+@pytest.mark.parametrize("count", [2, 20, 100, pytest.param(5000, marks=pytest.mark.slow)])
 def test_answers_are_those_of_online_requests(client: openai.OpenAI, count: int) -> None:
-    batch = wait(client, start(client, count), 120)
+    batch = wait(client, start(client, count), 120 + count / 10)
     assert batch.request_counts.model_dump() == {"total": count, "completed": count, "failed": 0}
     lines = [json.loads(line) for line in client.files.content(batch.output_file_id).read().splitlines()]
     assert [line["custom_id"] for line in lines] == [f"request-{n}" for n in range(count)]
@@ -46,16 +52,41 @@ def test_answers_are_those_of_online_requests(client: openai.OpenAI, count: int)
     client.files.delete(batch.output_file_id)
 
 
-def test_cancel_leaves_nothing_running(client: openai.OpenAI) -> None:
-    """Long answers that fill all pages, so that requests are being retracted when the cancel comes."""
-    batch = start(client, 500, max_tokens=500, ignore_eos=True)
-    time.sleep(2)
-    started = time.monotonic()
-    cancelled = client.batches.cancel(batch_id=batch.id)
-    assert cancelled.status == "cancelling"
-    cancelled = wait(client, cancelled, 10)
-    assert cancelled.status == "cancelled" and time.monotonic() - started < 10
-    assert client.files.delete(batch.input_file_id).deleted
-    started = time.monotonic()
-    assert client.chat.completions.create(**body(0)).choices[0].message.content
-    assert time.monotonic() - started < 5
+def gauges(server: RunningServer) -> dict[str, float]:
+    text = httpx2.get(f"{server.url}/metrics").text
+    return {name: float(value) for name, value in re.findall(r"^jaxserve:(\w+) ([0-9.e+-]+)$", text, re.MULTILINE)}
+
+
+@pytest.fixture(scope="module")
+def short_of_pages(compile_cache: str) -> Iterator[RunningServer]:
+    """A server whose pool holds four of the answers that it would like to write sixteen of at once."""
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "num_pages": 80}
+    with launch_server(compile_cache=compile_cache, new_token_ratio=0.05, **sizes) as running:
+        yield running
+
+
+def test_cancel_of_5000_lines_while_requests_are_retracted(short_of_pages: RunningServer) -> None:
+    server = short_of_pages
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        batch = start(client, 5000, max_tokens=280, ignore_eos=True)
+        deadline = time.monotonic() + 60
+        while (
+            gauges(server)["preemptions_total"] < 20 or client.batches.retrieve(batch.id).request_counts.completed < 8
+        ):
+            assert time.monotonic() < deadline, gauges(server)
+            time.sleep(0.05)
+        started = time.monotonic()
+        cancelled = client.batches.cancel(batch_id=batch.id)
+        assert cancelled.status == "cancelling"
+        cancelled = wait(client, cancelled, 10)
+        assert cancelled.status == "cancelled" and time.monotonic() - started < 10
+        now = gauges(server)
+        while now["num_requests_running"] and time.monotonic() - started < 10:
+            time.sleep(0.1)  # the gauges are renewed once a second
+            now = gauges(server)
+        assert now["num_requests_running"] == now["num_requests_waiting"] == now["requests_preempted"] == 0
+        assert now["pages_free"] + now["pages_cached"] == now["pages_total"]
+        lines = [json.loads(line) for line in client.files.content(cancelled.output_file_id).read().splitlines()]
+        assert len(lines) == cancelled.request_counts.completed >= 8
+        assert client.files.delete(batch.input_file_id).deleted
+        assert client.chat.completions.create(**body(0)).choices[0].message.content

@@ -13,16 +13,17 @@ from jaxserve import Engine, SamplingParams
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.request import EngineRequest, FinishReason
 from jaxserve.engine.scheduler_config import SchedulerConfig
-from tests.conftest import SMALL
+from tests.conftest import SMALL, SharedData
 
 CROWD = 64
 PREFIX = "<|im_start|>system\nYou are a helpful assistant who knows all countries and their capitals.<|im_end|>\n"
 QUESTIONS = ["What is the capital of France?", "Tell me a short story about a dog.", "What is 3 plus 4?", "Hello!"]
 
 
-@pytest.fixture(scope="module")
-def engine(compile_cache: str) -> Iterator[Engine]:
-    engine = Engine(compile_cache=compile_cache, **SMALL)
+@pytest.fixture(scope="module", params=["demo", "stories260K-hf"])
+def engine(request: pytest.FixtureRequest, compile_cache: str, shared_data: SharedData) -> Iterator[Engine]:
+    model = None if request.param == "demo" else str(shared_data / f"models/{request.param}")
+    engine = Engine(model, compile_cache=compile_cache, dtype="float32", **SMALL)
     yield engine
     engine.runner.close()
 
@@ -30,6 +31,11 @@ def engine(compile_cache: str) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def prompts(engine: Engine) -> list[list[int]]:
     rng = random.Random(0)
+    if engine.info.max_model_len < 1024:
+        return [
+            [1] + [rng.randrange(259, engine.info.vocab_size) for _ in range(rng.randrange(1, 300))]
+            for _ in range(CROWD)
+        ]
     made = []
     for i in range(CROWD):
         story = " ".join(

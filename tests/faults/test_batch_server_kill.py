@@ -20,8 +20,9 @@ import psutil
 import pytest
 
 import jaxserve
-from tests.conftest import SMALL
 
+# few programs: most of a life is its start
+SIZES = {"max-num-seqs": 16, "max-num-batched-tokens": 64, "max-model-len": 512}
 PLACES = ("France", "Japan", "Italy", "Spain", "Peru", "Egypt", "India")
 START_SECONDS = 240.0
 BATCH_SECONDS = 600.0
@@ -59,7 +60,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(store: Path, compile_cache: str) -> Iterator[Server]:
-    flags = [word for key, value in SMALL.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    flags = [word for key, value in SIZES.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "jaxserve", "launch", "--port", "0", "--store.path", str(store), *flags]
     command += ["--model", str(store.parent / "model"), "--served-model-name", "demo"]
     environment = os.environ | {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache}
