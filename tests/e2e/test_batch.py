@@ -71,7 +71,7 @@ def test_cancel_of_5000_lines_while_requests_are_retracted(short_of_pages: Runni
         batch = start(client, 5000, max_tokens=280, ignore_eos=True)
         deadline = time.monotonic() + 60
         while (
-            gauges(server)["preemptions_total"] < 20 or client.batches.retrieve(batch.id).request_counts.completed < 8
+            gauges(server)["preemptions_total"] < 2 or client.batches.retrieve(batch.id).request_counts.completed < 8
         ):
             assert time.monotonic() < deadline, gauges(server)
             time.sleep(0.05)
