@@ -70,9 +70,7 @@ def test_cancel_of_5000_lines_while_requests_are_retracted(short_of_pages: Runni
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         batch = start(client, 5000, max_tokens=280, ignore_eos=True)
         deadline = time.monotonic() + 60
-        while (
-            gauges(server)["preemptions_total"] < 2 or client.batches.retrieve(batch.id).request_counts.completed < 8
-        ):
+        while gauges(server)["preemptions_total"] < 2 or client.batches.retrieve(batch.id).request_counts.completed < 8:
             assert time.monotonic() < deadline, gauges(server)
             time.sleep(0.05)
         started = time.monotonic()
