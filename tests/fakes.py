@@ -38,6 +38,11 @@ def next_token(context: Sequence[int] | np.ndarray, seed: int = 0) -> int:
     return int((tokens + 1) @ np.arange(1, len(tokens) + 1) + seed) % VOCAB
 
 
+def embedding_of(context: Sequence[int] | np.ndarray) -> np.ndarray:
+    """float32 [2]: every token counts by its position."""
+    return np.array([next_token(context), len(context)], np.float32)
+
+
 def masked_next_token(context: Sequence[int] | np.ndarray, seed: int, mask: np.ndarray | None) -> int:
     """The first allowed token from `next_token` on, cyclically. mask: int32 [ceil(VOCAB/32)]."""
     token = next_token(context, seed)
@@ -204,7 +209,16 @@ class FakeRunner:
             tokens[i, : len(new)], valid[i] = new, len(new)
             ok[i] = not row.samples or row.request_id not in self.not_finite
         logprobs = self._logprobs(tokens) if any(row.logprobs is not None for row in rows) else ()
-        step.sampled = SampledTokens(tokens, valid, ok, *logprobs, prompt_logprobs=self._prompt_logprobs(rows))
+        step.sampled = SampledTokens(
+            tokens,
+            valid,
+            ok,
+            *logprobs,
+            prompt_logprobs=self._prompt_logprobs(rows),
+            embeddings={
+                i: embedding_of(self._context(self.slots[row.slot])) for i, row in enumerate(rows) if row.embed
+            },
+        )
 
     def _run_row(self, row: ScheduledRow, mask: np.ndarray | None) -> list[int]:
         slot = self.slots[row.slot]
@@ -272,7 +286,9 @@ def small_config(**changes: object) -> SchedulerConfig:
 
 
 def make_core(config: SchedulerConfig, **options: object) -> EngineCore:
-    core_options = {key: options.pop(key) for key in ("eos_token_ids", "make_matcher", "clock") if key in options}
+    core_options = {
+        key: options.pop(key) for key in ("eos_token_ids", "make_matcher", "clock", "generates") if key in options
+    }
     return EngineCore(FakeRunner(config, **options), config, vocab_size=VOCAB, **core_options)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,19 @@ from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.errors import install_error_handlers
 from jaxserve.api.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
 from jaxserve.api.openapi import install_openapi
-from jaxserve.api.routes import admin, batches, chat, completions, files, health, info, models, native, tokens
+from jaxserve.api.routes import (
+    admin,
+    batches,
+    chat,
+    completions,
+    embeddings,
+    files,
+    health,
+    info,
+    models,
+    native,
+    tokens,
+)
 from jaxserve.api.state import ServerState
 from jaxserve.config import Config
 from jaxserve.engine.messages import EngineInfo, EngineStats
@@ -26,7 +38,7 @@ from jaxserve.text.output_parser import choose_parsers
 from jaxserve.version import __version__
 
 STORE_ROUTERS = (files, batches)
-ROUTERS = (health, models, completions, chat, native, tokens, info, admin)
+ROUTERS = (health, models, completions, chat, embeddings, native, tokens, info, admin)
 
 
 def create_app(

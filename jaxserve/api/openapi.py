@@ -14,19 +14,20 @@ from jaxserve.api.protocol.admin import AbortRequest
 from jaxserve.api.protocol.batches import BatchAnswer, BatchList, CreateBatchRequest
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.protocol.files import FileAnswer, FileDeleted, FileList
 from jaxserve.api.protocol.generate import GenerateRequest
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
 BODIES: tuple[type[BaseModel], ...] = (
-    *(ChatCompletionRequest, CompletionRequest, GenerateRequest),
+    *(ChatCompletionRequest, CompletionRequest, GenerateRequest, EmbeddingRequest),
     *(TokenizeRequest, DetokenizeRequest, AbortRequest, CreateBatchRequest),
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.Completion, answers.ModelList),
     *(answers.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
-    *(answers.Aborted, answers.Success, answers.Facts),
+    *(answers.Embeddings, answers.Aborted, answers.Success, answers.Facts),
     *(FileAnswer, FileList, FileDeleted, BatchAnswer, BatchList),
 )
 

@@ -15,6 +15,7 @@ from jaxserve.api.protocol.admin import AbortRequest
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.protocol.common import UNSUPPORTED, SamplingFields
 from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -28,6 +29,7 @@ server show the same with the shapes of the answers.
 |---|---|
 | `POST /v1/chat/completions` | answer a conversation; a stream with `stream: true` |
 | `POST /v1/completions` | continue prompts |
+| `POST /v1/embeddings` | vectors of texts, of an encoder or of a decoder's last token |
 | `GET /v1/models`, `GET /v1/models/{id}` | the served names |
 | `POST /generate` | SGLang's native form, with `meta_info` |
 | `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | the tokenizer; also under `/v1` (the first two) |
@@ -52,6 +54,7 @@ def reference() -> str:
         _section("Fields of chat/completions and completions", SamplingFields),
         _section("Fields of chat/completions", ChatCompletionRequest, SamplingFields),
         _section("Fields of completions", CompletionRequest, SamplingFields),
+        _section("Fields of embeddings", EmbeddingRequest),
         _section("Fields of /generate", GenerateRequest),
         _section("Fields of sampling_params of /generate", NativeSampling),
         _section("Fields of /tokenize", TokenizeRequest),

@@ -15,7 +15,7 @@ from jaxserve.api.constraints import GrammarChecks
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.logprobs import TokenTexts
 from jaxserve.config import Config
-from jaxserve.errors import ModelNotFoundError
+from jaxserve.errors import InvalidValueError, ModelNotFoundError
 from jaxserve.metrics import Metrics
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.output_parser import ParserChoice, choose_parsers
@@ -87,6 +87,14 @@ class ServerState:
         if name not in names:
             shown = ", ".join(names)
             raise ModelNotFoundError(f"The model {name!r} does not exist. Served: {shown}.", param="model")
+        return name
+
+    def check_generates(self, name: str | None) -> str:
+        """`check_model` of a route that makes text. Raises InvalidValueError where the model makes embeddings only."""
+        name = self.check_model(name)
+        if self.engine.info.is_embedding:
+            message = f"The model {name!r} makes embeddings and generates no text. Use /v1/embeddings."
+            raise InvalidValueError(message, param="model")
         return name
 
 

@@ -37,6 +37,7 @@ class EngineCore:
     eos_token_ids, vocab_size    the model's
     seed                         of the generator that seeds requests without a seed of their own
     make_matcher                 compiles a grammar; None: requests with a grammar are refused
+    generates                    whether the model makes tokens; else embeddings only
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class EngineCore:
         eos_token_ids: Iterable[int] = (),
         seed: int = 0,
         make_matcher: MakeMatcher | None = None,
+        generates: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -55,6 +57,7 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._seeds = random.Random(seed)
         self._make_matcher = make_matcher
+        self._generates = generates
         self._clock = clock
         self._masks = MaskTable(vocab_size)
         self._outputs: list[TokenOutput] = []  # for the next return of `step`
@@ -82,11 +85,14 @@ class EngineCore:
 
     def _record(self, request: EngineRequest) -> Request:
         params, prompt = request.params, request.prompt_token_ids
+        if not (params.embed or self._generates):
+            raise InvalidValueError("the model makes embeddings and generates no text", param="model")
         if params.max_tokens is not None and params.max_tokens < 0:
             raise InvalidValueError(f"max_tokens is {params.max_tokens}", param="max_tokens")
         if request.deadline is not None and not math.isfinite(request.deadline):
             raise InvalidValueError(f"the deadline is {request.deadline} s", param="timeout")
-        self.scheduler.config.check_fits(len(prompt), 0 if params.max_tokens == 0 else 1)
+        max_tokens = 0 if params.embed else params.max_tokens
+        self.scheduler.config.check_fits(len(prompt), 0 if max_tokens == 0 else 1)
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
         self._check_logit_bias(params.logit_bias)
@@ -98,7 +104,7 @@ class EngineCore:
             params=params,
             arrival=now,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
             priority=request.priority,
             namespace=request.namespace,
             group=request.group,

@@ -46,6 +46,7 @@ class Completion:
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    embedding: bytes | None = None  # float32, little endian, where params.embed asked for it
 
     def add(self, output: RequestOutput) -> None:
         self.text += output.text
@@ -56,6 +57,7 @@ class Completion:
         self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens
+        self.embedding = output.embedding
 
 
 class Engine:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+import msgspec
+
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.messages import EngineInfo, FromEngine, Located, Progress
@@ -21,6 +23,8 @@ from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.models.hf_config import read_config
 from jaxserve.models.hub import resolve
 from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.models.pooling import PoolingConfig, is_embedder, read_pooling
+from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
@@ -60,18 +64,28 @@ def build_engine(config: Config, send: Send) -> BuiltEngine:
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
     )
-    matchers.warm_up()  # in a thread, while the programs compile
-    runner = _runner(config, loaded, mesh, send)
+    embedder = is_embedder(directory, loaded.config)
+    if not embedder:
+        matchers.warm_up()  # in a thread, while the programs compile
+    pooling = read_pooling(directory, loaded.config)
+    runner = _runner(config, loaded, pooling, mesh, send)
     phases.end("programs")
     core = EngineCore(
         runner,
         _scheduler_config(config, runner),
+        generates=not embedder,
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
         seed=config.runtime.random_seed,
         make_matcher=matchers,
     )
     info = _info(config, loaded, runner, phases.seconds)
+    info = msgspec.structs.replace(
+        info,
+        is_embedding=embedder,
+        embedding_size=loaded.config.hidden_size,
+        embedding_normalized=pooling.normalize,
+    )
     return BuiltEngine(core, info, matchers.submit)
 
 
@@ -102,14 +116,18 @@ def _load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> Load
     )
 
 
-def _runner(config: Config, loaded: LoadedModel, mesh: DeviceMesh, send: Send) -> ModelRunner:
+def _runner(
+    config: Config, loaded: LoadedModel, pooling: PoolingConfig, mesh: DeviceMesh, send: Send
+) -> ModelRunner | EncoderRunner:
     dtype = resolve_dtype(config.model.dtype, mesh.platform)
-    return ModelRunner(
-        loaded,
-        RunnerConfig.resolve(config, loaded.config, mesh.platform, dtype),
-        mesh,
-        progress=lambda name, done, total: send(Progress("programs", done, total, "programs")),
-    )
+    resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, dtype)
+
+    def progress(name: str, done: int, total: int) -> None:
+        send(Progress("programs", done, total, "programs"))
+
+    if loaded.config.bidirectional:
+        return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress)
+    return ModelRunner(loaded, resolved, mesh, normalize_embeddings=pooling.normalize, progress=progress)
 
 
 def served_names(config: Config) -> list[str]:
@@ -122,16 +140,18 @@ def served_names(config: Config) -> list[str]:
     return [Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else path]
 
 
-def _scheduler_config(config: Config, runner: ModelRunner) -> SchedulerConfig:
-    section = config.scheduler
+def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner) -> SchedulerConfig:
+    section, encoder = config.scheduler, isinstance(runner, EncoderRunner)
     return SchedulerConfig(
-        num_pages=runner.plan.num_pages,
-        page_size=runner.config.page_size,
+        # an encoder keeps no pages: one of a whole text's size for each slot is never short
+        num_pages=runner.config.max_num_seqs if encoder else runner.plan.num_pages,
+        page_size=runner.plan.page_size,
         max_num_seqs=runner.config.max_num_seqs,
         max_num_batched_tokens=runner.config.max_num_batched_tokens,
         max_model_len=runner.plan.max_model_len,
         policy=section.policy,
-        prefix_cache=config.cache.prefix_cache,
+        prefix_cache=config.cache.prefix_cache and not encoder,
+        whole_prompts=encoder,
         max_queued_requests=section.max_queued_requests,
         max_queued_tokens=section.max_queued_tokens,
         new_token_ratio=section.new_token_ratio,
@@ -139,7 +159,9 @@ def _scheduler_config(config: Config, runner: ModelRunner) -> SchedulerConfig:
     )
 
 
-def _info(config: Config, loaded: LoadedModel, runner: ModelRunner, seconds: dict[str, float]) -> EngineInfo:
+def _info(
+    config: Config, loaded: LoadedModel, runner: ModelRunner | EncoderRunner, seconds: dict[str, float]
+) -> EngineInfo:
     model = loaded.config
     defaults = dataclasses.asdict(model.generation)
     return EngineInfo(
@@ -149,11 +171,11 @@ def _info(config: Config, loaded: LoadedModel, runner: ModelRunner, seconds: dic
         dtype=config.model.dtype if config.model.dtype != "auto" else str(runner.leaves[0].dtype),
         vocab_size=model.vocab_size,
         max_model_len=runner.plan.max_model_len,
-        page_size=runner.config.page_size,
+        page_size=runner.plan.page_size,
         num_pages=runner.plan.num_pages,
         max_num_seqs=runner.config.max_num_seqs,
         max_num_batched_tokens=runner.config.max_num_batched_tokens,
-        attention=runner.backend.name,
+        attention=runner.backend.name if isinstance(runner, ModelRunner) else "dense",
         devices=[f"{device.platform}:{device.id} {device.device_kind}" for device in runner.mesh.devices],
         num_programs=runner.num_programs,
         eos_token_ids=list(model.eos_token_ids),

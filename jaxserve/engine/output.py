@@ -31,6 +31,7 @@ class RequestOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    embedding: bytes | None = None  # float32, little endian; once, of a request that asked for it
 
     @property
     def finished(self) -> bool:
@@ -76,6 +77,7 @@ class SequenceText:
             prompt_logprobs=output.prompt_logprobs,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            embedding=output.embedding,
         )
         used, matched = self._take_text(output, result)
         result.token_ids = output.token_ids[:used]

@@ -7,6 +7,7 @@ Everything that crosses the socket between the API process and the engine proces
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -71,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # None: off; k: the chosen token's and the top k's (k <= 20)
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
+    embed: bool = False  # no tokens: the prompt's pooled hidden state
     # read by the text side only
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
@@ -113,6 +115,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, before or with the first token
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it; it is the last of token_ids
+    embedding: bytes | None = None  # float32, little endian; with finish_reason, of a request that asked for it
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     queue_seconds: float = 0.0  # arrival to admission; on the first output with a token
     first_token_seconds: float = 0.0  # arrival to the first token on the host; on that output
@@ -224,6 +227,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     masked: bool = False  # a host-computed token bitmask applies to this row's sample
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    embed: bool = False  # with samples: the row yields the pooled hidden state instead of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,7 @@ class SampledTokens:
     # row index -> (logprobs [n], ranks [n], top ids [n, 20], top logprobs [n, 20]) of the prompt tokens at positions
     # row.start + 1 .. row.start + n: those that the chunk's tokens predict (the last chunk of a prompt: one fewer)
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = None
+    embeddings: Mapping[int, np.ndarray] | None = None  # row index -> float32 [D], of the rows with embed and samples
 
 
 class StepHandle(Protocol):

@@ -210,6 +210,8 @@ class Scheduler:
         for request in self._waiting.candidates(step.number):
             if step.budget <= 0 or skipped >= MAX_SKIPPED or request.slot is not None:
                 break  # with a slot: preempted so lately that a step with it is still in flight
+            if self.config.whole_prompts and request.num_tokens > step.budget:
+                break
             node = self.kv.match(request)
             if not request.aged and self._prefills.worth_waiting(request, node):
                 skipped += 1
@@ -324,6 +326,8 @@ class Scheduler:
                 self.counters.dropped_tokens += num_valid[i]
             elif not ok[i]:
                 outputs.append(self._fail_row(request))
+            elif row.embed:
+                outputs.append(self._end_with_embedding(request, i, sampled, now))
             else:
                 new = token_ids[i]
                 if num_valid[i] != per_step:
@@ -341,10 +345,8 @@ class Scheduler:
         output = request.output_token_ids
         output += new
         first = not request.prompt_done
-        if first:  # the first good token since admission: the pages before it may be shared
-            request.prompt_done = True
-            self._prefills.remove(request)
-            self.kv.commit(request, request.num_prefill_tokens)
+        if first:
+            self._complete_prompt(request)
         if len(output) < request.max_tokens and request.stop_token_ids.isdisjoint(new):
             result = TokenOutput(request_id=request.request_id, token_ids=new)
         else:
@@ -353,6 +355,20 @@ class Scheduler:
         if first:
             self._report_first(request, result, now)
         return result
+
+    def _complete_prompt(self, request: Request) -> None:
+        """The first good result since admission is here: the pages before it may be shared."""
+        request.prompt_done = True
+        self._prefills.remove(request)
+        self.kv.commit(request, request.num_prefill_tokens)
+
+    def _end_with_embedding(self, request: Request, row: int, sampled: SampledTokens, now: float) -> TokenOutput:
+        assert sampled.embeddings is not None
+        self._complete_prompt(request)
+        output = self._finish(request, FinishReason.STOP)
+        output.embedding = sampled.embeddings[row].tobytes()
+        self._report_first(request, output, now)
+        return output
 
     def _end_or_go_on(self, request: Request, new: list[int]) -> TokenOutput:
         count, reason, stop_token_id = end_of(request, len(new))

@@ -27,6 +27,7 @@ class SchedulerConfig:
     prefill_chunk_size: int | None = None  # prompt tokens in one step, all requests together; None: the budget
     aging_steps: int = 1024  # scheduler steps after which a waiting request may not be passed any more
     tokens_per_step: int = 1  # tokens that a row may yield in one step (multi-step decode, speculation)
+    whole_prompts: bool = False  # a prompt runs in one step or waits: an encoder's tokens all see each other
 
     def __post_init__(self) -> None:
         if min(self.num_pages, self.page_size, self.max_num_seqs, self.max_model_len) < 1:
@@ -35,6 +36,8 @@ class SchedulerConfig:
             raise ConfigError("scheduler.max_num_batched_tokens must be at least 2: one to decode and one of a prompt")
         if min(self.tokens_per_step, self.aging_steps, self.prefill_chunk_size or 1) < 1:
             raise ConfigError("tokens_per_step, aging_steps and prefill_chunk_size must be at least 1")
+        if self.whole_prompts and self.prefill_budget < self.max_model_len:
+            raise ConfigError(f"a step of {self.prefill_budget} tokens is too small for texts of {self.max_model_len}")
 
     @property
     def num_slots(self) -> int:

@@ -15,7 +15,7 @@ class StatsLog:
 
     def __init__(self, interval: float, num_pages: int, page_size: int) -> None:
         self._interval = interval
-        self._num_pages = num_pages
+        self._num_pages = max(1, num_pages)  # an encoder has none
         self._page_size = page_size
         self._last = EngineStats()
         self._last_time = time.monotonic()

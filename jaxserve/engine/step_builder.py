@@ -97,6 +97,7 @@ class StepBuilder:
             masked=request.masked and done,
             logprobs=request.params.logprobs,
             prompt_logprobs=None if request.prompt_logprobs is None else request.params.prompt_logprobs,
+            embed=request.params.embed and done,
         )
         self.rows.append(row)
         self.requests.append(request)

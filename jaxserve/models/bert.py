@@ -53,7 +53,7 @@ class Embeddings(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """Attention within rows."""
+    """Attention of every token of a row to every other."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         size = config.hidden_size, config.hidden_size
@@ -62,14 +62,14 @@ class SelfAttention(nnx.Module):
         self.key = Linear(size, ("q_heads", "embed"), dtype, bias=True)
         self.value = Linear(size, ("q_heads", "embed"), dtype, bias=True)
 
-    def __call__(self, x: jax.Array, rows: jax.Array, linear: LinearFn) -> jax.Array:
-        tokens = x.shape[0]
-        q, k, v = (f(x, linear).reshape(tokens, self.heads, -1) for f in (self.query, self.key, self.value))
-        scores = jnp.einsum("tnh,snh->nts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-        same_row = rows[:, None] == rows[None, :]
-        weights = jax.nn.softmax(jnp.where(same_row[None, :, :], scores, -jnp.inf), axis=-1)
-        out = jnp.einsum("nts,snh->tnh", weights, v.astype(jnp.float32))
-        return out.reshape(tokens, -1).astype(x.dtype)
+    def __call__(self, x: jax.Array, seen: jax.Array, linear: LinearFn) -> jax.Array:
+        """x [R * L, D]; seen bool [R, L], False for padding."""
+        split = (*seen.shape, self.heads, -1)
+        q, k, v = (f(x, linear).reshape(split) for f in (self.query, self.key, self.value))
+        scores = jnp.einsum("rtnh,rsnh->rnts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -1e30), axis=-1)
+        out = jnp.einsum("rnts,rsnh->rtnh", weights, v.astype(jnp.float32))
+        return out.reshape(x.shape[0], -1).astype(x.dtype)
 
 
 class Output(nnx.Module):
@@ -90,8 +90,8 @@ class AttentionBlock(nnx.Module):
         self.self = SelfAttention(config, dtype)
         self.output = Output(config.hidden_size, "q_heads", config, dtype)
 
-    def __call__(self, x: jax.Array, rows: jax.Array, linear: LinearFn) -> jax.Array:
-        return self.output(self.self(x, rows, linear), x, linear)
+    def __call__(self, x: jax.Array, seen: jax.Array, linear: LinearFn) -> jax.Array:
+        return self.output(self.self(x, seen, linear), x, linear)
 
 
 class Intermediate(nnx.Module):
@@ -112,8 +112,8 @@ class BertLayer(nnx.Module):
         self.intermediate = Intermediate(config, dtype)
         self.output = Output(config.intermediate_size, "ffn", config, dtype)
 
-    def __call__(self, x: jax.Array, rows: jax.Array, linear: LinearFn) -> jax.Array:
-        x = self.attention(x, rows, linear)
+    def __call__(self, x: jax.Array, seen: jax.Array, linear: LinearFn) -> jax.Array:
+        x = self.attention(x, seen, linear)
         return self.output(self.intermediate(x, linear), x, linear)
 
 
@@ -125,18 +125,19 @@ class BertEncoder(nnx.Module):
 
 
 class BertModel(nnx.Module):
-    """token ids -> hidden states. Scores are [N, T, T]: rows of a batch are short, and so is T."""
+    """token ids -> hidden states. Scores are [R, N, L, L]."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.config = config
         self.embeddings = Embeddings(config, dtype)
         self.encoder = BertEncoder(config, dtype)
 
-    def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, rows: jax.Array, linear: LinearFn = default_linear
-    ) -> jax.Array:
-        """int32 [T] tokens, their positions, and the row that each belongs to -> hidden [T, D]."""
-        x = self.embeddings(token_ids, positions)
+    def __call__(self, token_ids: jax.Array, lengths: jax.Array, linear: LinearFn = default_linear) -> jax.Array:
+        """int32 [R, L] rows of tokens, of which the first lengths[r] count -> hidden [R, L, D]."""
+        rows, longest = token_ids.shape
+        index = jnp.arange(longest, dtype=jnp.int32)
+        x = self.embeddings(token_ids.reshape(-1), jnp.tile(index, rows))
+        seen = index[None, :] < lengths[:, None]
         for layer in self.encoder.layer:
-            x = layer(x, rows, linear)
-        return x
+            x = layer(x, seen, linear)
+        return x.reshape(rows, longest, -1)

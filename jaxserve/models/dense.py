@@ -36,13 +36,12 @@ def dense_embedding(
     structure: ModelStructure, pooling: PoolingConfig, leaves: tuple[jax.Array, ...], token_ids: jax.Array
 ) -> jax.Array:
     """int32 [T], one text -> its embedding, float32 [D], of an encoder or a decoder."""
-    rows = jnp.zeros(token_ids.shape, jnp.int32)
+    lengths = jnp.full(1, token_ids.shape[0], jnp.int32)
     if structure.config.bidirectional:
-        positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
-        hidden = structure.bind_encoder(leaves)(token_ids, positions, rows)
+        hidden = structure.bind_encoder(leaves)(token_ids[None, :], lengths)
     else:
-        hidden = dense_hidden(structure, leaves, token_ids)
-    return pool(hidden, rows, 1, pooling)[0]
+        hidden = dense_hidden(structure, leaves, token_ids)[None]
+    return pool(hidden, lengths, pooling)[0]
 
 
 def dense_attend(config: ModelConfig) -> AttendLayer:

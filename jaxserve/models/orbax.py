@@ -37,10 +37,12 @@ def convert(model: LoadedModel, target: Path) -> None:
     if target.exists() and any(target.iterdir()):
         raise ModelLoadError(f"{target} is not empty", fix="name a new directory")
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in DATA_FILES:
+    for pattern in (*DATA_FILES, "*_Pooling/config.json"):
         for path in model.directory.glob(pattern):
             if path.suffix != ".safetensors" and not path.name.endswith(".safetensors.index.json"):
-                shutil.copy(path, target / path.name)
+                copy = target / path.relative_to(model.directory)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(path, copy)
     names = [spec.name for spec in model.structure.specs]
     with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
         checkpointer.save((target / ARRAYS).absolute(), dict(zip(names, model.leaves, strict=True)))

@@ -50,7 +50,14 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
         raise ModelLoadError(f"{path}: expected one pooling mode, not {kinds}")
     limits = directory / "sentence_bert_config.json"
     longest = _read(limits).get("max_seq_length") if limits.is_file() else None
+    if kinds[0] != "last" and not config.bidirectional:
+        raise ModelLoadError(f"{path}: a decoder's embedding is its last token's state, not {kinds[0]!r}")
     return PoolingConfig(kinds[0], "Normalize" in modules, longest)
+
+
+def is_embedder(directory: Path, config: ModelConfig) -> bool:
+    """Whether a directory holds a model made for embeddings: an encoder, or one in sentence-transformers' form."""
+    return config.bidirectional or (directory / "modules.json").is_file()
 
 
 def _read(path: Path) -> Any:
@@ -60,26 +67,26 @@ def _read(path: Path) -> Any:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
 
 
-def pool(hidden: jax.Array, rows: jax.Array, num_rows: int, config: PoolingConfig) -> jax.Array:
-    """hidden [T, D] of packed tokens -> float32 [R, D]. A row without tokens gives zeros.
-
-    rows: int32 [T], the row of each token, ascending; num_rows and above are padding.
-    """
+def pool(hidden: jax.Array, lengths: jax.Array, config: PoolingConfig) -> jax.Array:
+    """hidden [R, L, D], of which the first lengths[r] tokens count -> float32 [R, D]; an empty row gives zeros."""
     x = hidden.astype(jnp.float32)
-    counts = jax.ops.segment_sum(jnp.ones(rows.shape, jnp.int32), rows, num_rows)
-    ends = jnp.cumsum(counts)
+    seen = (jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None])[:, :, None]
+    size = jnp.maximum(lengths, 1).astype(jnp.float32)[:, None]
     match config.kind:
         case "last":
-            out = x.at[ends - 1].get(mode="clip")
+            out = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         case "cls":
-            out = x.at[ends - counts].get(mode="clip")
+            out = x[:, 0]
         case "max":
-            out = jax.ops.segment_max(x, rows, num_rows)
-        case "mean" | "mean_sqrt_len":
-            size = jnp.maximum(counts, 1).astype(jnp.float32)
-            size = size if config.kind == "mean" else jnp.sqrt(size)
-            out = jax.ops.segment_sum(x, rows, num_rows) / size[:, None]
-    out = jnp.where((counts > 0)[:, None], out, 0.0)
-    if config.normalize:
-        out = out / jnp.maximum(jnp.linalg.norm(out, axis=-1, keepdims=True), 1e-12)
-    return out
+            out = jnp.where(seen, x, -jnp.inf).max(axis=1)
+        case "mean":
+            out = jnp.where(seen, x, 0.0).sum(axis=1) / size
+        case "mean_sqrt_len":
+            out = jnp.where(seen, x, 0.0).sum(axis=1) / jnp.sqrt(size)
+    out = jnp.where((lengths > 0)[:, None], out, 0.0)
+    return normalized(out) if config.normalize else out
+
+
+def normalized(x: jax.Array) -> jax.Array:
+    """[R, D], each row brought to length one; a row of zeros stays."""
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

@@ -6,7 +6,7 @@ Every count up to the maximum has a bucket, so no request is refused by shape. P
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # A program costs one to two seconds of a CPU core to compile, whatever the model's size; padding costs arithmetic,
@@ -61,6 +61,44 @@ def make_buckets(
         extend=_up_to((*_EXTEND, *_powers(32, factor, max_tokens)), max_tokens),
         head=_up_to((*_HEAD, *_powers(64, 8, max_num_seqs)), max_num_seqs),
     )
+
+
+_SHORTEST_TEXT = 32
+
+
+@dataclass(frozen=True)
+class EncodeBuckets:
+    """Shapes of an encoder's program: rows by length, ascending, such that rows x length is a step's tokens at most."""
+
+    rows: Mapping[int, tuple[int, ...]]
+
+    @classmethod
+    def of(
+        cls, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, *, deterministic: bool = False
+    ) -> EncodeBuckets:
+        """Lengths in powers of two, rows in powers of four; deterministic: one count of rows for each length, since
+        the matrix kernel changes with the rows. max_model_len fits into a step."""
+        lengths = _up_to(_powers(_SHORTEST_TEXT, 2, max_model_len), max_model_len)
+        most = {length: min(max_num_seqs, max_num_batched_tokens // length) for length in lengths}
+        first = {length: count if deterministic else 1 for length, count in most.items()}
+        return cls({length: _up_to(_powers(first[length], 4, most[length]), most[length]) for length in lengths})
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, length) of every program."""
+        return [(rows, length) for length, counts in self.rows.items() for rows in counts]
+
+    def pack(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
+        """Texts of these lengths as dispatches: ((rows, length) of the program, indices of the texts)."""
+        groups: dict[int, list[int]] = {}
+        for index, length in enumerate(lengths):
+            groups.setdefault(fit(tuple(self.rows), length), []).append(index)
+        packed = []
+        for length, members in sorted(groups.items()):
+            most = self.rows[length][-1]
+            for first in range(0, len(members), most):
+                part = members[first : first + most]
+                packed.append(((fit(self.rows[length], len(part)), length), part))
+        return packed
 
 
 def _powers(first: int, factor: int, limit: int) -> tuple[int, ...]:

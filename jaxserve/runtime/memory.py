@@ -105,6 +105,23 @@ def plan_memory(
     )
 
 
+def plan_without_cache(
+    weight_bytes: int, scratch_bytes: int, *, device_bytes: int, memory_fraction: float, max_model_len: int
+) -> MemoryPlan:
+    """The plan of an encoder, which keeps nothing of a text."""
+    return MemoryPlan(
+        device_bytes=device_bytes,
+        budget_bytes=int(device_bytes * memory_fraction),
+        weight_bytes=weight_bytes,
+        state_bytes=0,
+        scratch_bytes=scratch_bytes,
+        page_bytes=0,
+        num_pages=0,
+        page_size=max_model_len,
+        max_model_len=max_model_len,
+    )
+
+
 def _too_small(sizes: Sizes, num_pages: int, max_model_len: int, budget: int) -> str:
     return (
         f"the KV cache has room for {num_pages * sizes.page_size} tokens, and one request may have {max_model_len} "

@@ -31,6 +31,7 @@ from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.program_set import (
     DETERMINISTIC_OPTIONS,
     PAGE_GROUP,
+    POOL_GROUP,
     PROMPT_CHUNK,
     ProgramSet,
     Shapes,
@@ -39,7 +40,7 @@ from jaxserve.runtime.programs import Caches, Leaves, StepPrograms
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.sampler import Sampled
 from jaxserve.runtime.slots import SlotState
-from jaxserve.runtime.step_handle import DeviceStep
+from jaxserve.runtime.step_handle import DeviceStep, Pooled
 from jaxserve.runtime.step_input import PageUpdates
 
 
@@ -56,7 +57,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, *, progress: Progress | None = None
+        self,
+        loaded: LoadedModel,
+        config: RunnerConfig,
+        mesh: DeviceMesh,
+        *,
+        normalize_embeddings: bool = True,
+        progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
         if config.compile_cache is not None:
@@ -82,6 +89,7 @@ class ModelRunner:
             layers=self._layers,
             page_size=config.page_size,
             linear=functools.partial(linear, deterministic=config.deterministic),
+            normalize_embeddings=normalize_embeddings,
             per_token=config.deterministic,
         )
         plan = self._plan()
@@ -262,11 +270,12 @@ class ModelRunner:
 
     def _run_head(self, rows: Sequence[ScheduledRow], masked: bool) -> DeviceStep:
         ends = np.cumsum([row.num_tokens for row in rows])
-        sampling = [i for i, row in enumerate(rows) if row.samples]
+        sampling = [i for i, row in enumerate(rows) if row.samples and not row.embed]
+        pooled = self._dispatch_pool([i for i, row in enumerate(rows) if row.samples and row.embed], ends)
         want_logprobs = any(rows[i].logprobs is not None for i in sampling)
         prompt = self._dispatch_prompt_logprobs(rows, ends)
         if not sampling:
-            return DeviceStep(len(rows), [], None, False, prompt=prompt)
+            return DeviceStep(len(rows), [], None, False, prompt=prompt, pooled=pooled)
         finish = functools.partial(
             self._head_sample,
             [rows[i].slot for i in sampling],
@@ -274,8 +283,8 @@ class ModelRunner:
             want_logprobs,
         )
         if not masked:
-            return DeviceStep(len(rows), sampling, finish(None), want_logprobs, prompt=prompt)
-        step = DeviceStep(len(rows), sampling, None, want_logprobs, finish=finish, prompt=prompt)
+            return DeviceStep(len(rows), sampling, finish(None), want_logprobs, prompt=prompt, pooled=pooled)
+        step = DeviceStep(len(rows), sampling, None, want_logprobs, finish=finish, prompt=prompt, pooled=pooled)
         self._unsampled = step
         return step
 
@@ -294,6 +303,17 @@ class ModelRunner:
         self.num_dispatches += 1
         self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask)
         return sampled
+
+    def _dispatch_pool(self, embedding: list[int], ends: np.ndarray) -> list[Pooled]:
+        """The embeddings of these rows, a group a dispatch."""
+        groups = [embedding[first : first + POOL_GROUP] for first in range(0, len(embedding), POOL_GROUP)]
+        return [(group, self._pool([int(ends[i]) - 1 for i in group])) for group in groups]
+
+    def _pool(self, token_indices: list[int]) -> jax.Array:
+        packed = np.zeros(POOL_GROUP, np.int32)
+        packed[: len(token_indices)] = token_indices
+        self.num_dispatches += 1
+        return self.compiled["pool"](self.hidden, packed)
 
     def _dispatch_prompt_logprobs(
         self, rows: Sequence[ScheduledRow], ends: np.ndarray

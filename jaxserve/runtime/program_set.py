@@ -22,6 +22,7 @@ from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.slots import SlotState
 
 PAGE_GROUP = 64  # pages a dispatch of copy, export and import
+POOL_GROUP = 32  # rows a dispatch of pool
 PROMPT_CHUNK = 64  # tokens a dispatch of prompt_logprobs: the head's [C, V] stays small
 
 # Without it XLA fuses a dot with its neighbours, and how depends on the program: bits would differ between shapes.
@@ -141,6 +142,7 @@ class ProgramSet:
             yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.replicated)
         args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK))
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
+        yield self._program("pool", self.steps.pool, (s.hidden, s.ints(POOL_GROUP)), (), s.replicated)
         copies = (s.caches, s.ints(2, PAGE_GROUP))
         yield self._program("copy_pages", programs.copy_pages, copies, (0,), s.cache_shardings)
         ids = s.ints(PAGE_GROUP)

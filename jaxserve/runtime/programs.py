@@ -7,6 +7,7 @@ work, no shapes: those are the runner's.
     extend          T ragged tokens: forward; the hidden states stay on the device in `hidden`
     head_sample     head and sampler for R tokens of the last extend
     prompt_logprobs head for C tokens of the last extend, of which the next token is known
+    pool            embeddings of R rows of the last extend
 
 Arguments everywhere: `leaves`, the model's flat parameters; `caches`, one array a layer; `state`, the slots;
 `packed`, the int32 array of step_input. Caches, state and hidden are donated by the runner and returned anew.
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.layers import LinearFn
+from jaxserve.models.pooling import normalized
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.sampler import Sampled, pack_logprobs, sample, token_logprobs
@@ -47,6 +49,7 @@ class StepPrograms:
     layers: tuple[LayerCache, ...]
     page_size: int
     linear: LinearFn
+    normalize_embeddings: bool = True
     per_token: bool = False  # deterministic: each token attends alone, so that chunking cannot change its sums
 
     def decode(
@@ -91,6 +94,11 @@ class StepPrograms:
         head = unpack_head(packed)
         rows = hidden.at[head.token_indices].get(mode="clip")
         return self._sample(self.bind(leaves), rows, state, head, bitmask)
+
+    def pool(self, hidden: jax.Array, indices: jax.Array) -> jax.Array:
+        """int32 [R] of each row's last token in the step -> float32 [R, D]."""
+        rows = hidden.at[indices].get(mode="clip").astype(jnp.float32)
+        return normalized(rows) if self.normalize_embeddings else rows
 
     def prompt_logprobs(self, leaves: Leaves, hidden: jax.Array, packed: jax.Array) -> jax.Array:
         """packed: int32 [2, C] of token index in the step and the token that follows -> int32 [C, 2 + 2K]."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.engine.request import SampledTokens
 from jaxserve.runtime.sampler import Sampled, unpack_logprobs
 
+Pooled = tuple[Sequence[int], jax.Array]
 PromptLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -19,6 +20,7 @@ class DeviceStep:
     sampling        the rows that got a token, ascending; sampled holds them first, in this order
     finish          of a masked step: bitmask of the sampling rows -> Sampled
     prompt          row -> [packed log-probabilities on the device, valid entries], in order
+    pooled          [(rows, embeddings on the device [n and more, D], of these rows in order)]
     """
 
     def __init__(
@@ -30,17 +32,21 @@ class DeviceStep:
         *,
         finish: Callable[[np.ndarray], Sampled] | None = None,
         prompt: dict[int, list[tuple[jax.Array, int]]] | None = None,
+        pooled: Sequence[Pooled] = (),
     ) -> None:
         self._num_rows = num_rows
         self._sampling = sampling
         self._want_logprobs = want_logprobs
         self._finish = finish
         self._prompt = prompt or {}
+        self._pooled = pooled
         self._sampled = sampled
         self._copy_async()
         for chunks in self._prompt.values():
             for packed, _ in chunks:
                 packed.copy_to_host_async()
+        for _, embeddings in pooled:
+            embeddings.copy_to_host_async()
 
     @property
     def waits_for_mask(self) -> bool:
@@ -73,6 +79,9 @@ class DeviceStep:
             valid[self._sampling] = 1
             if self._want_logprobs:
                 logprobs = self._spread_logprobs(np.asarray(self._sampled.logprobs))
+        embeddings = fetch_embeddings(self._pooled)
+        for row, embedding in embeddings.items():
+            tokens[row, 1] = np.isfinite(embedding).all()
         return SampledTokens(
             token_ids=tokens[:, :1],
             num_valid=valid,
@@ -82,12 +91,19 @@ class DeviceStep:
             top_ids=logprobs[2],
             top_logprobs=logprobs[3],
             prompt_logprobs={row: _join(chunks) for row, chunks in self._prompt.items()} or None,
+            embeddings=embeddings,
         )
 
     def _spread_logprobs(self, packed: np.ndarray) -> tuple[np.ndarray, ...]:
         rows = np.zeros((self._num_rows, packed.shape[1]), np.int32)
         rows[self._sampling] = packed[: len(self._sampling)]
         return tuple(values[:, None] for values in unpack_logprobs(rows))
+
+
+def fetch_embeddings(pooled: Sequence[Pooled]) -> dict[int, np.ndarray]:
+    """By row, float32 [D]."""
+    arrays = [(rows, np.asarray(embeddings)) for rows, embeddings in pooled]
+    return {row: array[i] for rows, array in arrays for i, row in enumerate(rows)}
 
 
 def _join(chunks: list[tuple[jax.Array, int]]) -> PromptLogprobs:

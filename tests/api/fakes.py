@@ -30,6 +30,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
 MAX_MODEL_LEN = 512
+VECTOR = 8
 
 Script = Callable[[list[int], SamplingParams], list[int] | str]
 
@@ -53,7 +54,14 @@ def demo_info(tokenizer: Tokenizer) -> EngineInfo:
         generation_defaults={},
         memory_plan={},
         seconds={"load": 0.0},
+        embedding_size=VECTOR,
     )
+
+
+def vector_of(token_ids: list[int]) -> np.ndarray:
+    """The embedding of a text, float32 [VECTOR] of length one: it depends on every token and its position."""
+    vector = np.sin(np.outer(np.arange(1, VECTOR + 1), token_ids) + np.arange(len(token_ids))).sum(axis=1)
+    return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
 def logprobs_of(token_id: int, vocab_size: int, top: int) -> TokenLogprobs:
@@ -138,6 +146,9 @@ class FakeLink:
 
     def _outputs(self, request: EngineRequest) -> list[TokenOutput]:
         params, prompt = request.params, request.prompt_token_ids
+        if params.embed:
+            vector = vector_of(prompt).tobytes()
+            return [TokenOutput(request_id=request.request_id, finish_reason=FinishReason.STOP, embedding=vector)]
         reply = self.script(prompt, params)
         token_ids = self.tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else list(reply)
         if params.ignore_eos:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 from safetensors.numpy import save_file
 
 from jaxserve.models.hf_config import from_hf
@@ -54,4 +55,30 @@ def write_sharded(directory: Path, hf: dict[str, Any], tensors: dict[str, np.nda
         save_file({name: tensors[name] for name in names}, directory / file)
         weight_map |= dict.fromkeys(names, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+def write_words(directory: Path, vocab_size: int) -> Path:
+    """A tokenizer of the words w0, w1, ... with [CLS] and [SEP] around a text, as an encoder's is."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(4, vocab_size))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    backend.add_special_tokens(words[:4])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(  # type: ignore[assignment]
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+    return directory
+
+
+def write_modules(directory: Path, types: list[str], modes: dict[str, Any]) -> Path:
+    """The files of sentence-transformers: these modules, with this pooling."""
+    modules = [{"idx": i, "path": f"{i}_{t}", "type": f"sentence_transformers.models.{t}"} for i, t in enumerate(types)]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    if "Pooling" in types:
+        folder = directory / f"{types.index('Pooling')}_Pooling"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(modes))
     return directory

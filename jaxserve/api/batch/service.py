@@ -15,7 +15,7 @@ from jaxserve.api.batch.route_handler import route_handlers
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.batch.window import spare_slots
 from jaxserve.api.engine_protocol import EngineProtocol
-from jaxserve.api.routes import chat, completions
+from jaxserve.api.routes import chat, completions, embeddings
 from jaxserve.api.state import ServerState
 from jaxserve.errors import NotReadyError
 from jaxserve.store import Store
@@ -24,6 +24,7 @@ from jaxserve.store import Store
 ENDPOINTS = {
     "/v1/chat/completions": chat.create_chat_completion,
     "/v1/completions": completions.create_completion,
+    "/v1/embeddings": embeddings.create_embedding,
 }
 
 

@@ -188,6 +188,26 @@ class Completion(Answer):
     system_fingerprint: None = None
 
 
+class EmbeddingAnswer(Answer):
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Answer):
+    """One vector an input, in their order; a string is base64 of little-endian float32."""
+
+    object: str
+    data: list[EmbeddingAnswer]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ModelAnswer(Answer):
     id: str
     object: str
@@ -197,6 +217,7 @@ class ModelAnswer(Answer):
     root: str
     parent: None
     max_model_len: int
+    task: str  # generate; embed: no text is generated
     permission: list[Any]
 
 

@@ -53,6 +53,8 @@ UNSUPPORTED: dict[str, str] = {
     "max_dynamic_patch": "the model takes text only",
     "min_dynamic_patch": "the model takes text only",
     "use_audio_in_video": "the model takes text only",
+    "embed_dtype": "embeddings are float32",
+    "endianness": "embeddings are little-endian",
     "guided_json": "use response_format or structured_outputs",
     "guided_regex": "use structured_outputs",
     "guided_choice": "use structured_outputs",

@@ -8,7 +8,7 @@ from jaxserve.engine.messages import EngineInfo
 
 
 def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
-    """OpenAI's model object, with the fields that vLLM adds and routers read."""
+    """OpenAI's model object, with the fields that vLLM adds and routers read, and what the model is for."""
     return {
         "id": name,
         "object": "model",
@@ -18,5 +18,6 @@ def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
         "root": info.model_path,
         "parent": None,
         "max_model_len": info.max_model_len,
+        "task": "embed" if info.is_embedding else "generate",
         "permission": [],
     }

@@ -61,7 +61,7 @@ def check_chat(body: ChatCompletionRequest) -> None:
 
 async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer:
     """Everything that can be wrong with the request is found here."""
-    model = state.check_model(body.model)
+    model = state.check_generates(body.model)
     check_messages(body.messages)
     tools = tool_use(body)
     prompt = await chat_prompt(body, state, tools.shown or None)

@@ -67,7 +67,7 @@ class _Answer:
     @classmethod
     async def prepare(cls, body: CompletionRequest, state: ServerState) -> _Answer:
         """Everything that can be wrong with the request is found here."""
-        model = state.check_model(body.model)
+        model = state.check_generates(body.model)
         prompts = as_prompts(body.prompt, "prompt")
         if len(prompts) * (body.n or 1) > MAX_CHOICES * 16:
             raise InvalidValueError("prompts times n are more than 2048 choices.", param="n")

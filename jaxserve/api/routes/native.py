@@ -49,6 +49,7 @@ class _Native:
 
     @classmethod
     async def prepare(cls, body: GenerateRequest, state: ServerState) -> _Native:
+        state.check_generates(None)
         prompts = _prompts(body)
         count = len(prompts)
         sampling = _spread(body.sampling_params or NativeSampling.model_validate({}), count, "sampling_params")
