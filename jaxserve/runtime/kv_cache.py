@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxserve.errors import ConfigError
 from jaxserve.models.config import AttentionLayer
 from jaxserve.ops.paged_attention import AttentionSpec, Backend
+from jaxserve.ops.paged_attention.sharded import head_partition
 from jaxserve.runtime.mesh import DeviceMesh
 
 
@@ -33,8 +33,9 @@ class LayerCache:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all devices."""
-        return math.prod(self.page_shape) * self.dtype.itemsize
+        """Bytes of one page over all devices, its copies counted."""
+        shard = self.sharding.shard_shape((1, *self.page_shape))
+        return math.prod(shard) * self.dtype.itemsize * self.sharding.num_devices
 
     def struct(self, num_pages: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_pages, *self.page_shape), self.dtype, sharding=self.sharding)
@@ -43,7 +44,8 @@ class LayerCache:
 def layer_caches(
     layers: Sequence[AttentionLayer], backend: Backend, page_size: int, dtype: jnp.dtype, mesh: DeviceMesh
 ) -> tuple[LayerCache, ...]:
-    """One LayerCache a layer, split over kv heads. Raises ConfigError where the heads cannot be split."""
+    """One LayerCache a layer, split over kv heads; whole on every device where they cannot be split, as the one row
+    of latent attention."""
     return tuple(_layer_cache(i, layer, backend, page_size, dtype, mesh) for i, layer in enumerate(layers))
 
 
@@ -51,15 +53,9 @@ def _layer_cache(
     index: int, layer: AttentionLayer, backend: Backend, page_size: int, dtype: jnp.dtype, mesh: DeviceMesh
 ) -> LayerCache:
     heads = layer.num_kv_heads
-    if heads % mesh.tensor:
-        raise ConfigError(
-            f"mesh.tensor is {mesh.tensor}, which does not divide the {heads} kv heads of layer {index}",
-            fix="choose a divisor",
-        )
     shape = backend.cache_shape(1, page_size, heads, layer.head_dim)
-    twice = backend.cache_shape(1, page_size, 2 * heads, layer.head_dim)
-    head_axis = next(axis for axis, (a, b) in enumerate(zip(shape, twice, strict=True)) if a != b)
-    sharding = mesh.split(head_axis, len(shape)) if mesh.tensor > 1 else mesh.replicated
+    split = mesh.tensor > 1 and heads % mesh.tensor == 0
+    sharding = NamedSharding(mesh.mesh, head_partition(backend)) if split else mesh.replicated
     spec = AttentionSpec(layer.scale, heads, layer.sliding_window, layer.soft_cap)
     return LayerCache(f"layers.{index}", tuple(shape[1:]), dtype, sharding, heads, spec)
 

@@ -42,11 +42,6 @@ class DeviceMesh:
         """Devices over which heads are split."""
         return self.mesh.shape["tensor"]
 
-    def split(self, axis: int, num_axes: int) -> NamedSharding:
-        """Axis number `axis` of `num_axes` over the tensor axis, the rest whole."""
-        spec = PartitionSpec(*("tensor" if i == axis else None for i in range(num_axes)))
-        return NamedSharding(self.mesh, spec)
-
 
 def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert: int = 1) -> DeviceMesh:
     """The first data * tensor * expert devices of a platform (auto, cpu, gpu, tpu). Raises ConfigError."""

@@ -89,6 +89,7 @@ class ModelRunner:
             layers=self._layers,
             page_size=config.page_size,
             linear=functools.partial(linear, deterministic=config.deterministic),
+            mesh=mesh.mesh,
             normalize_embeddings=normalize_embeddings,
             per_token=config.deterministic,
         )

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.layers import LinearFn
 from jaxserve.models.pooling import normalized
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend
+from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.sampler import Sampled, pack_logprobs, sample, token_logprobs
 from jaxserve.runtime.slots import SlotState, append_tokens
@@ -49,6 +51,7 @@ class StepPrograms:
     layers: tuple[LayerCache, ...]
     page_size: int
     linear: LinearFn
+    mesh: Mesh | None = None
     normalize_embeddings: bool = True
     per_token: bool = False  # deterministic: each token attends alone, so that chunking cannot change its sums
 
@@ -132,8 +135,8 @@ class StepPrograms:
             sinks: jax.Array | None = None,
         ) -> tuple[jax.Array, jax.Array | None]:
             assert cache is not None
-            cache = self.backend.write(cache, k, v, metadata.slot_mapping)
-            return self.backend.attend(q, cache, metadata, self.layers[layer_index].attention, sinks), cache
+            spec = self.layers[layer_index].attention
+            return write_and_attend(self.backend, self.mesh, q, k, v, cache, metadata, spec, sinks)
 
         hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
         ends = tokens.starts + tokens.num_tokens

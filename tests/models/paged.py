@@ -41,13 +41,6 @@ def greedy(model: LoadedModel, prompt: list[int], count: int, chunk: int) -> lis
     return tokens[len(prompt) :]
 
 
-def lower_decode(model: LoadedModel) -> jax.stages.Lowered:
-    """The step of one token, with the caches split over kv heads as the runtime splits them."""
-    page = np.arange(NUM_PAGES, dtype=np.int32)
-    step = jax.jit(functools.partial(_step, model), donate_argnums=1)
-    return step.lower(model.leaves, _empty_caches(model), page[:1], page, np.int32(5), np.int32(1))
-
-
 def _empty_caches(model: LoadedModel) -> tuple[jax.Array, ...]:
     layers = model.config.attention_layers
     shapes = [BACKEND.cache_shape(NUM_PAGES, PAGE, layer.num_kv_heads, layer.head_dim) for layer in layers]

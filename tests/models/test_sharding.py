@@ -6,6 +6,7 @@ The devices exist only in a process of their own: its part of this file is what 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -19,16 +20,18 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxserve import Engine, SamplingParams
 from jaxserve.errors import ModelLoadError
 from jaxserve.models import orbax
 from jaxserve.models.hf_config import from_hf
 from jaxserve.models.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
 from tests.models import paged
-from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
 from tests.models.families import CASES
 
 AXES = ("data", "tensor", "expert")
+FLOAT32 = jnp.dtype("float32")
 WIDE = TINY_LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3, "vocab_size": 96}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": WIDE,
@@ -38,17 +41,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": CASES["gpt_oss"],
     "deepseek_v3": CASES["deepseek_v3"],
 }
-# (model, devices of the tensor axis, of the expert axis) whose tokens are compared; those of SHORT always, the others
-# in the long form
-SHORT = [("llama", 4, 1), ("llama", 8, 1), ("qwen3_moe", 2, 2), ("deepseek_v3", 2, 4)]
-LONG = [
-    ("llama", 2, 1),
-    ("odd_vocab", 4, 1),
-    ("packed", 4, 1),
-    ("qwen3_moe", 1, 2),
-    ("qwen3_moe", 1, 4),
-    ("gpt_oss", 2, 2),
-]
+Run = tuple[str, int, int]  # model, devices of the tensor axis, of the expert axis
+# whose tokens are compared with one device's, through the whole engine or by the model alone; the long form by hand
+SHORT: dict[str, list[Run]] = {
+    "engine": [("llama", 4, 1), ("deepseek_v3", 2, 2)],
+    "model": [("llama", 8, 1), ("qwen3_moe", 2, 2)],
+}
+LONG: dict[str, list[Run]] = {
+    "engine": [
+        *(("llama", tensor, 1) for tensor in (1, 2, 8)),
+        ("odd_vocab", 4, 1),
+        ("packed", 4, 1),
+        *(("qwen3_moe", 1, expert) for expert in (1, 2, 4)),
+        ("gpt_oss", 2, 2),
+        ("deepseek_v3", 2, 4),
+    ],
+    "model": [],
+}
 
 
 def abstract_mesh(tensor: int, expert: int) -> AbstractMesh:
@@ -58,33 +67,52 @@ def abstract_mesh(tensor: int, expert: int) -> AbstractMesh:
 # --- in eight devices ------------------------------------------------------------------------------------------
 
 
-def on_devices(folder: Path, runs: list[tuple[str, int, int]]) -> dict[str, Any]:
-    """Greedy tokens of each run beside those of one device, and the text of a sharded decode step."""
+def on_devices(folder: Path, runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """Greedy tokens of each run beside those of one device, and the engine's decode program over four devices."""
     prompt = np.random.default_rng(0).integers(3, 90, 21).tolist()
-    tokens = {}
-    for name in {name for name, _, _ in runs}:
-        hf = MODELS[name]
-        directory = write_checkpoint(folder / name, hf, random_tensors(hf))
-        one = paged.greedy(load_model(directory, dtype=jnp.dtype("float32")), prompt, 12, 8)
-        for _, tensor, expert in (run for run in runs if run[0] == name):
-            sharded = load_model(directory, dtype=jnp.dtype("float32"), mesh=device_mesh(tensor, expert))
-            tokens[f"{name}-{tensor}-{expert}"] = one, paged.greedy(sharded, prompt, 12, 8)
-    write_checkpoint(folder / "program", WIDE, random_tensors(WIDE))
+    names = sorted({name for kind in runs.values() for name, _, _ in kind} | {"llama"})
+    one = {}
+    for name in names:
+        directory = write_checkpoint(folder / name, MODELS[name], random_tensors(MODELS[name]))
+        write_words(directory, MODELS[name]["vocab_size"])
+        one[name] = paged.greedy(load_model(directory, dtype=FLOAT32), prompt, 12, 8)
+    tokens, programs = {}, {}
+    for name, tensor, expert in runs["engine"]:
+        many, programs[name, tensor] = through_engine(folder / name, tensor, expert, prompt)
+        tokens[f"{name}-{tensor}-{expert}"] = one[name], many
+    for name, tensor, expert in runs["model"]:
+        sharded = load_model(folder / name, dtype=FLOAT32, mesh=device_mesh(tensor, expert))
+        tokens[f"{name}-{tensor}-{expert} alone"] = one[name], paged.greedy(sharded, prompt, 12, 8)
     return {
         "tokens": tokens,
-        "program": decode_program(folder / "program"),
-        "converted": converted_equal(folder / "program", folder / "converted"),
+        "program": programs.get(("llama", 4), ""),
+        "converted": converted_equal(folder / "llama", folder / "converted"),
     }
+
+
+def through_engine(directory: Path, tensor: int, expert: int, prompt: list[int]) -> tuple[list[int], str]:
+    """Greedy tokens by scheduler, pages, prefill in chunks and sampler; and the text of the decode program."""
+    engine = Engine(
+        str(directory),
+        tensor=tensor,
+        expert=expert,
+        device="cpu",
+        compile_cache=None,
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        num_pages=8,
+    )
+    [[answer]] = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    return answer.token_ids, engine.runner.compiled["decode[1]"].as_text()
 
 
 def converted_equal(source: Path, target: Path) -> dict[str, bool]:
     """A checkpoint converted on 8 devices, where kv heads are copied, is the same on fewer as loaded there directly."""
-    float32 = jnp.dtype("float32")
-    orbax.convert(load_model(source, dtype=float32, mesh=device_mesh(8, 1)), target)
+    orbax.convert(load_model(source, dtype=FLOAT32, mesh=device_mesh(8, 1)), target)
     equal = {}
     for size in (1, 2, 8):
         mesh = device_mesh(size, 1)
-        direct, back = (load_model(d, dtype=float32, mesh=mesh).leaves for d in (source, target))
+        direct, back = (load_model(d, dtype=FLOAT32, mesh=mesh).leaves for d in (source, target))
         pairs = list(zip(direct, back, strict=True))
         equal[str(size)] = all(np.array_equal(a, b) and a.sharding == b.sharding for a, b in pairs)
     return equal
@@ -92,12 +120,6 @@ def converted_equal(source: Path, target: Path) -> dict[str, bool]:
 
 def device_mesh(tensor: int, expert: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: tensor * expert]).reshape(1, tensor, expert), AXES)
-
-
-def decode_program(directory: Path) -> str:
-    """The compiled text of one decode step over four devices."""
-    model = load_model(directory, dtype=jnp.dtype("float32"), mesh=device_mesh(4, 1))
-    return paged.lower_decode(model).compile().as_text() or ""
 
 
 def run_on_devices(folder: Path, form: str) -> dict[str, Any]:
@@ -116,12 +138,23 @@ def test_on_eight_devices(form: str, tmp_path: Path) -> None:
     for name, (one, many) in result["tokens"].items():
         assert one == many and len(set(one)) > 3, name
     assert all(result["converted"].values()), result["converted"]
-    collectives = re.findall(r"= (.*?) ([a-z-]+)\(", result["program"])
-    names = [name.removesuffix("-start") for _, name in collectives]
-    assert names.count("all-reduce") == 2 * WIDE["num_hidden_layers"] + 1  # and the vocabulary-sharded embedding's
-    gathered = [shape for (shape, _), name in zip(collectives, names, strict=True) if name == "all-gather"]
-    assert all(re.match(r"(f32|s32)\[4\]", shape) for shape in gathered)  # the greedy choice: a number a device
-    assert not {"all-to-all", "collective-permute", "reduce-scatter"} & set(names)
+    if form == "short":
+        check_collectives(result["program"])
+
+
+def check_collectives(program: str) -> None:
+    """Of a decode step of one row: each layer adds up its two outputs, and what is gathered are rows of logits."""
+    found = [(name.removesuffix("-start"), shape) for shape, name in re.findall(r"= \(?(\S+) ([a-z-]+)\(", program)]
+    sizes: dict[str, list[int]] = {}
+    for name, shape in found:
+        match = re.match(r"\w+\[([\d,]*)\]", shape)
+        sizes.setdefault(name, []).append(math.prod(map(int, filter(None, match[1].split(","))))) if match else None
+    hidden = WIDE["hidden_size"]
+    assert sizes["all-reduce"].count(hidden) == 2 * WIDE["num_hidden_layers"] + 1  # and the sharded embedding's
+    assert max(sizes["all-reduce"]) == hidden
+    smallest_weight = hidden * hidden
+    assert max(sizes.get("all-gather", [0])) < smallest_weight and not sizes.get("reduce-scatter")
+    assert max(sizes.get("all-to-all", [0]) + sizes.get("collective-permute", [0])) <= WIDE["vocab_size"]
 
 
 # --- by shape --------------------------------------------------------------------------------------------------
