@@ -12,6 +12,8 @@ from jaxserve.version import __version__
 # command -> (module, what it does). A module is imported only when its command runs: `--help` stays instant.
 COMMANDS = {
     "launch": ("jaxserve.cli.launch", "serve a model over HTTP"),
+    "convert": ("jaxserve.cli.convert", "write a checkpoint anew, to be loaded faster"),
+    "plan": ("jaxserve.cli.plan", "how large a model is on 1, 8 or 16 devices, by its config alone"),
     "config": ("jaxserve.cli.config", "show, validate or describe the configuration"),
     "batch": ("jaxserve.cli.batch", "run a batch file, here or at a server"),
     "bench": ("jaxserve.cli.bench", "measure the engine or a server"),

@@ -34,8 +34,7 @@ def is_converted(directory: Path) -> bool:
 
 def convert(model: LoadedModel, target: Path) -> None:
     """Writes a loaded model, and the small files of its directory, to `target`, which must not exist or be empty."""
-    if target.exists() and any(target.iterdir()):
-        raise ModelLoadError(f"{target} is not empty", fix="name a new directory")
+    check_target(target)
     target.mkdir(parents=True, exist_ok=True)
     for pattern in (*DATA_FILES, "*_Pooling/config.json"):
         for path in model.directory.glob(pattern):
@@ -48,6 +47,12 @@ def convert(model: LoadedModel, target: Path) -> None:
         checkpointer.save((target / ARRAYS).absolute(), dict(zip(names, model.leaves, strict=True)))
     # last: a directory without it is not taken for a whole one
     (target / MANIFEST).write_text(json.dumps(_manifest(model.structure), indent=1))
+
+
+def check_target(target: Path) -> None:
+    """Raises ModelLoadError unless a converted checkpoint may be written there."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelLoadError(f"{target} is not empty", fix="name a new directory")
 
 
 def _manifest(structure: ModelStructure) -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""Published models by shape evaluation alone: their size, what each device holds, and nothing large left whole."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models.hf_config import from_hf
+from jaxserve.models.loader import build
+from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
+from tests.conftest import SharedData
+from tests.models.published import PUBLISHED
+
+BFLOAT16 = jnp.dtype("bfloat16")
+MIB, GIB = 2**20, 2**30
+LARGE = 64 * MIB  # a weight that may not stay whole on a device
+HEADS = {"Gemma-2-2B": 8, "Gemma-3-1B": 4}  # attention heads: no more devices than these
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name: str) -> None:
+    model = PUBLISHED[name]
+    config = from_hf(model.hf)
+    for devices in (1, 8, 16):
+        tensor, expert = default_mesh(config, devices)
+        if tensor > HEADS.get(name, 128):
+            tensor = HEADS[name]
+        plan = plan_by_shape(config, BFLOAT16, tensor, expert)
+        assert plan.num_parameters / 1e9 == pytest.approx(model.billions, abs=5e-4)
+        ideal = 2 * plan.num_parameters / plan.num_devices
+        assert plan.num_devices == 1 or plan.largest_whole[1] < LARGE, plan.largest_whole
+        copied_kv = tensor > config.num_kv_heads  # fewer than devices; over "expert" attention is copied as well
+        assert plan.weight_bytes - plan.whole_bytes >= 0.98 * ideal - plan.whole_bytes
+        assert plan.weight_bytes < ideal * (1.15 if copied_kv or expert > 1 else 1.001) + plan.whole_bytes
+
+
+@pytest.mark.parametrize("name", [name for name, model in PUBLISHED.items() if model.file])
+def test_these_are_the_published_files(name: str, shared_data: SharedData) -> None:
+    model = PUBLISHED[name]
+    path = shared_data / f"hf_configs/{model.file}_config.json"
+    whole = json.loads(path.read_text())
+    plain = {key: value for key, value in whole.items() if key != "quantization_config"}
+    theirs, ours = build(from_hf(plain), BFLOAT16).specs, build(from_hf(model.hf), BFLOAT16).specs
+    assert [(spec.name, spec.shape, spec.axes) for spec in theirs] == [(s.name, s.shape, s.axes) for s in ours]
+
+
+def test_kv_bytes_and_tokens() -> None:
+    config = from_hf(PUBLISHED["Llama-3.1-8B"].hf)
+    one, eight, sixteen = (plan_by_shape(config, BFLOAT16, tensor, 1) for tensor in (1, 8, 16))
+    assert one.kv_token_bytes == 32 * 2 * 8 * 128 * 2
+    assert eight.kv_token_bytes == sixteen.kv_token_bytes == one.kv_token_bytes // 8  # 8 kv heads: each twice on 16
+    assert one.kv_tokens(8 * GIB) == 0
+    room = int(80 * GIB * 0.9) - one.weight_bytes
+    assert one.kv_tokens(80 * GIB) == room // one.kv_token_bytes
+
+
+def test_what_is_counted_is_what_lies_there() -> None:
+    """A small model on one device, against arrays."""
+    config = from_hf(PUBLISHED["Gemma-3-1B"].hf).replace(num_layers=2, layer_windows=(512, None), vocab_size=1000)
+    plan = plan_by_shape(config, BFLOAT16, 1, 1)
+    arrays = [np.zeros(spec.shape, np.uint16) for spec in build(config, BFLOAT16).specs]
+    assert isinstance(plan, ShapePlan) and plan.weight_bytes == sum(array.nbytes for array in arrays)
