@@ -32,6 +32,7 @@ HF = TINY_LLAMA | {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 32000,
+    "torch_dtype": "bfloat16",
 }
 
 
