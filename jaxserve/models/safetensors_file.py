@@ -63,14 +63,18 @@ def read_contents(path: Path) -> Iterator[tuple[str, TensorInfo]]:
     position = 0
     for name, info, (begin, end) in sorted(tensors, key=lambda tensor: tensor[2]):
         if begin != position or end - begin != info.num_bytes:
-            raise ModelLoadError(
+            raise _damaged(
                 f"{path}: {name} has the wrong offsets [{begin}, {end}], expected {info.num_bytes} bytes at {position}"
             )
         position = end
         yield name, TensorInfo(path, info.dtype, info.shape, data_start + begin)
     if data_start + position != size:
         problem = "is truncated" if data_start + position > size else "has bytes that its header does not name"
-        raise ModelLoadError(f"{path} {problem}: {size} bytes, the header names {data_start + position}")
+        raise _damaged(f"{path} {problem}: {size} bytes, the header names {data_start + position}")
+
+
+def _damaged(message: str) -> ModelLoadError:
+    return ModelLoadError(message, fix="download the checkpoint again")
 
 
 def _read_header(path: Path) -> tuple[list[tuple[str, Any]], int, int]:
@@ -79,13 +83,13 @@ def _read_header(path: Path) -> tuple[list[tuple[str, Any]], int, int]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-            raise ModelLoadError(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
+            raise _damaged(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
         try:
             entries = json.loads(file.read(length), object_pairs_hook=_Pairs)
         except (ValueError, RecursionError) as error:
-            raise ModelLoadError(f"{path}: the header is no JSON: {error}") from error
+            raise _damaged(f"{path}: the header is no JSON: {error}") from error
     if not isinstance(entries, _Pairs):
-        raise ModelLoadError(f"{path}: the header is no JSON object")
+        raise _damaged(f"{path}: the header is no JSON object")
     return list(entries), 8 + length, size
 
 
@@ -97,7 +101,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[in
     fields = dict(entry) if isinstance(entry, _Pairs) else {}
     dtype, shape, offsets = fields.get("dtype"), _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
-        raise ModelLoadError(f"{path}: the header's entry of {name} is malformed")
+        raise _damaged(f"{path}: the header's entry of {name} is malformed")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ModelLoadError(f"{path}: {name} has dtype {dtype!r}; readable are {', '.join(DTYPES)}")
     return TensorInfo(path, DTYPES[dtype], shape, 0), (offsets[0], offsets[1])
@@ -118,7 +122,7 @@ def read_rows(info: TensorInfo, first: int, count: int, raw: np.ndarray) -> np.n
         while len(view):
             read = file.readinto(view)
             if not read:
-                raise ModelLoadError(f"{info.file} became shorter while it was read")
+                raise _damaged(f"{info.file} became shorter while it was read")
             view = view[read:]
     return raw.view(info.dtype).reshape(shape)
 

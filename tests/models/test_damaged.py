@@ -1,0 +1,70 @@
+"""Damaged checkpoints as an operator meets them: the engine does not start, and one line says why, within 10 s."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve import Engine
+from jaxserve.cli.main import describe
+from jaxserve.errors import ModelLoadError
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
+from tests.models.test_loader import rewrite_header, shifted
+from tests.models.test_quantization import BLOCK_FP8, quantize_blocks
+
+INDEX = "model.safetensors.index.json"
+
+
+def truncated(directory: Path) -> None:
+    shard = directory / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def wrong_offsets(directory: Path) -> None:
+    for shard in directory.glob("*.safetensors"):
+        if b"model.norm.weight" in shard.read_bytes():
+            rewrite_header(shard, shifted)
+
+
+def without_index_entry(directory: Path) -> None:
+    content = json.loads((directory / INDEX).read_text())
+    del content["weight_map"]["model.norm.weight"]
+    (directory / INDEX).write_text(json.dumps(content))
+
+
+def nan_scale(directory: Path) -> None:
+    stored, _ = quantize_blocks(random_tensors(TINY_LLAMA))
+    stored["model.layers.0.mlp.up_proj.weight_scale_inv"][0, 0] = np.nan
+    for path in directory.iterdir():
+        path.unlink()
+    write_checkpoint(directory, TINY_LLAMA | BLOCK_FP8, stored)
+
+
+def own_code(directory: Path) -> None:
+    hf = TINY_LLAMA | {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    (directory / "config.json").write_text(json.dumps(hf))
+    (directory / "own.py").write_text(f"open({str(directory / 'ran')!r}, 'w')")
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (truncated, "model-00002-of-00002.safetensors is truncated"),
+        (wrong_offsets, "wrong offsets"),
+        (without_index_entry, "not where the index says: model.norm.weight"),
+        (nan_scale, "model.layers.0.mlp.up_proj.weight_scale_inv: 1 of"),
+        (own_code, "the code that its directory brings is never run"),
+    ],
+)
+def test_one_line_within_ten_seconds(damage: Callable[[Path], None], cause: str, tmp_path: Path) -> None:
+    damage(write_sharded(tmp_path, TINY_LLAMA, random_tensors(TINY_LLAMA)))
+    start = time.monotonic()
+    with pytest.raises(ModelLoadError) as caught:
+        Engine(str(tmp_path), compile_cache=None)
+    line = describe(caught.value)
+    assert time.monotonic() - start < 10
+    assert cause in line and "\n" not in line and " -> " in line  # and what to do
+    assert not (tmp_path / "ran").exists()
