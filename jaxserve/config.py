@@ -86,6 +86,10 @@ class SchedulerSection(Section):
     policy: Literal["fcfs", "lpm", "priority"] = Field("fcfs", description="Order of the waiting queue.")
     max_queued_requests: int = Field(4096, ge=1, description="Waiting requests; one more is answered 429.")
     max_queued_tokens: int | None = Field(None, ge=1, description="Waiting prompt tokens; more is answered 429.")
+    prefill_chunk_size: int | None = Field(
+        None, ge=1, description="Prompt tokens in one step, all requests together. Default: what the step has room for."
+    )
+    aging_steps: int = Field(1024, ge=1, description="Steps after which a waiting request is passed by nobody.")
     new_token_ratio: float = Field(
         0.7, gt=0, le=1, description="Share of a request's max_tokens that admission reserves, at the start."
     )

@@ -155,6 +155,8 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner) -> Sc
         max_queued_requests=section.max_queued_requests,
         max_queued_tokens=section.max_queued_tokens,
         new_token_ratio=section.new_token_ratio,
+        prefill_chunk_size=section.prefill_chunk_size,
+        aging_steps=section.aging_steps,
         queue_timeout=config.server.queue_timeout,
     )
 
