@@ -10,8 +10,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
+
+import msgspec
 
 from jaxserve.api.state import ServerState
 from jaxserve.engine.output import RequestOutput
@@ -151,7 +153,7 @@ async def _coalesce(stream: Outputs, interval: int) -> Outputs:
 
 def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     logprobs = None if second.logprobs is None else [*(first.logprobs or ()), *second.logprobs]
-    return replace(
+    return msgspec.structs.replace(
         second,
         text=first.text + second.text,
         token_ids=[*first.token_ids, *second.token_ids],

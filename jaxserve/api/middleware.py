@@ -43,7 +43,9 @@ class RequestContext:
             return await self.app(scope, receive, send)
         started = time.perf_counter()
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        state["send_body"] = send  # nothing between here and a route looks at the body: see sse.EventStream
         status = 0
 
         async def tagged(message: Message) -> None:

@@ -87,7 +87,7 @@ async def _budgeted(generate: Generate, job: Job, budget: ThinkingBudget) -> Str
         stream = think_at_most(one, job.prompt_token_ids, params, budget)
         async with aclosing(stream):
             async for output in stream:
-                yield replace(output, index=index)
+                yield msgspec.structs.replace(output, index=index)
 
     merged = merge([choice(index) for index in range(job.params.n)])
     async with aclosing(merged):

@@ -60,6 +60,9 @@ class EventStream(Response):
 
     The status line waits for the first event, so that an error found before it is an ordinary HTTP error. A later one
     is sent as an event. `events` is closed in every case: that is what aborts the request behind it.
+
+    The head goes through all layers of the application; the events take the short way, past those that only look at
+    heads (three of them, 0.2 us each for every event).
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
@@ -69,20 +72,20 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _race(self._stream(send), receive)
+            await _race(self._stream(send, scope.get("state", {}).get("send_body", send)), receive)
         except ClientDisconnected:
             return
         finally:
             await self._events.aclose()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, send_body: Send) -> None:
         first = await anext(self._events, DONE)
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS.copy()})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
+        await send_body({"type": "http.response.body", "body": first, "more_body": True})
         try:
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send_body({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             data = event(error_body(as_http_error(error)))
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await send_body({"type": "http.response.body", "body": data, "more_body": True})
+        await send_body({"type": "http.response.body", "body": DONE, "more_body": False})

@@ -6,7 +6,7 @@ Both wrap the engine's stream of one prompt and yield a stream of the same kind.
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -46,7 +46,7 @@ async def end_repetitions(stream: Stream, rule: RepetitionRule, num_choices: int
             tail = [*tails.get(output.index, ()), *output.token_ids][-rule.largest * rule.min_count :]
             tails[output.index] = tail
             if output.finish_reason is None and rule.holds(tail):
-                output = replace(output, finish_reason=FinishReason.STOP, matched_stop=REPETITION)
+                output = msgspec.structs.replace(output, finish_reason=FinishReason.STOP, matched_stop=REPETITION)
             if output.finish_reason is not None:
                 ended.add(output.index)
             yield output
@@ -113,7 +113,7 @@ async def _after_thinking(
 ) -> Stream:
     spent = len(token_ids) + len(budget.end_token_ids)
     room = (params.max_tokens or spent) - spent
-    end = replace(
+    end = msgspec.structs.replace(
         last,
         text=budget.end_text,
         token_ids=budget.end_token_ids,
@@ -133,7 +133,7 @@ async def _after_thinking(
     stream = generate([*prompt_token_ids, *token_ids, *budget.end_token_ids], rest, "rest")
     async with aclosing(stream):
         async for output in stream:
-            yield replace(
+            yield msgspec.structs.replace(
                 output,
                 num_prompt_tokens=last.num_prompt_tokens,
                 num_cached_tokens=last.num_cached_tokens,

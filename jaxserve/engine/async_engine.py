@@ -16,6 +16,7 @@ import logging
 import random
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,13 +56,34 @@ MAX_REPLAYS = 2  # a sequence that was live at more engine deaths than this is e
 logger = logging.getLogger(__name__)
 
 
+class _Outbox:
+    """Outputs for one reader. An asyncio.Queue does the same at 1.5 us an item more, and every token passes here."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[RequestOutput | HTTPError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: RequestOutput | HTTPError) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> RequestOutput | HTTPError:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
 @dataclass(slots=True, eq=False)
 class _Live:
     """One sequence on its way: what was sent, its text state, and where its outputs go."""
 
     request: EngineRequest
     text: SequenceText
-    outputs: asyncio.Queue[RequestOutput | HTTPError]
+    outputs: _Outbox
     started: float = field(default_factory=time.monotonic)
     replays: int = 0
 
@@ -217,7 +239,7 @@ class AsyncEngine:
         if f"{base}-0" in self._live:
             raise InvalidValueError(f"a request with the id {base!r} is running", param="request_id")
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        outputs: asyncio.Queue[RequestOutput | HTTPError] = asyncio.Queue()
+        outputs = _Outbox()
         sequences = [
             self._live_sequence(base, index, seed, prompt_token_ids, params, priority, cache_salt, deadline, outputs)
             for index in range(params.n)
@@ -237,7 +259,7 @@ class AsyncEngine:
         priority: int,
         cache_salt: str,
         deadline: float | None,
-        outputs: asyncio.Queue[RequestOutput | HTTPError],
+        outputs: _Outbox,
     ) -> _Live:
         request = EngineRequest(
             request_id=f"{base}-{index}",
@@ -334,11 +356,11 @@ class AsyncEngine:
             del self._live[output.request_id]
         if live.text.stopped_by_text:
             self._link.send(Abort([output.request_id]))
-        live.outputs.put_nowait(result)
+        live.outputs.put(result)
 
     def _end_with_error(self, live: _Live, error: HTTPError) -> None:
         self._live.pop(live.request.request_id, None)
-        live.outputs.put_nowait(error)
+        live.outputs.put(error)
 
     def _fail_all(self, error: HTTPError) -> None:
         for live in list(self._live.values()):

@@ -25,7 +25,7 @@ from jaxserve.engine.request import (
 )
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.scheduler_config import SchedulerConfig
-from jaxserve.engine.token_mask import MaskTable, Matcher, TokenMask
+from jaxserve.engine.token_mask import FillRows, MaskTable, Matcher, TokenMask
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
 
 MakeMatcher = Callable[[GrammarSpec], Matcher]
@@ -38,6 +38,7 @@ class EngineCore:
     seed                         of the generator that seeds requests without a seed of their own
     make_matcher                 compiles a grammar; None: requests with a grammar are refused
     generates                    whether the model makes tokens; else embeddings only
+    fill_masks                   fills the masks of many grammars at once; None: one after the other
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class EngineCore:
         seed: int = 0,
         make_matcher: MakeMatcher | None = None,
         generates: bool = True,
+        fill_masks: FillRows | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
@@ -59,7 +61,7 @@ class EngineCore:
         self._make_matcher = make_matcher
         self._generates = generates
         self._clock = clock
-        self._masks = MaskTable(vocab_size)
+        self._masks = MaskTable(vocab_size, fill_masks)
         self._outputs: list[TokenOutput] = []  # for the next return of `step`
         self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read
         self._scheduler_seconds = 0.0

@@ -19,6 +19,7 @@ from jaxserve.engine.messages import EngineInfo, FromEngine, Located, Progress
 from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
+from jaxserve.grammar.bitmask import BitmaskFiller
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.models.hf_config import read_config
 from jaxserve.models.hub import resolve
@@ -78,6 +79,7 @@ def build_engine(config: Config, send: Send) -> BuiltEngine:
         eos_token_ids=loaded.config.eos_token_ids,
         seed=config.runtime.random_seed,
         make_matcher=matchers,
+        fill_masks=BitmaskFiller().fill,
     )
     info = _info(config, loaded, runner, phases.seconds)
     info = msgspec.structs.replace(

@@ -6,6 +6,7 @@ Owns the child, its directory and its sockets. Knows messages, not what they mea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import signal
 import sys
@@ -94,7 +95,8 @@ class ProcessLink:
     def send(self, message: ToEngine) -> None:
         if self._process is None or self._process.returncode is not None:
             return  # receive() reports the death; what was lost with it is replayed from there
-        zmq.Socket.send(self._outgoing, encode(message), zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # the child's end is closed: it is dying, and the same holds
+            zmq.Socket.send(self._outgoing, encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromEngine:
         assert self._ended is not None

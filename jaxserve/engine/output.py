@@ -7,7 +7,7 @@ Owns the incremental detokenizer and the stop strings of one sequence. Knows no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
 from jaxserve.text.detokenizer import make_detokenizer
@@ -16,14 +16,13 @@ from jaxserve.text.stop import StopChecker
 from jaxserve.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct):
     """What one choice of a request gained since the last output. Deltas, but for the counts."""
 
     request_id: str
     index: int  # the choice: 0 .. n-1
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []  # a Struct copies its default
     logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once
     finish_reason: FinishReason | None = None

@@ -7,7 +7,7 @@ A matcher is made from what a client sent: one that raises ends its own request 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ import numpy as np
 from jaxserve.engine.request import FinishReason, SamplingParams, SchedulerOutput, TokenOutput
 
 logger = logging.getLogger(__name__)
+
+MIN_PARALLEL = 4  # grammars; fewer are filled sooner than threads are woken
 
 
 class Matcher(Protocol):
@@ -34,11 +36,15 @@ class Matcher(Protocol):
         ...
 
 
+# Fills row r of a bitmask for each (matcher, r), all rows at once. May raise for any of them.
+FillRows = Callable[[Sequence[tuple[Matcher, int]], np.ndarray], None]
+
+
 class TokenMask:
     """bad_words of one token are the device's; here are those that depend on the tokens before."""
 
     def __init__(self, matcher: Matcher | None, bad_words: Sequence[tuple[int, ...]]) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
         self._bad_words = bad_words
         self._longest = max((len(word) for word in bad_words), default=1)
         self._tail: list[int] = []  # as many of the last output tokens as a bad word has before its last one
@@ -51,18 +57,22 @@ class TokenMask:
 
     @property
     def is_terminated(self) -> bool:
-        return self._matcher is not None and self._matcher.is_terminated
+        return self.matcher is not None and self.matcher.is_terminated
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance by tokens of the output; False if the grammar does not allow one of them."""
         if self._bad_words:
             self._tail = [*self._tail, *token_ids][1 - self._longest :]
-        return self._matcher is None or all(self._matcher.accept(token) for token in token_ids)
+        return self.matcher is None or all(self.matcher.accept(token) for token in token_ids)
 
     def fill(self, row: np.ndarray) -> None:
         """row: int32 [ceil(V/32)], all ones on entry."""
-        if self._matcher is not None:
-            self._matcher.fill(row)
+        if self.matcher is not None:
+            self.matcher.fill(row)
+        self.ban(row)
+
+    def ban(self, row: np.ndarray) -> None:
+        """The bad words' part of `fill`."""
         for word in self._bad_words:
             *before, last = word
             if self._tail[-len(before) :] == before:
@@ -70,9 +80,10 @@ class TokenMask:
 
 
 class MaskTable:
-    """The masks of live requests."""
+    """The masks of live requests. fill_rows: fills many grammars on all cores; None fills one after the other."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, fill_rows: FillRows | None = None) -> None:
+        self._fill_rows = fill_rows
         self._num_words = -(-vocab_size // 32)
         self._masks: dict[str, TokenMask] = {}
 
@@ -104,13 +115,34 @@ class MaskTable:
         Made anew for every step: the device may still read the last one's.
         """
         bits = np.full((len(output.rows), self._num_words), -1, np.int32)
-        failed: list[str] = []
-        for i, row in enumerate(output.rows):
-            mask = self._masks.get(row.request_id) if row.masked else None  # none: it ended meanwhile
-            if mask is not None:
-                try:
-                    mask.fill(bits[i])
-                except Exception:
-                    logger.exception("%s: the grammar's matcher failed", row.request_id)
-                    failed.append(row.request_id)
-        return bits, failed
+        masks = [
+            (i, row.request_id, self._masks[row.request_id])
+            for i, row in enumerate(output.rows)
+            if row.masked and row.request_id in self._masks  # the others ended meanwhile
+        ]
+        if self._fill_together(masks, bits):
+            return bits, []
+        bits[:] = -1
+        return bits, [name for i, name, mask in masks if not _filled(mask, bits[i], name)]
+
+    def _fill_together(self, masks: Sequence[tuple[int, str, TokenMask]], bits: np.ndarray) -> bool:
+        """Whether all rows could be filled at once."""
+        matchers = [(mask.matcher, i) for i, _, mask in masks if mask.matcher is not None]
+        if self._fill_rows is None or len(matchers) < MIN_PARALLEL:
+            return False
+        try:
+            self._fill_rows(matchers, bits)
+        except Exception:  # one by one, they show which of them failed
+            return False
+        for i, _, mask in masks:
+            mask.ban(bits[i])
+        return True
+
+
+def _filled(mask: TokenMask, row: np.ndarray, request_id: str) -> bool:
+    try:
+        mask.fill(row)
+    except Exception:
+        logger.exception("%s: the grammar's matcher failed", request_id)
+        return False
+    return True

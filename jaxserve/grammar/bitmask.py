@@ -8,6 +8,7 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
+from jaxserve.engine.token_mask import Matcher
 from jaxserve.grammar.matcher import GrammarMatcher
 
 
@@ -17,11 +18,16 @@ class BitmaskFiller:
     def __init__(self, num_threads: int | None = None) -> None:
         self._executor = llguidance.LLExecutor(num_threads)
 
-    def fill(self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: np.ndarray) -> None:
-        """Fill row r of bitmask int32 [R, ceil(V/32)] (all ones on entry, C-contiguous) for each (matcher, r)."""
-        parallel = [(matcher.ll, row) for matcher, row in rows if matcher.in_grammar]
+    def fill(self, rows: Sequence[tuple[Matcher, int]], bitmask: np.ndarray) -> None:
+        """Fill row r of bitmask int32 [R, ceil(V/32)] (all ones on entry, C-contiguous) for each (matcher, r).
+
+        A FillRows of the engine. A matcher that is not in its grammar yet is filled on this thread.
+        """
+        parallel = []
+        for matcher, row in rows:
+            if isinstance(matcher, GrammarMatcher) and matcher.in_grammar:
+                parallel.append((matcher.ll, row))
+            else:
+                matcher.fill(bitmask[row])
         if parallel:
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, parallel, bitmask)
-        for matcher, row in rows:
-            if not matcher.in_grammar:
-                matcher.fill(bitmask[row])

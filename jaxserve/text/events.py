@@ -1,7 +1,8 @@
 """What a parsed output consists of, as it streams: answer text, reasoning text, tool calls.
 
 Joined, the events of a stream are the same however the text was cut into deltas; an unstreamed answer is made from
-the same events, so both forms of an answer agree by construction.
+the same events, so both forms of an answer agree by construction. Structs, not dataclasses: nearly every token makes
+one, and a frozen dataclass takes 0.7 us where a Struct takes 0.1.
 """
 
 from __future__ import annotations
@@ -10,19 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+
+class ContentDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     """index counts the calls of an output from 0. custom: the call's input is free text, not JSON arguments."""
 
     index: int
@@ -31,16 +31,14 @@ class ToolCallStart:
     custom: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
     """The next characters of the call's arguments (JSON text as the model wrote it) or of a custom tool's input."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallEnd:
+class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
     index: int
 
 
@@ -98,8 +96,10 @@ def parse_whole(parser: OutputParser, text: str) -> ParsedOutput:
     return output
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
+def merged(events: list[Event]) -> list[Event]:
     """The same events with neighbouring deltas of one kind joined."""
+    if len(events) < 2:
+        return events
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None

@@ -113,7 +113,10 @@ class _Pipeline:
         self._reasoning, self._tools, self._separate = reasoning, tools, separate
 
     def feed(self, delta: str) -> list[Event]:
-        events = self._reasoning.feed(delta) if self._reasoning else [ContentDelta(delta)] if delta else []
+        plain: list[Event] = [ContentDelta(delta)] if delta else []
+        events = self._reasoning.feed(delta) if self._reasoning else plain
+        if self._tools is None and self._separate:
+            return events
         return merged(self._through(events))
 
     def finish(self) -> list[Event]:
@@ -146,4 +149,4 @@ class _Harmony:
     def _through(self, events: list[Event]) -> list[Event]:
         if self._separate:
             return events
-        return merged(ContentDelta(e.text) if isinstance(e, ReasoningDelta) else e for e in events)
+        return merged([ContentDelta(e.text) if isinstance(e, ReasoningDelta) else e for e in events])

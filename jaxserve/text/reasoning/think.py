@@ -55,6 +55,8 @@ class ThinkParser:
         self._rest = False
 
     def feed(self, delta: str) -> list[Event]:
+        if self._rest:
+            return [ContentDelta(delta)] if delta else []
         self.reader.push(delta)
         return self._advance()
 
