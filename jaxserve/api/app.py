@@ -68,6 +68,12 @@ def create_app(
     return app
 
 
+async def warm_up(app: FastAPI) -> None:
+    """Start what the first requests would wait for. Call it once the engine is ready."""
+    state: ServerState = app.state.server
+    await state.grammars.start(state.engine)
+
+
 def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

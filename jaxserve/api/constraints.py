@@ -30,20 +30,27 @@ Constraint = tuple[GrammarSpec, str]  # with the field it came from
 
 
 class GrammarChecks:
-    """The grammar compiler of one server, made when the first constrained request comes."""
+    """The grammar compiler of one server: made by `start`, or when the first constrained request comes."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
         self._making = asyncio.Lock()
 
+    async def start(self, engine: EngineProtocol) -> None:
+        """Start the compiler's process, so that no request waits for it. The engine must be ready."""
+        await (await self._made(engine)).start()
+
     async def check(self, spec: GrammarSpec, param: str, engine: EngineProtocol) -> None:
         """Raises InvalidSchemaError naming `param` for what cannot be enforced."""
+        await (await self._made(engine)).check(spec, param=param)
+
+    async def _made(self, engine: EngineProtocol) -> GrammarCompiler:
         async with self._making:
             if self._compiler is None:
                 text = await asyncio.to_thread(engine.tokenizer.to_json)  # megabytes
                 ids = tuple(engine.info.eos_token_ids)
                 self._compiler = GrammarCompiler(text, vocab_size=engine.info.vocab_size, eos_token_ids=ids)
-        await self._compiler.check(spec, param=param)
+            return self._compiler
 
     async def stop(self) -> None:
         if self._compiler is not None:

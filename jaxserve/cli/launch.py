@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 import uvloop
 
-from jaxserve.api.app import create_app
+from jaxserve.api.app import create_app, warm_up
 from jaxserve.cli.config import dump
 from jaxserve.cli.help import launch_help
 from jaxserve.cli.progress import StartProgress, show_ready
@@ -92,9 +92,10 @@ class Launch:
         self._store = SqliteStore(config.store.path)
         self._stop = asyncio.Event()
         self._signals = 0
+        self._app = create_app(self._engine, config, store=self._store)
         self._server = Server(
             uvicorn.Config(
-                create_app(self._engine, config, store=self._store),
+                self._app,
                 http="httptools",
                 lifespan="on",
                 log_config=None,
@@ -150,6 +151,7 @@ class Launch:
                 if progress is not None:
                     progress.show(status)
         if self._engine.status.phase == "ready":
+            await warm_up(self._app)
             if not self._quiet:
                 show_ready(self._engine.info, self.url, api_key=self._config.server.api_key is not None)
             if on_ready is not None:

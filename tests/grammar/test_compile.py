@@ -1,7 +1,6 @@
 """The compiler's process: verdicts, hostile grammars, recovery, cache and queue."""
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -16,6 +15,8 @@ from jaxserve.grammar.compile import CompileLimits, GrammarCompiler, VerdictCach
 from jaxserve.grammar.translate import grammar_spec, schema_spec
 from jaxserve.grammar.worker import Verdict
 from jaxserve.text.tokenizer import Tokenizer
+
+from .hostile import hostile
 
 T = TypeVar("T")
 GOOD = schema_spec({"type": "object", "properties": {"a": {"type": "string"}}})
@@ -74,56 +75,6 @@ def test_what_cannot_be_enforced_is_refused_with_its_reason(tokenizer: Tokenizer
             assert found is not None and reason in found, (spec, found)
 
     with_compiler(tokenizer, work)
-
-
-def deep(head: str, inner: str, tail: str, times: int) -> str:
-    return head * times + inner + tail * times
-
-
-def hostile() -> list[GrammarSpec]:
-    """Families of advisories against servers like this one: nesting, recursion, repetition, size."""
-    schemas: list[Any] = [
-        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}},
-        {"enum": [f"v{i}" for i in range(15_000)]},
-        {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9},
-        {"type": "array", "items": {}, "minItems": 10**6},
-        {"type": "string", "minLength": 10**8},
-        {"type": "string", "pattern": "^(a+)+b$"},
-        {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"},
-        {"allOf": [{"type": "string", "pattern": f"^.{{0,{i}00}}a.{{0,{i}00}}$"} for i in range(1, 9)]},
-        {
-            "allOf": [
-                {"anyOf": [{"properties": {f"k{i}{j}": {"type": "integer"}}} for j in range(10)]} for i in range(8)
-            ]
-        },
-        {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
-        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-        {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"},
-        {"type": "number", "multipleOf": 1e-300},
-    ]
-    texts = [("json_schema", json.dumps(item)) for item in schemas]
-    texts += [("json_schema", deep('{"items":', "{}", "}", depth)) for depth in (60, 500, 20_000)]
-    texts += [("json_schema", deep('{"properties":{"a":', "{}", "}}", depth)) for depth in (31, 500)]
-    texts += [("json_schema", '{"pattern": "\\ud800"}'), ("json_schema", '{"a": "\\u12"}')]
-    patterns = ["(a+)+b", "(" * 30_000, deep("(", "a", ")", 5000), "(a{0,1000}){0,1000}", "((a{0,100}){0,100}){0,100}",
-                "x{1,100000}", ".*.*.*.*.*.*a.{300}", "(.{1,500}){1,500}x", "[" * 1000, "(a|aa|aaa)*" * 200, "\\",
-                "(?i)" * 500]  # fmt: skip
-    texts += [("regex", pattern) for pattern in patterns]
-    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(300))
-    texts += [
-        ("lark", "start: start"),
-        ("lark", "start: start start | "),
-        ("lark", 'start: a\na: a a | "x" | '),
-        ("lark", f'start: r0\n{rules}\nr300: "x"'),
-        ("lark", "start: " + "(" * 20_000),
-        ("lark", 'start: "x"{1000000}'),
-        ("lark", "start: /(.{1,999}){1,999}/"),
-        ("ebnf", "root ::= root root | "),
-        ("ebnf", "root ::= " + "(" * 5000),
-        ("ebnf", 'root ::= ("a"{1,1000}){1,1000}'),
-        ("choice", json.dumps(["a" * 5000] * 50)),
-    ]
-    return [GrammarSpec(kind=kind, source=source) for kind, source in texts]
 
 
 def check_hostile(tokenizer: Tokenizer, specs: list[GrammarSpec]) -> None:
