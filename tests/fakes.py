@@ -80,6 +80,10 @@ class CountingMatcher:
     def is_terminated(self) -> bool:
         return self.length == 0
 
+    @property
+    def limit_error(self) -> str | None:
+        return None
+
     def fill(self, bitmask_row: np.ndarray) -> None:
         allowed = np.zeros(32 * len(bitmask_row), np.uint8)
         allowed[:: self.modulus] = 1

@@ -190,8 +190,8 @@ class EngineCore:
         """A grammar that is complete ends its request; so does one that the tokens have left, with an error."""
         reason = self._masks.advance(output)
         if reason is FinishReason.ERROR:
-            output.error = "the output left the grammar"
-            self.scheduler.fail(output.request_id, output.error)
+            output.error, output.error_status = self._masks.failure(output.request_id)
+            self.scheduler.fail(output.request_id, output.error, output.error_status)
         elif reason is not None:
             self.scheduler.abort(output.request_id, reason)
         output.finish_reason = reason or output.finish_reason
@@ -202,7 +202,7 @@ class EngineCore:
         """Finish a masked step, now that the tokens before it are known."""
         bitmask, failed = self._masks.bitmask(output)
         handle.sample(bitmask)
-        ended = [self.scheduler.fail(request_id, "the grammar's matcher failed") for request_id in failed]
+        ended = [self.scheduler.fail(request_id, *self._masks.failure(request_id)) for request_id in failed]
         self._deliver([end for end in ended if end is not None])
 
     def drain(self) -> list[TokenOutput]:

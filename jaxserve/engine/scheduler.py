@@ -126,10 +126,10 @@ class Scheduler:
         request = self._live.get(request_id)
         return self._finish(request, reason) if request else None
 
-    def fail(self, request_id: str, error: str) -> TokenOutput | None:
+    def fail(self, request_id: str, error: str, status: int = 500) -> TokenOutput | None:
         """End a request whose output cannot go on; its last output, or None if it has ended already."""
         request = self._live.get(request_id)
-        return self._finish(request, FinishReason.ERROR, error=error) if request else None
+        return self._finish(request, FinishReason.ERROR, error=error, error_status=status) if request else None
 
     def _finish(
         self,

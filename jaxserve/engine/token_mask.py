@@ -27,6 +27,11 @@ class Matcher(Protocol):
         """Nothing may follow."""
         ...
 
+    @property
+    def limit_error(self) -> str | None:
+        """The limit of the parser that the grammar ran into, if that ended it: the grammar's fault."""
+        ...
+
     def fill(self, bitmask_row: np.ndarray) -> None:
         """Write the allowed tokens into int32 [ceil(V/32)], bit 1 allows; all ones on entry."""
         ...
@@ -108,6 +113,14 @@ class MaskTable:
         except Exception:
             logger.exception("%s: the grammar's matcher failed", output.request_id)
             return FinishReason.ERROR
+
+    def failure(self, request_id: str) -> tuple[str, int]:
+        """Message and HTTP status for a request whose mask ended it with an error."""
+        mask = self._masks.get(request_id)
+        limit = mask.matcher.limit_error if mask is not None and mask.matcher is not None else None
+        if limit is not None:
+            return f"this grammar cannot be enforced, it grew over a limit while the output was made: {limit}", 400
+        return "the output left the grammar", 500
 
     def bitmask(self, output: SchedulerOutput) -> tuple[np.ndarray, list[str]]:
         """int32 [R, ceil(V/32)] for a step, and the requests whose matcher failed, which may sample anything.

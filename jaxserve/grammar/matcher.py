@@ -52,6 +52,12 @@ class GrammarMatcher:
         return self.ll.get_error().split("<state>")[0].strip() if self.ll.is_error() else None
 
     @property
+    def limit_error(self) -> str | None:
+        """The error, unless it says that a token was wrong."""
+        error = self.error
+        return None if error is None or "satisfy the grammar" in error else error.split("\n")[0]
+
+    @property
     def in_grammar(self) -> bool:
         """The mask is the grammar's alone, so that rows can be filled in parallel."""
         return self._state == "grammar"

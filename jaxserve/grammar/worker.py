@@ -24,6 +24,7 @@ from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.translate import translate
 
 MAX_FRAME = 256 * 2**20  # a tokenizer.json may have 30 MB
+STACK_BYTES = 4 << 20  # half of what the engine's threads have: what is too deep for them dies here first
 MAX_MESSAGE = 1500  # characters; a verdict must fit into PIPE_BUF (4096 bytes) to be written in one piece
 
 
@@ -160,6 +161,7 @@ class _Server:
             signal.setitimer(signal.ITIMER_REAL, self.setup.wall_seconds)
             signal.setitimer(signal.ITIMER_PROF, self.setup.cpu_seconds)
             _limit_memory(self.setup.memory_bytes)
+            resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
             error = compile_error(self.tokenizer, check.spec)
             self.send(Verdict(check.id, None if error is None else error[:MAX_MESSAGE]))
             os._exit(0)

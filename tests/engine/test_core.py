@@ -321,6 +321,18 @@ def test_an_output_that_leaves_the_grammar_ends_with_an_error() -> None:
     assert last and (last.finish_reason, last.error) == (FinishReason.ERROR, "the output left the grammar")
 
 
+def test_a_grammar_that_grows_over_its_limits_is_the_clients_fault() -> None:
+    class Limited(CountingMatcher):
+        limit_error = "Too many items"
+
+        def accept(self, token_id: int) -> bool:
+            return False
+
+    core = make_core(small_config(), make_matcher=lambda spec: Limited(3, 4))
+    last = run_all(core, [make_request("a", [1, 2], grammar=GrammarSpec(kind="regex", source="x"))])["a"].last
+    assert last and last.error and "Too many items" in last.error and last.error_status == 400
+
+
 @pytest.mark.parametrize("method", ["fill", "accept"])
 def test_a_matcher_that_breaks_ends_its_own_request_only(method: str, caplog: pytest.LogCaptureFixture) -> None:
     def break_down(*_: object) -> bool:

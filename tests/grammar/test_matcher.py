@@ -13,6 +13,8 @@ from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.translate import choice_spec, grammar_spec, schema_spec
 from jaxserve.text.tokenizer import Tokenizer
 
+from .hostile import many_hostile
+
 OBJECT = schema_spec({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, strict=True)
 WORDS = 10  # 320 tokens
 
@@ -120,6 +122,16 @@ def test_an_error_stays_with_its_request(factory: MatcherFactory, tokenizer: Tok
     mask(broken)  # does not raise
     assert feed(healthy, tokenizer, '{"a": 1}')
     assert factory(OBJECT).error is None
+
+
+def test_a_limit_is_told_from_a_wrong_token(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    (spec,) = [spec for spec in many_hostile(200)[::8] if spec.source.startswith("start: r0\nr0: r33 r65")]
+    explosive = factory(spec)
+    mask(explosive)
+    assert not explosive.accept(tokenizer.encode("x")[0])
+    assert "Too many items" in (explosive.limit_error or "")
+    wrong = factory(OBJECT)
+    assert not wrong.accept(tokenizer.encode("x")[0]) and wrong.error and wrong.limit_error is None
 
 
 def test_rows_in_parallel_equal_rows_alone(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
