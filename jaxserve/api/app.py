@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from jaxserve.api.batch.service import batches_running, install_batches
+from jaxserve.api.docs_page import install_docs
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.errors import install_error_handlers
 from jaxserve.api.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
@@ -56,11 +57,14 @@ def create_app(
         version=__version__,
         middleware=_middleware(state),
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
         lifespan=_lifespan(state, store),
     )
     app.state.server = state
     install_error_handlers(app)
     install_openapi(app)
+    install_docs(app)
     for module in ROUTERS if store is None else ROUTERS + STORE_ROUTERS:
         app.include_router(module.router)
     if store is not None:

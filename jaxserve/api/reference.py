@@ -12,18 +12,41 @@ from typing import Any
 from pydantic import BaseModel
 
 from jaxserve.api.protocol.admin import AbortRequest
-from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.protocol.common import UNSUPPORTED, SamplingFields
+from jaxserve.api.protocol.batches import CreateBatchRequest, OutputExpiresAfter
+from jaxserve.api.protocol.chat import (
+    AllowedTools,
+    ChatCompletionRequest,
+    ContentPart,
+    CustomDefinition,
+    CustomFormat,
+    CustomGrammar,
+    FunctionDefinition,
+    Message,
+    NamedTool,
+    Reasoning,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from jaxserve.api.protocol.common import (
+    UNSUPPORTED,
+    JsonSchemaFormat,
+    RepetitionDetection,
+    ResponseFormat,
+    SamplingFields,
+    StreamOptions,
+    StructuredOutputs,
+)
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
+from jaxserve.api.protocol.files import UploadFields
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 _ROUTES = """\
 # Routes
 
-Made by `python -m jaxserve.api.reference`; a test holds it to the code. `/docs` and `/openapi.json` of a running
-server show the same with the shapes of the answers.
+Made by `python -m jaxserve.api.reference`; a test holds it to the code.
 
 | route | what |
 |---|---|
@@ -31,12 +54,17 @@ server show the same with the shapes of the answers.
 | `POST /v1/completions` | continue prompts |
 | `POST /v1/embeddings` | vectors of texts, of an encoder or of a decoder's last token |
 | `GET /v1/models`, `GET /v1/models/{id}` | the served names |
+| `POST /v1/files`, `GET /v1/files` | upload a file, list the files |
+| `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | a file: facts, bytes, its end |
+| `POST /v1/batches`, `GET /v1/batches` | start a batch, list the batches (docs/batches.md) |
+| `GET /v1/batches/{id}`, `POST /v1/batches/{id}/cancel` | a batch |
 | `POST /generate` | SGLang's native form, with `meta_info` |
 | `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | the tokenizer; also under `/v1` (the first two) |
 | `GET /model_info`, `GET /server_info`, `GET /version` | what runs here; also `/get_model_info`, `/get_server_info` |
 | `GET /health` | 200 while requests are taken and the engine's loop ticks; else 503 with phase and progress |
 | `GET /live` | 200 while the process answers |
 | `GET /metrics` | Prometheus |
+| `GET /docs`, `GET /openapi.json` | this, with the shapes of the answers; needs nothing from elsewhere |
 | `POST /flush_cache`, `POST /abort_request` | admin: with the admin key only, off without one |
 
 Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. A null is an absent field.
@@ -47,6 +75,24 @@ than 200 levels is refused.
 """
 
 
+_LISTS = """\
+## Query of GET /v1/files and GET /v1/batches
+
+| field | type and limits | meaning |
+|---|---|---|
+| `after` | string | the id of the last entry seen |
+| `limit` | integer ≥ 1 ≤ 10000 (files), ≤ 100 (batches) | entries of a page; default 10000 (files), 20 (batches) |
+| `order` | asc or desc (files) | by time of creation; default desc |
+| `purpose` | string (files) | only these |
+"""
+
+PARTS: tuple[type[BaseModel], ...] = (
+    *(Message, ContentPart, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, RepetitionDetection),
+    *(ToolCall, Tool, FunctionDefinition, CustomDefinition, CustomFormat, CustomGrammar),
+    *(ToolChoice, NamedTool, AllowedTools, Reasoning),
+)
+
+
 def reference() -> str:
     """The whole document."""
     sections = [
@@ -55,11 +101,16 @@ def reference() -> str:
         _section("Fields of chat/completions", ChatCompletionRequest, SamplingFields),
         _section("Fields of completions", CompletionRequest, SamplingFields),
         _section("Fields of embeddings", EmbeddingRequest),
+        *(_section(f"Parts: {part.__name__}", part) for part in PARTS),
         _section("Fields of /generate", GenerateRequest),
         _section("Fields of sampling_params of /generate", NativeSampling),
         _section("Fields of /tokenize", TokenizeRequest),
         _section("Fields of /detokenize", DetokenizeRequest),
         _section("Fields of /abort_request", AbortRequest),
+        _section("Form fields of POST /v1/files, beside `file`", UploadFields),
+        _section("Fields of POST /v1/batches", CreateBatchRequest),
+        _section("Parts: OutputExpiresAfter", OutputExpiresAfter),
+        _LISTS,
         _unsupported(),
     ]
     return "\n".join(sections)

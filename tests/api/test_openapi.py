@@ -25,7 +25,16 @@ def test_every_reference_resolves_and_every_route_has_an_answer(server: LiveServ
             assert operation["responses"]["200"]["content"], path
             assert "422" not in operation["responses"]
             assert (method == "post" and path != "/flush_cache") == ("requestBody" in operation), path
-    assert server.http.get("/docs").status_code == 200
+
+
+def test_docs_shows_every_route_and_shape_and_loads_nothing(server: LiveServer) -> None:
+    document = server.http.get("/openapi.json").json()
+    page = server.http.get("/docs")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert all(f"<code>{path}</code>" in page.text for path in document["paths"])
+    assert set(re.findall(r'href="#([^"]+)"', page.text)) <= set(re.findall(r'id="([^"]+)"', page.text))
+    assert "ChatCompletionRequest" in page.text and "frequency_penalty" in page.text
+    assert not re.search(r"""(src=|href=["'](?!#|openapi)|https?:|<script)""", page.text)
 
 
 @pytest.mark.parametrize(

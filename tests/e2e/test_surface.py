@@ -98,19 +98,3 @@ def test_constraints_hold(client: Any) -> None:
         if choice.finish_reason == "tool_calls":
             assert {call.function.name for call in choice.message.tool_calls} == {"weather"}
     assert any(choice.finish_reason == "tool_calls" for choice in called.choices)
-
-
-def test_scores_of_a_prompt_are_the_engines_own(client: Any) -> None:
-    """lm-eval's protocol: the log-probabilities of a continuation, by echo, equal those it had when generated."""
-    keys: dict[str, Any] = {"model": "demo", "temperature": 0, "logprobs": 1}
-    made = client.completions.create(**keys, prompt="The capital of France is", max_tokens=5, extra_body=IDS).choices[0]
-    prompt = made.prompt_token_ids + made.token_ids
-    scored = client.completions.create(**keys, prompt=[prompt], max_tokens=1, echo=True).choices[0].logprobs
-    start = len(made.prompt_token_ids)
-    values = scored.token_logprobs[start : len(prompt)]
-    assert values == pytest.approx(made.logprobs.token_logprobs, abs=1e-4)
-    for value, top in zip(scored.token_logprobs[1:], scored.top_logprobs[1:], strict=True):
-        assert value in top.values()
-
-
-IDS = {"return_token_ids": True}
