@@ -1,4 +1,4 @@
-"""lm-eval's local-completions protocol on the demo model: what it sends, what it reads, and that the numbers are right."""
+"""lm-eval's local-completions protocol on the demo model: what it sends and reads, and that the numbers are right."""
 
 from typing import Any
 
