@@ -8,8 +8,10 @@ import pytest
 from pydantic import BaseModel
 
 from jaxserve.api.protocol.chat import ChatCompletionRequest
+from jaxserve.api.protocol.common import RepetitionDetection
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.generate import NativeSampling
+from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 from .conftest import LiveServer, reply_with
 
@@ -31,37 +33,58 @@ def edges(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def fields(model: type[BaseModel]) -> list[str]:
-    properties = model.model_json_schema()["properties"]
-    plain = ("model", "messages", "prompt", "input_ids", "stream", "request_id", "rid")
-    return [name for name in properties if name not in plain]
+    """Every field, and those of an object that is made of numbers."""
+    names = [name for name in model.model_json_schema()["properties"] if name != "model"]
+    nested = [f"repetition_detection.{name}" for name in RepetitionDetection.model_fields]
+    return names + (nested if "repetition_detection" in names else [])
+
+
+def schema_of(model: type[BaseModel], name: str) -> dict[str, Any]:
+    outer, _, inner = name.partition(".")
+    return (RepetitionDetection if inner else model).model_json_schema()["properties"][inner or outer]
 
 
 CASES = [
     *(("/v1/chat/completions", ChatCompletionRequest, name) for name in fields(ChatCompletionRequest)),
     *(("/v1/completions", CompletionRequest, name) for name in fields(CompletionRequest)),
     *(("/generate", NativeSampling, name) for name in fields(NativeSampling)),
+    *(("/tokenize", TokenizeRequest, name) for name in fields(TokenizeRequest) if name != "text"),  # a second prompt
+    *(("/detokenize", DetokenizeRequest, name) for name in fields(DetokenizeRequest)),
 ]
+BODIES: dict[str, dict[str, str]] = {
+    "/v1/chat/completions": {"messages": '[{"role": "user", "content": "Hi"}]', "max_tokens": "2"},
+    "/v1/completions": {"prompt": '"Hi"', "max_tokens": "2"},
+    "/generate": {"max_new_tokens": "2"},
+    "/tokenize": {"prompt": '"Hi"'},
+    "/detokenize": {"tokens": "[5]"},
+}
 
 
 def raw_body(route: str, name: str, value: str) -> bytes:
-    if route == "/generate":
-        return f'{{"text": "Hi", "sampling_params": {{"max_new_tokens": 2, "{name}": {value}}}}}'.encode()
-    prompt = '"messages": [{"role": "user", "content": "Hi"}]' if "chat" in route else '"prompt": "Hi"'
-    limit = "" if name in ("max_tokens", "min_tokens") else '"max_tokens": 2, '
-    return f'{{"model": "demo", {prompt}, {limit}"{name}": {value}}}'.encode()
+    """Written by hand: NaN and numbers of 5,000 digits are no JSON that a client makes."""
+    outer, _, inner = name.partition(".")
+    parts = BODIES[route] | {outer: f'{{"{inner}": {value}}}' if inner else value}
+    for one, other in (("min_tokens", "max_tokens"), ("messages", "prompt")):
+        if name == one:
+            parts.pop(other, None)
+    text = ", ".join(f'"{key}": {part}' for key, part in parts.items())
+    return (
+        f'{{"text": "Hi", "sampling_params": {{{text}}}}}' if route == "/generate" else f'{{"model": "demo", {text}}}'
+    ).encode()
 
 
 @pytest.mark.parametrize(("route", "model", "name"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_field_at_and_over_its_limits(server: LiveServer, route: str, model: type[BaseModel], name: str) -> None:
     reply_with(server, "fine")
-    schema = model.model_json_schema()["properties"][name]
+    schema = schema_of(model, name)
     for value in dict.fromkeys([*edges(schema), *ODD, *HUGE, *LISTS]):
         headers = {"content-type": "application/json"}
         response = server.http.post(route, content=raw_body(route, name, value), headers=headers)
         assert response.status_code in (200, 400), (value[:60], response.text)
         if response.status_code == 400:
             param = response.json()["error"]["param"] or ""
-            assert name in param or name in response.json()["error"]["message"], (value[:60], response.text)
+            named = name.rpartition(".")[2]
+            assert named in param or named in response.json()["error"]["message"], (value[:60], response.text)
     canary = server.post("/v1/completions", {"model": "demo", "prompt": "Hi"}).json()
     assert canary["choices"][0]["text"] == "fine"
 
