@@ -65,6 +65,7 @@ def constraint(body: SamplingFields | NativeSampling, tokenizer: Tokenizer) -> C
             found += _response_format(body.response_format, tokenizer)
         with _naming("structured_outputs"):
             found += _structured_outputs(body.structured_outputs, tokenizer)
+        found += _guided(body)
     elif body.structural_tag is not None:
         with _naming("structural_tag"):
             found.append((structural_tag_spec(body.structural_tag, special_tokens(tokenizer)), "structural_tag"))
@@ -152,6 +153,18 @@ def _response_format(wanted: ResponseFormat | None, tokenizer: Tokenizer) -> lis
         where = f"{param}.json_schema" + ("" if named is None else ".schema")
         raise InvalidValueError(f"{where} is missing.", param=where, code="missing_required_parameter")
     return [(schema_spec(named.schema_, strict=bool(named.strict)), param)]
+
+
+def _guided(body: SamplingFields) -> Iterator[Constraint]:
+    """The fields that vLLM had before structured_outputs."""
+    if body.guided_json is not None:
+        yield schema_spec(_schema(body.guided_json, "guided_json")), "guided_json"
+    if body.guided_regex is not None:
+        yield GrammarSpec(kind="regex", source=body.guided_regex), "guided_regex"
+    if body.guided_choice is not None:
+        yield choice_spec(body.guided_choice), "guided_choice"
+    if body.guided_grammar is not None:
+        yield grammar_spec(body.guided_grammar), "guided_grammar"
 
 
 def _structured_outputs(wanted: StructuredOutputs | None, tokenizer: Tokenizer) -> list[Constraint]:

@@ -41,6 +41,11 @@ def grammar_of(server: LiveServer, keys: dict[str, Any], path: str = "/v1/comple
         ({"json_schema": json.dumps(SCHEMA)}, "json_schema"),
         ({"regex": "[0-9]+"}, "regex"),
         ({"ebnf": 'root ::= "a"'}, "ebnf"),
+        ({"guided_json": SCHEMA}, "json_schema"),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema"),
+        ({"guided_regex": "[0-9]+"}, "regex"),
+        ({"guided_choice": ["yes", "no"]}, "choice"),
+        ({"guided_grammar": 'root ::= "a"'}, "ebnf"),
     ],
 )
 def test_every_spelling(server: LiveServer, keys: dict[str, Any], kind: str) -> None:
@@ -49,7 +54,7 @@ def test_every_spelling(server: LiveServer, keys: dict[str, Any], kind: str) -> 
     if kind == "json_schema":
         assert json.loads(spec.source)["properties"] == SCHEMA["properties"]
     assert grammar_of(server, keys, "/v1/chat/completions").kind == kind
-    if kind != "choice" and "structured_outputs" not in keys and "response_format" not in keys:
+    if keys.keys() & {"json_schema", "regex", "ebnf"}:
         assert grammar_of(server, keys, "/generate").kind == kind
 
 

@@ -6,7 +6,7 @@ does not support stands in UNSUPPORTED and is answered 400.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,10 +29,7 @@ UNSUPPORTED: dict[str, str] = {
     "bootstrap_port": "prefill and decode run in one engine",
     "bootstrap_room": "prefill and decode run in one engine",
     "disagg_prefill_dp_rank": "prefill and decode run in one engine",
-    "data_parallel_rank": "the server chooses the replica",
-    "routed_dp_rank": "the server chooses the replica",
     "session_params": "there are no sessions; prefixes are cached by content",
-    "session_id": "there are no sessions; prefixes are cached by content",
     "return_hidden_states": "hidden states are not returned over HTTP",
     "return_routed_experts": "expert choices are not returned over HTTP",
     "return_sampling_mask": "masks are not returned over HTTP",
@@ -55,10 +52,6 @@ UNSUPPORTED: dict[str, str] = {
     "use_audio_in_video": "the model takes text only",
     "embed_dtype": "embeddings are float32",
     "endianness": "embeddings are little-endian",
-    "guided_json": "use response_format or structured_outputs",
-    "guided_regex": "use structured_outputs",
-    "guided_choice": "use structured_outputs",
-    "guided_grammar": "use structured_outputs",
 }
 
 
@@ -153,6 +146,12 @@ class SamplingFields(Body):
     json_schema: str | dict[str, Any] | None = Field(None, description="The same: a schema, or its JSON text.")
     regex: str | None = Field(None, description="The output must match the pattern.")
     ebnf: str | None = Field(None, description="The output must match the grammar.")
+    guided_json: str | dict[str, Any] | None = Field(None, description="The older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="The older name of structured_outputs.choice."
+    )
+    guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
 
     user: str | None = Field(None, description="Not used.")
     priority: limits.Priority | None = Field(None, description="Lower runs earlier (policy: priority). Default 0.")
@@ -160,6 +159,9 @@ class SamplingFields(Body):
     extra_key: limits.CacheSalt | None = Field(None, description="The same as cache_salt; both are combined.")
     request_id: limits.Identifier | None = Field(None, description="The id of the answer; unique while it runs.")
     rid: limits.Identifier | None = Field(None, description="The same as request_id.")
+    session_id: str | None = Field(None, description="Not used: a hint for routers; prefixes are found by content.")
+    data_parallel_rank: Literal[0] | None = Field(None, description="There is one engine: 0.")
+    routed_dp_rank: Literal[0] | None = Field(None, description="There is one engine: 0.")
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**31 - 1, description="Keep so many; -1: what fits.")
     truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut. Default left.")
     return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids in the answer.")
