@@ -122,6 +122,9 @@ class ServerSection(Section):
         60.0, gt=1, description="Seconds without a heartbeat, or in one turn, after which the engine is restarted."
     )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="Largest body but uploads; more is 413.")
+    header_timeout: float = Field(10.0, gt=0, description="Seconds for a request's headers; then it is cut.")
+    body_timeout: float = Field(60.0, gt=0, description="Seconds for a body, and one more for each 10 kB of it.")
+    send_timeout: float = Field(60.0, gt=0, description="Seconds a client may not read; then it is cut.")
     cors_origins: Names = Field((), description="Origins of browsers that may call; none: no CORS headers.")
     metrics_auth: bool = Field(False, description="Ask for the key on /metrics too.")
     ssl_keyfile: str | None = None
@@ -138,6 +141,7 @@ class LoggingSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "text", "json"] = Field("auto", description="auto: text on a terminal, else lines.")
     requests: bool = Field(False, description="Log a line a request; never its text.")
+    otlp_endpoint: str | None = Field(None, description="Send OpenTelemetry spans here (OTLP over HTTP).")
     stats_interval: float = Field(10.0, gt=0, description="Seconds between the engine's log lines when busy.")
 
 

@@ -12,6 +12,7 @@ JaxserveError
 │   ├── PermissionDeniedError       403
 │   ├── NotFoundError               404
 │   │   └── ModelNotFoundError          404 model_not_found
+│   ├── SlowRequestError            408 a body that does not arrive
 │   ├── ConflictError               409
 │   ├── PayloadTooLargeError        413
 │   └── QueueFullError              429 rate_limit_exceeded, Retry-After
@@ -99,6 +100,11 @@ class NotFoundError(RequestError):
 
 class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
+
+
+class SlowRequestError(RequestError):
+    status = 408
+    code = "request_timeout"
 
 
 class ConflictError(RequestError):

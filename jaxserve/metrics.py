@@ -5,16 +5,18 @@ Names are `jaxserve:*`; those that routers and dashboards of the field read are 
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.messages import EngineInfo, EngineStats
+from jaxserve.engine.request import BACKGROUND_PRIORITY
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -22,20 +24,39 @@ _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 _TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.075, 0.15, 0.3, 0.6, 1, 2.5, 5)
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
-# names in both vocabularies: ours -> vLLM's
-_GAUGE_ALIASES = {
-    "jaxserve:num_requests_running": "vllm:num_requests_running",
-    "jaxserve:num_requests_waiting": "vllm:num_requests_waiting",
-    "jaxserve:kv_cache_usage": "vllm:kv_cache_usage_perc",
-}
-_COUNTER_ALIASES = {
-    "jaxserve:prompt_tokens": "vllm:prompt_tokens",
-    "jaxserve:generation_tokens": "vllm:generation_tokens",
-    "jaxserve:cached_tokens": "vllm:prefix_cache_hits",
-    "jaxserve:preemptions": "vllm:num_preemptions",
+# names in both vocabularies: ours -> vLLM's, old and new where it has changed them
+_ALIASES = {
+    "jaxserve:num_requests_running": ("vllm:num_requests_running",),
+    "jaxserve:num_requests_waiting": ("vllm:num_requests_waiting",),
+    "jaxserve:kv_cache_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    "jaxserve:prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+    "jaxserve:generation_tokens": ("vllm:generation_tokens",),
+    "jaxserve:cached_tokens": ("vllm:prefix_cache_hits",),
+    "jaxserve:preemptions": ("vllm:num_preemptions",),
+    "jaxserve:request_success": ("vllm:request_success",),
+    "jaxserve:time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "jaxserve:inter_token_latency_seconds": (
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+    ),
+    "jaxserve:e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
+    "jaxserve:request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
+    "jaxserve:request_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
+    "jaxserve:request_decode_time_seconds": ("vllm:request_decode_time_seconds",),
+    "jaxserve:request_prompt_tokens": ("vllm:request_prompt_tokens",),
+    "jaxserve:request_generation_tokens": ("vllm:request_generation_tokens",),
 }
 
-EngineReader = Callable[[], tuple[EngineInfo | None, EngineStats]]
+
+class EngineReading(NamedTuple):
+    """An engine's numbers now. info: None until it was ready once."""
+
+    info: EngineInfo | None
+    stats: EngineStats
+    restarts: int = 0
+
+
+EngineReader = Callable[[], EngineReading]
 
 
 class Metrics:
@@ -43,27 +64,26 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        labels = ["finished_reason"]
+        ProcessCollector(registry=self.registry)  # memory, descriptors and CPU of the API process
+        self.model = ""  # label of the names that are vLLM's
         self.http_responses = self._counter("http_responses", "Answers by status.", ["method", "status"])
-        self.requests = self._counter("request_success", "Choices that ended, by reason.", labels)
+        self.requests = self._counter("request_success", "Choices that ended, by reason.", ["finished_reason"])
         self.errors = self._counter("request_errors", "Requests that ended with an error, by code.", ["code"])
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", _LATENCY_BUCKETS)
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", _TOKEN_LATENCY_BUCKETS)
-        self.request_latency = self._histogram("e2e_request_latency_seconds", _LATENCY_BUCKETS)
-        self.request_prompt_tokens = self._histogram("request_prompt_tokens", _TOKEN_BUCKETS)
-        self.request_generation_tokens = self._histogram("request_generation_tokens", _TOKEN_BUCKETS)
+        self._online = Latencies(self, "")
+        self._batch = Latencies(self, "batch_")
+        self.registry.register(_Copy(self, self.requests))
+
+    def latencies(self, priority: int) -> Latencies:
+        """Those of clients who wait, or, for background work, those of batch lines: one never blurs the other."""
+        return self._batch if priority >= BACKGROUND_PRIORITY else self._online
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"jaxserve:{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"jaxserve:{name}", buckets)
-        self.registry.register(histogram)
-        return histogram
-
     def watch_engine(self, read: EngineReader) -> None:
         """Export the engine's own numbers; `read` is called at every scrape."""
-        self.registry.register(_EngineCollector(read))
+        self.registry.register(_EngineCollector(self, read))
+        self.registry.register(_TaskCollector())
 
     def count_response(self, scope: Mapping[str, Any], status: int) -> None:
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD", "OPTIONS") else "other"
@@ -74,14 +94,46 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+class Latencies:
+    """Histograms of one kind of requests. Seconds and tokens."""
+
+    def __init__(self, metrics: Metrics, prefix: str) -> None:
+        def histogram(name: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(metrics, f"jaxserve:{prefix}{name}", buckets)
+
+        self._first_token = histogram("time_to_first_token_seconds", _LATENCY_BUCKETS)
+        self.inter_token = histogram("inter_token_latency_seconds", _TOKEN_LATENCY_BUCKETS)
+        self._total = histogram("e2e_request_latency_seconds", _LATENCY_BUCKETS)
+        self._queue = histogram("request_queue_time_seconds", _LATENCY_BUCKETS)
+        self._prefill = histogram("request_prefill_time_seconds", _LATENCY_BUCKETS)
+        self._decode = histogram("request_decode_time_seconds", _LATENCY_BUCKETS)
+        self._prompt_tokens = histogram("request_prompt_tokens", _TOKEN_BUCKETS)
+        self._generation_tokens = histogram("request_generation_tokens", _TOKEN_BUCKETS)
+
+    def first_token(self, seconds: float, queued: float, prefill: float) -> None:
+        """A choice's first token is here: seconds since the request came, and the engine's shares of them."""
+        self._first_token.observe(seconds)
+        self._queue.observe(queued)
+        self._prefill.observe(prefill)
+
+    def finished(self, seconds: float, decode: float, prompt_tokens: int, generation_tokens: int) -> None:
+        """A choice has ended. decode: seconds since its first token."""
+        self._total.observe(seconds)
+        self._decode.observe(decode)
+        self._prompt_tokens.observe(prompt_tokens)
+        self._generation_tokens.observe(generation_tokens)
+
+
 class Histogram(Collector):
     """Written by one thread, so it needs no lock: a tenth of the cost of the library's, and it runs every token."""
 
-    def __init__(self, name: str, buckets: tuple[float, ...]) -> None:
+    def __init__(self, metrics: Metrics, name: str, buckets: tuple[float, ...]) -> None:
+        self._metrics = metrics
         self._name = name
         self._buckets = buckets
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
+        metrics.registry.register(self)
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._buckets, value)] += 1
@@ -92,40 +144,91 @@ class Histogram(Collector):
 
     def collect(self) -> Iterable[Metric]:
         names = [*map(str, map(float, self._buckets)), "+Inf"]
-        text = self._name.partition(":")[2].replace("_", " ")
         pairs = list(zip(names, accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(self._name, text, buckets=pairs, sum_value=self._sum)
+        for name, labels in _names(self._metrics, self._name):
+            family = HistogramMetricFamily(name, _text(self._name), labels=list(labels))
+            family.add_metric(list(labels.values()), pairs, self._sum)
+            yield family
+
+
+class _Copy(Collector):
+    """A counter under its other names."""
+
+    def __init__(self, metrics: Metrics, counter: Counter) -> None:
+        self._metrics = metrics
+        self._counter = counter
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._counter.collect():
+            samples = [sample for sample in metric.samples if sample.name.endswith("_total")]
+            for name, labels in _names(self._metrics, metric.name)[1:]:
+                keys = list(samples[0].labels) if samples else []
+                family = CounterMetricFamily(name, metric.documentation, labels=[*keys, *labels])
+                for sample in samples:
+                    family.add_metric([*sample.labels.values(), *labels.values()], sample.value)
+                yield family
+
+
+class _TaskCollector(Collector):
+    """Tasks of the event loop that serves the scrape: flat, or a request has left something behind."""
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        try:
+            count = len(asyncio.all_tasks())
+        except RuntimeError:  # scraped from outside a loop
+            return
+        yield GaugeMetricFamily("jaxserve:api_tasks", "tasks of the API process", value=count)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, read: EngineReader) -> None:
+    def __init__(self, metrics: Metrics, read: EngineReader) -> None:
+        self._metrics = metrics
         self._read = read
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        info, stats = self._read()
-        for name, value in _gauges(info, stats).items():
-            yield from _families(GaugeMetricFamily, name, value, _GAUGE_ALIASES)
-        for name, value in _counters(stats).items():
-            yield from _families(CounterMetricFamily, name, value, _COUNTER_ALIASES)
-        if info is not None:
-            yield _cache_config(info)
+        reading = self._read()
+        if reading.info is not None:
+            self._metrics.model = reading.info.served_names[0]
+        for name, value in _gauges(reading).items():
+            yield from self._families(GaugeMetricFamily, name, value)
+        for name, value in _counters(reading).items():
+            yield from self._families(CounterMetricFamily, name, value)
+        if reading.info is not None:
+            yield _cache_config(reading.info)
+
+    def _families(self, kind: type[Any], name: str, value: float) -> Iterable[Metric]:
+        for each, labels in _names(self._metrics, name):
+            family = kind(each, _text(name), labels=list(labels))
+            family.add_metric(list(labels.values()), value)
+            yield family
 
 
-def _families(kind: type[Any], name: str, value: float, aliases: dict[str, str]) -> Iterable[Metric]:
-    for each in (name, aliases.get(name)):
-        if each is not None:
-            yield kind(each, name.partition(":")[2].replace("_", " "), value=value)
+def _names(metrics: Metrics, name: str) -> list[tuple[str, dict[str, str]]]:
+    """All names of a metric, each with its labels."""
+    return [(name, {}), *((alias, {"model_name": metrics.model}) for alias in _ALIASES.get(name, ()))]
 
 
-def _gauges(info: EngineInfo | None, stats: EngineStats) -> dict[str, float]:
+def _text(name: str) -> str:
+    return name.partition(":")[2].replace("_", " ")
+
+
+def _gauges(reading: EngineReading) -> dict[str, float]:
+    info, stats = reading.info, reading.stats
     total = info.num_pages if info is not None else 0
     return {
         "jaxserve:num_requests_running": stats.num_running,
         "jaxserve:num_requests_waiting": stats.num_waiting,
         "jaxserve:kv_cache_usage": stats.num_pages_used / total if total else 0.0,
+        "jaxserve:cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
         "jaxserve:pages_total": total,
         "jaxserve:pages_free": stats.num_pages_free,
         "jaxserve:pages_cached": stats.num_pages_cached,
@@ -133,8 +236,10 @@ def _gauges(info: EngineInfo | None, stats: EngineStats) -> dict[str, float]:
     }
 
 
-def _counters(stats: EngineStats) -> dict[str, float]:
+def _counters(reading: EngineReading) -> dict[str, float]:
+    stats = reading.stats
     return {
+        "jaxserve:engine_restarts": reading.restarts,
         "jaxserve:engine_steps": stats.steps,
         "jaxserve:prompt_tokens": stats.prompt_tokens,
         "jaxserve:computed_prompt_tokens": stats.computed_prompt_tokens,

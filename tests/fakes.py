@@ -154,6 +154,12 @@ class FakeRunner:
     def num_compiles(self) -> int:
         return 0
 
+    def rebuild(self) -> None:
+        self.pages.fill(EMPTY)
+        self.slots.clear()
+        self._tables.clear()
+        self._unread.clear()
+
     # --- dispatch
 
     def execute(self, output: SchedulerOutput) -> FakeStep:

@@ -16,6 +16,7 @@ RANKS = {
     "jaxserve.version": 0,
     "jaxserve.log": 5,
     "jaxserve.metrics": 42,
+    "jaxserve.tracing": 42,
     "jaxserve.engine.request": 2,
     "jaxserve.engine.messages": 3,
     "jaxserve.engine.logprobs": 3,

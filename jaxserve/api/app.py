@@ -31,11 +31,12 @@ from jaxserve.api.routes import (
 )
 from jaxserve.api.state import ServerState
 from jaxserve.config import Config
-from jaxserve.engine.messages import EngineInfo, EngineStats
+from jaxserve.engine.messages import EngineStats
 from jaxserve.errors import NotReadyError
-from jaxserve.metrics import Metrics
+from jaxserve.metrics import EngineReading, Metrics
 from jaxserve.store import Store
 from jaxserve.text.output_parser import choose_parsers
+from jaxserve.tracing import make_tracing
 from jaxserve.version import __version__
 
 STORE_ROUTERS = (files, batches)
@@ -50,7 +51,7 @@ def create_app(
     Without a store there are no files and no batches. Raises ConfigError for an unknown parser's name.
     """
     choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
-    state = ServerState(engine, config, metrics or Metrics())
+    state = ServerState(engine, config, metrics or Metrics(), make_tracing(config.logging))
     state.metrics.watch_engine(lambda: _read_engine(engine))
     app = FastAPI(
         title="jaxserve",
@@ -93,7 +94,8 @@ def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
 def _middleware(state: ServerState) -> list[Middleware]:
     """Outermost first."""
     section = state.config.server
-    chain = [Middleware(RequestContext, metrics=state.metrics, log_requests=state.config.logging.requests)]
+    log_requests = state.config.logging.requests
+    chain = [Middleware(RequestContext, metrics=state.metrics, tracing=state.tracing, log_requests=log_requests)]
     if section.cors_origins:
         headers = {"allow_origins": section.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         chain.append(Middleware(CORSMiddleware, **headers))
@@ -101,12 +103,12 @@ def _middleware(state: ServerState) -> list[Middleware]:
         *chain,
         Middleware(Authentication, config=section),
         Middleware(ReadinessGate, engine=state.engine),
-        Middleware(BodyLimit, max_bytes=section.max_body_bytes),
+        Middleware(BodyLimit, max_bytes=section.max_body_bytes, timeout=section.body_timeout),
     ]
 
 
-def _read_engine(engine: EngineProtocol) -> tuple[EngineInfo | None, EngineStats]:
+def _read_engine(engine: EngineProtocol) -> EngineReading:
     try:
-        return engine.info, engine.stats()
+        return EngineReading(engine.info, engine.stats(), engine.restarts)
     except NotReadyError:
-        return None, EngineStats()
+        return EngineReading(None, EngineStats(), 0)

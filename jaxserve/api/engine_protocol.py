@@ -43,6 +43,8 @@ class EngineProtocol(Protocol):
     def alive(self) -> bool: ...  # ready, and its loop ticks
 
     @property
+    def restarts(self) -> int: ...  # engines that died and were replaced
+    @property
     def num_live(self) -> int: ...  # sequences that were accepted and have not ended
 
     def stats(self) -> EngineStats: ...

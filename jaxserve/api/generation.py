@@ -85,7 +85,9 @@ class Generation:
     async def _measured(self, number: int, engine_id: str) -> Outputs:
         """The outputs of one job. One of few functions that run for every token: keep it lean."""
         metrics, usage = self.state.metrics, self.usage
+        times = metrics.latencies(self.priority)
         started = time.perf_counter()
+        first: dict[int, float] = {}
         last: dict[int, float] = {}
         stream = self._generate(self.jobs[number], engine_id)
         self.state.live.add(engine_id)
@@ -96,18 +98,22 @@ class Generation:
                 if count:
                     before = last.get(output.index)
                     if before is None:
-                        metrics.time_to_first_token.observe(now - started)
+                        first[output.index] = now
+                        times.first_token(now - started, output.queue_seconds, output.prefill_seconds)
                     else:
-                        metrics.inter_token_latency.observe((now - before) / count)
+                        times.inter_token.observe((now - before) / count)
                     last[output.index] = now
                     usage.completion_tokens += count
                 if output.finish_reason is not None:
-                    self._finished(number, output, now - started)
+                    self._finished(number, output)
+                    decode = now - first.get(output.index, now)
+                    times.finished(now - started, decode, output.num_prompt_tokens, output.num_output_tokens)
                 yield number, output
         except HTTPError as error:
             metrics.errors.labels(error.code or error.type).inc()
             raise
         finally:
+            self.state.tracing.generation(engine_id, time.perf_counter() - started, usage.as_dict())
             self.state.live.discard(engine_id)
             await stream.aclose()
 
@@ -125,12 +131,8 @@ class Generation:
 
         return generate(job.prompt_token_ids, job.params, "") if job.shape is None else job.shape(generate)
 
-    def _finished(self, number: int, output: RequestOutput, seconds: float) -> None:
-        metrics = self.state.metrics
-        metrics.requests.labels(str(output.finish_reason)).inc()
-        metrics.request_latency.observe(seconds)
-        metrics.request_prompt_tokens.observe(output.num_prompt_tokens)
-        metrics.request_generation_tokens.observe(output.num_output_tokens)
+    def _finished(self, number: int, output: RequestOutput) -> None:
+        self.state.metrics.requests.labels(str(output.finish_reason)).inc()
         self._cached[number] = max(self._cached[number], output.num_cached_tokens)
         self.usage.cached_tokens = sum(self._cached)
 

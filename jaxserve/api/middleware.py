@@ -5,6 +5,7 @@ No BaseHTTPMiddleware: it triples the cost of every streamed chunk.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -18,12 +19,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.errors import ClientDisconnected, as_http_error, send_error
 from jaxserve.config import ServerSection
-from jaxserve.errors import AuthenticationError, HTTPError, PayloadTooLargeError, PermissionDeniedError
+from jaxserve.errors import (
+    AuthenticationError,
+    HTTPError,
+    PayloadTooLargeError,
+    PermissionDeniedError,
+    SlowRequestError,
+)
 from jaxserve.metrics import Metrics
+from jaxserve.tracing import Tracing
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # no key, any phase
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
 UPLOAD_PATHS = ("/v1/files", "/files")  # have their own, larger limit
+
+SLOWEST_BYTES = 10_000.0  # a second: what a slow client's body must bring to be waited for
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +43,10 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestContext:
     """Outermost: gives each request an id, counts and logs it, and turns what nobody caught into a 500."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log_requests: bool = False) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing, log_requests: bool = False) -> None:
         self.app = app
         self.metrics = metrics
+        self.tracing = tracing
         self.log_requests = log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,13 +72,17 @@ class RequestContext:
             await send(message)
 
         try:
-            await self.app(scope, receive, tagged)
-        except ClientDisconnected:
-            status = status or 499
-        except Exception as error:
-            http_error = as_http_error(error)
-            if status == 0:
-                await send_error(http_error, scope, receive, tagged)
+            with self.tracing.request(scope["method"], scope["path"], request_id, Headers(scope=scope)) as span:
+                try:
+                    await self.app(scope, receive, tagged)
+                except ClientDisconnected:
+                    status = status or 499
+                except Exception as error:
+                    http_error = as_http_error(error)
+                    if status == 0:
+                        await send_error(http_error, scope, receive, tagged)
+                finally:
+                    span.end_with(status)
         finally:
             self.metrics.count_response(scope, status)
             if self.log_requests:
@@ -141,29 +156,57 @@ class ReadinessGate:
 
 
 class BodyLimit:
-    """413 for a body over the limit: at once if its length is announced, else while it streams in."""
+    """413 for a body over the limit: at once if its length is announced, else while it streams in. 408 for a slow one.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    timeout: seconds for a body, and one more for each SLOWEST_BYTES of it. Uploads have their own limit of bytes.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.timeout = timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(UPLOAD_PATHS):
+        if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        max_bytes = None if scope["path"].startswith(UPLOAD_PATHS) else self.max_bytes
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and int(announced) > self.max_bytes:
-            return await send_error(self._too_large(), scope, receive, send)
-        received = 0
+        if max_bytes is not None and announced.isdigit() and int(announced) > max_bytes:
+            return await send_error(_too_large(max_bytes), scope, receive, send)
+        await self.app(scope, _LimitedBody(receive, max_bytes, self.timeout), send)
 
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.max_bytes:
-                raise self._too_large()
-            return message
 
-        await self.app(scope, counted, send)
+class _LimitedBody:
+    """A `receive` with limits. Only the time spent in waiting for the client counts."""
 
-    def _too_large(self) -> HTTPError:
-        return PayloadTooLargeError(f"The body is larger than the limit of {self.max_bytes} bytes.")
+    def __init__(self, receive: Receive, max_bytes: int | None, timeout: float) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._timeout = timeout
+        self._waited = 0.0
+        self._received = 0
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:  # what comes now is the client's leaving
+            return await self._receive()
+        message = await self._next_part()
+        self._received += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._max_bytes is not None and self._received > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        return message
+
+    async def _next_part(self) -> Message:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout + self._received / SLOWEST_BYTES - self._waited):
+                return await self._receive()
+        except TimeoutError:
+            raise SlowRequestError("The body did not arrive in time.") from None
+        finally:
+            self._waited += time.monotonic() - began
+
+
+def _too_large(max_bytes: int) -> HTTPError:
+    return PayloadTooLargeError(f"The body is larger than the limit of {max_bytes} bytes.")

@@ -19,6 +19,7 @@ from jaxserve.errors import InvalidValueError, ModelNotFoundError
 from jaxserve.metrics import Metrics
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.output_parser import ParserChoice, choose_parsers
+from jaxserve.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class ServerState:
     engine: EngineProtocol
     config: Config
     metrics: Metrics
+    tracing: Tracing
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     live: LiveRequests = field(default_factory=LiveRequests)

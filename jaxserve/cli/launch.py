@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from jaxserve.api.app import create_app, warm_up
+from jaxserve.api.connection import limited_protocol
 from jaxserve.cli.config import dump
 from jaxserve.cli.help import launch_help
 from jaxserve.cli.progress import StartProgress, show_ready
 from jaxserve.cli.settings import load_config
 from jaxserve.config import Config, ServerSection
 from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.link import EngineLink
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
 from jaxserve.store import SqliteStore
@@ -72,6 +75,22 @@ def bind(section: ServerSection) -> Iterator[socket.socket]:
         yield listener
 
 
+def http_config(app: FastAPI, section: ServerSection, graceful_shutdown: int = 5) -> uvicorn.Config:
+    """How uvicorn serves the application. graceful_shutdown: seconds given to answers when it stops."""
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(section),
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=graceful_shutdown,
+        ssl_keyfile=section.ssl_keyfile,
+        ssl_certfile=section.ssl_certfile,
+    )
+
+
 class Server(uvicorn.Server):
     """uvicorn without its own signal handlers: draining is Launch's."""
 
@@ -81,32 +100,25 @@ class Server(uvicorn.Server):
 
 
 class Launch:
-    """One run of the server."""
+    """One run of the server. make_link: how its engine is reached; None: in a child process."""
 
-    def __init__(self, config: Config, listener: socket.socket, *, quiet: bool = False) -> None:
-        section = config.server
+    def __init__(
+        self,
+        config: Config,
+        listener: socket.socket,
+        *,
+        quiet: bool = False,
+        make_link: Callable[[Config], EngineLink] | None = None,
+    ) -> None:
         self._quiet = quiet
         self._config = config
         self._listener = listener
-        self._engine = AsyncEngine(config)
+        self.engine = AsyncEngine(config, make_link(config) if make_link is not None else None)
         self._store = SqliteStore(config.store.path)
         self._stop = asyncio.Event()
         self._signals = 0
-        self._app = create_app(self._engine, config, store=self._store)
-        self._server = Server(
-            uvicorn.Config(
-                self._app,
-                http="httptools",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=5,
-                ssl_keyfile=section.ssl_keyfile,
-                ssl_certfile=section.ssl_certfile,
-            )
-        )
+        self._app = create_app(self.engine, config, store=self._store)
+        self._server = Server(http_config(self._app, config.server))
 
     @property
     def url(self) -> str:
@@ -126,7 +138,7 @@ class Launch:
     async def serve(self, on_ready: Callable[[], None] | None = None) -> int:
         """Serve until `stop` or the engine's end; the exit code. Raises ConfigError if the engine cannot start."""
         http = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        await self._engine.start(wait=False)
+        await self.engine.start(wait=False)
         watch = asyncio.create_task(self._watch(on_ready))
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -137,7 +149,7 @@ class Launch:
             return 0
         finally:
             self._server.should_exit = True
-            await self._engine.stop()
+            await self.engine.stop()
             for task in (watch, stop):
                 task.cancel()
             await asyncio.gather(http, watch, stop, return_exceptions=True)
@@ -146,20 +158,20 @@ class Launch:
     async def _watch(self, on_ready: Callable[[], None] | None) -> int:
         """Show the start and the ready card; return only when the engine is dead for good."""
         with contextlib.nullcontext() if self._quiet else StartProgress() as progress:
-            while self._engine.status.phase == "loading":
-                status = await self._engine.next_status()
+            while self.engine.status.phase == "loading":
+                status = await self.engine.next_status()
                 if progress is not None:
                     progress.show(status)
-        if self._engine.status.phase == "ready":
+        if self.engine.status.phase == "ready":
             await warm_up(self._app)
             if not self._quiet:
-                show_ready(self._engine.info, self.url, api_key=self._config.server.api_key is not None)
+                show_ready(self.engine.info, self.url, api_key=self._config.server.api_key is not None)
             if on_ready is not None:
                 on_ready()
-        while self._engine.status.phase != "dead":
-            await self._engine.next_status()
-        if self._engine.failure is not None:
-            raise self._engine.failure
+        while self.engine.status.phase != "dead":
+            await self.engine.next_status()
+        if self.engine.failure is not None:
+            raise self.engine.failure
         return 1
 
     def _on_signal(self) -> None:
@@ -169,6 +181,6 @@ class Launch:
         self.stop()
 
     async def _drain(self) -> None:
-        self._engine.drain()
-        if not await self._engine.drained(self._config.server.drain_timeout):
-            logger.warning("%d requests did not end within the drain timeout", self._engine.num_live)
+        self.engine.drain()
+        if not await self.engine.drained(self._config.server.drain_timeout):
+            logger.warning("%d requests did not end within the drain timeout", self.engine.num_live)

@@ -5,11 +5,12 @@ step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  mas
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from jaxserve.engine.messages import EngineStats
 from jaxserve.engine.request import (
@@ -29,6 +30,10 @@ from jaxserve.engine.token_mask import FillRows, MaskTable, Matcher, TokenMask
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
 
 MakeMatcher = Callable[[GrammarSpec], Matcher]
+
+
+class StepError(JaxserveError):
+    """The device failed in a step, at its dispatch or when its tokens were read: what it held counts as lost."""
 
 
 class EngineCore:
@@ -64,6 +69,7 @@ class EngineCore:
         self._masks = MaskTable(vocab_size, fill_masks)
         self._outputs: list[TokenOutput] = []  # for the next return of `step`
         self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read
+        self._rebuilds = 0
         self._scheduler_seconds = 0.0
         self._host_seconds = 0.0
 
@@ -95,8 +101,9 @@ class EngineCore:
             raise InvalidValueError(f"the deadline is {request.deadline} s", param="timeout")
         max_tokens = 0 if params.embed else params.max_tokens
         self.scheduler.config.check_fits(len(prompt), 0 if max_tokens == 0 else 1)
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
+        for ids in (prompt, request.resumed_token_ids):
+            if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+                raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
         self._check_logit_bias(params.logit_bias)
         room = self.scheduler.config.max_sequence_tokens - len(prompt)
         now = self._clock()
@@ -153,12 +160,15 @@ class EngineCore:
         return bool(self._outputs or self._previous or self.scheduler.has_work)
 
     def step(self) -> list[TokenOutput]:
-        """Dispatch the next step, then read the one before it; what ended or gained tokens since the last call."""
+        """Dispatch the next step, then read the one before it; what ended or gained tokens since the last call.
+
+        Raises StepError where the device failed; `recover` then makes the next call possible.
+        """
         began = self._clock()
         self._deliver(self.scheduler.expire(began))
         output = self.scheduler.schedule(began)
         self._scheduler_seconds += self._clock() - began
-        handle = self.runner.execute(output) if output is not None else None
+        handle = self._execute(output) if output is not None else None
         self._host_seconds += self._clock() - began
         self._read_previous()
         if output is not None and handle is not None:
@@ -168,11 +178,16 @@ class EngineCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def _execute(self, output: SchedulerOutput) -> StepHandle:
+        with _device_work():
+            return self.runner.execute(output)
+
     def _read_previous(self) -> None:
         if self._previous is None:
             return
         output, handle = self._previous
-        sampled = handle.result()
+        with _device_work():
+            sampled = handle.result()
         self._previous = None
         began = self._clock()
         self._deliver(self.scheduler.update(output, sampled, began))
@@ -201,7 +216,8 @@ class EngineCore:
     def _sample(self, output: SchedulerOutput, handle: StepHandle) -> None:
         """Finish a masked step, now that the tokens before it are known."""
         bitmask, failed = self._masks.bitmask(output)
-        handle.sample(bitmask)
+        with _device_work():
+            handle.sample(bitmask)
         ended = [self.scheduler.fail(request_id, *self._masks.failure(request_id)) for request_id in failed]
         self._deliver([end for end in ended if end is not None])
 
@@ -213,9 +229,15 @@ class EngineCore:
         return outputs
 
     def recover(self) -> None:
-        """The runner lost the device's state and has been made anew: compute again whatever was running."""
+        """After a StepError: a new, empty cache on the device, and whatever was running is computed again.
+
+        Nothing that was delivered changes: prompts and outputs so far are on the host, and a token depends on them
+        and on its request's seed only. Raises what the runner raises where the device cannot be used any more.
+        """
         self._previous = None
+        self.runner.rebuild()
         self.scheduler.recover()
+        self._rebuilds += 1
 
     # --- administration
 
@@ -244,6 +266,7 @@ class EngineCore:
             compiles=self.runner.num_compiles(),
             host_seconds=self._host_seconds,
             details={
+                "rebuilds": self._rebuilds,
                 "requests_preempted": stats.num_preempted,
                 "pages_evictable": stats.num_pages_evictable,
                 "new_token_ratio": stats.new_token_ratio,
@@ -251,6 +274,14 @@ class EngineCore:
                 **{name: details[name] for name in _DETAILS},
             },
         )
+
+
+@contextlib.contextmanager
+def _device_work() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise StepError(f"{type(error).__name__}: {error}") from error
 
 
 # counters that the named fields of EngineStats do not hold

@@ -52,12 +52,13 @@ class EngineLink(Protocol):
 
 
 class ProcessLink:
-    """An engine in a child process."""
+    """An engine in a child process. module: what the child runs."""
 
     beats = True
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, module: str = "jaxserve.engine.process") -> None:
         self._config = config
+        self._module = module
         self._directory: Path | None = None
         self._context: zmq.asyncio.Context | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -76,7 +77,7 @@ class ProcessLink:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "jaxserve.engine.process",
+            self._module,
             str(self._directory),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,

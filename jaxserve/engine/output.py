@@ -30,6 +30,8 @@ class RequestOutput(msgspec.Struct):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    queue_seconds: float = 0.0  # from arrival to admission; with the first token
+    prefill_seconds: float = 0.0  # from admission to the first token; with it
     embedding: bytes | None = None  # float32, little endian; once, of a request that asked for it
 
     @property
@@ -76,6 +78,8 @@ class SequenceText:
             prompt_logprobs=output.prompt_logprobs,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
+            queue_seconds=output.queue_seconds,
+            prefill_seconds=output.first_token_seconds - output.queue_seconds,
             embedding=output.embedding,
         )
         used, matched = self._take_text(output, result)

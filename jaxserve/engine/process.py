@@ -14,11 +14,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import zmq
 
 from jaxserve.config import Config
-from jaxserve.engine.factory import build_engine
+from jaxserve.engine.factory import Send, build_engine
 from jaxserve.engine.messages import (
     Beat,
     Failed,
@@ -28,11 +30,12 @@ from jaxserve.engine.messages import (
     decode_to_engine,
     encode,
 )
-from jaxserve.engine.server import EngineServer
+from jaxserve.engine.server import BuiltEngine, EngineServer
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
 
 BEAT_INTERVAL = 0.5  # seconds
+MAX_FRAMES = 1024  # taken in before the next step, so that no flood of them stops the engine
 MAX_FRAME = 512 * 2**20  # bytes; a longer frame is refused by the socket
 
 logger = logging.getLogger(__name__)
@@ -44,16 +47,21 @@ class SocketChannel:
     def __init__(self, directory: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._incoming = _connect(context, zmq.PULL, f"ipc://{directory}/to-engine")
         self._outgoing = _connect(context, zmq.PUSH, f"ipc://{directory}/from-engine")
+        self._dropped = 0
 
     def receive(self, timeout: float) -> list[ToEngine]:
         messages: list[ToEngine] = []
         wait = int(timeout * 1000)
-        while self._incoming.poll(wait):
+        for _ in range(MAX_FRAMES):
+            if not self._incoming.poll(wait):
+                break
             wait = 0
             try:
                 messages.append(decode_to_engine(self._incoming.recv()))
             except MessageError as error:
-                logger.error("frame dropped: %s", error)
+                self._dropped += 1
+                if self._dropped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a flood of them is a few lines
+                    logger.error("%d frames dropped so far: %s", self._dropped, error)
         return messages
 
     def send(self, message: FromEngine) -> None:
@@ -95,7 +103,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def main() -> int:
+def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
+    """Run the engine that `build` makes; the exit code."""
     directory = sys.argv[1]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -107,7 +116,7 @@ def main() -> int:
     heartbeat = Heartbeat(directory, context)
     heartbeat.start()
     try:
-        built = build_engine(config, channel.send)
+        built = build(config, channel.send)
         server = EngineServer(built, channel, log_interval=config.logging.stats_interval)
         heartbeat.server = server
         gc.collect()
@@ -123,9 +132,13 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    code = main()
+def main(build: Callable[[Config, Send], BuiltEngine] = build_engine) -> NoReturn:
+    code = serve(build)
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(0.2)  # lets the socket's thread deliver the last frame; LINGER needs a context that is closed
     os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

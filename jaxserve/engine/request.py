@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +19,11 @@ import numpy as np
 BACKGROUND_PRIORITY = 2**30
 
 MAX_LOGIT_BIAS = 4096  # logit_bias entries a request: the room that the device has for each
+
+# What fits the device's arrays. Checked where a frame is decoded: one that breaks it is no message.
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Real = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]  # NaN and infinity are refused too
 
 
 class RequestStatus(enum.Enum):
@@ -45,32 +50,32 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     source: str
     # output token ids after whose last occurrence the grammar begins (e.g. </think>); empty: at once
-    begin_after: tuple[int, ...] = ()
+    begin_after: tuple[Int32, ...] = ()
     # with begin_after: the grammar begins at once unless the first output token is this one (e.g. <think>)
-    begin_unless: tuple[int, ...] = ()
+    begin_unless: tuple[Int32, ...] = ()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request is sampled and when it ends. Values are validated by the caller (`validated()`)."""
 
-    n: int = 1
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0: off (the API maps -1 to 0)
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # multiplicative, over prompt and output tokens
-    frequency_penalty: float = 0.0  # additive per occurrence, over output tokens
-    presence_penalty: float = 0.0  # additive once, over output tokens
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    n: Count = 1
+    temperature: Real = 1.0  # 0 is greedy
+    top_k: Count = 0  # 0: off (the API maps -1 to 0)
+    top_p: Real = 1.0
+    min_p: Real = 0.0
+    repetition_penalty: Real = 1.0  # multiplicative, over prompt and output tokens
+    frequency_penalty: Real = 0.0  # additive per occurrence, over output tokens
+    presence_penalty: Real = 0.0  # additive once, over output tokens
+    logit_bias: dict[Int32, Real] = {}
+    allowed_token_ids: tuple[Int32, ...] | None = None
+    bad_words_token_ids: tuple[tuple[Int32, ...], ...] = ()
     seed: int | None = None  # None: the engine draws one
-    max_tokens: int | None = 16  # None: the rest of the context
-    min_tokens: int = 0
+    max_tokens: Count | None = 16  # None: the rest of the context
+    min_tokens: Count = 0
     ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  # None: off; k: the chosen token's and the top k's (k <= 20)
-    prompt_logprobs: int | None = None
+    stop_token_ids: tuple[Int32, ...] = ()
+    logprobs: Count | None = None  # None: off; k: the chosen token's and the top k's (k <= 20)
+    prompt_logprobs: Count | None = None
     grammar: GrammarSpec | None = None
     embed: bool = False  # no tokens: the prompt's pooled hidden state
     # read by the text side only
@@ -78,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_regex: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    visible_token_ids: tuple[int, ...] = ()  # special tokens that stay in the text: a parser of the output reads them
+    visible_token_ids: tuple[Int32, ...] = ()  # special tokens that stay in the text: a parser of the output reads them
     spaces_between_special_tokens: bool = True
 
 
@@ -86,14 +91,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate, as it enters the engine (n > 1 has been expanded: one each, same `group`)."""
 
     request_id: str  # made by the server, unique among live requests
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[Int32]
     params: SamplingParams
-    priority: int = 0  # lower runs earlier
+    priority: Int32 = 0  # lower runs earlier
     namespace: str = ""  # prefix-cache namespace: adapter and cache salt
     group: str = ""  # siblings of one n > 1 request share it
-    deadline: float | None = None  # seconds from arrival; then it ends with an error
+    deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None  # seconds from arrival; then it ends with an error
     # tokens already delivered to the client before an engine restart; they continue the output, not the prompt
-    resumed_token_ids: list[int] = []
+    resumed_token_ids: list[Int32] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -285,6 +290,10 @@ class Runner(Protocol):
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
         """Dispatch a step and return at once. With `output.masked`, sampling waits for `StepHandle.sample`."""
+        ...
+
+    def rebuild(self) -> None:
+        """Forget every step, slot and page and start with empty ones; the weights stay. For use after a failure."""
         ...
 
     def num_compiles(self) -> int:

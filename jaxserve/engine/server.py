@@ -5,12 +5,13 @@ Knows EngineCore and a Channel; knows no socket, no text and no HTTP. One reques
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.messages import (
     Abort,
     Add,
@@ -29,7 +30,11 @@ from jaxserve.errors import HTTPError, JaxserveError
 
 STATS_INTERVAL = 0.25  # seconds between two stats of a busy engine; a frame of stats costs about 20 us
 IDLE_WAIT = 1.0  # seconds an idle loop sleeps at most, so that stats and deadlines move on
+MAX_REBUILDS = 3  # failed steps within REBUILD_WINDOW that are answered by a rebuild; one more ends the process
+REBUILD_WINDOW = 600.0  # seconds
 COMPILE_WAIT = 0.002  # seconds between two looks at grammars that are being compiled, when nothing else runs
+
+logger = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
@@ -66,6 +71,8 @@ class EngineServer:
         self._stopping = False
         self._compiling: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self._stats_sent = 0.0
+        self._was_busy = False
+        self._rebuilt: list[float] = []  # times of the latest rebuilds, time.monotonic()
         self._log = StatsLog(log_interval, info.num_pages, info.page_size)
         self._calls: dict[str, Callable[..., Any]] = {"flush_cache": core.flush_prefix_cache}
 
@@ -77,9 +84,27 @@ class EngineServer:
             self.turn_started = time.monotonic()
             refused = [output for message in messages for output in self._handle(message)]
             refused += self._add_compiled()
-            outputs = self._core.step()
+            outputs = self._step()
             self.steps += 1
             self._publish(refused + outputs)
+
+    def _step(self) -> list[TokenOutput]:
+        try:
+            return self._core.step()
+        except StepError as error:
+            self._rebuild(error)
+            return []
+
+    def _rebuild(self, error: StepError) -> None:
+        """Go on after a failed step. Raises where that has been tried too often, or fails: a new process is next."""
+        now = time.monotonic()
+        self._rebuilt = [*(at for at in self._rebuilt if now - at < REBUILD_WINDOW), now]
+        count = len(self._rebuilt)
+        if count > MAX_REBUILDS:
+            raise error
+        logger.error("a step failed; rebuild %d of %d: %s", count, MAX_REBUILDS, error, exc_info=error.__cause__)
+        self._core.recover()
+        logger.info("the cache is rebuilt in %.2f s; what was running is computed again", time.monotonic() - now)
 
     def _patience(self) -> float:
         """Seconds to wait for a message."""
@@ -126,12 +151,13 @@ class EngineServer:
 
     def _publish(self, outputs: list[TokenOutput]) -> None:
         now = time.monotonic()
-        due = now - self._stats_sent >= STATS_INTERVAL
+        busy = self._core.has_work
+        due = now - self._stats_sent >= STATS_INTERVAL or (self._was_busy and not busy)
+        self._was_busy = busy
         if outputs or due:
             self._channel.send(Outputs(outputs, self._core.stats() if due else None))
         if due:
             self._stats_sent = now
-        busy = self._core.has_work
         if self._log.due(busy=busy, now=now):
             self._log.log(self._core.stats(), busy=busy, now=now)
 

@@ -23,7 +23,7 @@ import msgspec
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES
-from jaxserve.grammar.worker import Check, Setup, Verdict, frame
+from jaxserve.grammar.worker import Cancel, Check, Setup, Verdict, frame
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +134,10 @@ class GrammarCompiler:
         try:
             await self._send(process, Check(check_id, spec))
             verdict: Verdict = await future
+        except asyncio.CancelledError:
+            if process.stdin is not None and not process.stdin.is_closing():
+                process.stdin.write(frame(Cancel(check_id)))
+            raise
         finally:
             self._pending.pop(check_id, None)
         if verdict.failed and last:

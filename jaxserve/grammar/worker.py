@@ -44,6 +44,12 @@ class Check(msgspec.Struct, tag=True):
     spec: GrammarSpec
 
 
+class Cancel(msgspec.Struct, tag=True):
+    """Nobody waits for this check any more: end its child."""
+
+    id: int
+
+
 class Verdict(msgspec.Struct, tag=True):
     """error: None if the grammar was built and lets a first token through. failed: the worker's own fault.
     busy: the time on the wall ran out, which may be the machine's load and not the grammar."""
@@ -143,9 +149,16 @@ class _Server:
                 body = read_frame(self.stdin)
                 if body is None:
                     break
-                self.fork(msgspec.msgpack.decode(body, type=Check))
+                self.handle(msgspec.msgpack.decode(body, type=Check | Cancel))
         for pid in self.children:
             os.kill(pid, signal.SIGKILL)
+
+    def handle(self, message: Check | Cancel) -> None:
+        if isinstance(message, Check):
+            return self.fork(message)
+        for pid, check_id in self.children.items():
+            if check_id == message.id:
+                os.kill(pid, signal.SIGKILL)
 
     def fork(self, check: Check) -> None:
         pid = os.fork()

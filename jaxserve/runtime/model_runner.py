@@ -178,6 +178,15 @@ class ModelRunner:
         self.hidden: jax.Array = zeros(shapes.hidden)
         self._no_mask = {rows: zeros(shapes.ints(rows, shapes.mask_words)) for rows in self.buckets.head}
 
+    def rebuild(self) -> None:
+        """Start again with an empty cache and free slots; compiles nothing. For use after a failed step, which may
+        have taken the donated arrays with it. The old ones go first: there is no room for both."""
+        for array in jax.tree.leaves((self.caches, self.state, self.hidden, self._no_mask)):
+            array.delete()
+        self._prompts.clear()
+        self._unsampled = None
+        self._allocate()
+
     # --- what the engine and its operator may ask
 
     def num_compiles(self) -> int:

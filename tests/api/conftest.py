@@ -1,7 +1,6 @@
 """A server on a real socket, in a thread, over the fake engine; and the official client."""
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,10 +11,10 @@ from typing import Any, TypeVar
 import httpx2
 import openai
 import pytest
-import uvicorn
 import uvloop
 
 from jaxserve.api.app import create_app
+from jaxserve.cli.launch import Server, http_config
 from jaxserve.config import Config
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.store import SqliteStore
@@ -23,12 +22,6 @@ from jaxserve.store import SqliteStore
 from .fakes import FakeLink, fake_engine
 
 T = TypeVar("T")
-
-
-class QuietServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass
@@ -41,8 +34,8 @@ class LiveServer:
 
     def __enter__(self) -> "LiveServer":
         self._up = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()))
         self._thread.start()
         assert self._up.wait(20)
@@ -56,7 +49,7 @@ class LiveServer:
         self.http.close()
         self._loop.call_soon_threadsafe(self._done.set)
         self._thread.join(20)
-        self._listener.close()
+        self.listener.close()
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
@@ -67,8 +60,8 @@ class LiveServer:
         store = self.store and SqliteStore(self.store)
         app = create_app(self.engine, self.config, store=store)
         self.app = app
-        server = QuietServer(uvicorn.Config(app, http="httptools", log_config=None, timeout_graceful_shutdown=1))
-        task = asyncio.create_task(server.serve(sockets=[self._listener]))
+        server = Server(http_config(app, self.config.server, graceful_shutdown=1))
+        task = asyncio.create_task(server.serve(sockets=[self.listener]))
         while not server.started:
             await asyncio.sleep(0.005)
         self._up.set()

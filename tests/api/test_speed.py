@@ -13,12 +13,12 @@ import uvicorn
 import uvloop
 
 from jaxserve.api.app import create_app
+from jaxserve.cli.launch import Server
 from jaxserve.config import Config
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.messages import Add, Outputs, ToEngine
 from jaxserve.engine.request import EngineRequest, FinishReason, TokenOutput
 
-from .conftest import QuietServer
 from .fakes import FakeLink
 
 STREAMS, TOKENS, RUNS = 32, 400, 5
@@ -116,7 +116,7 @@ class Bare:
 async def cost(app: Any, clock: Any, lifespan: Any) -> float:
     """Microseconds of CPU a chunk, median of some runs."""
     config = uvicorn.Config(app, port=0, http="httptools", log_config=None, access_log=False, lifespan=lifespan)
-    server = QuietServer(config)
+    server = Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

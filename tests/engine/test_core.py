@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.request import EngineRequest, FinishReason, GrammarSpec, SamplingParams
+from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from tests.fakes import (
     VOCAB,
     CountingMatcher,
-    FakeRunner,
     Transcripts,
     alone,
     make_core,
@@ -25,6 +25,7 @@ from tests.fakes import (
     run_all,
     small_config,
 )
+from tests.faults.faulty_runner import FaultyRunner
 
 EOS = (5, 6)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -103,7 +104,6 @@ class World:
         if rng.random() < 0.03:
             core.flush_prefix_cache()
         if rng.random() < 0.02:
-            core.runner = FakeRunner(core.scheduler.config, not_finite=self.broken, count=lambda q: rng.randint(1, q))
             core.recover()
 
     def run(self, arrivals: int, abort_rate: float) -> None:
@@ -263,10 +263,10 @@ def test_outputs_survive_a_device_that_fails_at_dispatch() -> None:
     core.add(make_request("done", [1], max_tokens=2, resumed_token_ids=[3, 4]))
     core.add(make_request("late", [1], deadline=0.0))
     core.add(make_request("a", [1], max_tokens=3))
-    healthy, core.runner = core.runner, None  # type: ignore[assignment]  # any call fails
-    with pytest.raises(AttributeError):
+    core.runner = FaultyRunner(core.runner, lambda output: "before")
+    with pytest.raises(StepError, match="on purpose"):
         core.step()
-    core.runner = healthy
+    core.runner = core.runner.inner
     core.recover()
     transcripts = run_all(core)
     assert [transcripts[name].reason for name in ("done", "late", "a")] == [
@@ -274,6 +274,29 @@ def test_outputs_survive_a_device_that_fails_at_dispatch() -> None:
         FinishReason.ERROR,
         FinishReason.LENGTH,
     ]
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "read", "memory"])
+def test_a_step_that_fails_changes_no_output(kind: str) -> None:
+    """Each of the first twelve steps in turn, with chunks, decode rows, grammars and a retraction among them."""
+    config = small_config(num_pages=14, max_num_batched_tokens=9)
+    requests = [make_request(f"r{i}", range(i, i + 9), max_tokens=12, temperature=i % 2, seed=i) for i in range(4)]
+    requests.append(make_request("g", [1, 2], max_tokens=12, grammar=GrammarSpec(kind="regex", source="4")))
+    expected = {key: value.token_ids for key, value in run_all(grammar_core(config), requests).items()}
+    for failing in range(1, 13):
+        core = grammar_core(config)
+        core.runner = FaultyRunner(core.runner, lambda output, at=failing: kind if output.step == at else None)
+        transcripts = Transcripts()
+        for request in requests:
+            core.add(request)
+        while core.has_work:
+            try:
+                transcripts.take(core.step())
+            except StepError:
+                core.recover()
+            core.scheduler.check_integrity()
+        assert {key: value.token_ids for key, value in transcripts.items()} == expected
+        assert core.stats().details["rebuilds"] == 1
 
 
 def test_an_abort_with_a_reason_is_how_a_stop_string_ends_a_request() -> None:
@@ -297,8 +320,10 @@ def test_one_output_a_request_and_step() -> None:
 # --- grammars
 
 
-def grammar_core(**options: object) -> EngineCore:
-    return make_core(small_config(), make_matcher=lambda spec: CountingMatcher(3, int(spec.source)), **options)
+def grammar_core(config: SchedulerConfig | None = None, **options: object) -> EngineCore:
+    return make_core(
+        config or small_config(), make_matcher=lambda spec: CountingMatcher(3, int(spec.source)), **options
+    )
 
 
 def test_a_complete_grammar_ends_the_request() -> None:

@@ -672,7 +672,6 @@ def test_after_a_lost_device_everything_is_computed_again() -> None:
         core.add(request)
     for _ in range(3):
         step(core, transcripts, times=5)
-        core.runner = FakeRunner(config)
         core.recover()
         core.scheduler.check_integrity()
         assert core.scheduler.stats().num_pages_free == config.num_pages

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
 from jaxserve.engine.request import GrammarSpec
@@ -139,6 +140,29 @@ def test_limits_of_time_and_memory_are_the_kernels(tokenizer: Tokenizer) -> None
     assert "more than" in (with_compiler(tokenizer, work, cpu_seconds=0.05) or "")
     assert "more than" in (with_compiler(tokenizer, work, wall_seconds=0.1) or "")
     assert "memory" in (with_compiler(tokenizer, work, memory_bytes=4 << 20) or "")
+
+
+def test_a_check_that_nobody_waits_for_is_ended(tokenizer: Tokenizer) -> None:
+    big = schema_spec({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}})
+
+    async def work(compiler: GrammarCompiler) -> None:
+        assert await verdict(compiler, GOOD) is None
+        worker = psutil.Process(compiler.pid)
+        pending = [
+            asyncio.create_task(verdict(compiler, schema_spec({"title": str(i)} | json.loads(big.source))))
+            for i in range(4)
+        ]
+        while not worker.children():
+            await asyncio.sleep(0.001)
+        for task in pending:
+            task.cancel()
+        started = time.monotonic()
+        while worker.children():
+            await asyncio.sleep(0.001)
+        assert time.monotonic() - started < 0.5
+        assert await verdict(compiler, GrammarSpec(kind="regex", source="after")) is None
+
+    with_compiler(tokenizer, work, wall_seconds=20.0, cpu_seconds=20.0, cache_bytes=0)
 
 
 def test_checks_run_at_the_same_time_and_wait_in_line(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,143 @@
+"""Clients that are slow, silent or too talkative, on real sockets: each is cut by itself, and others are served."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxserve.config import Config
+
+from .conftest import LiveServer, reply_with
+
+TEXT = {"model": "demo", "prompt": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[LiveServer]:
+    limits = {"header_timeout": 0.4, "body_timeout": 0.4, "send_timeout": 0.4}
+    with LiveServer(Config().replace(server=limits)) as server:
+        yield server
+
+
+def connect(server: LiveServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    return data
+
+
+def request_of(body: dict[str, Any], **headers: str) -> bytes:
+    data = json.dumps(body).encode()
+    lines = {"host": "x", "content-type": "application/json", "content-length": str(len(data))} | headers
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + data
+
+
+def error_of(answer: bytes) -> tuple[int, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"])
+def test_headers_that_do_not_come(strict: LiveServer, sent: bytes) -> None:
+    with connect(strict) as connection:
+        connection.sendall(sent)
+        started = time.monotonic()
+        status, error = error_of(read_all(connection))
+        assert status == 408 and set(error) == {"message", "type", "param", "code"}
+        assert 0.3 < time.monotonic() - started < 2
+
+
+def test_headers_that_trickle(strict: LiveServer) -> None:
+    """Each byte is in time, and the whole is not."""
+    with connect(strict) as connection, pytest.raises(OSError):
+        for byte in b"GET /live HTTP/1.1\r\n" + b"x-slow: 1\r\n" * 20:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.02)
+
+
+def test_the_second_request_of_a_connection_has_the_same_limit(strict: LiveServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" in connection.recv(4096)
+        time.sleep(0.6)  # idle between two requests is not slow
+        connection.sendall(b"GET /live HTT")
+        assert error_of(read_all(connection))[0] == 408
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/nowhere", "/v1/files"])
+def test_a_body_that_does_not_come(tmp_path: Any, path: str, chunked: bool) -> None:
+    config = Config().replace(server={"body_timeout": 0.4})
+    with LiveServer(config, store=tmp_path) as server, connect(server) as connection:
+        kind = "multipart/form-data; boundary=x" if path == "/v1/files" else "application/json"
+        size = "transfer-encoding: chunked" if chunked else "content-length: 100"
+        connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\n{size}\r\n\r\n".encode())
+        connection.sendall(b"5\r\n" * chunked + b"--x\r\n")
+        status, _ = error_of(read_all(connection))
+        assert status == (404 if path == "/nowhere" else 408)
+
+
+@pytest.mark.parametrize("head", [b"x-a: " + b"a" * 70_000, b"x: 1\r\n" * 200, b"x-b: " + b"b" * 1_000_000])
+def test_headers_over_the_limit(server: LiveServer, head: bytes) -> None:
+    with connect(server) as connection:
+        try:
+            connection.sendall(b"GET /live HTTP/1.1\r\n" + head + b"\r\n\r\n")
+            answer = read_all(connection)
+        except ConnectionError:  # it was cut while we still sent
+            return
+        assert error_of(answer)[0] == 431
+    assert server.http.get("/live").status_code == 200
+
+
+def test_a_url_over_the_limit(server: LiveServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"GET /" + b"a" * 65_600 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert error_of(read_all(connection))[0] == 431
+
+
+def test_bytes_that_are_no_http(server: LiveServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        status, error = error_of(read_all(connection))
+        assert status == 400 and error["type"] == "invalid_request_error"
+
+
+def test_a_body_deeper_than_the_limit(server: LiveServer) -> None:
+    for depth in (250, 100_000):
+        for nested in (b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth):
+            body = b'{"model": "demo", "prompt": "x", "max_tokens": 1, "user": ' + nested + b"}"
+            answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_client_that_stops_reading_is_cut_and_its_request_ends(strict: LiveServer) -> None:
+    """It asks for more than the kernel's and the server's buffers hold, and never reads a byte of it."""
+    strict.link.delay = 0.01
+    strict.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # inherited: a megabyte less to fill
+    with connect(strict) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        many = {"n": 8, "max_tokens": 500, "ignore_eos": True, "stream": True, "logprobs": 20, "return_token_ids": True}
+        connection.sendall(request_of(TEXT | many))
+        strict.wait(lambda: len(strict.link.running) == 8, "it never began")
+        strict.wait(lambda: strict.engine.num_live == 0 and not strict.link.running, "it never ended")
+        assert len(strict.link.aborted) == 8
+    strict.link.delay = 0.0
+    reply_with(strict, "fine")
+    assert strict.post("/v1/completions", TEXT).json()["choices"][0]["text"] == "fine"
+
+
+def test_a_client_that_pipelines_and_leaves_ends_its_request(server: LiveServer) -> None:
+    server.link.delay = 0.05
+    with connect(server) as connection:
+        connection.sendall(request_of(TEXT | {"max_tokens": 400, "ignore_eos": True}) * 3)
+        server.wait(lambda: len(server.link.running) == 1, "the first did not start")
+    server.wait(lambda: not server.link.running and server.engine.num_live == 0, "it went on")
+    assert len(server.link.aborted) == 1

@@ -1,0 +1,108 @@
+"""What fault tests share: golden questions, mixed load from one seed, and a server's state as an operator sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+
+from jaxserve.serving import RunningServer
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Tell me a short story about a cat.",
+    "What is the opposite of hot?",
+    "List 3 countries and their capitals.",
+    "What is the capital of Japan?",
+    "Tell me a short story about a dog.",
+    "What is the opposite of big?",
+    "Count from 1 to 10.",
+    "What is 2 plus 3?",
+    "Hello!",
+    "What color is the sky?",
+    "What is the capital of Italy?",
+    "Tell me a short story about a bird.",
+    "What is the opposite of old?",
+    "How many legs does a spider have?",
+    "What is the capital of Spain?",
+    "Who are you?",
+    "What day comes after Monday?",
+    "List 5 animals.",
+    "What is 7 times 6?",
+]
+
+
+async def ask(client: openai.AsyncOpenAI, index: int, *, stream: bool, **fields: Any) -> str:
+    """The greedy answer to question `index`. Raises what the client raises; an error event of a stream too."""
+    messages = [{"role": "user", "content": QUESTIONS[index % len(QUESTIONS)]}]
+    arguments = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 100, "extra_body": fields}
+    if not stream:
+        reply = await client.chat.completions.create(**arguments)  # type: ignore[call-overload]
+        return reply.choices[0].message.content
+    text = ""
+    async for chunk in await client.chat.completions.create(stream=True, **arguments):  # type: ignore[call-overload]
+        text += chunk.choices[0].delta.content or ""
+    return text
+
+
+def client_of(server: RunningServer) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=90)
+
+
+async def ask_all(server: RunningServer, count: int = len(QUESTIONS), first_id: str | None = None) -> list[str]:
+    """The answers to `count` questions asked at once, half of them as streams. first_id: of the first request."""
+    async with client_of(server) as client:
+        named = {} if first_id is None else {"request_id": first_id}
+        work = [ask(client, i, stream=i % 2 == 0, **(named if i == 0 else {})) for i in range(count)]
+        return list(await asyncio.gather(*work))
+
+
+@functools.cache
+def golden(server: RunningServer) -> list[str]:
+    """What this server answers to the questions one after the other with nothing going wrong."""
+
+    async def one_by_one() -> list[str]:
+        async with client_of(server) as client:
+            return [await ask(client, i, stream=False) for i in range(len(QUESTIONS))]
+
+    return asyncio.run(one_by_one())
+
+
+def check_goldens(server: RunningServer) -> None:
+    assert asyncio.run(ask_all(server)) == golden(server)
+
+
+def engine_process() -> psutil.Process:
+    """The engine of this process's newest server."""
+    found = [p for p in psutil.Process().children() if p.is_running() and is_engine(p)]
+    return max(found, key=lambda process: process.create_time())
+
+
+def is_engine(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    return "jaxserve.engine.process" in command or "tests.faults.engine" in command
+
+
+def status(server: RunningServer) -> int:
+    return httpx2.get(f"{server.url}/health", timeout=5).status_code
+
+
+def wait_for(server: RunningServer, code: int, seconds: float) -> float:
+    """Wait until /health answers with `code`; how long it took."""
+    started = time.monotonic()
+    while status(server) != code:
+        assert time.monotonic() < started + seconds, f"/health is not {code} after {seconds} s"
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def stats(server: RunningServer) -> dict[str, float]:
+    """Values of /metrics without labels."""
+    lines = httpx2.get(f"{server.url}/metrics", timeout=10).text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#") and "{" not in line]
+    return {name: float(value) for name, value in pairs}

@@ -1,0 +1,139 @@
+"""`jaxserve launch` in a process of its own, as an operator runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx2
+import psutil
+
+from tests.conftest import SMALL
+
+
+@dataclass(frozen=True)
+class State:
+    """What requests hold of a server."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    tasks: int
+    descriptors: tuple[int, ...]  # of each process
+
+    @property
+    def idle(self) -> bool:
+        return not (self.running or self.waiting or self.pages_used)
+
+
+class Launched:
+    """A server that is ready on entering and gone, with all its children, on leaving. keys: configuration by flag."""
+
+    def __init__(self, compile_cache: str, store: Path, **keys: Any) -> None:
+        environment = {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, "JAXSERVE_STORE__PATH": str(store)}
+        self._environment = os.environ | environment
+        self._command = [sys.executable, "-m", "jaxserve", "launch", "--port", "0"]
+        for key, value in (SMALL | keys).items():
+            self._command += [f"--{key.replace('_', '-')}", str(value)]
+        self._log = open(store / "stderr.txt", "w+", encoding="utf-8")
+
+    def __enter__(self) -> Launched:
+        self.process = subprocess.Popen(
+            self._command, env=self._environment, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        assert self.process.stdout is not None
+        lines = iter(self.process.stdout)
+        card = next((line for line in lines if line.startswith("URL")), None)
+        if card is None:
+            log = self.log()
+            self._close()
+            raise AssertionError(log)
+        self.url = card[12:].strip().removesuffix("/v1")
+        self.port = int(self.url.rpartition(":")[2])
+        self.api = psutil.Process(self.process.pid)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in [*self.children(), self.api]:
+            if process.is_running():
+                process.kill()
+        self._close()
+
+    def _close(self) -> None:
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._log.close()
+
+    def children(self) -> list[psutil.Process]:
+        return self.api.children(recursive=True) if self.api.is_running() else []
+
+    def log(self) -> str:
+        self._log.flush()
+        return Path(self._log.name).read_text(encoding="utf-8")
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def state(self) -> State:
+        numbers = self.stats()
+        used = numbers["jaxserve:pages_total"] - numbers["jaxserve:pages_free"] - numbers["jaxserve:pages_evictable"]
+        return State(
+            running=int(numbers["jaxserve:num_requests_running"]),
+            waiting=int(numbers["jaxserve:num_requests_waiting"]),
+            pages_used=int(used),
+            tasks=int(numbers["jaxserve:api_tasks"]),
+            descriptors=tuple(process.num_fds() for process in [self.api, *self.children()]),
+        )
+
+    def settled(self, seconds: float = 30.0) -> State:
+        """The state once the server is idle and has been the same for a second."""
+        deadline, seen = time.monotonic() + seconds, self.state()
+        while True:
+            time.sleep(1.0)
+            before, seen = seen, self.state()
+            if seen == before and seen.idle:
+                return seen
+            assert time.monotonic() < deadline, f"not idle after {seconds} s: {seen}"
+
+    def settle(self, baseline: State, seconds: float) -> float:
+        """Wait until the state is `baseline` again; the time.monotonic() at which it was."""
+        deadline = time.monotonic() + seconds
+        while (seen := self.state()) != baseline:
+            assert time.monotonic() < deadline, f"after {seconds} s: {seen}; it was: {baseline}"
+            time.sleep(0.02)
+        return time.monotonic()
+
+    def canaries(self) -> list[str]:
+        """Greedy answers that must never change."""
+        texts = []
+        for prompt in ("What is the capital of France?", "Count from 1 to 10.", "Tell me a short story about a cat."):
+            body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "temperature": 0}
+            answer = httpx2.post(f"{self.url}/v1/chat/completions", json=body | {"max_tokens": 60}, timeout=60)
+            texts.append(answer.json()["choices"][0]["message"]["content"])
+        return texts
+
+    def stats(self) -> dict[str, float]:
+        """Values of /metrics without labels."""
+        lines = httpx2.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#") and "{" not in line]
+        return {name: float(value) for name, value in pairs}
+
+    def port_is_free(self) -> bool:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError:
+                return False
+        return True

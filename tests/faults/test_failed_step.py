@@ -1,0 +1,43 @@
+"""The device fails in the middle of a step: the engine rebuilds its cache, and nobody's answer changes."""
+
+import asyncio
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+from jaxserve import launch_server
+from jaxserve.engine.link import ProcessLink
+from jaxserve.serving import RunningServer
+from tests.conftest import SMALL
+from tests.faults.helpers import ask_all, check_goldens, engine_process, golden, stats, wait_for
+
+
+@pytest.fixture(scope="module")
+def server(compile_cache: str) -> Iterator[RunningServer]:
+    make_link = functools.partial(ProcessLink, module="tests.faults.engine")
+    with launch_server(make_link=make_link, compile_cache=compile_cache, **SMALL) as running:
+        yield running
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "memory"])
+def test_a_failed_step_changes_no_answer(server: RunningServer, kind: str) -> None:
+    """At a step with prompts, and in the middle of decoding. The engine process lives on and compiles nothing."""
+    expected, engine, before = golden(server), engine_process().pid, stats(server)["jaxserve:rebuilds"]
+    step = {"before": 1, "after": 4, "memory": 6}[kind]
+    assert asyncio.run(ask_all(server, first_id=f"fault-{kind}-{step}")) == expected
+    asyncio.run(asyncio.sleep(1.2))  # the numbers are at most a second old
+    after = stats(server)
+    assert engine_process().pid == engine
+    assert after["jaxserve:rebuilds"] == before + 1 and after["jaxserve:xla_compilations_total"] == 0
+    check_goldens(server)
+
+
+@pytest.mark.parametrize("kind", ["read", "rebuild"])
+def test_where_no_rebuild_helps_a_new_process_does(server: RunningServer, kind: str) -> None:
+    """One failure more than a process may have within ten minutes, and one that leaves no device behind."""
+    expected, engine = golden(server), engine_process().pid
+    assert asyncio.run(ask_all(server, first_id=f"fault-{kind}-5")) == expected
+    wait_for(server, 200, 30)
+    assert engine_process().pid != engine
+    check_goldens(server)

@@ -1,0 +1,118 @@
+"""The server as its operator ends it, or as it is ended: SIGTERM, a second one, a limit, SIGKILL."""
+
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+
+from tests.faults.launched import Launched
+
+LONG: dict[str, Any] = {"model": "demo", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+class Stream(threading.Thread):
+    """A client that reads a stream to its end."""
+
+    def __init__(self, server: Launched, body: dict[str, Any]) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.error: Exception | None = None
+        self._server, self._body = server, body
+        self.start()
+        while not self.events and self.error is None:
+            time.sleep(0.005)
+
+    def run(self) -> None:
+        try:
+            with httpx2.stream("POST", f"{self._server.url}/v1/completions", json=self._body, timeout=60) as response:
+                self.events += [line.removeprefix("data: ") for line in self._lines(response)]
+        except httpx2.HTTPError as error:
+            self.error = error
+
+    def _lines(self, response: httpx2.Response) -> list[str]:
+        lines = []
+        for line in response.iter_lines():
+            if line:
+                lines.append(line)
+                self.events.append("first") if not self.events else None
+        return lines
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        chunks = [json.loads(event) for event in self.events[1:-1]]
+        return [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+
+
+def post(server: Launched) -> httpx2.Response:
+    return httpx2.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "a"}, timeout=10)
+
+
+def everyone(server: Launched) -> list[psutil.Process]:
+    """All processes of a server, the one that compiles grammars among them."""
+    body = {"model": "demo", "prompt": "a", "max_tokens": 1, "response_format": {"type": "json_object"}}
+    assert httpx2.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+    children = server.children()
+    assert len(children) >= 2
+    return [*children, server.api]
+
+
+def test_sigterm_drains(compile_cache: str, tmp_path: Path) -> None:
+    with Launched(compile_cache, tmp_path) as server:
+        processes = everyone(server)
+        streams = [Stream(server, LONG) for _ in range(3)]
+        server.send(signal.SIGTERM)
+        time.sleep(0.1)
+        refused = post(server)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert httpx2.get(f"{server.url}/health").status_code == 503
+        for stream in streams:
+            stream.join()
+            assert stream.error is None and stream.events[-1] == "[DONE]" and stream.finish_reasons == ["length"]
+        assert server.process.wait(10) == 0
+        assert psutil.wait_procs(processes, timeout=1)[1] == [] and server.port_is_free()
+
+
+def test_a_drain_has_a_limit(compile_cache: str, tmp_path: Path) -> None:
+    """Who is not done by then is told so: nothing hangs and nothing ends without a word."""
+    with Launched(compile_cache, tmp_path, **{"server.drain_timeout": 0.3}) as server:
+        streams = [Stream(server, LONG | {"n": 8}) for _ in range(6)]
+        started = time.monotonic()
+        server.send(signal.SIGTERM)
+        for stream in streams:
+            stream.join(15)
+            assert stream.error is None and stream.events[-1] == "[DONE]"
+            assert json.loads(stream.events[-2])["error"]["code"] == "engine_dead"
+        assert server.process.wait(15) == 0 and time.monotonic() - started < 10
+
+
+def test_a_second_signal_ends_at_once(compile_cache: str, tmp_path: Path) -> None:
+    with Launched(compile_cache, tmp_path) as server:
+        processes = everyone(server)
+        Stream(server, LONG | {"n": 32})
+        server.send(signal.SIGTERM)
+        time.sleep(0.2)
+        assert server.process.poll() is None
+        server.send(signal.SIGTERM)
+        assert server.process.wait(3) == 130
+        assert psutil.wait_procs(processes, timeout=3)[1] == [] and server.port_is_free()
+
+
+def test_a_killed_server_leaves_nothing_behind(compile_cache: str, tmp_path: Path) -> None:
+    """Not even an engine that cannot run when its parent dies: it goes as soon as it can."""
+    with Launched(compile_cache, tmp_path) as server:
+        processes = everyone(server)
+        Stream(server, LONG | {"n": 8})
+        (engine,) = [p for p in processes if "jaxserve.engine.process" in " ".join(p.cmdline())]
+        others = [process for process in processes if process != engine]
+        engine.suspend()
+        server.send(signal.SIGKILL)
+        assert psutil.wait_procs(others, timeout=5)[1] == []
+        assert server.port_is_free()
+        engine.resume()
+        assert psutil.wait_procs([engine], timeout=5)[1] == []
