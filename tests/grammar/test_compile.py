@@ -1,6 +1,7 @@
 """The compiler's process: verdicts, hostile grammars, recovery, cache and queue."""
 
 import asyncio
+import json
 import os
 import signal
 import time
