@@ -36,7 +36,7 @@ ALLOWED = (
     ("<frozen importlib._bootstrap>", "_find_and_load"),
     ("/traceback.py", ""),
     ("/inspect.py", "get_annotations"),
-    ("/typing.py", "_evaluate"),
+    ("/typing.py", ""),
     ("/jinja2/debug.py", "fake_traceback"),
     ("/jaxserve/text/chat_template.py", "load"),
 )
