@@ -3,7 +3,8 @@
     python -m jaxserve.bench.compare MODEL_DIR --peer VLLM_ENVIRONMENT [--concurrency 1 8 32] [--rounds 3]
 
 Each round starts jaxserve, loads it at every concurrency, stops it, and does the same with vLLM; the order changes
-from round to round, so that a drift of the machine hits both. Only one server runs at a time.
+from round to round, so that a drift of the machine hits both. Only one server runs at a time. With `--json FILE` the
+rounds that FILE holds already count too, so that a comparison can be made in pieces.
 """
 
 from __future__ import annotations
@@ -110,16 +111,16 @@ def measure(url: str, concurrency: int, options: argparse.Namespace) -> LoadRepo
     lengths = {"input_len": options.input_len, "output_len": options.output_len, "vocab_size": options.vocab_size}
     warmup = random_workload(max(2, concurrency), seed=1, **lengths)
     asyncio.run(run_load(target, warmup, concurrency=concurrency))
-    requests = random_workload(max(3, 3 * concurrency), seed=2, **lengths)
+    requests = random_workload(max(8, 3 * concurrency), seed=2, **lengths)
     timings, seconds = asyncio.run(run_load(target, requests, concurrency=concurrency))
     return summarize(timings, seconds)
 
 
-def compare(servers: Sequence[Server], options: argparse.Namespace) -> list[dict[str, object]]:
-    """A record for each (round, server, concurrency)."""
+def compare(servers: Sequence[Server], options: argparse.Namespace, first: int = 0) -> list[dict[str, object]]:
+    """A record for each (round, server, concurrency); rounds are counted from `first`."""
     records: list[dict[str, object]] = []
     log = Path(tempfile.gettempdir()) / "jaxserve-compare.log"
-    for turn in range(options.rounds):
+    for turn in range(first, first + options.rounds):
         for server in servers if turn % 2 == 0 else reversed(servers):
             with running(server, log) as url:
                 for concurrency in options.concurrency:
@@ -142,6 +143,11 @@ def ratios(records: Sequence[dict[str, object]], ours: str, peer: str) -> dict[i
     return {c: (min(v), statistics.median(v), max(v)) for c, v in sorted(found.items())}
 
 
+def _earlier(path: Path | None) -> list[dict[str, object]]:
+    """The records of a file that an earlier call wrote."""
+    return json.loads(path.read_bytes())["records"] if path is not None and path.exists() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -157,7 +163,9 @@ def main() -> None:
     servers = [jaxserve_server(options.model, options.max_len)]
     if options.peer is not None:
         servers.append(vllm_server(options.model, options.max_len, options.peer))
-    records = compare(servers, options)
+    before = _earlier(options.json)
+    first = 1 + max((int(str(record["round"])) for record in before), default=-1)
+    records = before + compare(servers, options, first)
     for concurrency, (low, median, high) in ratios(records, "jaxserve", "vllm").items():
         print(f"at {concurrency:3}: jaxserve / vllm {median:.2f} (min {low:.2f}, max {high:.2f})")
     result = {"environment": environment(), "records": records}
