@@ -4,7 +4,8 @@
 
 Each round starts jaxserve, loads it at every concurrency, stops it, and does the same with vLLM; the order changes
 from round to round, so that a drift of the machine hits both. Only one server runs at a time. With `--json FILE` the
-rounds that FILE holds already count too, so that a comparison can be made in pieces.
+rounds that FILE holds already count too, so that a comparison can be made in pieces. Beside the figures stand the
+floors of the machine, measured before the first server starts (floors.py), and the share of them that each reaches.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -27,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jaxserve.bench.floors import Machine, ModelSize, decode_floor, measure_machine, model_size, prefill_floor
 from jaxserve.bench.load import Target, find_model, run_load
 from jaxserve.bench.report import LoadReport, environment, summarize
 from jaxserve.bench.workload import random_workload
@@ -143,6 +146,36 @@ def ratios(records: Sequence[dict[str, object]], ours: str, peer: str) -> dict[i
     return {c: (min(v), statistics.median(v), max(v)) for c, v in sorted(found.items())}
 
 
+def floor_rate(machine: Machine, model: ModelSize, concurrency: int, options: argparse.Namespace) -> float:
+    """Output tokens a second if every step took its floor: prompts first, then `concurrency` rows decode together."""
+    prefill = prefill_floor(machine, model, concurrency * options.input_len)
+    step = decode_floor(machine, model, concurrency, options.input_len + options.output_len // 2)
+    return concurrency * options.output_len / (prefill + options.output_len * step)
+
+
+def show_floors(
+    records: Sequence[dict[str, object]], machine: Machine, model: ModelSize, options: argparse.Namespace
+) -> None:
+    """A line for each server and concurrency: medians over the rounds beside the floor."""
+    print(f"machine: {machine.bandwidth / 1e9:.1f} GB/s, {machine.rate / 1e9:.0f} GFLOP/s (XLA, float32)")
+    for concurrency in sorted({int(str(record["concurrency"])) for record in records}):
+        floor = floor_rate(machine, model, concurrency, options)
+        step = decode_floor(machine, model, concurrency, options.input_len + options.output_len // 2) * 1e3
+        print(f"at {concurrency:3}: floor {floor:.1f} tokens/s, {step:.1f} ms a decode step")
+        for name in sorted({str(record["server"]) for record in records}):
+            own = [r for r in records if r["server"] == name and r["concurrency"] == concurrency]
+            rate = statistics.median(float(str(r["output_rate"])) for r in own)
+            gap = statistics.median(_median(r["itl_ms"]) for r in own)
+            print(
+                f"    {name:9} {rate:.1f} tokens/s, {rate / floor:.0%} of the floor; "
+                f"median gap between tokens {gap:.1f} ms, the step's floor is {step / gap:.0%} of it"
+            )
+
+
+def _median(spread: object) -> float:
+    return float(spread["median"]) if isinstance(spread, dict) else math.nan
+
+
 def _earlier(path: Path | None) -> list[dict[str, object]]:
     """The records of a file that an earlier call wrote."""
     return json.loads(path.read_bytes())["records"] if path is not None and path.exists() else []
@@ -160,6 +193,7 @@ def main() -> None:
     parser.add_argument("--max-len", type=int, default=2048)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    machine, model = measure_machine(), model_size(options.model)
     servers = [jaxserve_server(options.model, options.max_len)]
     if options.peer is not None:
         servers.append(vllm_server(options.model, options.max_len, options.peer))
@@ -168,7 +202,8 @@ def main() -> None:
     records = before + compare(servers, options, first)
     for concurrency, (low, median, high) in ratios(records, "jaxserve", "vllm").items():
         print(f"at {concurrency:3}: jaxserve / vllm {median:.2f} (min {low:.2f}, max {high:.2f})")
-    result = {"environment": environment(), "records": records}
+    show_floors(records, machine, model, options)
+    result = {"environment": environment(), "machine": asdict(machine), "records": records}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1))
 

@@ -1,0 +1,79 @@
+"""What a machine allows: memory bandwidth and matrix rate as XLA reaches them, and the least time a step can take.
+
+Owns the measurement of both and the arithmetic of the floors. Knows a model by its sizes only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.hf_config import read_config
+from jaxserve.models.loader import build
+
+_READ_BYTES = 2**28  # several times any cache
+_SQUARE = 2048
+_REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Bytes a second read by a matrix-vector product, operations a second of a square float32 product."""
+
+    bandwidth: float
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """parameters: that a step reads, so a table of embeddings counts only where it is the head too."""
+
+    parameters: int
+    kv_values: int  # numbers that a token leaves in the cache
+    itemsize: int = 4
+
+
+def measure_machine() -> Machine:
+    """The best of some repeats: what else the machine does can only lower them."""
+    matrix = jnp.ones((_READ_BYTES // 4 // _SQUARE, _SQUARE), jnp.float32)
+    read = _best(jax.jit(lambda w, x: w @ x), matrix, jnp.ones(_SQUARE, jnp.float32))
+    square = jnp.ones((_SQUARE, _SQUARE), jnp.float32)
+    product = _best(jax.jit(lambda a, b: a @ b), square, square)
+    return Machine(_READ_BYTES / read, 2 * _SQUARE**3 / product)
+
+
+def _best(function: Callable[..., jax.Array], *args: jax.Array) -> float:
+    function(*args).block_until_ready()
+    seconds = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        function(*args).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def model_size(directory: Path) -> ModelSize:
+    """Of a model directory, for float32."""
+    config = read_config(directory)
+    parameters = build(config, jnp.dtype("float32")).num_parameters
+    if not config.tie_word_embeddings:
+        parameters -= config.vocab_size * config.hidden_size
+    return ModelSize(parameters, 2 * config.num_layers * config.num_kv_heads * config.head_dim)
+
+
+def decode_floor(machine: Machine, model: ModelSize, rows: int, context: int) -> float:
+    """Seconds of a step of `rows` tokens, each over `context` tokens: weights or arithmetic, then the cache."""
+    weights = model.parameters * model.itemsize / machine.bandwidth
+    arithmetic = 2 * model.parameters * rows / machine.rate
+    cache = rows * context * model.kv_values * model.itemsize / machine.bandwidth
+    return max(weights, arithmetic) + cache
+
+
+def prefill_floor(machine: Machine, model: ModelSize, tokens: int) -> float:
+    """Seconds of the arithmetic of `tokens` prompt tokens; attention's own is left out."""
+    return 2 * model.parameters * tokens / machine.rate
