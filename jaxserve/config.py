@@ -71,7 +71,7 @@ class CacheSection(Section):
 
     page_size: int | Auto = Field("auto", description="Tokens a page. auto: 16 on CPU and GPU, 128 on TPU.")
     num_pages: int | Auto = Field("auto", description="Pages in the pool. auto: what memory_fraction leaves.")
-    memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of device memory for everything.")
+    memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of the memory XLA holds, for everything.")
     prefix_cache: bool = Field(True, description="Share the KV pages of equal prompt prefixes.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's.")
 

@@ -45,6 +45,19 @@ class DecodeCost:
 
 
 @dataclass(frozen=True, slots=True)
+class DeterministicCost:
+    """A decode step of `rows` rows without and with `runtime.deterministic`."""
+
+    rows: int
+    plain_ms: float
+    deterministic_ms: float
+
+    @property
+    def factor(self) -> float:
+        return self.deterministic_ms / self.plain_ms
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixHit:
     prompt_tokens: int
     cached_tokens: int
@@ -95,6 +108,12 @@ def decode_cost(engine: Engine, rows: int, *, steps: int = 40) -> DecodeCost:
     while engine.has_unfinished:
         engine.step()
     return DecodeCost(rows, counted, seconds / counted * 1e3, dispatches / counted)
+
+
+def deterministic_cost(plain: Engine, deterministic: Engine, rows: int, *, rounds: int = 3) -> DeterministicCost:
+    """Two engines of one model in turn; the quickest of the rounds, since a neighbour's work can only slow one down."""
+    steps = [(decode_cost(plain, rows).step_ms, decode_cost(deterministic, rows).step_ms) for _ in range(rounds)]
+    return DeterministicCost(rows, min(a for a, _ in steps), min(b for _, b in steps))
 
 
 def prefix_hit(engine: Engine, prompt_tokens: int) -> PrefixHit:

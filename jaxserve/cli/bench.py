@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     inner.add_argument("--rows", type=int, nargs="+", default=list(bench_engine.ROWS), help="of the host work")
     inner.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8, 32], help="on the device")
     inner.add_argument("--prompt-tokens", type=int, default=1024, help="of the prefix hit and of the stall")
+    inner.add_argument("--deterministic-rows", type=int, nargs="+", default=[], help="cost of runtime.deterministic at")
     inner.add_argument("--json", type=Path)
     inner.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch")
     inner.set_defaults(run=_engine)
@@ -99,13 +100,29 @@ def _engine(options: argparse.Namespace) -> int:
     print(f"copies of cache size in {len(copies)} decode programs: {sum(copies.values())}")
     compiles = engine.core.stats().compiles
     print(f"XLA compilations after warm-up: {compiles}")
+    strict = _deterministic_costs(engine, options)
     records = {"host": [asdict(w) for w in host], "decode": [asdict(c) for c in decode], "prefix_hit": asdict(hit)}
     records |= {"stall": asdict(stall), "cache_copies": copies, "compiles": compiles}
+    records |= {"deterministic": [asdict(cost) for cost in strict]}
     line = {"model": engine.info.served_names[0], "environment": environment(), **records}
     print(orjson.dumps(line).decode())
     if options.json is not None:
         options.json.write_bytes(orjson.dumps(line))
     return 0
+
+
+def _deterministic_costs(plain: Engine, options: argparse.Namespace) -> list[bench_engine.DeterministicCost]:
+    if not options.deterministic_rows:
+        return []
+    flags = [*_flags(options), "--runtime.deterministic", "true"]
+    strict = Engine(config=load_config(flags, os.environ))
+    costs = [bench_engine.deterministic_cost(plain, strict, rows) for rows in options.deterministic_rows]
+    for cost in costs:
+        print(
+            f"deterministic mode at {cost.rows} rows: {cost.deterministic_ms:.2f} ms a step instead of "
+            f"{cost.plain_ms:.2f}, {cost.factor:.2f} times"
+        )
+    return costs
 
 
 def _flags(options: argparse.Namespace) -> list[str]:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,13 @@ def test_a_gpu_that_jax_cannot_use_is_not_passed_over(monkeypatch: pytest.Monkey
         mesh.find_devices("auto")
     assert "--device cpu" in str(caught.value.fix)
     assert mesh.find_devices("cpu")
+
+
+def test_the_share_of_a_gpu_is_raised_unless_the_caller_chose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, "0.5")
+    mesh.find_devices("cpu")
+    assert os.environ[name] == "0.5"
+    monkeypatch.delenv(name)
+    mesh.find_devices("cpu")
+    assert float(os.environ[name]) > 0.75
