@@ -33,6 +33,7 @@ from jaxserve.engine.messages import (
 from jaxserve.engine.server import BuiltEngine, EngineServer
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
+from jaxserve.runtime.host_memory import keep_freed_memory
 
 BEAT_INTERVAL = 0.5  # seconds
 MAX_FRAMES = 1024  # taken in before the next step, so that no flood of them stops the engine
@@ -121,6 +122,8 @@ def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
         heartbeat.server = server
         gc.collect()
         gc.freeze()  # what lives now lives on: a full collection over jax's objects would stop a step for 0.15 s
+        if all(device.startswith("cpu:") for device in built.info.devices):
+            keep_freed_memory()
         server.run()
     except ConfigError as error:
         channel.send(Failed(str(error), error.fix))

@@ -129,6 +129,7 @@ def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array], interleaved: bo
         a, b = rotated[..., 0::2], rotated[..., 1::2]
         out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
     else:
-        a, b = rotated[..., :half], rotated[..., half:]
-        out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        # As two products of whole rows: halves put together by a concatenation take XLA on a CPU four times as long.
+        signed = jnp.concatenate([-sin, sin], axis=-1)
+        out = rotated * jnp.concatenate([cos, cos], axis=-1) + jnp.roll(rotated, half, axis=-1) * signed
     return jnp.concatenate([out.astype(x.dtype), x[..., 2 * half :]], axis=-1)

@@ -15,6 +15,7 @@ Arguments everywhere: `leaves`, the model's flat parameters; `caches`, one array
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -125,6 +126,7 @@ class StepPrograms:
         rows = each_token(tokens) if self.per_token else tokens
         decode_only = decode_only or self.per_token
         metadata = attention_metadata(rows, state, caches[0].shape[0], self.page_size, decode_only)
+        metadata = dataclasses.replace(metadata, alone=self.per_token)
 
         def attend(
             layer_index: int,

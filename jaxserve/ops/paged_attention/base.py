@@ -35,6 +35,8 @@ class AttentionMetadata:
     positions: jax.Array  # [T]  position of each token in its row
     slot_mapping: jax.Array  # [T]  page_id * page_size + offset to write; num_pages * page_size and above: none
     decode_only: bool = field(default=False, metadata={"static": True})  # T == R and token r is row r's only one
+    # A row's bits must not depend on which others there are. Only the CPU's backend has a choice to make.
+    alone: bool = field(default=False, metadata={"static": True})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,173 @@
+"""Attention of rows with one token each, in plain XLA: two loops over the live tiles of the context.
+
+All heads of a tile are taken in one matrix product against a block-diagonal query [N, KH * D]: KH times the operations
+of a product per head, and still bound by reading the context.
+
+`attend_single_tokens` puts the live tiles of all rows into one list and takes them in batches, whatever row they
+belong to: work for every core at one long row as at many short ones. A tile is a softmax of its own, and the tiles of
+a batch are merged into their rows by log-sum-exp. `attend_each_alone` goes row by row, for deterministic mode.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.ops.paged_attention.xla_tiles import (
+    MASKED,
+    Layer,
+    Softmax,
+    begin,
+    capped,
+    first_tile,
+    read_tiles,
+    sees,
+    weigh,
+    whole_pages,
+)
+
+TILE = 64  # tokens of context in one product
+MANY_TILES, FEW_TILES = 16, 4  # tiles in a batch, and in one when fewer are left: 24 ms for 32 rows; with 8 41, with 32 33
+ALONE_TILE, ALONE_SHORT = 256, 64  # of the loop row by row: tokens in a product, and for a rest of at most so many
+
+
+def attend_single_tokens(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """q float32 [R, N, D], one token at position kv_len - 1 of each row; zeros where kv_len is 0."""
+    rows, heads, head_dim = q.shape
+    layer = layer._replace(tile=whole_pages(TILE, layer.cache.shape[2]))
+    queries = _block_diagonal(q, layer.spec.num_kv_heads)
+    work = _work_list(layer, kv_lens)
+    num_tiles = work.ends[-1]
+
+    def add(state: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
+        done, softmax = state
+        many = num_tiles - done > MANY_TILES - FEW_TILES
+        batches = [partial(_add_tiles, layer, queries, kv_lens, work, size) for size in (MANY_TILES, FEW_TILES)]
+        return done + jnp.where(many, MANY_TILES, FEW_TILES), lax.cond(many, *batches, done, softmax)
+
+    padded = rows + MANY_TILES
+    top, total, values = begin(layer, padded, (padded, heads, head_dim))
+    state = Softmax(top.reshape(padded, heads), total.reshape(padded, heads), values)
+    none = jnp.zeros((), jnp.int32)
+    _, state = lax.while_loop(lambda state: state[0] < num_tiles, add, (none, state))
+    out = state.values / jnp.where(state.total > 0, state.total, 1.0)[:, :, None]
+    return jnp.where((kv_lens > 0)[:, None, None], out[work.rank], 0.0)
+
+
+class _Work(NamedTuple):
+    """The live tiles of all rows in one list, row after row. Arrays are int32 [R].
+
+    Place i of the list is in the first row whose `ends` is above i, and is that row's tile i + shift. rank: number of
+    the row among those that have a context.
+    """
+
+    ends: jax.Array
+    shift: jax.Array
+    rank: jax.Array
+
+
+def _work_list(layer: Layer, kv_lens: jax.Array) -> _Work:
+    first = first_tile(layer, kv_lens - 1)
+    count = jnp.where(kv_lens > 0, (kv_lens + layer.tile - 1) // layer.tile - first, 0)
+    ends = jnp.cumsum(count)
+    rank = jnp.cumsum((kv_lens > 0).astype(jnp.int32)) - 1
+    return _Work(ends, first - (ends - count), jnp.maximum(rank, 0))
+
+
+def _add_tiles(
+    layer: Layer, queries: jax.Array, kv_lens: jax.Array, work: _Work, size: int, done: jax.Array, state: Softmax
+) -> Softmax:
+    """The state of all rows, by rank, after the next `size` tiles of the list from place `done` on."""
+    place = done + jnp.arange(size, dtype=jnp.int32)
+    live = place < work.ends[-1]
+    place = jnp.minimum(place, work.ends[-1] - 1)
+    row = jnp.sum(work.ends[None, :] <= place[:, None], axis=1, dtype=jnp.int32)
+    kv_len, tile = kv_lens[row], place + work.shift[row]
+    column = tile[:, None] * layer.tile + jnp.arange(layer.tile, dtype=jnp.int32)[None, :]
+    seen = sees(layer, column, kv_len[:, None] - 1) & live[:, None]
+    own = _attend_tiles(layer, queries[row], seen, read_tiles(layer, row, tile, layer.tile, kv_len))
+    # The tiles are in the order of their rows: those touched are at most `size`, from the first one's on.
+    first = work.rank[row[0]]
+    touched = Softmax(*(lax.dynamic_slice_in_dim(part, first, size) for part in state))
+    merged = _merge(touched, own, work.rank[row] - first, live)
+    pairs = zip(state, merged, strict=True)
+    return Softmax(*(lax.dynamic_update_slice_in_dim(part, new, first, axis=0) for part, new in pairs))
+
+
+def _attend_tiles(layer: Layer, queries: jax.Array, seen: jax.Array, kv: tuple[jax.Array, jax.Array]) -> Softmax:
+    """Each tile's softmax over its own tokens: queries [W, N, KH * D], seen [W, tile], K and V [W, tile, KH * D]."""
+    k, v = kv
+    # The barriers keep the products apart from the softmax: fused, they lose the matrix kernel.
+    scores = lax.optimization_barrier(jnp.einsum("wnd,wtd->wnt", queries, k))
+    scores = jnp.where(seen[:, None, :], capped(layer, scores), MASKED)
+    top = jnp.max(scores, axis=2)
+    weights = jnp.where(seen[:, None, :], jnp.exp(scores - top[:, :, None]), 0.0)
+    v = jnp.where(seen[:, :, None], v, 0.0)  # 0 * NaN: what another request left there must not count
+    values = jnp.einsum("wnt,wtd->wnd", lax.optimization_barrier(weights), v)
+    return Softmax(top, jnp.sum(weights, axis=2), _diagonal_blocks(values, layer.spec.num_kv_heads))
+
+
+def _merge(rows: Softmax, tiles: Softmax, row_of: jax.Array, live: jax.Array) -> Softmax:
+    """The rows [W, ...] with each live tile [W, ...] added to its row; sums over a row's tiles are one product."""
+    size = row_of.shape[0]
+    mine = (row_of[None, :] == jnp.arange(size, dtype=jnp.int32)[:, None]) & live[None, :]  # [row, tile]
+    top = jnp.maximum(rows.top, jnp.max(jnp.where(mine[:, :, None], tiles.top[None], MASKED), axis=1))
+    fade = jnp.exp(rows.top - top)
+    scale = jnp.where(live[:, None], jnp.exp(tiles.top - top[row_of]), 0.0)
+    add = mine.astype(jnp.float32)
+    values = add @ (tiles.values * scale[:, :, None]).reshape(size, -1)
+    total = rows.total * fade + add @ (tiles.total * scale)
+    return Softmax(top, total, rows.values * fade[:, :, None] + values.reshape(rows.values.shape))
+
+
+def attend_each_alone(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
+    """As `attend_single_tokens`, in a loop over the rows: no row's sums depend on which others there are."""
+    live = jnp.flatnonzero(kv_lens > 0, size=q.shape[0], fill_value=0).astype(jnp.int32)
+    queries = _block_diagonal(q, layer.spec.num_kv_heads)
+    layer = layer._replace(tile=whole_pages(ALONE_TILE, layer.cache.shape[2]))
+    short = whole_pages(ALONE_SHORT, layer.cache.shape[2])
+
+    def attend_row(index: jax.Array, out: jax.Array) -> jax.Array:
+        row = live[index]
+        query, kv_len = queries[row], kv_lens[row]
+
+        def add(size: int, tile: jax.Array, state: Softmax) -> Softmax:
+            column = tile * layer.tile + jnp.arange(size, dtype=jnp.int32)
+            seen = sees(layer, column, kv_len - 1)
+            k, v = read_tiles(layer, row, tile, size, kv_len)
+            # The barriers keep the products apart from the softmax: fused, they lose the matrix kernel.
+            scores = lax.optimization_barrier(jnp.matmul(query, k.T))
+            top, total, fade, weights = weigh(layer, state, scores, seen[None, :])
+            weights = lax.optimization_barrier(weights)
+            v = jnp.where(seen[:, None], v, 0.0)  # 0 * NaN: what another request left there must not count
+            return Softmax(top, total, state.values * fade[:, None] + jnp.matmul(weights, v))
+
+        def add_tile(tile: jax.Array, state: Softmax) -> Softmax:
+            rest = kv_len - tile * layer.tile
+            return lax.cond(rest > short, partial(add, layer.tile), partial(add, short), tile, state)
+
+        last = (kv_len + layer.tile - 1) // layer.tile
+        state = lax.fori_loop(first_tile(layer, kv_len - 1), last, add_tile, begin(layer, 1, query.shape))
+        return out.at[row].set(state.values / jnp.where(state.total > 0, state.total, 1.0)[:, None])
+
+    out = lax.fori_loop(0, jnp.sum(kv_lens > 0, dtype=jnp.int32), attend_row, jnp.zeros_like(queries))
+    return _diagonal_blocks(out, layer.spec.num_kv_heads)
+
+
+def _block_diagonal(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[R, N, D] -> [R, N, KH * D]: each head's query in the columns of its kv head, zeros elsewhere."""
+    rows, heads, head_dim = q.shape
+    own = jnp.eye(num_kv_heads, dtype=q.dtype)[None, :, None, :, None]
+    return (q.reshape(rows, num_kv_heads, -1, 1, head_dim) * own).reshape(rows, heads, -1)
+
+
+def _diagonal_blocks(out: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[R, N, KH * D] -> [R, N, D]: each head's own columns."""
+    rows, heads, width = out.shape
+    blocks = out.reshape(rows, num_kv_heads, heads // num_kv_heads, num_kv_heads, width // num_kv_heads)
+    own = [blocks[:, head, :, head] for head in range(num_kv_heads)]
+    return jnp.stack(own, axis=1).reshape(rows, heads, -1)

@@ -1,0 +1,99 @@
+"""What both XLA formulations of a layer's attention share: reading tiles of the context, masks, the online softmax.
+
+A tile is a whole number of pages of one row's context. Knows nothing of how rows and tiles are put into loops.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.ops.paged_attention.base import AttentionSpec
+
+MASKED = -1e30  # finite: the difference of two masked scores is 0 and not NaN
+
+
+class Layer(NamedTuple):
+    """What does not change over the loops of one layer's attention."""
+
+    cache: jax.Array  # [P, 2, page_size, KH * D]
+    page_table: jax.Array  # [R, max_pages]
+    spec: AttentionSpec
+    sinks: jax.Array | None  # [N]
+    num_heads: int
+    head_dim: int
+    tile: int  # tokens of context in one product, a whole number of pages
+
+
+class Softmax(NamedTuple):
+    """A softmax in progress over M query rows: running maximum [M], denominator [M], weighted values [M, ...]."""
+
+    top: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+def whole_pages(tokens: int, page_size: int) -> int:
+    """`tokens` rounded down to a whole number of pages, at least one."""
+    return max(1, tokens // page_size) * page_size
+
+
+def read_tiles(
+    layer: Layer, row: jax.Array, tile: jax.Array, size: int, kv_len: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """K and V of the first `size` tokens of each tile, each float32 [*S, size, KH * D]; row, tile and kv_len [*S].
+
+    Pages behind the context are not read: the last live one stands in for them.
+    """
+    num_pages, _, page_size, width = layer.cache.shape
+    page = jnp.arange(size // page_size, dtype=jnp.int32).reshape((1,) * tile.ndim + (-1,))
+    column = tile[..., None] * (layer.tile // page_size) + page
+    pages = layer.page_table[row[..., None], jnp.minimum(column, ((kv_len - 1) // page_size)[..., None])]
+    halves = layer.cache.reshape(2 * num_pages, page_size, width)
+    k = halves.at[2 * pages].get(mode="clip").reshape(*tile.shape, size, width)
+    v = halves.at[2 * pages + 1].get(mode="clip").reshape(*tile.shape, size, width)
+    return k.astype(jnp.float32), v.astype(jnp.float32)
+
+
+def first_tile(layer: Layer, position: jax.Array) -> jax.Array:
+    """The first tile that a query at `position` sees."""
+    if layer.spec.sliding_window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - layer.spec.sliding_window + 1, 0) // layer.tile
+
+
+def sees(layer: Layer, column: jax.Array, position: jax.Array) -> jax.Array:
+    """Whether the query at `position` sees the token at `column`."""
+    seen = column <= position
+    if layer.spec.sliding_window is not None:
+        seen &= column > position - layer.spec.sliding_window
+    return seen
+
+
+def begin(layer: Layer, tokens: int, values_shape: tuple[int, ...]) -> Softmax:
+    """Nothing seen yet, but the sinks: a sink is a score whose value is zero."""
+    rows = tokens * layer.num_heads
+    if layer.sinks is None:
+        top, total = jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    else:
+        top, total = jnp.tile(layer.sinks.astype(jnp.float32), tokens), jnp.ones((rows,), jnp.float32)
+    return Softmax(top, total, jnp.zeros(values_shape, jnp.float32))
+
+
+def capped(layer: Layer, scores: jax.Array) -> jax.Array:
+    """The scores after the soft cap, if there is one."""
+    cap = layer.spec.soft_cap
+    return scores if cap is None else jnp.tanh(scores / cap) * cap
+
+
+def weigh(
+    layer: Layer, state: Softmax, scores: jax.Array, seen: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """New maximum, new denominator, the factor that ages the old values [M] and the weights [M, tile]."""
+    scores = jnp.where(seen, capped(layer, scores), MASKED)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=1))
+    weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
+    fade = jnp.exp(state.top - top)
+    return top, state.total * fade + jnp.sum(weights, axis=1), fade, weights
