@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -42,6 +43,15 @@ class DecodeCost:
     steps: int
     step_ms: float
     dispatches: float
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCost:
+    """A decode step of one row over `context` tokens, while its page table has room for `table_tokens`."""
+
+    context: int
+    table_tokens: int
+    step_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +118,21 @@ def decode_cost(engine: Engine, rows: int, *, steps: int = 40) -> DecodeCost:
     while engine.has_unfinished:
         engine.step()
     return DecodeCost(rows, counted, seconds / counted * 1e3, dispatches / counted)
+
+
+def context_cost(engine: Engine, context: int, *, steps: int = 20) -> ContextCost:
+    """Median of `steps` decode steps behind a prompt of `context` tokens. Longer prompts begin with the shorter ones,
+    so that in the order of their lengths each computes only what the one before left."""
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 2, ignore_eos=True)
+    engine.add_request(random_prompt(engine, context, seed=0), params)
+    while not engine.step():
+        pass
+    seconds = []
+    while engine.has_unfinished:
+        began = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - began)
+    return ContextCost(context, engine.info.max_model_len, statistics.median(seconds) * 1e3)
 
 
 def deterministic_cost(plain: Engine, deterministic: Engine, rows: int, *, rounds: int = 3) -> DeterministicCost:

@@ -87,7 +87,8 @@ def table(report: LoadReport) -> str:
     lines = [
         f"completed {report.completed}, failed {report.failed}, in {report.seconds:.2f} s",
         f"output {report.output_rate:.1f} tokens/s, total {report.total_rate:.1f} tokens/s, "
-        f"{report.request_rate:.2f} requests/s" + (f", goodput {report.goodput:.2f}/s" if report.goodput else ""),
+        f"{report.request_rate:.2f} requests/s"
+        + (f", goodput {report.goodput:.2f}/s" if report.goodput is not None else ""),
         f"{'ms':28}{'mean':>10}{'median':>10}{'p90':>10}{'p99':>10}{'max':>10}",
     ]
     names = {

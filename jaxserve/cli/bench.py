@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     inner.add_argument("--rows", type=int, nargs="+", default=list(bench_engine.ROWS), help="of the host work")
     inner.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8, 32], help="on the device")
     inner.add_argument("--prompt-tokens", type=int, default=1024, help="of the prefix hit and of the stall")
+    inner.add_argument("--contexts", type=int, nargs="+", default=[], help="tokens behind which a row decodes")
     inner.add_argument("--deterministic-rows", type=int, nargs="+", default=[], help="cost of runtime.deterministic at")
     inner.add_argument("--json", type=Path)
     inner.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch")
@@ -90,6 +91,9 @@ def _engine(options: argparse.Namespace) -> int:
         f"prefix hit of {hit.cached_tokens} of {hit.prompt_tokens} tokens: first token after {hit.warm_ms:.1f} ms "
         f"instead of {hit.cold_ms:.1f} ms, {hit.speedup:.1f} times faster"
     )
+    contexts = [bench_engine.context_cost(engine, context) for context in sorted(options.contexts)]
+    for cost in contexts:
+        print(f"decode over {cost.context} of at most {cost.table_tokens} tokens: {cost.step_ms:.2f} ms a step")
     stall = bench_engine.stall(engine, streams=16, prompt_tokens=options.prompt_tokens)
     print(
         f"a prompt of {stall.prompt_tokens} tokens among {stall.streams} streams: longest gap "
@@ -103,6 +107,7 @@ def _engine(options: argparse.Namespace) -> int:
     strict = _deterministic_costs(engine, options)
     records = {"host": [asdict(w) for w in host], "decode": [asdict(c) for c in decode], "prefix_hit": asdict(hit)}
     records |= {"stall": asdict(stall), "cache_copies": copies, "compiles": compiles}
+    records |= {"contexts": [asdict(cost) for cost in contexts]}
     records |= {"deterministic": [asdict(cost) for cost in strict]}
     line = {"model": engine.info.served_names[0], "environment": environment(), **records}
     print(orjson.dumps(line).decode())

@@ -1,8 +1,8 @@
 """The C library's allocator, told to keep what XLA frees.
 
-On a CPU the temporary memory of every step is the C heap's. Left alone, glibc maps each block above 32 MiB anew and returns it
-to the kernel after the step, which then clears every page again: 18,000 page faults for a chunk of 512 tokens of a
-200M model.
+On a CPU the temporary memory of every step is the C heap's. Left alone, glibc maps each block above 32 MiB anew and
+returns it to the kernel after the step, which then clears every page again: 18,000 page faults for a chunk of 512
+tokens of a 200M model.
 """
 
 from __future__ import annotations

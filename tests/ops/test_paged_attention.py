@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import jax
@@ -42,6 +43,7 @@ CASES = [
         page_size=128,
         decode_only=True,
     ),
+    Case("decode-long-and-short", ((1, 1500), (1, 30), (0, 0), (1, 700)), group=4, decode_only=True, kernels=False),
     Case("decode-window", EDGES, window=20, decode_only=True, kernels=False),
     Case("decode-window-soft-cap-sinks", EDGES, window=200, soft_cap=5.0, sinks=True, decode_only=True),
     Case("mixed", MIXED, padding=9),
@@ -49,7 +51,7 @@ CASES = [
     Case("mixed-window", MIXED, window=24, kernels=False),
     Case("mixed-wide-window", ((3, 600), (140, 700)), window=300, num_kv_heads=1, head_dim=16),
     Case("mixed-soft-cap-sinks", MIXED, soft_cap=3.0, sinks=True, padding=5),
-    Case("mixed-head-256", ((1, 30), (9, 20)), group=4, head_dim=256, kernels=False),
+    Case("mixed-group-4-head-256", ((1, 30), (9, 20)), group=4, head_dim=256),
     Case("mixed-head-96-page-128", ((1, 130), (130, 140)), group=1, head_dim=96, page_size=128),
     Case("chunk-before-single", ((3, 3), (1, 20), (2, 9), (1, 5)), kernels=False),
     Case("prefill-only", ((65, 65),), group=4, num_kv_heads=1, head_dim=80, kernels=False),
@@ -68,6 +70,22 @@ def test_matches_dense_attention(case: Case, name: str) -> None:
     tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-5
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
     assert np.all(got[want == 0] == 0)  # padding and empty rows, exactly
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_row_that_is_not_finite_spoils_no_other(alone: bool) -> None:
+    """On a CPU tiles of several rows are taken in one product; 0 * NaN must not cross from row to row."""
+    batch = make_batch(Case("", ((1, 40), (1, 100), (0, 0), (1, 70), (1, 900)), decode_only=True))
+    metadata = dataclasses.replace(batch.metadata, alone=alone)
+    backend, spec = BACKENDS["xla"], batch.case.spec
+    attend = jax.jit(backend.attend, static_argnums=3)
+    cache = filled_cache(backend, batch)
+    good = np.asarray(attend(batch.q, cache, metadata, spec))
+    page = metadata.page_table[3, 1:2]
+    bad = backend.import_pages(cache, page, jnp.full((1, 16, 4, 64), jnp.nan))
+    out = np.asarray(attend(batch.q, bad, metadata, spec))
+    assert np.isnan(out[3]).all()
+    np.testing.assert_array_equal(np.delete(out, 3, axis=0), np.delete(good, 3, axis=0))
 
 
 def test_xla_does_not_depend_on_the_page_table_width() -> None:

@@ -31,7 +31,10 @@ from jaxserve.ops.paged_attention.xla_tiles import (
 )
 
 TILE = 64  # tokens of context in one product
-MANY_TILES, FEW_TILES = 16, 4  # tiles in a batch, and in one when fewer are left: 24 ms for 32 rows; with 8 41, with 32 33
+MANY_TILES, FEW_TILES = (
+    16,
+    4,
+)  # tiles in a batch, and in one when fewer are left: 24 ms for 32 rows; with 8 41, with 32 33
 ALONE_TILE, ALONE_SHORT = 256, 64  # of the loop row by row: tokens in a product, and for a rest of at most so many
 
 
@@ -54,7 +57,7 @@ def attend_single_tokens(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.
     state = Softmax(top.reshape(padded, heads), total.reshape(padded, heads), values)
     none = jnp.zeros((), jnp.int32)
     _, state = lax.while_loop(lambda state: state[0] < num_tiles, add, (none, state))
-    out = state.values / jnp.where(state.total > 0, state.total, 1.0)[:, :, None]
+    out = state.values / jnp.where(state.total == 0, 1.0, state.total)[:, :, None]
     return jnp.where((kv_lens > 0)[:, None, None], out[work.rank], 0.0)
 
 
@@ -112,16 +115,22 @@ def _attend_tiles(layer: Layer, queries: jax.Array, seen: jax.Array, kv: tuple[j
 
 
 def _merge(rows: Softmax, tiles: Softmax, row_of: jax.Array, live: jax.Array) -> Softmax:
-    """The rows [W, ...] with each live tile [W, ...] added to its row; sums over a row's tiles are one product."""
+    """The rows [W, ...] with each live tile [W, ...] added to its row; sums over a row's tiles are one product.
+
+    A tile that is not finite makes its own row NaN and, kept out of the product, no other.
+    """
     size = row_of.shape[0]
     mine = (row_of[None, :] == jnp.arange(size, dtype=jnp.int32)[:, None]) & live[None, :]  # [row, tile]
     top = jnp.maximum(rows.top, jnp.max(jnp.where(mine[:, :, None], tiles.top[None], MASKED), axis=1))
     fade = jnp.exp(rows.top - top)
     scale = jnp.where(live[:, None], jnp.exp(tiles.top - top[row_of]), 0.0)
-    add = mine.astype(jnp.float32)
-    values = add @ (tiles.values * scale[:, :, None]).reshape(size, -1)
-    total = rows.total * fade + add @ (tiles.total * scale)
-    return Softmax(top, total, rows.values * fade[:, :, None] + values.reshape(rows.values.shape))
+    added = jnp.concatenate([(tiles.total * scale)[:, :, None], tiles.values * scale[:, :, None]], axis=2)
+    finite = jnp.all(jnp.isfinite(added), axis=(1, 2))
+    added = jnp.where(finite[:, None, None], added, 0.0).reshape(size, -1)
+    spoiled = jnp.any(mine & ~finite[None, :], axis=1)
+    sums = (mine.astype(jnp.float32) @ added).reshape(size, *tiles.top.shape[1:], -1)
+    total = jnp.where(spoiled[:, None], jnp.nan, rows.total * fade + sums[:, :, 0])
+    return Softmax(top, total, rows.values * fade[:, :, None] + sums[:, :, 1:])
 
 
 def attend_each_alone(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
