@@ -32,6 +32,8 @@ from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
 from jaxserve.text.tokenizer import Tokenizer
 
 DEMO_NAME = "demo"
+# On 2 cores the demo model decodes 3,000 tokens a second with 16 rows as with 56: rows cost time each from there on.
+CPU_ROWS = 16
 
 Send = Callable[[FromEngine], None]
 
@@ -179,6 +181,7 @@ def _info(
         num_pages=runner.plan.num_pages,
         max_num_seqs=runner.config.max_num_seqs,
         max_num_batched_tokens=runner.config.max_num_batched_tokens,
+        useful_rows=CPU_ROWS if runner.mesh.platform == "cpu" else runner.config.max_num_seqs,
         attention=runner.backend.name if isinstance(runner, ModelRunner) else "dense",
         devices=[f"{device.platform}:{device.id} {device.device_kind}" for device in runner.mesh.devices],
         num_programs=runner.num_programs,

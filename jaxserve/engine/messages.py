@@ -40,6 +40,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     generation_defaults: dict[str, float | int]  # sampling defaults of generation_config.json
     memory_plan: dict[str, Any]  # bytes by purpose, largest concurrency
     seconds: dict[str, float]  # start-up time by phase
+    useful_rows: int = 2**31  # of a decode step: more of them bring no more tokens a second
     is_embedding: bool = False  # made for embeddings: no text is generated
     embedding_size: int = 0
     embedding_normalized: bool = True  # embeddings have length one

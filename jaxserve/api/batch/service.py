@@ -43,10 +43,10 @@ def install_batches(app: FastAPI, state: ServerState, store: Store) -> None:
 def line_limit(engine: EngineProtocol, lines: int) -> int:
     """Lines that the engine has room for beside the online requests of this moment."""
     try:
-        max_num_seqs = engine.info.max_num_seqs
+        rows = min(engine.info.max_num_seqs, engine.info.useful_rows)
     except NotReadyError:
         return 0
-    return spare_slots(max_num_seqs, max(0, engine.num_live - lines), engine.stats().num_waiting, lines)
+    return spare_slots(rows, max(0, engine.num_live - lines), engine.stats().num_waiting, lines)
 
 
 @contextlib.asynccontextmanager
