@@ -86,8 +86,13 @@ async def render_messages(
             kwargs=kwargs,
         )
 
-    small = sum(len(message.content or "") for message in messages) <= INLINE_CHARS
-    return work() if small else await asyncio.to_thread(work)
+    return work() if _is_small(messages, tools, documents) else await asyncio.to_thread(work)
+
+
+def _is_small(messages: Sequence[Message], *others: list[dict[str, Any]] | None) -> bool:
+    """Whether rendering takes too little time to be worth a thread."""
+    size = sum(len(str(other)) for other in others if other)
+    return size + sum(len(last_text([message])) for message in messages) <= INLINE_CHARS
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from jaxserve.errors import ConfigError, ModelLoadError
 
 # A Unicode noncharacter, not allowed in interchange: it marks the places where a special token must not be read.
 SHIELD = "\ufdd0"
+LONG_TEXT = 4096  # characters
 
 DecoderKind = Literal["byte_level", "byte_fallback", "other"]
 
@@ -93,9 +94,9 @@ class Tokenizer:
         plain: read no special token in the text at all; parts passed through `shield` never are
         """
         if not plain and SHIELD not in text:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return _encode(self.backend, text, add_special_tokens)
         if plain:
-            return self._plain.encode(text.replace(SHIELD, ""), add_special_tokens=add_special_tokens).ids
+            return _encode(self._plain, text.replace(SHIELD, ""), add_special_tokens)
         return self._encode_shielded(text, add_special_tokens)
 
     def shield(self, text: str) -> str:
@@ -157,7 +158,7 @@ class Tokenizer:
     def _plain_ids(self, text: str) -> list[int]:
         with self._lock:  # the cached property must be made once
             plain = self._plain
-        return plain.encode(text.replace(SHIELD, ""), add_special_tokens=False).ids if text else []
+        return _encode(plain, text.replace(SHIELD, ""), False) if text else []
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self.id_to_token(token_id)
@@ -281,3 +282,11 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """For long texts the library's batch call: it releases the interpreter's lock, which `encode` keeps for 1 us a
+    character, and leaves the offsets out (half the time)."""
+    if len(text) <= LONG_TEXT:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -1,6 +1,8 @@
 """The tokenizer against published encode vectors, and what no library promises: exact bytes, shielded text."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
+import jaxserve
 from jaxserve.errors import ModelLoadError
 from jaxserve.text.tokenizer import Tokenizer
 
+DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
 VOCABULARIES = ["tokenizers/qwen2.5", "tokenizers/qwen3", "tokenizers/gpt2", "tokenizers/minimind",
                 "tokenizers/smollm2", "models/stories260K-hf"]  # fmt: skip
 HF_VECTORS = [("gpt2", "openai-community/gpt2", "gpt2"), ("gpt2", "Xenova/gpt2", "gpt2"),
@@ -81,6 +85,21 @@ def test_shielded_text_never_yields_a_special_token(shared_data: Any, directory:
             assert tokenizer.decode(ids) == f"a{name}b"
         mixed = tokenizer.encode(f"{name}{shielded}{name}", add_special_tokens=False)
         assert (mixed[0], mixed[-1], mixed.count(special)) == (special, special, 2)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_is_read_as_a_short_one_and_beside_other_threads(special: bool) -> None:
+    tokenizer = Tokenizer.from_directory(DEMO)
+    text = " ".join(f"word {i}, {'é' * (i % 3)} 日本<|im_end|>" for i in range(10_000))
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(tokenizer.encode, text, add_special_tokens=special)
+        gaps, last = [0.0], time.perf_counter()
+        while not future.done():
+            time.sleep(0.001)
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+    assert future.result() == tokenizer.backend.encode(text, add_special_tokens=special).ids
+    assert len(gaps) > 20, "the interpreter's lock is held while it encodes"
 
 
 def test_facts_of_a_directory(shared_data: Any) -> None:
