@@ -25,7 +25,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -119,9 +119,11 @@ def measure(url: str, concurrency: int, options: argparse.Namespace) -> LoadRepo
     return summarize(timings, seconds)
 
 
-def compare(servers: Sequence[Server], options: argparse.Namespace, first: int = 0) -> list[dict[str, object]]:
-    """A record for each (round, server, concurrency); rounds are counted from `first`."""
-    records: list[dict[str, object]] = []
+def compare(
+    servers: Sequence[Server], options: argparse.Namespace, records: list[dict[str, object]], save: Callable[[], None]
+) -> None:
+    """Add to `records`, one by one, each (round, server, concurrency); rounds count on from theirs."""
+    first = 1 + max((int(str(record["round"])) for record in records), default=-1)
     log = Path(tempfile.gettempdir()) / "jaxserve-compare.log"
     for turn in range(first, first + options.rounds):
         for server in servers if turn % 2 == 0 else reversed(servers):
@@ -129,11 +131,11 @@ def compare(servers: Sequence[Server], options: argparse.Namespace, first: int =
                 for concurrency in options.concurrency:
                     report = measure(url, concurrency, options)
                     records.append({"round": turn, "server": server.name, "concurrency": concurrency, **asdict(report)})
+                    save()
                     print(
                         f"round {turn} {server.name:9} at {concurrency:3}: {report.output_rate:8.1f} tokens/s",
                         flush=True,
                     )
-    return records
 
 
 def ratios(records: Sequence[dict[str, object]], ours: str, peer: str) -> dict[int, tuple[float, float, float]]:
@@ -197,15 +199,17 @@ def main() -> None:
     servers = [jaxserve_server(options.model, options.max_len)]
     if options.peer is not None:
         servers.append(vllm_server(options.model, options.max_len, options.peer))
-    before = _earlier(options.json)
-    first = 1 + max((int(str(record["round"])) for record in before), default=-1)
-    records = before + compare(servers, options, first)
+    records = _earlier(options.json)
+
+    def save() -> None:
+        if options.json is not None:
+            result = {"environment": environment(), "machine": asdict(machine), "records": records}
+            options.json.write_text(json.dumps(result, indent=1))
+
+    compare(servers, options, records, save)
     for concurrency, (low, median, high) in ratios(records, "jaxserve", "vllm").items():
         print(f"at {concurrency:3}: jaxserve / vllm {median:.2f} (min {low:.2f}, max {high:.2f})")
     show_floors(records, machine, model, options)
-    result = {"environment": environment(), "machine": asdict(machine), "records": records}
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
