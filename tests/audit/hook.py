@@ -44,6 +44,8 @@ ALLOWED = (
 
 def _matches(frame: FrameType, places: tuple[tuple[str, str], ...]) -> bool:
     code = frame.f_code
+    if code.co_name == "<module>":
+        return False
     return any(code.co_filename.endswith(file) and name in ("", code.co_name) for file, name in places)
 
 
