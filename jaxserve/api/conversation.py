@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.api.prompts import INLINE_CHARS, check_ids, check_length, encode, truncate
-from jaxserve.api.protocol.chat import ChatCompletionRequest, Message
+from jaxserve.api.protocol.chat import ChatCompletionRequest, Message, Thinking
 from jaxserve.api.state import ServerState
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.text.tokenizer import SHIELD
@@ -169,6 +169,9 @@ def template_kwargs(body: ChatCompletionRequest) -> dict[str, Any]:
         effort = body.reasoning.effort if effort is None else effort
         if body.reasoning.enabled is not None:
             kwargs |= {"enable_thinking": body.reasoning.enabled, "thinking": body.reasoning.enabled}
+    wish = body.thinking.type if isinstance(body.thinking, Thinking) else body.thinking
+    if wish not in (None, "adaptive"):
+        kwargs |= dict.fromkeys(("enable_thinking", "thinking"), wish in (True, "enabled"))
     if effort == "none":
         kwargs |= {"enable_thinking": False, "thinking": False}
     elif effort is not None:

@@ -24,6 +24,7 @@ from jaxserve.api.protocol.chat import (
     Message,
     NamedTool,
     Reasoning,
+    Thinking,
     Tool,
     ToolCall,
     ToolChoice,
@@ -89,7 +90,7 @@ _LISTS = """\
 PARTS: tuple[type[BaseModel], ...] = (
     *(Message, ContentPart, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, RepetitionDetection),
     *(ToolCall, Tool, FunctionDefinition, CustomDefinition, CustomFormat, CustomGrammar),
-    *(ToolChoice, NamedTool, AllowedTools, Reasoning),
+    *(ToolChoice, NamedTool, AllowedTools, Reasoning, Thinking),
 )
 
 

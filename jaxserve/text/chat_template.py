@@ -34,13 +34,16 @@ MAX_SECONDS = 1.0
 MAX_CHARS = 16 * 2**20
 
 
+SYSTEM_ROLES = ("developer", "latest_reminder", "root")  # kinds of system messages of some families
+
+
 class ChatTemplate:
     """One compiled template and, beside it, the variant for requests with tools where the model has one.
 
     Attributes:
         source: the template's text (parsers of the output are chosen by it)
         wants_parts: it walks through content parts; others get their text joined
-        has_developer: it knows the developer role; others see it as system
+        foreign_roles: roles that it does not know and that it is shown as system
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class ChatTemplate:
         tree = environment.parse(source)
         self.wants_parts = _walks_content(tree)
         self._wraps_text = self.wants_parts and not _TESTS_TEXT.search(source)
-        self.has_developer = "developer" in source
+        self.foreign_roles = {role for role in SYSTEM_ROLES if not re.search(rf"""["']{role}["']""", source)}
         self._sees_none = bool(_TESTS_NONE.search(source))
 
     @classmethod
@@ -130,7 +133,7 @@ class ChatTemplate:
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message as templates expect it: a known role, content text or parts, arguments as objects."""
         prepared = dict(message)
-        if prepared.get("role") == "developer" and not self.has_developer:
+        if prepared.get("role") in self.foreign_roles:
             prepared["role"] = "system"
         if "content" in prepared:
             prepared["content"] = self._content(prepared["content"], prepared)

@@ -125,7 +125,21 @@ def test_template_arguments(server: LiveServer) -> None:
     assert prompt(chat_template_kwargs={"enable_thinking": True}) != plain
     assert prompt(reasoning_effort="high") != plain
     assert prompt(reasoning={"enabled": True}) != plain
+    thinking = prompt(chat_template_kwargs={"enable_thinking": True})
+    assert prompt(thinking=True) == prompt(thinking={"type": "enabled"}) == thinking
+    assert prompt(thinking={"type": "disabled"}) == prompt(chat_template_kwargs={"enable_thinking": False})
+    assert prompt(thinking={"type": "adaptive"}) == plain
     assert prompt(reasoning_effort="none") == prompt(chat_template_kwargs={"enable_thinking": False})
+
+
+@pytest.mark.parametrize("role", ["SYSTEM", "developer", "latest_reminder", "root"])
+def test_kinds_of_system_messages(server: LiveServer, role: str) -> None:
+    def prompt(name: str) -> list[int]:
+        messages = [{"role": name, "content": "Be brief."}, *CHAT["messages"]]
+        assert server.post("/v1/chat/completions", CHAT | {"messages": messages}).status_code == 200
+        return server.link.seen[-1].prompt_token_ids
+
+    assert prompt(role) == prompt("system")
 
 
 def test_continuous_usage(server: LiveServer, client: Any) -> None:

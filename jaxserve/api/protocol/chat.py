@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from jaxserve.api import limits
 from jaxserve.api.protocol.common import Part, SamplingFields
 
-Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
+Role = Annotated[
+    Literal["developer", "system", "user", "assistant", "tool", "function", "latest_reminder", "root"],
+    BeforeValidator(lambda role: role.lower() if isinstance(role, str) else role),
+]
 
 
 class ContentPart(Part):
@@ -99,6 +102,10 @@ class Reasoning(Part):
     enabled: bool | None = None
 
 
+class Thinking(Part):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class ChatCompletionRequest(SamplingFields):
     model: str
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -116,6 +123,7 @@ class ChatCompletionRequest(SamplingFields):
 
     reasoning_effort: str | Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     reasoning: Reasoning | None = None
+    thinking: bool | Thinking | None = Field(None, description="Think or not, as enable_thinking for the template.")
     thinking_token_budget: limits.TokenCountOrZero | None = Field(None, description="Thinking is ended after so many.")
     separate_reasoning: bool | None = Field(None, description="Default true; false leaves it in content.")
     include_reasoning: bool | None = Field(None, description="Default true; false leaves it out of the answer.")

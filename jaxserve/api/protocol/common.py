@@ -36,6 +36,7 @@ UNSUPPORTED: dict[str, str] = {
     "sampling_logprobs_mode": "log-probabilities are those of the model before sampling parameters",
     "logprob_token_ids": "log-probabilities are given of the most likely tokens only",
     "token_ids_logprob": "log-probabilities are given of the most likely tokens only",
+    "task": "the model has one task",
     "watermark": "watermarks are not offered",
     "watermarking": "watermarks are not offered",
     "lora_path": "no adapter is loaded",

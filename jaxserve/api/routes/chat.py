@@ -52,7 +52,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 def check_chat(body: ChatCompletionRequest) -> None:
     check_stream_options(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidValueError("top_logprobs needs logprobs: true.", param="top_logprobs")
     for modality in body.modalities or ():
         if modality != "text":
