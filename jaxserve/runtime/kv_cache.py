@@ -53,7 +53,7 @@ def _layer_cache(
     index: int, layer: AttentionLayer, backend: Backend, page_size: int, dtype: jnp.dtype, mesh: DeviceMesh
 ) -> LayerCache:
     heads = layer.num_kv_heads
-    shape = backend.cache_shape(1, page_size, heads, layer.head_dim)
+    shape = backend.cache_shape(1, page_size, heads, layer.head_dim, latent=layer.latent)
     split = mesh.tensor > 1 and heads % mesh.tensor == 0
     sharding = NamedSharding(mesh.mesh, head_partition(backend)) if split else mesh.replicated
     spec = AttentionSpec(layer.scale, heads, layer.sliding_window, layer.soft_cap)

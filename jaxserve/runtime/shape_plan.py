@@ -86,5 +86,6 @@ def _kv_token_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int, attentio
     total = 0
     for layer in config.attention_layers:
         heads = layer.num_kv_heads // tensor if layer.num_kv_heads % tensor == 0 else layer.num_kv_heads
-        total += math.prod(backend.cache_shape(1, page_size, heads, layer.head_dim)) * dtype.itemsize
+        shape = backend.cache_shape(1, page_size, heads, layer.head_dim, latent=layer.latent)
+        total += math.prod(shape) * dtype.itemsize
     return total // page_size

@@ -43,7 +43,10 @@ def greedy(model: LoadedModel, prompt: list[int], count: int, chunk: int) -> lis
 
 def _empty_caches(model: LoadedModel) -> tuple[jax.Array, ...]:
     layers = model.config.attention_layers
-    shapes = [BACKEND.cache_shape(NUM_PAGES, PAGE, layer.num_kv_heads, layer.head_dim) for layer in layers]
+    shapes = [
+        BACKEND.cache_shape(NUM_PAGES, PAGE, layer.num_kv_heads, layer.head_dim, latent=layer.latent)
+        for layer in layers
+    ]
     mesh, sharding = _mesh(model), None
     if mesh is not None:
         split = layers[0].num_kv_heads % mesh.shape["tensor"] == 0

@@ -26,6 +26,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     decode_only: bool = False
+    latent: bool = False  # V is K
     padding: int = 0  # tokens behind the last row
     wide_table: int = 3  # columns of the page table behind the longest row
     kernels: bool = True  # run by the interpreted kernels too, at two seconds each
@@ -65,7 +66,8 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
         pages, order = order[: used[row]], order[used[row] :]
         table[row, : used[row]] = pages
         slots.append((pages[:, None] * case.page_size + np.arange(case.page_size)).reshape(-1)[:kv_len])
-        contexts.append(tuple(rng.standard_normal((2, kv_len, case.num_kv_heads, case.head_dim), np.float32)))
+        k, v = rng.standard_normal((2, kv_len, case.num_kv_heads, case.head_dim), np.float32)
+        contexts.append((k, k if case.latent else v))
     tokens = len(case.rows) if case.decode_only else int(q_lens.sum()) + case.padding
     positions = np.zeros(tokens, np.int32)
     step_slots = np.full(tokens, num_pages * case.page_size, np.int32)
@@ -90,7 +92,8 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
 def filled_cache(backend: Backend, batch: Batch) -> jax.Array:
     """A pool of NaN, but for the contexts of the batch, written by the backend."""
     case = batch.case
-    shape = backend.cache_shape(batch.num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+    sizes = batch.num_pages, case.page_size, case.num_kv_heads, case.head_dim
+    shape = backend.cache_shape(*sizes, latent=case.latent)
     cache = jnp.full(shape, jnp.nan, case.dtype)
     k, v = (np.concatenate([context[half] for context in batch.contexts]) for half in (0, 1))
     return backend.write(cache, jnp.asarray(k), jnp.asarray(v), jnp.asarray(batch.all_slots))

@@ -52,6 +52,8 @@ CASES = [
     Case("mixed-wide-window", ((3, 600), (140, 700)), window=300, num_kv_heads=1, head_dim=16),
     Case("mixed-soft-cap-sinks", MIXED, soft_cap=3.0, sinks=True, padding=5),
     Case("mixed-group-4-head-256", ((1, 30), (9, 20)), group=4, head_dim=256),
+    Case("decode-latent", EDGES, num_kv_heads=1, group=8, head_dim=72, latent=True, decode_only=True),
+    Case("mixed-latent", MIXED, num_kv_heads=1, group=4, head_dim=72, latent=True, padding=2),
     Case("mixed-head-96-page-128", ((1, 130), (130, 140)), group=1, head_dim=96, page_size=128),
     Case("chunk-before-single", ((3, 3), (1, 20), (2, 9), (1, 5)), kernels=False),
     Case("prefill-only", ((65, 65),), group=4, num_kv_heads=1, head_dim=80, kernels=False),
@@ -121,6 +123,20 @@ def test_pages_have_one_common_form(name: str) -> None:
     target = jnp.asarray([0, 10**6, 2], jnp.int32)
     moved = backend.export_pages(backend.import_pages(cache, target, pages), jnp.asarray([0, 2], jnp.int32), 2)
     np.testing.assert_array_equal(moved, pages[np.array([0, 2])])
+
+
+@pytest.mark.parametrize("name", ["reference", "xla", "triton"])
+def test_a_latent_row_is_kept_once(name: str) -> None:
+    backend = BACKENDS[name]
+    assert backend.cache_shape(9, 16, 1, 576, latent=True)[0] == 9
+    once, twice = (np.prod(backend.cache_shape(9, 16, 1, 576, latent=latent)) for latent in (True, False))
+    assert 2 * once == twice
+    batch = make_batch(Case("", ((1, 30), (1, 45)), num_kv_heads=1, head_dim=24, latent=True, decode_only=True))
+    pages = backend.export_pages(filled_cache(backend, batch), jnp.arange(3, dtype=jnp.int32), 1)
+    assert pages.shape == (3, 16, 1, 24)
+    empty = jnp.zeros_like(filled_cache(backend, batch))
+    back = backend.import_pages(empty, jnp.arange(3, dtype=jnp.int32), pages)
+    np.testing.assert_array_equal(backend.export_pages(back, jnp.arange(3, dtype=jnp.int32), 1), pages)
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name not in INTERPRETED])  # the interpreter copies

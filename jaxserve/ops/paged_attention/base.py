@@ -64,8 +64,14 @@ class Backend(Protocol):
         """The configuration's name of the backend."""
         ...
 
-    def cache_shape(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's cache array; the first axis is the page."""
+    def cache_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache array; the first axis is the page.
+
+        `latent`: V is K, as in latent attention. A backend that can keeps it once; `write` and the others see by the
+        cache's shape which it is.
+        """
         ...
 
     def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
@@ -88,7 +94,8 @@ class Backend(Protocol):
         ...
 
     def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
-        """Pages [n] in the form common to all backends: [n, page_size, 2 * KH, D], K of head h at 2h, V at 2h + 1."""
+        """Pages [n] in the form common to all backends: [n, page_size, 2 * KH, D], K of head h at 2h, V at 2h + 1;
+        [n, page_size, KH, D] where V is K and kept once."""
         ...
 
     def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
@@ -105,19 +112,23 @@ def split_slots(slot_mapping: jax.Array, num_pages: int, page_size: int) -> tupl
 
 
 class InterleavedLayout:
-    """Pages [P, page_size, 2 * KH, D], K of head h at row 2h and V at 2h + 1: a token is one contiguous row."""
+    """Pages [P, page_size, 2 * KH, D], K of head h at row 2h and V at 2h + 1: a token is one contiguous row. Where V
+    is K, [P, page_size, KH, D]."""
 
-    def cache_shape(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return num_pages, page_size, 2 * num_kv_heads, head_dim
+    def cache_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        return num_pages, page_size, num_kv_heads if latent else 2 * num_kv_heads, head_dim
 
     def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
         tokens, kv_heads, head_dim = k.shape
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[1])
-        rows = jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim).astype(cache.dtype)
-        return cache.at[page, offset].set(rows, mode="drop", unique_indices=True)
+        once = cache.shape[2] == kv_heads
+        rows = k if once else jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim)
+        return cache.at[page, offset].set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
 
     def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
-        assert cache.shape[2] == 2 * num_kv_heads
+        assert cache.shape[2] in (num_kv_heads, 2 * num_kv_heads)
         return cache.at[page_ids].get(mode="clip")
 
     def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:

@@ -56,13 +56,15 @@ class MosaicGpuBackend(InterleavedLayout):
     triton: TritonTuning = field(default_factory=TritonTuning)
     interpret: bool = False
 
-    def cache_shape(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def cache_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
         _require(head_dim % (SWIZZLE // 2) == 0, f"a head_dim that is a multiple of 64, not {head_dim}")
         _require(
             page_size % HEAD_ALIGN == 0 and self.tuning.tile % page_size == 0,
             f"a page_size of 8, 16, 32 or 64, not {page_size}",
         )
-        return super().cache_shape(num_pages, page_size, num_kv_heads, head_dim)
+        return super().cache_shape(num_pages, page_size, num_kv_heads, head_dim)  # a latent row twice
 
     def attend(
         self,

@@ -28,7 +28,7 @@ class ReferenceBackend(InterleavedLayout):
 
         def attend_token(token: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             query, row, pos = token
-            pages = cache[metadata.page_table[row]]  # [max_pages, page_size, 2 * KH, D]
+            pages = cache[metadata.page_table[row]]  # [max_pages, page_size, 2 * KH or KH, D]
             return _attend_one(query, pages.reshape(-1, *pages.shape[2:]), pos, spec, sinks)
 
         return jax.lax.map(attend_token, (q, token_row, position)).astype(q.dtype)
@@ -52,7 +52,7 @@ def _attend_one(
 ) -> jax.Array:
     """query [N, D] over context [C, 2 * KH, D], of which it sees the positions up to its own: float32 [N, D]."""
     heads, head_dim = query.shape
-    kv = context.reshape(-1, spec.num_kv_heads, 2, head_dim).astype(jnp.float32)
+    kv = context.reshape(context.shape[0], spec.num_kv_heads, -1, head_dim).astype(jnp.float32)  # K and V, or K alone
     grouped = query.reshape(spec.num_kv_heads, -1, head_dim).astype(jnp.float32)
     scores = jnp.einsum("hgd,chd->hgc", grouped, kv[:, :, 0], precision="highest") * spec.scale
     if spec.soft_cap is not None:
@@ -67,5 +67,5 @@ def _attend_one(
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.sum(weights, axis=1, keepdims=True) + jnp.exp(sink - jnp.where(jnp.isfinite(top), top, 0.0))
     weights = (weights / jnp.where(total > 0, total, 1.0)).reshape(spec.num_kv_heads, -1, kv.shape[0])
-    values = jnp.where(seen[:, None, None], kv[:, :, 1], 0.0)  # a page never written may hold NaN
+    values = jnp.where(seen[:, None, None], kv[:, :, -1], 0.0)  # a page never written may hold NaN
     return jnp.einsum("hgc,chd->hgd", weights, values, precision="highest").reshape(heads, head_dim)

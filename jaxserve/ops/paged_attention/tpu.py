@@ -49,7 +49,9 @@ class TpuBackend:
     tuning: TpuTuning = TpuTuning()
     interpret: bool = False
 
-    def cache_shape(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def cache_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
         return num_pages, 2, num_kv_heads, page_size, head_dim
 
     def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:

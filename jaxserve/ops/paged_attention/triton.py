@@ -89,9 +89,9 @@ class Layer(NamedTuple):
 
     @property
     def tokens(self) -> jax.Array:
-        """The pages as [P * page_size, KH, 2, D]: a bitcast."""
+        """The pages as [P * page_size, KH, 2, D], or [.., 1, D] where V is K: a bitcast."""
         pages, page_size, _, head_dim = self.cache.shape
-        return self.cache.reshape(pages * page_size, self.spec.num_kv_heads, 2, head_dim)
+        return self.cache.reshape(pages * page_size, self.spec.num_kv_heads, -1, head_dim)
 
 
 def attend_last_tokens(
@@ -111,7 +111,7 @@ def attend_last_tokens(
         grid=(rows, kv_heads, splits),
         in_specs=[
             pl.BlockSpec((None, None, group, head_dim), lambda r, h, s: (r, h, 0, 0)),
-            pl.BlockSpec((tokens.shape[0], None, 2, head_dim), lambda r, h, s: (0, h, 0, 0)),
+            pl.BlockSpec((tokens.shape[0], None, tokens.shape[2], head_dim), lambda r, h, s: (0, h, 0, 0)),
             pl.BlockSpec((None, layer.page_table.shape[1]), lambda r, h, s: (r, 0)),
             pl.BlockSpec((None,), lambda r, h, s: (r,)),
         ],
@@ -162,7 +162,7 @@ def attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTu
         grid=(first.shape[0], kv_heads),
         in_specs=[
             by_head,
-            pl.BlockSpec((tokens.shape[0], None, 2, head_dim), lambda b, h: (0, h, 0, 0)),
+            pl.BlockSpec((tokens.shape[0], None, tokens.shape[2], head_dim), lambda b, h: (0, h, 0, 0)),
             *(pl.BlockSpec(x.shape, lambda b, h, ndim=x.ndim: (0,) * ndim) for x in scalars),
         ],
         out_specs=[by_head, pl.BlockSpec((num_tokens, None, group), lambda b, h: (0, h, 0))],
@@ -259,7 +259,7 @@ def _load_tile(kv_ref, table, token: jax.Array, page_size: int, last: jax.Array)
     columns, limit = _padded(kv_ref.shape[2])
     rows, columns = _grid(place, columns)
     k = _load(kv_ref, (rows, 0, columns), (None, None, limit))
-    v = _load(kv_ref, (rows, 1, columns), (None, None, limit))
+    v = _load(kv_ref, (rows, 1, columns), (None, None, limit)) if kv_ref.shape[1] == 2 else k
     return k, v
 
 

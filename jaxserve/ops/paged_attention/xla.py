@@ -43,13 +43,16 @@ class XlaBackend:
 
     name: str = "xla"
 
-    def cache_shape(self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return num_pages, 2, page_size, num_kv_heads * head_dim
+    def cache_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        return num_pages, 1 if latent else 2, page_size, num_kv_heads * head_dim
 
     def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[2])
-        rows = jnp.stack([k, v], axis=1).reshape(k.shape[0], 2, cache.shape[3]).astype(cache.dtype)
-        half = jnp.arange(2, dtype=jnp.int32)[None, :]
+        halves = cache.shape[1]  # one where V is K
+        rows = jnp.stack([k, v][:halves], axis=1).reshape(k.shape[0], halves, cache.shape[3]).astype(cache.dtype)
+        half = jnp.arange(halves, dtype=jnp.int32)[None, :]
         return cache.at[page[:, None], half, offset[:, None]].set(rows, mode="drop", unique_indices=True)
 
     def attend(
@@ -68,15 +71,16 @@ class XlaBackend:
         return attend_ragged(scaled, metadata, decode, extend).astype(q.dtype)
 
     def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
-        pages = cache.at[page_ids].get(mode="clip")  # [n, 2, page_size, KH * D]
-        num, _, page_size, width = pages.shape
-        heads = pages.reshape(num, 2, page_size, num_kv_heads, width // num_kv_heads)
-        return heads.transpose(0, 2, 3, 1, 4).reshape(num, page_size, 2 * num_kv_heads, -1)
+        pages = cache.at[page_ids].get(mode="clip")  # [n, 2 or 1, page_size, KH * D]
+        num, halves, page_size, width = pages.shape
+        heads = pages.reshape(num, halves, page_size, num_kv_heads, width // num_kv_heads)
+        return heads.transpose(0, 2, 3, 1, 4).reshape(num, page_size, halves * num_kv_heads, -1)
 
     def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
         num, page_size, rows, head_dim = pages.shape
-        halves = pages.reshape(num, page_size, rows // 2, 2, head_dim).transpose(0, 3, 1, 2, 4)
-        return cache.at[page_ids].set(halves.reshape(num, 2, page_size, -1).astype(cache.dtype), mode="drop")
+        count = cache.shape[1]
+        halves = pages.reshape(num, page_size, rows // count, count, head_dim).transpose(0, 3, 1, 2, 4)
+        return cache.at[page_ids].set(halves.reshape(num, count, page_size, -1).astype(cache.dtype), mode="drop")
 
 
 def _attend_blocks(layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:

@@ -18,7 +18,7 @@ MASKED = -1e30  # finite: the difference of two masked scores is 0 and not NaN
 class Layer(NamedTuple):
     """What does not change over the loops of one layer's attention."""
 
-    cache: jax.Array  # [P, 2, page_size, KH * D]
+    cache: jax.Array  # [P, 2, page_size, KH * D], or [P, 1, ...] where V is K
     page_table: jax.Array  # [R, max_pages]
     spec: AttentionSpec
     sinks: jax.Array | None  # [N]
@@ -47,14 +47,16 @@ def read_tiles(
 
     Pages behind the context are not read: the last live one stands in for them.
     """
-    num_pages, _, page_size, width = layer.cache.shape
+    num_pages, count, page_size, width = layer.cache.shape
     page = jnp.arange(size // page_size, dtype=jnp.int32).reshape((1,) * tile.ndim + (-1,))
     column = tile[..., None] * (layer.tile // page_size) + page
     pages = layer.page_table[row[..., None], jnp.minimum(column, ((kv_len - 1) // page_size)[..., None])]
-    halves = layer.cache.reshape(2 * num_pages, page_size, width)
-    k = halves.at[2 * pages].get(mode="clip").reshape(*tile.shape, size, width)
-    v = halves.at[2 * pages + 1].get(mode="clip").reshape(*tile.shape, size, width)
-    return k.astype(jnp.float32), v.astype(jnp.float32)
+    halves = layer.cache.reshape(count * num_pages, page_size, width)
+    k = halves.at[count * pages].get(mode="clip").reshape(*tile.shape, size, width).astype(jnp.float32)
+    if count == 1:
+        return k, k
+    v = halves.at[count * pages + 1].get(mode="clip").reshape(*tile.shape, size, width)
+    return k, v.astype(jnp.float32)
 
 
 def first_tile(layer: Layer, position: jax.Array) -> jax.Array:
