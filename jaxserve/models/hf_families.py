@@ -95,13 +95,8 @@ def _gemma3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     if hf.get("use_bidirectional_attention"):
         raise ValueError("'use_bidirectional_attention' is not supported")
     changes = _gemma(hf, fields, optional_integer(hf, "sliding_window_pattern", 6))
-    by_type = hf.get("rope_parameters") or {}
-    if "full_attention" in by_type:
-        rope = rope_config(hf, changes["head_dim"], by_type["full_attention"])
-        local = rope_config(hf, changes["head_dim"], by_type["sliding_attention"])
-    else:
-        rope = rope_config(hf, changes["head_dim"])
-        local = RopeConfig(changes["head_dim"], float(hf.get("rope_local_base_freq", 10000.0)))
+    rope, local = _ropes_by_layer_type(hf, changes["head_dim"])
+    local = local or RopeConfig(changes["head_dim"], float(hf.get("rope_local_base_freq", 10000.0)))
     return changes | {"qk_norm": "head", "rope": rope, "local_rope": local}
 
 
@@ -111,6 +106,27 @@ def _phi3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _olmo2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     return {"qk_norm": "full"}
+
+
+def _olmo3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    """Every fourth layer is full; scaling of the rotation is for the full layers only."""
+    window = optional_integer(hf, "sliding_window", 4096)
+    by_place = tuple(window if (i + 1) % 4 else None for i in range(fields["num_layers"]))
+    rope, local = _ropes_by_layer_type(hf, fields["head_dim"])
+    return {
+        "qk_norm": "full",
+        "layer_windows": _windows_by_type(hf, window) or by_place,
+        "rope": rope,
+        "local_rope": local or dataclasses.replace(rope, scaling=None),
+    }
+
+
+def _ropes_by_layer_type(hf: Json, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """Of the full layers, and of those with a window where the file states it."""
+    if not rope_by_layer_type(hf):
+        return rope_config(hf, head_dim), None
+    by_type = hf["rope_parameters"]
+    return rope_config(hf, head_dim, by_type["full_attention"]), rope_config(hf, head_dim, by_type["sliding_attention"])
 
 
 def _smollm3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
@@ -237,6 +253,7 @@ FAMILIES: dict[str, Changes] = {
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,

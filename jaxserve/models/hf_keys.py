@@ -38,6 +38,7 @@ _DEFAULT_THETA = {
     "Gemma3ForCausalLM": 1e6,
     "GptOssForCausalLM": 150000.0,
     "MixtralForCausalLM": 1e6,
+    "Olmo3ForCausalLM": 500000.0,
     "SmolLM3ForCausalLM": 2e6,
 }
 

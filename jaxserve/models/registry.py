@@ -14,6 +14,7 @@ from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.models.mistral import MistralForCausalLM
 from jaxserve.models.mixtral import MixtralForCausalLM
 from jaxserve.models.olmo2 import Olmo2ForCausalLM
+from jaxserve.models.olmo3 import Olmo3ForCausalLM
 from jaxserve.models.phi3 import Phi3ForCausalLM
 from jaxserve.models.qwen2 import Qwen2ForCausalLM
 from jaxserve.models.qwen3 import Qwen3ForCausalLM
@@ -33,6 +34,7 @@ ARCHITECTURES: MappingProxyType[str, ModelClass] = MappingProxyType(
         "MistralForCausalLM": MistralForCausalLM,
         "MixtralForCausalLM": MixtralForCausalLM,
         "Olmo2ForCausalLM": Olmo2ForCausalLM,
+        "Olmo3ForCausalLM": Olmo3ForCausalLM,
         "Phi3ForCausalLM": Phi3ForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,

@@ -104,6 +104,13 @@ CASES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     "olmo2": _case("Olmo2ForCausalLM", "olmo2"),
+    "olmo3": _case(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_scaling=_YARN | {"attention_factor": 1.2},
+    ),
     "smollm3": _case("SmolLM3ForCausalLM", "smollm3", no_rope_layers=[1, 0, 1], rope_theta=5e4),
     "gpt_oss": _case(
         "GptOssForCausalLM",
