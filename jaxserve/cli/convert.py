@@ -6,6 +6,7 @@ The converted directory loads faster, on any mesh, and is served like any other:
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ def run(words: Sequence[str]) -> int:
     options = _parser().parse_args(words)
     source, target = resolve(options.model, revision=options.revision), Path(options.target)
     config = read_config(source)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax's remarks on its own way of working
     orbax.check_target(target)  # before the work, not after it
     dtype = jnp.dtype(config.dtype if options.dtype == "auto" else options.dtype)
     mesh = make_mesh(options.device, tensor=options.tensor, expert=options.expert)

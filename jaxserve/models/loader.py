@@ -65,13 +65,11 @@ def load_model(
         leaves, read = random_leaves(structure, _shardings(structure, mesh), seed), 0
     elif converted:
         structure = build(config, dtype)
-        leaves, read = read_leaves(structure, _shardings(structure, mesh), directory), structure.num_bytes
+        leaves, read = read_leaves(structure, _shardings(structure, mesh), directory, progress)
     else:
         checkpoint = open_checkpoint(directory)
         structure = build(_without_head(config, checkpoint), dtype)
         leaves, read = _read_leaves(structure, _shardings(structure, mesh), checkpoint, progress)
-    if converted and progress is not None:
-        progress(read, read)
     jax.block_until_ready(leaves)
     return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -21,11 +24,14 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.hub import DATA_FILES
 from jaxserve.models.structure import LoadedModel, ModelStructure
 from jaxserve.models.weights import ParamSpec
+from jaxserve.models.zarr_array import FIX, ZarrArray, open_array
 
 MANIFEST = "jaxserve.json"
 ARRAYS = "arrays"
-FORMAT = 1
-_FIX = "convert the checkpoint again with this version of jaxserve"
+FORMAT = 2
+READERS = 4  # threads; the copies run outside the interpreter lock
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
 
 def is_converted(directory: Path) -> bool:
@@ -43,7 +49,8 @@ def convert(model: LoadedModel, target: Path) -> None:
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copy(path, copy)
     names = [spec.name for spec in model.structure.specs]
-    with ocp.PyTreeCheckpointer(use_compression=False) as checkpointer:
+    # a raw file a chunk, which zarr_array reads: no compression, no database of chunks
+    with ocp.PyTreeCheckpointer(use_compression=False, use_ocdbt=False) as checkpointer:
         checkpointer.save((target / ARRAYS).absolute(), dict(zip(names, model.leaves, strict=True)))
     # last: a directory without it is not taken for a whole one
     (target / MANIFEST).write_text(json.dumps(_manifest(model.structure), indent=1))
@@ -60,29 +67,43 @@ def _manifest(structure: ModelStructure) -> dict[str, Any]:
     return {"format": FORMAT, "kv_repeat": structure.config.kv_repeat, "shapes": shapes}
 
 
-def read_leaves(structure: ModelStructure, shardings: list[Sharding], directory: Path) -> tuple[jax.Array, ...]:
-    """The parameters, in the structure's dtypes. Raises ModelLoadError where they are another model's or damaged."""
+def read_leaves(
+    structure: ModelStructure, shardings: list[Sharding], directory: Path, progress: Progress | None = None
+) -> tuple[tuple[jax.Array, ...], int]:
+    """The parameters, in the structure's dtypes, and the bytes read. Each device reads its own part of the files.
+
+    Raises ModelLoadError where they are another model's or damaged.
+    """
     manifest = _read_manifest(directory)
     stored = _stored_shapes(structure, manifest, directory)
-    wanted = {}
-    for spec, sharding in zip(structure.specs, shardings, strict=True):
-        shape = stored[spec.name]
+    arrays = [open_array(directory / ARRAYS / spec.name) for spec in structure.specs]
+    for array, spec in zip(arrays, structure.specs, strict=True):
+        if array.shape != stored[spec.name]:
+            raise ModelLoadError(f"{array.directory} cannot be read: its shape is {list(array.shape)}", fix=FIX)
+
+    def read(spec: ParamSpec, sharding: Sharding, array: ZarrArray) -> jax.Array:
+        if array.shape == spec.shape:
+            return _placed(array, sharding, spec)
         # copied kv heads change the shape: such a leaf is read whole, and split afterwards
-        place = sharding if shape == spec.shape else _whole(sharding)
-        wanted[spec.name] = jax.ShapeDtypeStruct(shape, spec.dtype, sharding=place)
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            arrays = checkpointer.restore((directory / ARRAYS).absolute(), wanted)
-    except Exception as error:  # what Orbax raises for a damaged array is an Exception and no more
-        message = " ".join(str(error).split())[:200]
-        raise ModelLoadError(f"{directory / ARRAYS} cannot be read: {message}", fix=_FIX) from error
-    leaves = []
-    for spec, sharding in zip(structure.specs, shardings, strict=True):
-        array = arrays[spec.name]
-        if array.shape != spec.shape:
-            array = _with_repeat(array, manifest["kv_repeat"], structure.config, spec, sharding)
-        leaves.append(array)
-    return tuple(leaves)
+        whole = _placed(array, _whole(sharding), spec)
+        return _with_repeat(whole, manifest["kv_repeat"], structure.config, spec, sharding)
+
+    leaves, done, total = [], 0, sum(array.num_bytes for array in arrays)
+    with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
+        for leaf, array in zip(pool.map(read, structure.specs, shardings, arrays), arrays, strict=True):
+            leaves.append(leaf)
+            done += array.num_bytes
+            if progress is not None:
+                progress(done, total)
+    return tuple(leaves), total
+
+
+def _placed(array: ZarrArray, sharding: Sharding, spec: ParamSpec) -> jax.Array:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return array.read(index, np.dtype(spec.dtype))
+
+    return jax.make_array_from_callback(array.shape, sharding, read, dtype=spec.dtype)
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
@@ -90,11 +111,11 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise ModelLoadError(f"{path} has format {manifest['format']}, this version reads {FORMAT}", fix=_FIX)
+            raise ModelLoadError(f"{path} has format {manifest['format']}, this version reads {FORMAT}", fix=FIX)
         manifest["shapes"] = {str(name): tuple(shape) for name, shape in manifest["shapes"].items()}
         manifest["kv_repeat"] = int(manifest["kv_repeat"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}", fix=_FIX) from error
+        raise ModelLoadError(f"{path} cannot be read: {error}", fix=FIX) from error
     return manifest
 
 
@@ -105,7 +126,7 @@ def _stored_shapes(structure: ModelStructure, manifest: dict[str, Any], director
     different = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
     if different:
         shown = ", ".join(different[:8]) + (", ..." if len(different) > 8 else "")
-        raise ModelLoadError(f"{directory}: {len(different)} parameters are not this config's: {shown}", fix=_FIX)
+        raise ModelLoadError(f"{directory}: {len(different)} parameters are not this config's: {shown}", fix=FIX)
     return shapes
 
 
