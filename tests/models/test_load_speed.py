@@ -25,6 +25,7 @@ from jaxserve.models.hf_config import from_hf
 from jaxserve.models.loader import build, load_model
 from tests.models.checkpoints import TINY_LLAMA, write_sharded
 
+BFLOAT16 = jnp.dtype("bfloat16")
 HF = TINY_LLAMA | {
     "hidden_size": 2048,
     "intermediate_size": 5632,
@@ -38,9 +39,24 @@ HF = TINY_LLAMA | {
 
 def write(directory: Path) -> None:
     rng = np.random.default_rng(0)
-    parts = [part for spec in build(from_hf(HF), jnp.dtype("bfloat16")).specs for part in spec.parts]
+    parts = [part for spec in build(from_hf(HF), BFLOAT16).specs for part in spec.parts]
     small = {p.name: rng.integers(0x3C00, 0x3D00, p.shape, np.uint16).view(ml_dtypes.bfloat16) for p in parts}
     write_sharded(directory, HF, small, 3)
+
+
+def write_fp8(directory: Path) -> None:
+    """The same model with its projections in FP8, a scale for each block of 128 x 128."""
+    rng, e4m3 = np.random.default_rng(0), np.dtype(ml_dtypes.float8_e4m3fn)
+    tensors: dict[str, np.ndarray] = {}
+    for part in (part for spec in build(from_hf(HF), BFLOAT16).specs for part in spec.parts):
+        bits = rng.integers(0, 0x7F, part.shape, np.uint8)
+        if "_proj" in part.name:
+            scales = rng.uniform(0.5, 1, [-(-size // 128) for size in part.shape]).astype(np.float32)
+            tensors |= {part.name: bits.view(e4m3), f"{part.name}_scale_inv": scales}
+        else:
+            tensors[part.name] = bits.astype(BFLOAT16)
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    write_sharded(directory, HF | {"quantization_config": quantization}, tensors, 3)
 
 
 def machine_seconds(directory: Path) -> float:
@@ -59,35 +75,49 @@ def measure(directory: Path, what: str) -> dict[str, Any]:
     if what == "machine":
         return {"seconds": machine_seconds(directory)}
     if what == "convert":
-        orbax.convert(load_model(directory, dtype=jnp.dtype("bfloat16")), directory / "converted")
+        orbax.convert(load_model(directory, dtype=BFLOAT16), directory / "converted")
         return {}
     directory = directory / "converted" if what == "orbax" else directory
     before = psutil.Process().memory_info().rss
-    model = load_model(directory, dtype=jnp.dtype("bfloat16"))
+    model = load_model(directory, dtype=BFLOAT16)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     weights = sum(leaf.nbytes for leaf in model.leaves)
     return {"seconds": model.seconds, "bytes": model.checkpoint_bytes, "peak": peak / weights}
+
+
+def run(directory: Path, what: str) -> dict[str, Any]:
+    """Figures of one load, in a process of its own; of three loads the fastest, on a machine that has other work."""
+    command = [sys.executable, "-m", "tests.models.test_load_speed", str(directory), what]
+    root = Path(__file__).parent.parent.parent
+    times = 1 if what == "convert" else 3
+    done = [subprocess.run(command, cwd=root, capture_output=True, text=True, check=True) for _ in range(times)]
+    return min((json.loads(each.stdout) for each in done), key=lambda figures: figures.get("seconds", 0.0))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_speed_and_peak(tmp_path: Path) -> None:
     write(tmp_path)
+    machine, loaded, _, converted = (run(tmp_path, what) for what in ("machine", "load", "convert", "orbax"))
+    size = loaded["bytes"] / 1e9
+    print(f"{size:.2f} GB: the machine reads into new memory at {size / machine['seconds']:.2f} GB/s")
+    for name, figures in {"safetensors": loaded, "converted": converted}.items():
+        print(f"{name}: {size / figures['seconds']:.2f} GB/s, peak {figures['peak']:.2f} x the weights")
+        assert figures["peak"] < 1.3
+        assert figures["seconds"] < 3 * machine["seconds"] + 2
 
-    def run(what: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "tests.models.test_load_speed", str(tmp_path), what]
-        root = Path(__file__).parent.parent.parent
-        return json.loads(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
 
-    machine, loaded, _, converted = (run(what) for what in ("machine", "load", "convert", "orbax"))
-    gigabytes = loaded["bytes"] / 1e9
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_converted_checkpoint_loads_faster_than_a_quantized_one(tmp_path: Path) -> None:
+    write_fp8(tmp_path)
+    quantized, _, converted = (run(tmp_path, what) for what in ("load", "convert", "orbax"))
     print(
-        f"{gigabytes:.2f} GB: loaded at {gigabytes / loaded['seconds']:.2f} GB/s, the machine reads into new memory at "
-        f"{gigabytes / machine['seconds']:.2f} GB/s; peak {loaded['peak']:.2f} x the weights; converted: "
-        f"{gigabytes / converted['seconds']:.2f} GB/s, peak {converted['peak']:.2f}"
+        f"FP8: {quantized['seconds']:.2f} s, peak {quantized['peak']:.2f} x the weights; converted: "
+        f"{converted['seconds']:.2f} s, peak {converted['peak']:.2f}: "
+        f"{quantized['seconds'] / converted['seconds']:.1f} times faster"
     )
-    assert loaded["peak"] < 1.3
-    assert loaded["seconds"] < 3 * machine["seconds"] + 2
+    assert converted["seconds"] < quantized["seconds"] and quantized["peak"] < 1.3
 
 
 if __name__ == "__main__":
