@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def table(plans: Sequence[ShapePlan], device_bytes: float, context: int) -> str:
-    rows = [_HEAD]
+    rows: list[tuple[str, ...]] = [_HEAD]
     for plan in plans:
         tokens = plan.kv_tokens(int(device_bytes))
         size = f"{plan.weight_bytes / GIB:.2f} GiB", f"{plan.whole_bytes / GIB:.3f} GiB", f"{plan.kv_token_bytes} B"

@@ -330,8 +330,10 @@ def flat(config: ModelConfig) -> dict[str, object]:
 
 def plain_values(config: ModelConfig) -> dict[str, object]:
     """What `flat` gives for a model without features."""
-    defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING}
-    inner = {f"rope.{f.name}": f.default for f in dataclasses.fields(RopeConfig)}
+    defaults: dict[str, object] = {
+        f.name: f.default for f in dataclasses.fields(ModelConfig) if f.default is not dataclasses.MISSING
+    }
+    inner: dict[str, object] = {f"rope.{f.name}": f.default for f in dataclasses.fields(RopeConfig)}
     inner |= {f"moe.{f.name}": f.default for f in dataclasses.fields(MoEConfig)}
     return defaults | inner | {"rope.rotary_dim": config.latent.rope_dim if config.latent else config.head_dim}
 
