@@ -1,0 +1,116 @@
+"""What /metrics says, under which names; the dashboard that reads it; spans."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from jaxserve.api import app as app_module
+from jaxserve.config import Config, LoggingSection
+from jaxserve.engine.request import BACKGROUND_PRIORITY
+from jaxserve.tracing import NoTracing, OpenTelemetry, make_tracing
+
+from .conftest import LiveServer, reply_with
+
+TEXT: dict[str, Any] = {"model": "demo", "prompt": "Hi"}
+HISTOGRAMS = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+)
+
+
+def scrape(server: LiveServer) -> dict[str, float]:
+    """Value by name and labels."""
+    lines = [line for line in server.http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_every_histogram_counts_a_request_once(server: LiveServer) -> None:
+    reply_with(server, "short")
+    before = scrape(server)
+    server.post("/v1/completions", TEXT)
+    after = scrape(server)
+    for name in HISTOGRAMS:
+        gained = after[f"jaxserve:{name}_count"] - before[f"jaxserve:{name}_count"]
+        assert gained >= 1 if name == "inter_token_latency_seconds" else gained == 1, name
+        assert after[f'vllm:{name}_count{{model_name="demo"}}'] == after[f"jaxserve:{name}_count"]
+
+
+def test_lines_of_batches_do_not_blur_the_latencies_of_clients(server: LiveServer) -> None:
+    before = scrape(server)
+    server.post("/v1/completions", TEXT | {"priority": BACKGROUND_PRIORITY})
+    after = scrape(server)
+    for name in HISTOGRAMS:
+        assert after[f"jaxserve:{name}_count"] == before[f"jaxserve:{name}_count"]
+        assert after[f"jaxserve:batch_{name}_count"] > before[f"jaxserve:batch_{name}_count"]
+
+
+def test_names_that_routers_and_dashboards_read(server: LiveServer) -> None:
+    server.post("/v1/completions", TEXT)
+    found = scrape(server)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
+        assert f'vllm:{name}{{model_name="demo"}}' in found
+    for name in ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"):
+        assert f'vllm:{name}_total{{model_name="demo"}}' in found
+    assert 'vllm:request_success_total{finished_reason="stop",model_name="demo"}' in found
+    for name in ("jaxserve:xla_compilations_total", "jaxserve:engine_restarts_total", "jaxserve:host_seconds_total"):
+        assert name in found
+    assert found["jaxserve:api_tasks"] > 0 and found["process_open_fds"] > 0
+
+
+def test_the_dashboard_asks_for_what_there_is(server: LiveServer) -> None:
+    server.post("/v1/completions", TEXT)
+    server.post("/v1/completions", TEXT | {"n": 1000})
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for text in expressions for name in re.findall(r"((?:jaxserve:|process_)\w+)", text)}
+    text = server.http.get("/metrics").text
+    # what the engine itself counts is in its details, and the fake engine has none; a label's first value comes late
+    there = set(re.findall(r"^# TYPE (\S+)", text, re.M)) | set(re.findall(r"^([\w:]+)", text, re.M))
+    assert len(asked) > 20
+    assert asked - there - {"jaxserve:rebuilds", "jaxserve:request_errors_total"} == set()
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(app_module, "make_tracing", lambda section: OpenTelemetry(provider))
+    yield exporter
+    provider.shutdown()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_spans_of_a_request(spans: InMemorySpanExporter, stream: bool) -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": "mine"}
+    with LiveServer(Config()) as server:
+        reply_with(server, "a few words")
+        server.post("/v1/completions", TEXT | {"stream": stream}, headers=headers)
+        server.post("/v1/completions", TEXT | {"n": 1000}, headers=headers)
+    generation, request, refused = spans.get_finished_spans()
+    assert (request.name, refused.name, generation.name) == (*["POST /v1/completions"] * 2, "generate")
+    assert generation.parent is not None and generation.parent.span_id == request.context.span_id
+    assert {format(span.context.trace_id, "032x") for span in (generation, request, refused)} == {trace_id}
+    assert request.attributes is not None and request.attributes["http.response.status_code"] == 200
+    assert request.attributes["jaxserve.request_id"] == "mine"
+    assert refused.attributes is not None and refused.attributes["http.response.status_code"] == 400
+    assert generation.attributes is not None and generation.attributes["gen_ai.usage.output_tokens"] > 1
+    assert "Hi" not in str([dict(span.attributes or {}) for span in (generation, request)])
+
+
+def test_spans_are_off_unless_an_endpoint_is_configured() -> None:
+    assert isinstance(make_tracing(LoggingSection()), NoTracing)  # type: ignore[call-arg]
+    assert isinstance(make_tracing(LoggingSection(otlp_endpoint="http://127.0.0.1:1/v1/traces")), OpenTelemetry)  # type: ignore[call-arg]
