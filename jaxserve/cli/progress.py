@@ -77,9 +77,8 @@ def ready_card(info: EngineInfo, url: str, *, api_key: bool) -> str:
     """The text of the card: where, what, how much fits, how long the start took, and a line to try."""
     phases = " · ".join(f"{name} {seconds:.1f}" for name, seconds in info.seconds.items())
     concurrency = info.memory_plan.get("max_concurrency")
+    path, body = _example(info)
     key = ' -H "Authorization: Bearer $KEY"' if api_key else ""
-    message = '{"role":"user","content":"What is the capital of France?"}'
-    body = f'{{"model":"{info.served_names[0]}","messages":[{message}]}}'
     rows = {
         "URL": f"{url}/v1",
         "model": f"{', '.join(info.served_names)} ({info.architecture}, {info.dtype})",
@@ -89,9 +88,21 @@ def ready_card(info: EngineInfo, url: str, *, api_key: bool) -> str:
         "concurrency": f"{info.max_num_seqs} requests at once, {concurrency} of full context",
         "memory": " · ".join(f"{k} {v / GIB:.2f} GiB" for k, v in info.memory_plan.items() if k.endswith("bytes")),
         "start": f"{sum(info.seconds.values()):.1f} s ({phases}); {info.num_programs} programs",
-        "try": f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
+        "try": f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'",
     }
+    if not info.num_pages:  # an encoder keeps nothing of a text
+        del rows["KV cache"]
+        rows["concurrency"] = f"{info.max_num_seqs} texts at once"
     return "\n".join(f"{name:12}{text}" for name, text in rows.items())
+
+
+def _example(info: EngineInfo) -> tuple[str, str]:
+    """Path and body of a request that works."""
+    name = info.served_names[0]
+    if info.is_embedding:
+        return "/v1/embeddings", f'{{"model":"{name}","input":"What is the capital of France?"}}'
+    message = '{"role":"user","content":"What is the capital of France?"}'
+    return "/v1/chat/completions", f'{{"model":"{name}","messages":[{message}]}}'
 
 
 def show_ready(info: EngineInfo, url: str, *, api_key: bool) -> None:
