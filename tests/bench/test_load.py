@@ -1,10 +1,6 @@
 """The load generator against a small real server: what it times and counts, and what it says of failures."""
 
 import asyncio
-import http.server
-import json
-import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,44 +8,6 @@ from jaxserve.bench.load import Target, Timing, find_model, run_load
 from jaxserve.bench.report import summarize, table
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.errors import ConfigError
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Streams as many chunks as max_tokens asks for; refuses a prompt "bad"."""
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-    def do_GET(self) -> None:
-        self._reply(200, json.dumps({"data": [{"id": "m"}]}).encode())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert body["stream"] and body["ignore_eos"] and body["model"] == "m"
-        if body["prompt"] == "bad":
-            self._reply(400, b'{"error": {"message": "no"}}')
-            return
-        events = [{"choices": [{"text": "x", "finish_reason": None}]}] * body["max_tokens"]
-        events.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"], "prompt_tokens": 3}})
-        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-        self._reply(200, text.encode())
-
-    def _reply(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 def test_every_request_is_counted(url: str) -> None:

@@ -1,0 +1,70 @@
+"""`jaxserve bench serve` as a user calls it: each workload against a server, and what it prints and writes."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.cli import bench
+from jaxserve.errors import ConfigError
+
+
+def _serve(url: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
+    path = tmp_path / "report.json"
+    assert bench.run(["serve", "--base-url", url, "--json", str(path), *flags]) == 0
+    return json.loads(path.read_bytes())
+
+
+def test_random_prompts_at_a_concurrency(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-prompts", "6", "--output-len", "4", "--concurrency", "2", "--warmup", "1", "--ttft-limit", "60000")
+    saved = _serve(url, tmp_path, *flags)
+    report = saved["report"]
+    assert (report["completed"], report["failed"], report["output_tokens"]) == (6, 0, 24)
+    assert len(saved["timings"]) == 6 and saved["environment"]["packages"]["jax"]
+    assert report["goodput"] == report["request_rate"]
+    printed = capsys.readouterr().out
+    for words in ("time to first token", "gap between chunks", "end to end", "goodput", '"output_rate"'):
+        assert words in printed
+
+
+def test_a_dataset_at_a_request_rate(url: str, tmp_path: Path) -> None:
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text('{"prompt": "hello"}\n{"question": "why?"}\n')
+    flags = ("--dataset", str(dataset), "--num-prompts", "5", "--output-len", "2", "--request-rate", "50")
+    saved = _serve(url, tmp_path, *flags)
+    sent = [timing["sent"] for timing in saved["timings"]]
+    assert saved["report"]["completed"] == 5 and saved["report"]["goodput"] is None
+    assert max(sent) > 0.01 and len(set(sent)) == 5  # one after the other, not all at once
+
+
+def test_a_trace_keeps_its_times(url: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = ["2024-01-01 00:00:00.0,5,2", "2024-01-01 00:00:01.0,7,3"]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    saved = _serve(url, tmp_path, "--trace", str(trace), "--num-prompts", "2", "--trace-speed", "5")
+    first, second = sorted(timing["sent"] for timing in saved["timings"])
+    assert saved["report"]["output_tokens"] == 5
+    assert second - first == pytest.approx(0.2, abs=0.15)
+
+
+def test_a_failed_request_is_the_exit_code(url: str, tmp_path: Path) -> None:
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text('{"prompt": "bad"}\n')
+    assert bench.run(["serve", "--base-url", url, "--dataset", str(dataset), "--num-prompts", "1"]) == 1
+
+
+def test_chat_needs_text(url: str) -> None:
+    with pytest.raises(ConfigError, match="--chat needs --dataset"):
+        bench.run(["serve", "--base-url", url, "--chat"])
+
+
+def test_a_plot(url: str, tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    words = ["serve", "--base-url", url, "--num-prompts", "2", "--output-len", "2", "--plot", str(path)]
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(ConfigError, match="matplotlib"):
+            bench.run(words)
+    else:
+        assert bench.run(words) == 0 and path.read_bytes().startswith(b"\x89PNG")
