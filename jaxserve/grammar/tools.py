@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.embed import embed_in_json
 from jaxserve.grammar.lark import LarkWriter, one_of
 from jaxserve.grammar.translate import closed
 
@@ -103,25 +104,14 @@ def tool_grammar(
     bound = restrict or not parallel or any(tool.strict or tool.regex or tool.lark for tool in tools)
     if not required and not bound:
         return None
-    if any(tool.lark is not None for tool in tools):
-        return _lark_tool(tools, required)
+    if is_raw_input(tools, required=required):
+        return GrammarSpec(kind="lark", source=tools[0].lark or "")
     style = _style(family, template)
     builder = _Builder(LarkWriter(special_tokens or {}), style, tools, parallel and not style.single)
     start = builder.required() if required else builder.auto()
     if family == "harmony":
         start = _harmony_frame(builder.writer, start, required)
     return GrammarSpec(kind="lark", source=builder.writer.finish(start))
-
-
-def _lark_tool(tools: Sequence[GrammarTool], required: bool) -> GrammarSpec:
-    (tool, *others) = tools
-    if others or not required or tool.lark is None:
-        raise InvalidSchemaError(
-            "a custom tool with a lark grammar can be enforced only where tool_choice names it alone; use a regex, or "
-            "name the tool",
-            param="tools",
-        )
-    return GrammarSpec(kind="lark", source=tool.lark)
 
 
 def is_raw_input(tools: Sequence[GrammarTool], *, required: bool) -> bool:
@@ -187,12 +177,19 @@ def _around(writer: LarkWriter, before: str, middle: str, after: str) -> str:
     return writer.rule(f"{writer.literal(before)} {middle} {writer.literal(after)}")
 
 
+def _arguments(writer: LarkWriter, tool: GrammarTool) -> str:
+    """The JSON object of a call's arguments."""
+    if tool.lark is None:
+        return writer.schema(tool.arguments_schema)
+    return _around(writer, '{"input": "', embed_in_json(writer, tool.lark), '"}')
+
+
 def _json_call(arguments: str, before: str = "", after: str = "") -> CallWriter:
     """{"name": "f", ARGUMENTS: {...}} between two texts."""
 
     def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
         head = f'{before}{{"name": {json.dumps(tool.name)}, "{arguments}": '
-        return _around(writer, head[skip:], writer.schema(tool.arguments_schema), "}" + after)
+        return _around(writer, head[skip:], _arguments(writer, tool), "}" + after)
 
     return call
 
@@ -202,7 +199,7 @@ def _named_call(before: str, after: str = "") -> CallWriter:
 
     def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
         head = before.replace("NAME", tool.name)[skip:]
-        return _around(writer, head, writer.schema(tool.arguments_schema), after)
+        return _around(writer, head, _arguments(writer, tool), after)
 
     return call
 
@@ -210,12 +207,15 @@ def _named_call(before: str, after: str = "") -> CallWriter:
 def _kimi_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
     head = writer.literal(f"<|tool_call_begin|>functions.{tool.name}:"[skip:])
     arguments = writer.literal("<|tool_call_argument_begin|>")
-    schema, end = writer.schema(tool.arguments_schema), writer.literal("<|tool_call_end|>")
+    schema, end = _arguments(writer, tool), writer.literal("<|tool_call_end|>")
     return writer.rule(f"{head} /[0-9]{{1,3}}/ {arguments} {schema} {end}")
 
 
 def _properties(tool: GrammarTool) -> list[tuple[str, Any, bool]]:
     """(name, schema, required) of the parameters; for formats that write them one by one."""
+    if tool.lark is not None:
+        message = "in this model's format of calls a custom tool with a lark grammar is offered only alone"
+        raise InvalidSchemaError(message, param="tools")
     schema = tool.arguments_schema
     properties = schema.get("properties")
     if not isinstance(properties, dict):

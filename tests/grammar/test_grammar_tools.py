@@ -2,11 +2,13 @@
 
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import jsonschema
 import pytest
 
+from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.tools import _FORMATS, GrammarTool, is_raw_input, tool_grammar
@@ -155,9 +157,49 @@ def test_a_lark_tool_is_enforced_where_it_is_named(factory: MatcherFactory, toke
     assert spec is not None and is_raw_input([tool], required=True)
     assert feed(factory(spec), tokenizer, "1+1+1") and not feed(factory(spec), tokenizer, "2")
     assert not is_raw_input([tool, NOW], required=True)
-    for tools, required in (([tool, NOW], True), ([tool], False)):
-        with pytest.raises(InvalidSchemaError, match="tool_choice names it"):
-            tool_grammar("hermes", tools, required=required)
+
+
+SPOKEN = r"""
+start: "say \"" WORD "\"" ("\n" line)*  // quotes and line breaks are escaped in a call
+line: /[a-c"\n]{1,3}/ | "x".."z" | line_end
+line_end: "stop"i | "<" NUMBER{2} ">"
+WORD: /[a-z]+/ & /.{1,4}/
+NUMBER: /[0-9]/
+"""
+SPEAK, CALC = GrammarTool("speak", custom=True, lark=SPOKEN), GrammarTool("calc", custom=True, lark='start: "1"+')
+
+
+@pytest.mark.parametrize("name", ["hermes", "json", "llama3_json", "mistral_named", "deepseek_v3", "kimi_k2"])
+@pytest.mark.parametrize("required", [True, False])
+def test_a_lark_tool_among_others(factory: MatcherFactory, tokenizer: Tokenizer, name: str, required: bool) -> None:
+    rng, found = random.Random(name), Counter[str]()
+    known = ToolSet({"now": {}}, ["speak", "calc"])
+    specs = {tool.name: GrammarSpec(kind="lark", source=tool.lark or "") for tool in (SPEAK, CALC)}
+    for _ in range(20):
+        matcher = grammar(factory, tokenizer, name, [SPEAK, CALC, NOW], required=required)
+        output = parse_whole(PARSERS[name](known), sample(matcher, tokenizer, rng) or "")
+        for call in output.tool_calls:
+            found[call.name] += 1
+            assert call.name not in specs or feed(factory(specs[call.name]), tokenizer, call.arguments), call
+    assert not required or (found["speak"] and found["calc"])
+
+
+def test_a_lark_tool_may_be_called_or_not(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    def fits(text: str) -> bool:
+        return feed(grammar(factory, tokenizer, "hermes", [SPEAK], required=False), tokenizer, text)
+
+    call = '<tool_call>\n{"name": "speak", "arguments": {"input": "%s"}}\n</tool_call>'
+    assert fits("Hello.") and fits(call % r"say \"ab\"\nSTOP") and fits(call % r"say \"ab\"\n<12>")
+    assert not fits(call % r"say \"abcde") and not fits(call % r"say \"ab\" x")
+
+
+@pytest.mark.parametrize("source", ["start: %json {}", "start: ~/a/", "start: other", "begin: /a/", "start: @x"])
+def test_lark_that_cannot_be_written_as_json_is_refused(source: str) -> None:
+    with pytest.raises(InvalidSchemaError, match="lark") as caught:
+        tool_grammar("hermes", [GrammarTool("f", custom=True, lark=source), NOW], required=True)
+    assert caught.value.param == "tools"
+    with pytest.raises(InvalidSchemaError, match="only alone"):
+        tool_grammar("qwen3_coder", [GrammarTool("f", custom=True, lark='start: "a"'), NOW], required=True)
 
 
 def test_text_parameters_that_cannot_be_bound_are_refused() -> None:
