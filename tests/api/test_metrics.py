@@ -100,14 +100,15 @@ def test_spans_of_a_request(spans: InMemorySpanExporter, stream: bool) -> None:
         reply_with(server, "a few words")
         server.post("/v1/completions", TEXT | {"stream": stream}, headers=headers)
         server.post("/v1/completions", TEXT | {"n": 1000}, headers=headers)
-    generation, request, refused = spans.get_finished_spans()
+    finished: Any = spans.get_finished_spans()
+    generation, request, refused = finished
     assert (request.name, refused.name, generation.name) == (*["POST /v1/completions"] * 2, "generate")
-    assert generation.parent is not None and generation.parent.span_id == request.context.span_id
+    assert generation.parent.span_id == request.context.span_id
     assert {format(span.context.trace_id, "032x") for span in (generation, request, refused)} == {trace_id}
-    assert request.attributes is not None and request.attributes["http.response.status_code"] == 200
+    assert request.attributes["http.response.status_code"] == 200
     assert request.attributes["jaxserve.request_id"] == "mine"
-    assert refused.attributes is not None and refused.attributes["http.response.status_code"] == 400
-    assert generation.attributes is not None and generation.attributes["gen_ai.usage.output_tokens"] > 1
+    assert refused.attributes["http.response.status_code"] == 400
+    assert generation.attributes["gen_ai.usage.output_tokens"] > 1
     assert "Hi" not in str([dict(span.attributes or {}) for span in (generation, request)])
 
 

@@ -23,7 +23,7 @@ from jaxserve.store import SqliteStore
 from .conftest import LiveServer
 from .fakes import fake_engine
 
-CHECKS = (
+CHECKS: Any = (
     not_a_server_error,
     checks.status_code_conformance,
     checks.content_type_conformance,
@@ -40,7 +40,7 @@ def document() -> dict[str, Any]:
         return app.openapi()
 
 
-SCHEMA = schemathesis.openapi.from_dict(document())
+SCHEMA: Any = schemathesis.openapi.from_dict(document())
 OPERATIONS = {result.ok().label: result.ok() for result in SCHEMA.get_all_operations()}
 
 
@@ -74,7 +74,7 @@ def test_every_answer_is_as_documented(fuzzed: LiveServer, label: str, count: in
     @seed(1)
     @settings(
         max_examples=count, deadline=None, database=None, phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet,
+        suppress_health_check=[*HealthCheck.__members__.values()], verbosity=Verbosity.quiet,
     )  # fmt: skip
     @given(operation.as_strategy(generation_mode=mode))
     def ask(case: schemathesis.Case) -> None:

@@ -42,7 +42,7 @@ def routes(server: LiveServer) -> list[tuple[str, str]]:
     return [(method, path) for path in sorted(paths) for method in ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT")]
 
 
-def bearer(key: str) -> dict[str, bytes]:
+def bearer(key: str) -> Any:
     return {"authorization": f"Bearer {key}".strip().encode()}
 
 

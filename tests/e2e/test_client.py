@@ -68,7 +68,7 @@ def check(name: str, answer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_of_the_pages(client: openai.OpenAI, name: str) -> None:
+def test_a_call_of_the_pages(client: Any, name: str) -> None:
     answer = call(client, name)
     check(name, list(answer) if "streamed" in name else answer)
 
@@ -79,6 +79,7 @@ def test_the_same_calls_at_once_from_the_async_client(server: RunningServer) -> 
         return [chunk async for chunk in answer] if "streamed" in name else answer
 
     async def run() -> list[Any]:
+        client: Any
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="None", max_retries=0) as client:
             return await asyncio.gather(*(ask(client, name) for name in CALLS))
 
@@ -86,7 +87,7 @@ def test_the_same_calls_at_once_from_the_async_client(server: RunningServer) -> 
         check(name, answer)
 
 
-def test_without_thinking_there_is_no_reasoning(client: openai.OpenAI) -> None:
+def test_without_thinking_there_is_no_reasoning(client: Any) -> None:
     for extra in ({"chat_template_kwargs": {"enable_thinking": False}}, {}):
         message = call_with(client, "thinking", extra_body=extra).choices[0].message
         assert message.reasoning_content is None and message.content
@@ -94,7 +95,7 @@ def test_without_thinking_there_is_no_reasoning(client: openai.OpenAI) -> None:
     assert whole.reasoning_content is None and "</think>" in (whole.content or "")
 
 
-def call_with(client: openai.OpenAI, name: str, **changes: Any) -> Any:
+def call_with(client: Any, name: str, **changes: Any) -> Any:
     return client.chat.completions.create(model="demo", **(CALLS[name] | {"temperature": 0} | changes))
 
 
@@ -106,14 +107,14 @@ QUESTION: dict[str, Any] = {
 }
 
 
-def test_parse(client: openai.OpenAI) -> None:
+def test_parse(client: Any) -> None:
     parsed = client.chat.completions.parse(**QUESTION, response_format=Capital).choices[0].message.parsed
     assert isinstance(parsed, Capital)
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**(QUESTION | {"max_tokens": 2}), response_format=Capital)
 
 
-def test_the_stream_helper(client: openai.OpenAI) -> None:
+def test_the_stream_helper(client: Any) -> None:
     with client.chat.completions.stream(**QUESTION, response_format=Capital) as stream:
         events = [event.type for event in stream]
         final = stream.get_final_completion()
@@ -126,6 +127,7 @@ def test_the_stream_helper(client: openai.OpenAI) -> None:
 
 def test_the_helpers_of_the_async_client(server: RunningServer) -> None:
     async def run() -> tuple[Any, Any]:
+        client: Any
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="None", max_retries=0) as client:
             parsed = await client.chat.completions.parse(**QUESTION, response_format=Capital)
             async with client.chat.completions.stream(**QUESTION, response_format=Capital) as stream:
@@ -142,7 +144,7 @@ class Weather(BaseModel):
     city: str
 
 
-def test_a_tool_of_a_pydantic_model(client: openai.OpenAI) -> None:
+def test_a_tool_of_a_pydantic_model(client: Any) -> None:
     tool = openai.pydantic_function_tool(Weather)
     keys = {"model": "demo", "messages": [{"role": "user", "content": "Weather in Paris?"}], "max_tokens": 100}
     answer = client.chat.completions.parse(**keys, temperature=0, tools=[tool], tool_choice="required")
@@ -169,7 +171,7 @@ MATCHES: dict[str, Callable[[str], bool]] = {
 
 @pytest.mark.parametrize("syntax", CUSTOM)
 @pytest.mark.parametrize("choice", ["named", "required", "beside another", "auto"])
-def test_custom_tools(client: openai.OpenAI, syntax: str, choice: str) -> None:
+def test_custom_tools(client: Any, syntax: str, choice: str) -> None:
     tools: list[Any] = [
         {"type": "custom", "custom": {"name": "run", "format": {"type": "grammar", "grammar": CUSTOM[syntax]}}}
     ]
@@ -198,7 +200,7 @@ def test_custom_tools(client: openai.OpenAI, syntax: str, choice: str) -> None:
         json.loads(called.function.arguments)
 
 
-def test_the_developer_role_and_content_parts(client: openai.OpenAI) -> None:
+def test_the_developer_role_and_content_parts(client: Any) -> None:
     text = {"type": "text", "text": "What is the capital of France?"}
     answer = client.chat.completions.create(
         model="demo",
@@ -209,7 +211,7 @@ def test_the_developer_role_and_content_parts(client: openai.OpenAI) -> None:
     assert "Paris" in (answer.choices[0].message.content or "")
 
 
-def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
+def test_errors_become_the_clients_exceptions(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="none", messages=[{"role": "user", "content": "x"}])
     assert missing.value.code == "model_not_found"

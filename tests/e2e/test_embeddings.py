@@ -42,7 +42,7 @@ def compiles(client: openai.OpenAI) -> int:
 
 def test_a_decoders_last_token(client: Any, server: RunningServer) -> None:
     """The demo model, over chunks and beside generation; a second time from the prefix cache."""
-    directory = Path(server.launch._engine.config.model.path or DEMO)
+    directory = Path(server.config.model.path or DEMO)
     texts = [[5, 9, 300], list(range(20, 420)), [7] * 33]
     expected = dense(directory, texts)
     np.testing.assert_allclose(embed(client, "demo", texts), expected, atol=2e-5)

@@ -348,7 +348,9 @@ def test_an_output_that_leaves_the_grammar_ends_with_an_error() -> None:
 
 def test_a_grammar_that_grows_over_its_limits_is_the_clients_fault() -> None:
     class Limited(CountingMatcher):
-        limit_error = "Too many items"
+        @property
+        def limit_error(self) -> str | None:
+            return "Too many items"
 
         def accept(self, token_id: int) -> bool:
             return False

@@ -61,7 +61,8 @@ class ListChannel:
 
 def info() -> EngineInfo:
     empty: dict[str, Any] = dict.fromkeys(EngineInfo.__struct_fields__, 0)
-    return EngineInfo(**(empty | {"num_pages": 64, "page_size": 4}))
+    empty |= {"num_pages": 64, "page_size": 4}
+    return EngineInfo(**empty)
 
 
 def serve(channel: ListChannel, core: EngineCore, prepare: Any = None) -> None:

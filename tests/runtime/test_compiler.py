@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,9 @@ def test_the_counter_counts_between_making_and_closing() -> None:
 
 
 def test_the_persistent_cache_keeps_the_smallest_program(tmp_path: Path) -> None:
-    directory = jax.config.jax_compilation_cache_dir
-    shortest = jax.config.jax_persistent_cache_min_compile_time_secs
+    flags: Any = jax.config
+    directory = flags.jax_compilation_cache_dir
+    shortest = flags.jax_persistent_cache_min_compile_time_secs
     try:
         enable_persistent_cache(tmp_path / "new" / "cache")
         jax.jit(lambda x: x * 1.25 + 3).lower(SHAPE).compile()
