@@ -49,7 +49,8 @@ class Server:
 
 def jaxserve_server(model: Path, max_len: int) -> Server:
     command = (sys.executable, "-m", "jaxserve", "launch", "--model", str(model), "--dtype", "float32")
-    return Server("jaxserve", (*command, "--max-model-len", str(max_len)), {})
+    store = Path(tempfile.gettempdir()) / "jaxserve-compare"  # its own: another server may use the default one
+    return Server("jaxserve", (*command, "--max-model-len", str(max_len), "--store.path", str(store)), {})
 
 
 def vllm_server(model: Path, max_len: int, environment_dir: Path) -> Server:
