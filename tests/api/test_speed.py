@@ -5,6 +5,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -21,7 +23,7 @@ from jaxserve.engine.request import EngineRequest, FinishReason, TokenOutput
 
 from .fakes import FakeLink
 
-STREAMS, TOKENS, RUNS = 32, 400, 5
+STREAMS, TOKENS, RUNS = 32, 400, 7
 LIMIT_US = 20.0  # CPU of a chunk in the API process: issue's bound
 REFERENCE_US = 12.5  # what uvicorn alone took where the bound was set
 
@@ -113,34 +115,36 @@ class Bare:
             queue.put_nowait(None)
 
 
-async def cost(app: Any, clock: Any, lifespan: Any) -> float:
-    """Microseconds of CPU a chunk, median of some runs."""
+@asynccontextmanager
+async def serving(app: Any, lifespan: Any) -> AsyncIterator[int]:
+    """The port of a server of `app`."""
     config = uvicorn.Config(app, port=0, http="httptools", log_config=None, access_log=False, lifespan=lifespan)
     server = Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    found = []
-    for _ in range(RUNS):
-        words = [sys.executable, "-c", CLIENT, *map(str, (port, STREAMS, TOKENS))]
-        process = await asyncio.create_subprocess_exec(*words, stdout=subprocess.DEVNULL)
-        assert await process.wait() == 0
-        found.append((time.process_time() - clock.started) / (STREAMS * TOKENS) * 1e6)
+    yield server.servers[0].sockets[0].getsockname()[1]
     server.should_exit = True
     await task
-    return statistics.median(found)
+
+
+async def cost(port: int, clock: Any) -> float:
+    """Microseconds of CPU a chunk."""
+    words = [sys.executable, "-c", CLIENT, *map(str, (port, STREAMS, TOKENS))]
+    process = await asyncio.create_subprocess_exec(*words, stdout=subprocess.DEVNULL)
+    assert await process.wait() == 0
+    return (time.process_time() - clock.started) / (STREAMS * TOKENS) * 1e6
 
 
 async def measure() -> tuple[float, float]:
-    link = BurstLink()
+    """(ours, uvicorn alone), medians of runs in turns, so that a drift of the machine hits both."""
+    link, bare = BurstLink(), Bare()
     engine = AsyncEngine(Config(), link)
     await engine.start()
-    bare = Bare()
-    alone = await cost(bare, bare, "off")
-    ours = await cost(create_app(engine, Config()), link, "on")
+    async with serving(bare, "off") as theirs, serving(create_app(engine, Config()), "on") as ours:
+        pairs = [(await cost(ours, link), await cost(theirs, bare)) for _ in range(RUNS)]
     await engine.stop()
-    return ours, alone
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
 
 @pytest.mark.slow
