@@ -33,7 +33,7 @@ class CompileLimits:
     """wall_seconds and cpu_seconds of one check; memory_bytes beside the tokenizer; at most `parallel` at once and
     `waiting` more in line; verdicts are kept up to cache_bytes."""
 
-    wall_seconds: float = 1.5
+    wall_seconds: float = 1.2
     cpu_seconds: float = 1.0
     memory_bytes: int = 1 << 30
     parallel: int = 4
