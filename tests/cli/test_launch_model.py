@@ -65,5 +65,7 @@ def test_a_template_from_a_file(bare_model: Path, compile_cache: str, tmp_path: 
     with served(bare_model, compile_cache, "--chat-template", str(template), "--served-model-name", "mine") as url:
         body = {"model": "mine", **QUESTION, "max_tokens": 8}
         reply = httpx2.post(f"{url}/chat/completions", json=body | {"return_token_ids": True}).json()
-        shown = httpx2.post(f"{url.removesuffix('/v1')}/detokenize", json={"tokens": reply["prompt_token_ids"]}).json()
+        shown = httpx2.post(
+            f"{url.removesuffix('/v1')}/detokenize", json={"tokens": reply["choices"][0]["prompt_token_ids"]}
+        ).json()
     assert shown["prompt"].endswith("<|im_start|>assistant\nArr! ")
