@@ -201,6 +201,7 @@ def main() -> None:
     if options.peer is not None:
         servers.append(vllm_server(options.model, options.max_len, options.peer))
     records = _earlier(options.json)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception: the server that runs is ended with us
 
     def save() -> None:
         if options.json is not None:
