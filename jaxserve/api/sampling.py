@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.api.limits import MAX_BAD_WORD_TOKENS
+from jaxserve.api.limits import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS
 from jaxserve.api.protocol.common import SamplingFields
 from jaxserve.api.protocol.generate import NativeSampling
 from jaxserve.engine.messages import EngineInfo
@@ -54,7 +54,7 @@ def sampling_params(
 
 def native_params(body: NativeSampling, info: EngineInfo, num_prompt_tokens: int, **extra: Any) -> SamplingParams:
     """The parameters of /generate; `extra` are fields of SamplingParams."""
-    asked = 128 if body.max_new_tokens is None else body.max_new_tokens
+    asked = DEFAULT_NATIVE_TOKENS if body.max_new_tokens is None else body.max_new_tokens
     limit = clamp_max_tokens(asked, num_prompt_tokens, info)
     return SamplingParams(
         **_distribution(body, info),

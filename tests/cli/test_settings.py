@@ -91,7 +91,7 @@ def test_a_wrong_variable_is_named() -> None:
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
 def test_every_preset_is_valid(path: Path) -> None:
-    load_config(["--config", str(path)], {})
+    assert load_config(["--config", str(path)], {}).model.served_name
 
 
 def test_there_are_presets() -> None:

@@ -1,6 +1,6 @@
 """Linear layers: x @ W.T in the form that XLA runs best on the platform at hand.
 
-Weights stand as in the checkpoint, [out, in]. Measurements behind the choice: BENCHMARKS.md, "Linear layers on CPU".
+Weights stand as in the checkpoint, [out, in]. Measurements behind the choice: BENCHMARKS.md, "Tried and rejected".
 """
 
 from __future__ import annotations
