@@ -7,6 +7,7 @@ the host changes after dispatch shows as well.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.request import (
     EngineRequest,
     FinishReason,
+    PageTableUpdate,
     SampledTokens,
     SamplingParams,
     ScheduledRow,
@@ -102,6 +104,7 @@ class FakeSlot:
 
     init: SlotInit
     page_table: list[int] = field(default_factory=list)
+    window_table: dict[int, int] = field(default_factory=dict)  # of the windowed layers: page by index
     position: int = 0
     last_token: int = EMPTY
 
@@ -111,6 +114,7 @@ class FakeStep:
 
     def __init__(self, runner: FakeRunner, output: SchedulerOutput) -> None:
         self.output = output
+        self.windows = {page for row in output.rows for page in runner.window_of(row)}
         self.writes = {page: row.request_id for row in output.rows for page in runner.pages_written(row)}
         self.sampled: SampledTokens | None = None
         self.bitmask: np.ndarray | None = None
@@ -145,10 +149,12 @@ class FakeRunner:
         self.config = config
         self.not_finite = not_finite
         self.pages = np.full((config.num_pages, config.page_size), EMPTY, np.int64)
+        self.window_pages = np.full((config.num_window_pages, config.page_size), EMPTY, np.int64)
         self.slots: dict[int, FakeSlot] = {}
         self.num_steps = 0
         self._count = count
         self._tables: dict[int, list[int]] = {}  # as dispatched: ahead of `slots`
+        self._window_tables: dict[int, dict[int, int]] = {}
         self._unread: deque[FakeStep] = deque()
 
     def num_compiles(self) -> int:
@@ -156,8 +162,10 @@ class FakeRunner:
 
     def rebuild(self) -> None:
         self.pages.fill(EMPTY)
+        self.window_pages.fill(EMPTY)
         self.slots.clear()
         self._tables.clear()
+        self._window_tables.clear()
         self._unread.clear()
 
     # --- dispatch
@@ -173,9 +181,12 @@ class FakeRunner:
         admitted = {init.slot for init in output.slot_inits}
         assert not admitted & {row.slot for step in self._unread for row in step.output.rows}, "a slot reused too early"
         for slot in admitted:
-            self._tables[slot] = []
+            self._tables[slot], self._window_tables[slot] = [], {}
         for row in rows:
             self._extend_table(row, row.slot in admitted)
+        starts = {row.slot: row.start // config.page_size for row in rows}
+        for update in output.window_pages:
+            self._extend_window_table(update, starts[update.slot])
         step = FakeStep(self, output)
         self._unread.append(step)
         self.num_steps += 1
@@ -190,6 +201,26 @@ class FakeRunner:
             assert not others, "a page reused too early"
         table += new
         assert len(table) <= -(-self.config.max_sequence_tokens // self.config.page_size)
+
+    def _extend_window_table(self, update: PageTableUpdate, start: int) -> None:
+        """What a step in flight sees or writes is nobody's to write, not even the request's whose it was."""
+        table, shared = self._window_tables[update.slot], max(0, start - update.first)
+        own = set(update.page_ids[shared:])
+        assert not any(step.windows & own for step in self._unread), "a page reused too early"
+        assert not table or update.first == max(table) + 1
+        table.update(zip(itertools.count(update.first), update.page_ids, strict=False))
+
+    def window_of(self, row: ScheduledRow) -> set[int]:
+        """Pages of the windowed layers that a row reads or writes."""
+        if self.config.window is None:
+            return set()
+        size, table = self.config.page_size, self._window_tables[row.slot]
+        last = row.start + row.num_tokens - 1 + (0 if row.token_ids else self.config.tokens_per_step - 1)
+        return {table[i] for i in range(self._oldest(row.start) // size, last // size + 1) if i in table}
+
+    def _oldest(self, position: int) -> int:
+        """First position that a token sees in the windowed layers."""
+        return max(0, position - (self.config.window or 0) + 1)
 
     def pages_written(self, row: ScheduledRow) -> set[int]:
         size, table = self.config.page_size, self._tables[row.slot]
@@ -209,6 +240,9 @@ class FakeRunner:
     def _run(self, step: FakeStep) -> None:
         for init in step.output.slot_inits:
             self.slots[init.slot] = FakeSlot(init)
+        for update in step.output.window_pages:
+            new = zip(itertools.count(update.first), update.page_ids, strict=False)
+            self.slots[update.slot].window_table.update(new)
         rows, per_step = step.output.rows, self.config.tokens_per_step
         tokens = np.full((len(rows), per_step), EMPTY, np.int32)
         valid = np.zeros(len(rows), np.int32)
@@ -250,10 +284,21 @@ class FakeRunner:
         return new
 
     def _write(self, slot: FakeSlot, tokens: Iterable[int]) -> None:
+        first = slot.position
         for token in tokens:
             page, offset = divmod(slot.position, self.config.page_size)
             self.pages[slot.page_table[page], offset] = token
+            if self.config.window is not None:
+                self.window_pages[slot.window_table[page], offset] = token
             slot.position += 1
+        if self.config.window is not None:
+            self._check_window(slot, first)
+
+    def _check_window(self, slot: FakeSlot, first: int) -> None:
+        """What the tokens from position `first` on see in the windowed layers is what the others hold."""
+        places = [divmod(position, self.config.page_size) for position in range(self._oldest(first), slot.position)]
+        seen = [self.window_pages[slot.window_table[page], offset] for page, offset in places]
+        assert seen == self._context(slot)[self._oldest(first) :].tolist(), "another's token in a window"
 
     def _context(self, slot: FakeSlot) -> np.ndarray:
         context = self.pages[slot.page_table].reshape(-1)[: slot.position]

@@ -14,18 +14,26 @@ from collections.abc import Iterable
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.radix_cache import Node, RadixCache
 from jaxserve.engine.request import Request
+from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.window_group import WindowGroup
 
 
 class KVManager:
-    """Slots and pages of one engine. With `prefix_cache` off nothing is ever put into the cache."""
+    """Slots and pages of one engine. With `prefix_cache` off nothing is ever put into the cache.
 
-    def __init__(self, num_pages: int, page_size: int, num_slots: int, prefix_cache: bool) -> None:
-        self.page_size = page_size
-        self.num_slots = num_slots
-        self.pool = PagePool(num_pages)
-        self.cache = RadixCache(self.pool, page_size)
-        self._prefix_cache = prefix_cache
-        self._slots = list(range(num_slots - 1, -1, -1))
+    window: the group of the layers with a sliding window, where the model has any. What is given by group is a list:
+    the layers that see everything first.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.page_size = config.page_size
+        self.num_slots = config.num_slots
+        self.window = _window_group(config)
+        self.pool = PagePool(config.num_pages)
+        on_removed = None if self.window is None else self.window.index.forget
+        self.cache = RadixCache(self.pool, config.page_size, on_removed)
+        self._prefix_cache = config.prefix_cache
+        self._slots = list(range(config.num_slots - 1, -1, -1))
         self._leaving: list[Request] = []  # they end or were preempted, and a step with them is not read yet
 
     # --- counting
@@ -36,8 +44,14 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could give now."""
-        return self.pool.num_free + self.cache.num_evictable
+        """Pages that `grow` could give now: those of the scarcest group."""
+        full = self.pool.num_free + self.cache.num_evictable
+        return full if self.window is None else min(full, self.window.num_available)
+
+    def available(self) -> list[int]:
+        """`num_available` of each group."""
+        full = self.pool.num_free + self.cache.num_evictable
+        return [full] if self.window is None else [full, self.window.num_available]
 
     @property
     def has_leaving(self) -> bool:
@@ -47,15 +61,15 @@ class KVManager:
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def num_reclaimable(self, request: Request) -> int:
-        """Pages that become available once a running request is released."""
+    def num_reclaimable(self, request: Request) -> list[int]:
+        """Pages of each group that become available once a running request is released."""
         node: Node = request.cache_node
         own = len(request.page_ids) - node.depth + len(request.duplicate_page_ids)
         above: Node | None = node
         while above is not None and above.parent is not None and above.num_locks == 1:
             own += 1
             above = above.parent
-        return own
+        return [own] if self.window is None else [own, self.window.num_reclaimable(request)]
 
     # --- taking
 
@@ -68,12 +82,16 @@ class KVManager:
         if request.output_token_ids:
             tokens = tokens + request.output_token_ids
         node = self.cache.match_prefix(request.namespace, tokens, max_pages, request.cache_node)
+        if self.window is not None:
+            node = self.window.index.served(node)
         request.cache_node = node  # a hint, not locked
         return node
 
-    def num_new_pages(self, request: Request, node: Node) -> int:
-        """Pages that `take` must find: those to allocate, and those of the prefix that can then not be evicted."""
-        return self.num_pages_for(request.num_tokens) - node.depth + self.cache.num_unlocked(node)
+    def num_new_pages(self, request: Request, node: Node) -> list[int]:
+        """Pages of each group that `take` must find: those to allocate, and those of the prefix that can then not be
+        evicted."""
+        full = self.num_pages_for(request.num_tokens) - node.depth + self.cache.num_unlocked(node)
+        return [full] if self.window is None else [full, self.window.num_new_pages(request, node)]
 
     def take(self, request: Request, node: Node) -> None:
         """Give a slot and the pages of all its known tokens to a request; `node` is its fresh `match`."""
@@ -83,6 +101,8 @@ class KVManager:
         request.slot = self._slots.pop()
         request.page_ids = node.page_ids + self.allocate(total - node.depth)
         request.page_capacity = total * self.page_size
+        if self.window is not None:
+            self.window.take(request, node)
 
     def allocate(self, count: int) -> list[int]:
         """Raises ValueError if fewer than `count` pages are available."""
@@ -106,6 +126,8 @@ class KVManager:
             tokens = request.token_ids(0, num_pages * self.page_size)
             request.cache_node, duplicates = self.cache.insert(request.cache_node, tokens, request.page_ids, num_pages)
             request.duplicate_page_ids += duplicates
+            if self.window is not None:
+                self.window.commit(request, request.cache_node)
 
     def merge_duplicates(self, requests: Iterable[Request]) -> None:
         """Free pages held twice: by a request, and by the cache where nobody else uses them any more."""
@@ -137,6 +159,8 @@ class KVManager:
         node: Node = request.cache_node
         self.pool.free(request.duplicate_page_ids)
         self.pool.free(request.page_ids[node.depth :])
+        if self.window is not None:
+            self.window.release(request)
         self.cache.unlock(node)
         self._slots.append(request.slot)
         request.slot, request.page_ids, request.duplicate_page_ids = None, [], []
@@ -159,5 +183,12 @@ class KVManager:
             assert request.page_capacity == len(request.page_ids) * self.page_size
             owned += own
         self.pool.check_integrity(owned)
+        if self.window is not None:
+            self.window.check_integrity(holders)
         slots = [request.slot for request in holders] + self._slots
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two owners"  # type: ignore[type-var]
+
+
+def _window_group(config: SchedulerConfig) -> WindowGroup | None:
+    size = config.window_size
+    return size and WindowGroup(config.num_window_pages, size, config.max_sequence_tokens)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxserve.engine.page_pool import PagePool
 
@@ -53,13 +53,17 @@ class Node:
 
 
 class RadixCache:
-    """Owns the pages of its nodes until `evict`, `discard` or `flush` hands them back to the pool."""
+    """Owns the pages of its nodes until `evict`, `discard` or `flush` hands them back to the pool.
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    on_removed: called with each node that leaves the tree, in use or not.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, on_removed: Callable[[Node], None] | None = None) -> None:
         self.page_size = page_size
         self.num_pages = 0  # owned, locked or not
         self.num_evictable = 0  # owned and not locked
         self._pool = pool
+        self._on_removed = on_removed
         self._roots: dict[str, Node] = {}
         self._dead: set[Node] = set()  # discarded while in use: freed by the last unlock
         self._clock = itertools.count(1)
@@ -205,7 +209,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None and not isinstance(node.key, str)
         del parent.children[node.key]
-        node.alive = False
+        self._remove(node)
         self.num_evictable -= 1
         self._release(node)
         if parent.parent is None:
@@ -237,12 +241,17 @@ class RadixCache:
             node = stack.pop()
             stack += node.children.values()
             node.children = {}
-            node.alive = False
+            self._remove(node)
             if node.num_locks:
                 self._dead.add(node)
             else:
                 self.num_evictable -= 1
                 self._release(node)
+
+    def _remove(self, node: Node) -> None:
+        node.alive = False
+        if self._on_removed is not None:
+            self._on_removed(node)
 
     def _release(self, node: Node) -> None:
         self.num_pages -= 1

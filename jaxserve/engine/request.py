@@ -168,6 +168,7 @@ class Request:
     page_capacity: int = 0  # tokens that fit its pages
     duplicate_page_ids: list[int] = field(default_factory=list)  # of page_ids: the cache has its own copy
     cache_node: Any = None  # RadixCache's handle of the locked prefix; opaque here
+    window: Any = None  # WindowGroup's record of the pages of layers with a window; opaque here
     num_computed_tokens: int = 0
     num_inflight_tokens: int = 0  # sampled on the device, not yet read by the host
     last_step: int = 0  # the last step that has a row of it
@@ -235,6 +236,14 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     embed: bool = False  # with samples: the row yields the pooled hidden state instead of a token
 
 
+class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
+    """Entries of a slot's page table from index `first` on."""
+
+    slot: int
+    first: int
+    page_ids: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step for the device: decode rows (one token each) first, then prefill chunks."""
@@ -243,6 +252,8 @@ class SchedulerOutput:
     rows: list[ScheduledRow]
     num_decode_rows: int
     slot_inits: list[SlotInit]  # applied before the rows run
+    # of the layers with a sliding window, at most one a row; what a table holds before the row's window has no meaning
+    window_pages: list[PageTableUpdate] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -17,6 +17,7 @@ import copy
 import itertools
 import logging
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from jaxserve.engine.admission import NewTokenRatio, PrefillsInProgress
 from jaxserve.engine.kv_manager import KVManager
@@ -27,6 +28,7 @@ from jaxserve.engine.request import (
     Request,
     RequestStatus,
     SampledTokens,
+    ScheduledRow,
     SchedulerOutput,
     TokenLogprobs,
     TokenOutput,
@@ -37,6 +39,7 @@ from jaxserve.engine.scheduler_stats import Counters, SchedulerStats
 from jaxserve.engine.step_builder import StepBuilder, pages_wanted
 from jaxserve.engine.stopping import Timers, end_of
 from jaxserve.engine.waiting_queue import WaitingQueue
+from jaxserve.engine.window_group import WindowGroup
 from jaxserve.errors import InvalidValueError, QueueFullError
 
 MAX_SKIPPED = 64  # waiting requests looked at in one step without admitting them
@@ -50,7 +53,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, eos_token_ids: tuple[int, ...] = ()) -> None:
         self.config = config
         self.counters = Counters()
-        self.kv = KVManager(config.num_pages, config.page_size, config.num_slots, config.prefix_cache)
+        self.kv = KVManager(config)
         self._eos_token_ids = eos_token_ids
         self._waiting = WaitingQueue(config.policy, config.aging_steps, lambda request: self.kv.match(request).depth)
         self._running = RunningSet()
@@ -180,7 +183,7 @@ class Scheduler:
         """The next step, or None if nothing can run before a step in flight has been read. now: seconds."""
         self._running.drop_ended()
         self._make_room()
-        step = StepBuilder(self._step + 1, self.config.tokens_per_step)
+        step = StepBuilder(self._step + 1, self.config.tokens_per_step, self.kv.window)
         short_of_pages = step.add_decodes(self._running.decoding, self.kv)
         step.budget = min(self.config.prefill_budget, self.config.max_num_batched_tokens - step.num_decode_rows)
         for request in self._running.prefilling:
@@ -204,7 +207,7 @@ class Scheduler:
         """Start waiting requests, in the order of the policy, until the first that finds no room."""
         if not self._running:
             self._ratio.reset()
-        reserved = self._ratio.reserve(self._running)
+        reserved = self._reserve(self._running)
         admitted: list[Request] = []
         skipped = 0
         for request in self._waiting.candidates(step.number):
@@ -217,21 +220,33 @@ class Scheduler:
                 skipped += 1
                 continue
             missing = self._missing_tokens(request, node, reserved)
-            if missing > 0 or not self.kv.num_free_slots:
+            if max(missing) > 0 or not self.kv.num_free_slots:
                 self._preempt_for(request, missing)
                 break
             self._start(step, request, node, now)
             admitted.append(request)
-            reserved += self._ratio.reserve((request,))
+            reserved = [a + b for a, b in zip(reserved, self._reserve((request,)), strict=True)]
         for request in admitted:
             self._waiting.remove(request)
 
-    def _missing_tokens(self, request: Request, node: Node, reserved: int) -> int:
-        """How much room, in tokens, is lacking to admit a request. Alone on the device it needs no reserve to grow."""
-        room = (self.kv.num_available - self.kv.num_new_pages(request, node)) * self.config.page_size
-        if room >= 0 and not self._running:
-            return 0
-        return reserved + self._ratio.reserve((request,)) - room
+    def _missing_tokens(self, request: Request, node: Node, reserved: list[int]) -> list[int]:
+        """How much room, in tokens of each group, is lacking to admit a request. Alone on the device it needs no
+        reserve to grow."""
+        pairs = zip(self.kv.available(), self.kv.num_new_pages(request, node), strict=True)
+        room = [(available - new) * self.config.page_size for available, new in pairs]
+        if min(room) >= 0 and not self._running:
+            return [0] * len(room)
+        groups = zip(reserved, self._reserve((request,)), room, strict=True)
+        return [others + own - there for others, own, there in groups]
+
+    def _reserve(self, requests: Iterable[Request]) -> list[int]:
+        """Tokens of each group that requests are expected to grow by; with a window no further than it reaches."""
+        reserved = [self._ratio.reserve(requests)]
+        if (window := self.kv.window) is not None:
+            growth = [(request, window.num_to_grow(request, request.cache_node)) for request in requests]
+            size = self.config.page_size
+            reserved.append(sum(min(self._ratio.reserve((request,)), pages * size) for request, pages in growth))
+        return reserved
 
     def _start(self, step: StepBuilder, request: Request, node: Node, now: float) -> None:
         self.kv.take(request, node)
@@ -260,15 +275,17 @@ class Scheduler:
             available = self.kv.num_available
         ending = any(request.num_computed_tokens >= request.max_computed_tokens for request in decoding)
         if wanted > available and not (ending or self.kv.has_leaving):
-            self._retract(wanted - available)
+            self._retract([wanted - left for left in self.kv.available()])
 
-    def _retract(self, missing: int) -> None:
-        """Preempt the requests that are least far until `missing` pages come free; the furthest one stays."""
+    def _retract(self, missing: list[int]) -> None:
+        """Preempt the requests that are least far until the pages that each group lacks come free; the furthest one
+        stays."""
         kept = self._running.best_first(by_priority=True)
-        count, wanted = len(kept), missing
-        while missing > 0 and len(kept) > 1:
+        count, wanted = len(kept), max(missing)
+        while max(missing) > 0 and len(kept) > 1:
             victim = kept.pop()
-            missing -= self.kv.num_reclaimable(victim) + self._pages_wanted(victim)
+            spared = self._pages_wanted(victim)
+            missing = [m - own - spared for m, own in zip(missing, self.kv.num_reclaimable(victim), strict=True)]
             self._preempt(victim)
         self._ratio.rise(kept)
         self.counters.retractions += count - len(kept)
@@ -278,7 +295,7 @@ class Scheduler:
             wanted, count - len(kept), count, len(self._waiting), self._ratio.value,
         )  # fmt: skip
 
-    def _preempt_for(self, request: Request, missing: int) -> None:
+    def _preempt_for(self, request: Request, missing: list[int]) -> None:
         """Preempt requests of worse priority if that makes room for a better one."""
         if request.aged or self.kv.has_leaving or all(other.priority <= request.priority for other in self._running):
             return
@@ -287,14 +304,15 @@ class Scheduler:
             if self._is_enough(missing, victims) or victim.aged or victim.priority <= request.priority:
                 break
             victims.append(victim)
-            missing -= self.kv.num_reclaimable(victim) * self.config.page_size + self._ratio.reserve((victim,))
+            freed = zip(missing, self.kv.num_reclaimable(victim), self._reserve((victim,)), strict=True)
+            missing = [m - pages * self.config.page_size - growth for m, pages, growth in freed]
         if self._is_enough(missing, victims):
             for victim in victims:
                 self._preempt(victim)
             self.counters.priority_preemptions += len(victims)
 
-    def _is_enough(self, missing: int, victims: list[Request]) -> bool:
-        return missing <= 0 and bool(victims or self.kv.num_free_slots)
+    def _is_enough(self, missing: list[int], victims: list[Request]) -> bool:
+        return max(missing) <= 0 and bool(victims or self.kv.num_free_slots)
 
     def _pages_wanted(self, request: Request) -> int:
         return pages_wanted(request, self.kv, self.config.tokens_per_step)
@@ -337,8 +355,17 @@ class Scheduler:
                 if row.logprobs is not None:
                     result.logprobs = output_logprobs(sampled, i, result.token_ids, row.logprobs)
                 outputs.append(result)
+        if self.kv.window is not None:
+            self._advance_windows(self.kv.window, output.rows, requests)
         self.kv.retire(output.step)
         return outputs
+
+    def _advance_windows(self, window: WindowGroup, rows: Sequence[ScheduledRow], requests: list[Request]) -> None:
+        """The steps up to these rows' have been read: what no later one of a request sees can go."""
+        for row, request in zip(rows, requests, strict=True):
+            if request.status is RequestStatus.RUNNING:
+                sampled = request.num_computed_tokens - request.num_inflight_tokens
+                window.advance(request, sampled if row.samples else row.start + row.num_tokens)
 
     def _accept(self, request: Request, new: list[int], now: float) -> TokenOutput:
         """Append a row's tokens and see whether they end the request."""

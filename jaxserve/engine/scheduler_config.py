@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxserve.engine.request import BACKGROUND_PRIORITY
+from jaxserve.engine.window_size import WindowSize
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
 
 
@@ -27,6 +28,8 @@ class SchedulerConfig:
     prefill_chunk_size: int | None = None  # prompt tokens in one step, all requests together; None: the budget
     aging_steps: int = 1024  # scheduler steps after which a waiting request may not be passed any more
     tokens_per_step: int = 1  # tokens that a row may yield in one step (multi-step decode, speculation)
+    window: int | None = None  # tokens that the layers with a sliding window see; None: there are none
+    num_window_pages: int = 0  # of those layers' own pool
     whole_prompts: bool = False  # a prompt runs in one step or waits: an encoder's tokens all see each other
 
     def __post_init__(self) -> None:
@@ -38,6 +41,15 @@ class SchedulerConfig:
             raise ConfigError("tokens_per_step, aging_steps and prefill_chunk_size must be at least 1")
         if self.whole_prompts and self.prefill_budget < self.max_model_len:
             raise ConfigError(f"a step of {self.prefill_budget} tokens is too small for texts of {self.max_model_len}")
+        size = self.window_size
+        if size is not None and self.num_window_pages < (least := size.least(self.max_sequence_tokens)):
+            raise ConfigError(f"{self.num_window_pages} pages for windowed layers are too few: {least} are needed")
+
+    @property
+    def window_size(self) -> WindowSize | None:
+        if self.window is None:
+            return None
+        return WindowSize(self.window, self.page_size, self.prefill_budget, self.tokens_per_step)
 
     @property
     def num_slots(self) -> int:

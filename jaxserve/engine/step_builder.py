@@ -6,7 +6,8 @@ Every row is built here. What a row may cost and who gets one is the scheduler's
 from __future__ import annotations
 
 from jaxserve.engine.kv_manager import KVManager
-from jaxserve.engine.request import Request, ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.engine.request import PageTableUpdate, Request, ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.engine.window_group import WindowGroup
 
 _EMPTY: list[int] = []  # shared by all decode rows; nobody writes to it
 
@@ -19,12 +20,14 @@ class StepBuilder:
     requests           of the rows, in their order
     """
 
-    def __init__(self, number: int, tokens_per_step: int) -> None:
+    def __init__(self, number: int, tokens_per_step: int, window: WindowGroup | None = None) -> None:
         self.number = number
         self.budget = 0
         self.rows: list[ScheduledRow] = []
         self.requests: list[Request] = []
         self._tokens_per_step = tokens_per_step
+        self._window = window
+        self._window_pages: list[PageTableUpdate] = []
         self._slot_inits: list[SlotInit] = []
         self._num_decode_rows = 0
 
@@ -42,6 +45,8 @@ class StepBuilder:
                     short = True
                     continue
                 first_new_page, new_page_ids = len(request.page_ids), kv.grow(request, wanted)
+                if self._window is not None:
+                    self._send_window_pages(request, self._window.grow(request, wanted))
             rows.append(
                 ScheduledRow(
                     request.request_id,
@@ -78,9 +83,12 @@ class StepBuilder:
         self.add_chunk(request, request.page_ids.copy())
 
     def add_chunk(self, request: Request, new_page_ids: list[int] = _EMPTY) -> None:
-        """As much of a prompt as the budget allows; nothing when it is used up."""
+        """As much of a prompt as the budget and its windowed pages allow; nothing when they are used up."""
         start = request.num_computed_tokens
         end = min(request.num_prefill_tokens, start + self.budget)
+        if end > start and self._window is not None:
+            end, pages = self._window.cover(request, end)
+            self._send_window_pages(request, pages)
         if end <= start:
             return
         done = end == request.num_prefill_tokens
@@ -108,12 +116,18 @@ class StepBuilder:
             request.num_computed_tokens += self._tokens_per_step - 1
             request.num_inflight_tokens += self._tokens_per_step
 
+    def _send_window_pages(self, request: Request, pages: tuple[int, list[int]]) -> None:
+        first, page_ids = pages
+        if page_ids:
+            assert request.slot is not None
+            self._window_pages.append(PageTableUpdate(request.slot, first, page_ids))
+
     @property
     def num_decode_rows(self) -> int:
         return self._num_decode_rows
 
     def build(self) -> SchedulerOutput:
-        return SchedulerOutput(self.number, self.rows, self._num_decode_rows, self._slot_inits)
+        return SchedulerOutput(self.number, self.rows, self._num_decode_rows, self._slot_inits, self._window_pages)
 
 
 def pages_wanted(request: Request, kv: KVManager, tokens_per_step: int) -> int:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -47,25 +47,36 @@ class World:
         rng = self.rng
         self.stems = [rng.choices(range(VOCAB), k=rng.randrange(1, 24)) for _ in range(3)]
         self.broken = {f"r{i}" for i in range(100) if rng.random() < 0.02}
+        sizes = small_config(
+            num_pages=rng.choice([10, 14, 20, 40, 200]),
+            page_size=rng.choice([1, 3, 4, 8]),
+            max_num_seqs=rng.choice([1, 2, 4, 8]),
+            max_num_batched_tokens=rng.choice([2, 9, 16, 64]),
+            max_model_len=rng.choice([16, 48, 128]),
+            prefill_chunk_size=rng.choice([None, None, 1, 7]),
+            policy=rng.choice(["fcfs", "lpm", "priority"]),
+            prefix_cache=rng.random() < 0.75,
+            new_token_ratio=rng.choice([0.01, 0.3, 1.0]),
+            tokens_per_step=rng.choice([1, 1, 1, 2, 5]),
+            aging_steps=rng.choice([3, 30, 1000]),
+        )
         self.core = make_core(
-            small_config(
-                num_pages=rng.choice([10, 14, 20, 40, 200]),
-                page_size=rng.choice([1, 3, 4, 8]),
-                max_num_seqs=rng.choice([1, 2, 4, 8]),
-                max_num_batched_tokens=rng.choice([2, 9, 16, 64]),
-                max_model_len=rng.choice([16, 48, 128]),
-                prefill_chunk_size=rng.choice([None, None, 1, 7]),
-                policy=rng.choice(["fcfs", "lpm", "priority"]),
-                prefix_cache=rng.random() < 0.75,
-                new_token_ratio=rng.choice([0.01, 0.3, 1.0]),
-                tokens_per_step=rng.choice([1, 1, 1, 2, 5]),
-                aging_steps=rng.choice([3, 30, 1000]),
-            ),
+            self.windowed(sizes),
             eos_token_ids=EOS,
             not_finite=self.broken,
             count=lambda q: rng.randint(1, q),
             make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
         )
+
+    def windowed(self, config: SchedulerConfig) -> SchedulerConfig:
+        """Half of them with layers that see a window, and as few pages for these as can be, or some more."""
+        window = self.rng.choice([None, 1, 3, 7, 20, None])
+        if window is None:
+            return config
+        size = replace(config, window=window, num_window_pages=2**31).window_size
+        assert size is not None
+        pages = size.least(config.max_sequence_tokens) + self.rng.choice([0, 0, 1, 5, 100])
+        return replace(config, window=window, num_window_pages=pages)
 
     @property
     def room(self) -> int:
