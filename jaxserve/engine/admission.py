@@ -86,7 +86,7 @@ class PrefillsInProgress:
         """
         key = self._key(request, node) if self._leaders else None
         leader = self._leaders.get(key) if key else None
-        if leader is None or request.prompt_logprobs is not None:
+        if leader is None or request.reads_whole_prompt:
             return False
         gain = self._num_shared(request, leader, node.depth) * self._page_size
         return gain > 0 and 2 * gain >= leader.num_prefill_tokens - leader.num_computed_tokens

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxserve.engine.messages import EngineStats
 from jaxserve.engine.request import (
     MAX_LOGIT_BIAS,
+    MAX_WATCHED,
     EngineRequest,
     FinishReason,
     GrammarSpec,
     Request,
     Runner,
+    SamplingParams,
     SchedulerOutput,
     StepHandle,
     TokenOutput,
@@ -91,6 +93,16 @@ class EngineCore:
             message = f"logit_bias takes at most {MAX_LOGIT_BIAS} token ids in [0, {self._vocab_size})"
             raise InvalidValueError(message, param="logit_bias")
 
+    def _check_details(self, params: SamplingParams) -> None:
+        if not params.detailed:
+            return
+        watched = params.watched_token_ids
+        if len(watched) > MAX_WATCHED or not all(0 <= token < self._vocab_size for token in watched):
+            message = f"at most {MAX_WATCHED} token ids in [0, {self._vocab_size}) can be watched"
+            raise InvalidValueError(message, param="logprob_token_ids")
+        if params.logprobs is None or params.embed:
+            raise InvalidValueError("details are given with log-probabilities only", param="logprobs")
+
     def _record(self, request: EngineRequest) -> Request:
         params, prompt = request.params, request.prompt_token_ids
         if not (params.embed or self._generates):
@@ -105,6 +117,7 @@ class EngineCore:
             if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
                 raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
         self._check_logit_bias(params.logit_bias)
+        self._check_details(params)
         room = self.scheduler.config.max_sequence_tokens - len(prompt)
         now = self._clock()
         return Request(

@@ -25,6 +25,7 @@ from jaxserve.engine.request import (
     EngineRequest,
     FinishReason,
     SamplingParams,
+    Support,
     TokenLogprobs,
     TokenOutput,
 )
@@ -42,6 +43,9 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    support: list[Support] = field(default_factory=list)  # where params.support asked for it; aligned with token_ids
+    hidden: bytes = b""  # float32, little endian, [tokens, D], where params.hidden_states asked for them
+    prompt_hidden: bytes | None = None  # likewise of the prompt
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
@@ -54,6 +58,9 @@ class Completion:
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + output.logprobs
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.support += output.support or ()
+        self.hidden += output.hidden or b""
+        self.prompt_hidden = output.prompt_hidden or self.prompt_hidden
         self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens

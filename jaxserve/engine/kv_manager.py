@@ -76,7 +76,7 @@ class KVManager:
     def match(self, request: Request) -> Node:
         """The cached prefix that a waiting request would use; at least one of its tokens stays to be computed."""
         assert request.slot is None, "its cache_node is in use"
-        bypass = request.prompt_logprobs is not None or not self._prefix_cache
+        bypass = request.reads_whole_prompt or not self._prefix_cache
         max_pages = 0 if bypass else (request.num_tokens - 1) // self.page_size
         tokens = request.prompt_token_ids
         if request.output_token_ids:

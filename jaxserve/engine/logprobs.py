@@ -1,8 +1,10 @@
-"""From the device's log-probability arrays to TokenLogprobs, one row at a time. No jax."""
+"""From the device's log-probabilities, candidates and hidden states to a request's outputs, row by row. No jax."""
 
 from __future__ import annotations
 
-from jaxserve.engine.request import Request, SampledTokens, ScheduledRow, TokenLogprobs
+import numpy as np
+
+from jaxserve.engine.request import Request, SampledTokens, ScheduledRow, Support, TokenLogprobs, TokenOutput
 
 
 def output_logprobs(sampled: SampledTokens, row: int, token_ids: list[int], top: int) -> list[TokenLogprobs]:
@@ -28,6 +30,8 @@ def gather_prompt_logprobs(request: Request, row: ScheduledRow, index: int, samp
     if arrays is None or entries is None:
         return
     logprobs, ranks, top_ids, top_logprobs = arrays
+    watched = (sampled.prompt_watched or {}).get(index)
+    count = len(request.params.watched_token_ids)
     first = row.start + 1
     for i in range(min(len(logprobs), len(prompt) - first)):
         entries[first + i] = TokenLogprobs(
@@ -36,4 +40,55 @@ def gather_prompt_logprobs(request: Request, row: ScheduledRow, index: int, samp
             int(ranks[i]),
             top_ids[i, :top].tolist(),
             top_logprobs[i, :top].tolist(),
+            [] if watched is None else watched[i, :count].tolist(),
         )
+
+
+def too_many_candidates(row: ScheduledRow, index: int, sampled: SampledTokens) -> str | None:
+    """Why a row that asks for the candidates of its token cannot be told them."""
+    if row.detail is None or not row.detail.support:
+        return None
+    assert sampled.details is not None
+    count, limit = int(sampled.details.support_counts[index]), sampled.details.support_ids.shape[1]
+    if count <= limit:
+        return None
+    return f"a token was drawn from {count} candidates, and at most {limit} can be returned: set top_k or a lower top_p"
+
+
+def add_details(result: TokenOutput, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
+    """What `row` asks for of the one token that it yielded, into `result`, whose log-probabilities are there."""
+    params, details = row.detail, sampled.details
+    if params is None or not result.token_ids:
+        return
+    if params.watched_token_ids and result.logprobs:
+        assert details is not None
+        watched = details.watched[index, : len(params.watched_token_ids)].tolist()
+        result.logprobs = [_watching(entry, watched) for entry in result.logprobs]
+    if params.support:
+        assert details is not None
+        count = int(details.support_counts[index])
+        ids, top = details.support_ids[index, :count].tolist(), details.support_top[index, :count].tolist()
+        result.support = [Support(float(details.support_logprobs[index]), ids, top)]
+    if params.hidden_states and sampled.hidden is not None:
+        result.hidden = sampled.hidden[index][-1:].tobytes()
+
+
+def _watching(entry: TokenLogprobs, watched: list[float]) -> TokenLogprobs:
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs, watched)
+
+
+def gather_prompt_hidden(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
+    """Keep a chunk's hidden states until the prompt is complete."""
+    if request.prompt_hidden is not None and sampled.hidden is not None and index in sampled.hidden:
+        request.prompt_hidden[row.start] = sampled.hidden[index]
+
+
+def take_prompt_hidden(request: Request) -> bytes | None:
+    """All that was gathered, once: float32 [prompt tokens, D]."""
+    chunks, request.prompt_hidden = request.prompt_hidden, None
+    if not chunks:
+        return None
+    states = np.zeros((request.num_prompt_tokens, next(iter(chunks.values())).shape[1]), np.float32)
+    for start, chunk in chunks.items():
+        states[start : start + len(chunk)] = chunk[: max(0, len(states) - start)]
+    return states.tobytes()

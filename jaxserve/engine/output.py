@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs, TokenOutput
+from jaxserve.engine.request import FinishReason, SamplingParams, Support, TokenLogprobs, TokenOutput
 from jaxserve.text.detokenizer import make_detokenizer
 from jaxserve.text.patterns import compile_patterns
 from jaxserve.text.stop import StopChecker
@@ -25,6 +25,9 @@ class RequestOutput(msgspec.Struct):
     token_ids: list[int] = []  # a Struct copies its default
     logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once
+    support: list[Support] | None = None  # aligned with token_ids
+    hidden: bytes | None = None  # float32, little endian, [tokens, D]
+    prompt_hidden: bytes | None = None  # likewise of the prompt; once
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None  # the token id or the string that ended it
     num_prompt_tokens: int = 0
@@ -76,6 +79,7 @@ class SequenceText:
             self.request_id,
             self.index,
             prompt_logprobs=output.prompt_logprobs,
+            prompt_hidden=output.prompt_hidden,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             queue_seconds=output.queue_seconds,
@@ -85,6 +89,9 @@ class SequenceText:
         used, matched = self._take_text(output, result)
         result.token_ids = output.token_ids[:used]
         result.logprobs = None if output.logprobs is None else output.logprobs[:used]
+        result.support = None if output.support is None else output.support[:used]
+        if output.hidden is not None:
+            result.hidden = output.hidden[: len(output.hidden) // len(output.token_ids) * used]
         self.output_token_ids += result.token_ids
         result.num_output_tokens = len(self.output_token_ids)
         if matched is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 BACKGROUND_PRIORITY = 2**30
 
 MAX_LOGIT_BIAS = 4096  # logit_bias entries a request: the room that the device has for each
+MAX_WATCHED = 128  # token ids a request may ask the log-probabilities of, likewise
 
 # What fits the device's arrays. Checked where a frame is decoded: one that breaks it is no message.
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
@@ -55,6 +56,9 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     begin_unless: tuple[Int32, ...] = ()
 
 
+HiddenStates = Literal["", "last", "all"]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request is sampled and when it ends. Values are validated by the caller (`validated()`)."""
 
@@ -78,6 +82,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: Count | None = None
     grammar: GrammarSpec | None = None
     embed: bool = False  # no tokens: the prompt's pooled hidden state
+    # asked for by few; each needs `logprobs`, 0 at least
+    watched_token_ids: tuple[Int32, ...] = ()  # their log-probabilities too, at every position
+    support: bool = False  # the candidates that each token was drawn from
+    hidden_states: HiddenStates = ""  # of the tokens that each token was drawn after; all: and of the whole prompt
     # read by the text side only
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
@@ -85,6 +93,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     visible_token_ids: tuple[Int32, ...] = ()  # special tokens that stay in the text: a parser of the output reads them
     spaces_between_special_tokens: bool = True
+
+    @property
+    def detailed(self) -> bool:
+        """Whether it asks for more of a token than its log-probabilities: such rows are sampled in a dispatch apart."""
+        return bool(self.watched_token_ids or self.support or self.hidden_states)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +122,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int  # 1: the most likely token
     top_ids: list[int] = []
     top_logprobs: list[float] = []
+    watched: list[float] = []  # of the request's watched_token_ids, in their order
+
+
+class Support(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one token was drawn from, after temperature, masks, top-k, top-p and min-p; likeliest first.
+
+    Log-probabilities are those of the draw: over the candidates they add up to one.
+    """
+
+    logprob: float  # of the token
+    ids: list[int]
+    logprobs: list[float]
 
 
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -118,6 +143,9 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, before or with the first token
+    support: list[Support] | None = None  # aligned with token_ids
+    hidden: bytes | None = None  # float32, little endian, [tokens, D]: each token's logits are made of its row
+    prompt_hidden: bytes | None = None  # likewise of the prompt's tokens; once
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it; it is the last of token_ids
     embedding: bytes | None = None  # float32, little endian; with finish_reason, of a request that asked for it
@@ -175,6 +203,13 @@ class Request:
     num_prefill_tokens: int = 0  # host literals to compute since the last admission; then decode begins
     prompt_done: bool = False  # since the last admission a good token was read: its pages hold no garbage
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered so far; None: not asked or delivered
+    prompt_hidden: dict[int, np.ndarray] | None = None  # likewise: first position -> float32 [n, D]
+    detail: SamplingParams | None = None  # params, where they are detailed
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Something is asked of every prompt token, so that none may be taken from the prefix cache."""
+        return self.prompt_logprobs is not None or self.prompt_hidden is not None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -234,6 +269,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     embed: bool = False  # with samples: the row yields the pooled hidden state instead of a token
+    detail: SamplingParams | None = None  # where more is asked for; then logprobs is not None
 
 
 class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
@@ -265,6 +301,17 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Details:
+    """Of R rows, what those with a `detail` ask for. K = min(256, V) candidates a token at most."""
+
+    watched: np.ndarray  # float32 [R, MAX_WATCHED]
+    support_logprobs: np.ndarray  # float32 [R], of the token among its candidates
+    support_counts: np.ndarray  # int32 [R], may be over K
+    support_ids: np.ndarray  # int32 [R, K], likeliest first
+    support_top: np.ndarray  # float32 [R, K], their log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
 class SampledTokens:
     """What the device returned for a step, on the host. R rows as in SchedulerOutput.rows, Q tokens at most a row.
 
@@ -282,6 +329,9 @@ class SampledTokens:
     # row.start + 1 .. row.start + n: those that the chunk's tokens predict (the last chunk of a prompt: one fewer)
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = None
     embeddings: Mapping[int, np.ndarray] | None = None  # row index -> float32 [D], of the rows with embed and samples
+    details: Details | None = None  # of steps that sample a row with a detail
+    prompt_watched: dict[int, np.ndarray] | None = None  # row index -> float32 [n, MAX_WATCHED], as prompt_logprobs
+    hidden: Mapping[int, np.ndarray] | None = None  # row index -> float32 [n, D]: of all its tokens, or of the last
 
 
 class StepHandle(Protocol):

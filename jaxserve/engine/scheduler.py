@@ -21,7 +21,14 @@ from collections.abc import Iterable, Sequence
 
 from jaxserve.engine.admission import NewTokenRatio, PrefillsInProgress
 from jaxserve.engine.kv_manager import KVManager
-from jaxserve.engine.logprobs import gather_prompt_logprobs, output_logprobs
+from jaxserve.engine.logprobs import (
+    add_details,
+    gather_prompt_hidden,
+    gather_prompt_logprobs,
+    output_logprobs,
+    take_prompt_hidden,
+    too_many_candidates,
+)
 from jaxserve.engine.radix_cache import Node
 from jaxserve.engine.request import (
     FinishReason,
@@ -92,6 +99,8 @@ class Scheduler:
         if params.prompt_logprobs is not None:
             unknown: list[TokenLogprobs | None] = [None]
             request.prompt_logprobs = unknown * request.num_prompt_tokens
+        request.detail = params if params.detailed else None
+        request.prompt_hidden = {} if params.hidden_states == "all" else None
         request.queued_step = self._step
         request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
@@ -337,6 +346,8 @@ class Scheduler:
         for i, (row, request) in enumerate(zip(output.rows, requests, strict=True)):
             if row.prompt_logprobs is not None:
                 gather_prompt_logprobs(request, row, i, sampled)
+            if row.detail is not None:
+                gather_prompt_hidden(request, row, i, sampled)
             if not row.samples:
                 continue
             request.num_inflight_tokens -= per_step
@@ -346,6 +357,8 @@ class Scheduler:
                 outputs.append(self._fail_row(request))
             elif row.embed:
                 outputs.append(self._end_with_embedding(request, i, sampled, now))
+            elif row.detail is not None and (error := too_many_candidates(row, i, sampled)):
+                outputs.append(self._finish(request, FinishReason.ERROR, error=error, error_status=400))
             else:
                 new = token_ids[i]
                 if num_valid[i] != per_step:
@@ -354,6 +367,7 @@ class Scheduler:
                 result = self._accept(request, new, now)
                 if row.logprobs is not None:
                     result.logprobs = output_logprobs(sampled, i, result.token_ids, row.logprobs)
+                    add_details(result, row, i, sampled)
                 outputs.append(result)
         if self.kv.window is not None:
             self._advance_windows(self.kv.window, output.rows, requests)
@@ -407,6 +421,7 @@ class Scheduler:
     def _report_first(self, request: Request, result: TokenOutput, now: float) -> None:
         result.num_cached_tokens = request.num_cached_tokens
         result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        result.prompt_hidden = take_prompt_hidden(request)
         if request.first_token is None:
             assert request.admitted is not None
             request.first_token = now

@@ -59,6 +59,9 @@ class StepBuilder:
                     new_page_ids,
                     request.masked,
                     request.params.logprobs,
+                    None,
+                    False,
+                    request.detail,
                 )
             )
             requests.append(request)
@@ -106,6 +109,7 @@ class StepBuilder:
             logprobs=request.params.logprobs,
             prompt_logprobs=None if request.prompt_logprobs is None else request.params.prompt_logprobs,
             embed=request.params.embed and done,
+            detail=request.detail,
         )
         self.rows.append(row)
         self.requests.append(request)

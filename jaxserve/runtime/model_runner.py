@@ -4,8 +4,8 @@ Each step is packed into one int32 array and dispatched without waiting; the han
 request runs when, and which page is whose, is decided by the scheduler: a step here is a function of its
 SchedulerOutput and of the device state alone.
 
-A step of decode rows only is one dispatch, `decode[B]`. Every other step (chunks of prompts, rows under a grammar,
-deterministic mode) is `extend[T]` and then `head_sample[R]` for the rows that sample.
+A step of decode rows only is one dispatch, `decode[B]`. Every other step (chunks of prompts, rows under a grammar or
+with a detail, deterministic mode) is `extend[T]` and then `head_sample[R]` for the rows that sample.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.request import ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.engine.request import MAX_WATCHED, SamplingParams, ScheduledRow, SchedulerOutput, SlotInit
 from jaxserve.models.loader import LoadedModel
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory, slots, step_input
 from jaxserve.runtime.buckets import Buckets, fit, make_buckets
 from jaxserve.runtime.compiler import CompileCounter, Progress, compile_all, enable_persistent_cache
+from jaxserve.runtime.details import Asked, TokensOf, hidden_places, pack_watched
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.program_set import (
@@ -40,7 +41,7 @@ from jaxserve.runtime.programs import Caches, Leaves, StepPrograms
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.sampler import Sampled
 from jaxserve.runtime.slots import SlotState
-from jaxserve.runtime.step_handle import DeviceStep, Pooled
+from jaxserve.runtime.step_handle import DeviceStep, Pooled, PromptChunk
 from jaxserve.runtime.step_input import PageUpdates
 
 
@@ -103,7 +104,7 @@ class ModelRunner:
             for family, sizes in self.buckets.families().items()
         }
         self._allocate()
-        self._prompts: dict[int, list[int]] = {}  # slot -> prompt, where its log-probabilities are asked for
+        self._prompts: dict[int, tuple[list[int], SamplingParams]] = {}  # by slot, where its logprobs are asked for
         self._unsampled: DeviceStep | None = None
         self.num_dispatches = 0  # programs started so far
         self.compile_seconds = time.perf_counter() - started
@@ -177,11 +178,12 @@ class ModelRunner:
         self.state: SlotState = jax.tree.map(zeros, shapes.state)
         self.hidden: jax.Array = zeros(shapes.hidden)
         self._no_mask = {rows: zeros(shapes.ints(rows, shapes.mask_words)) for rows in self.buckets.head}
+        self._no_ids = {rows: zeros(shapes.ints(rows, MAX_WATCHED)) for rows in self.buckets.head}
 
     def rebuild(self) -> None:
         """Start again with an empty cache and free slots; compiles nothing. For use after a failed step, which may
         have taken the donated arrays with it. The old ones go first: there is no room for both."""
-        for array in jax.tree.leaves((self.caches, self.state, self.hidden, self._no_mask)):
+        for array in jax.tree.leaves((self.caches, self.state, self.hidden, self._no_mask, self._no_ids)):
             array.delete()
         self._prompts.clear()
         self._unsampled = None
@@ -225,8 +227,11 @@ class ModelRunner:
         rows = output.rows
         if not rows:
             return DeviceStep(0, [], None, False)
+        asking = [row for row in rows if row.logprobs is not None]
         fused = output.num_decode_rows == len(rows) and not output.masked and not self.config.deterministic
-        return self._run_decode(rows) if fused else self._run_extend(rows, output.masked)
+        if fused and not any(row.detail for row in asking):
+            return self._run_decode(rows, bool(asking))
+        return self._run_extend(rows, output.masked)
 
     def _admit(self, inits: Sequence[SlotInit]) -> None:
         num_slots, vocab_size = self.config.max_num_seqs, self.structure.config.vocab_size
@@ -241,7 +246,7 @@ class ModelRunner:
                 self._update_state("admit_tokens", chunk)
             self._prompts.pop(init.slot, None)
             if init.params.prompt_logprobs is not None:
-                self._prompts[init.slot] = init.token_ids[: init.num_prompt_tokens]
+                self._prompts[init.slot] = init.token_ids[: init.num_prompt_tokens], init.params
 
     def _update_state(self, program: str, packed: np.ndarray) -> None:
         self.num_dispatches += 1
@@ -254,9 +259,8 @@ class ModelRunner:
             self._update_state("set_pages", group)
         return updates
 
-    def _run_decode(self, rows: Sequence[ScheduledRow]) -> DeviceStep:
+    def _run_decode(self, rows: Sequence[ScheduledRow], want_logprobs: bool) -> DeviceStep:
         bucket = fit(self.buckets.decode, len(rows))
-        want_logprobs = any(row.logprobs is not None for row in rows)
         updates = self._page_updates(rows, bucket)
         packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs)
         program = self._by_size["decode"][bucket]
@@ -283,35 +287,48 @@ class ModelRunner:
         sampling = [i for i, row in enumerate(rows) if row.samples and not row.embed]
         pooled = self._dispatch_pool([i for i, row in enumerate(rows) if row.samples and row.embed], ends)
         want_logprobs = any(rows[i].logprobs is not None for i in sampling)
+        asked = Asked.of([rows[i] for i in sampling])
         prompt = self._dispatch_prompt_logprobs(rows, ends)
+        step = functools.partial(
+            DeviceStep, len(rows), prompt=prompt, pooled=pooled, hidden=self._dispatch_hidden(rows, ends)
+        )
         if not sampling:
-            return DeviceStep(len(rows), [], None, False, prompt=prompt, pooled=pooled)
+            return step([], None, False)
         finish = functools.partial(
             self._head_sample,
             [rows[i].slot for i in sampling],
             [int(ends[i]) - 1 for i in sampling],
             want_logprobs,
+            asked,
         )
         if not masked:
-            return DeviceStep(len(rows), sampling, finish(None), want_logprobs, prompt=prompt, pooled=pooled)
-        step = DeviceStep(len(rows), sampling, None, want_logprobs, finish=finish, prompt=prompt, pooled=pooled)
-        self._unsampled = step
-        return step
+            return step(sampling, finish(None), want_logprobs, detailed=asked.anything)
+        self._unsampled = step(sampling, None, want_logprobs, finish=finish, detailed=asked.anything)
+        return self._unsampled
 
     def _head_sample(
-        self, row_slots: list[int], token_indices: list[int], want_logprobs: bool, bitmask: np.ndarray | None
+        self,
+        row_slots: list[int],
+        token_indices: list[int],
+        want_logprobs: bool,
+        asked: Asked,
+        bitmask: np.ndarray | None,
     ) -> Sampled:
-        bucket = fit(self.buckets.head, len(row_slots))
+        bucket, masked = fit(self.buckets.head, len(row_slots)), bitmask is not None
         packed = step_input.pack_head(
-            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, bitmask is not None
+            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, asked.support
         )
         mask: jax.Array | np.ndarray = self._no_mask[bucket]
         if bitmask is not None:
             mask = np.zeros((bucket, self._programs.shapes.mask_words), np.int32)
             mask[: len(bitmask)] = bitmask
+        ids: jax.Array | np.ndarray = self._no_ids[bucket]
+        if asked.watched_ids is not None:
+            ids = np.zeros((bucket, MAX_WATCHED), np.int32)
+            ids[: len(row_slots)] = asked.watched_ids
         program = self._by_size["head_sample"][bucket]
         self.num_dispatches += 1
-        self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask)
+        self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask, ids)
         return sampled
 
     def _dispatch_pool(self, embedding: list[int], ends: np.ndarray) -> list[Pooled]:
@@ -319,33 +336,39 @@ class ModelRunner:
         groups = [embedding[first : first + POOL_GROUP] for first in range(0, len(embedding), POOL_GROUP)]
         return [(group, self._pool([int(ends[i]) - 1 for i in group])) for group in groups]
 
-    def _pool(self, token_indices: list[int]) -> jax.Array:
-        packed = np.zeros(POOL_GROUP, np.int32)
-        packed[: len(token_indices)] = token_indices
+    def _dispatch_hidden(self, rows: Sequence[ScheduledRow], ends: np.ndarray) -> list[TokensOf]:
+        places = hidden_places(rows, ends)
+        groups = [places[first : first + POOL_GROUP] for first in range(0, len(places), POOL_GROUP)]
+        return [([row for row, _ in group], self._pool([token for _, token in group], True)) for group in groups]
+
+    def _pool(self, token_indices: list[int], plain: bool = False) -> jax.Array:
+        packed = np.zeros(1 + POOL_GROUP, np.int32)
+        packed[0] = plain
+        packed[1 : 1 + len(token_indices)] = token_indices
         self.num_dispatches += 1
         return self.compiled["pool"](self.hidden, packed)
 
-    def _dispatch_prompt_logprobs(
-        self, rows: Sequence[ScheduledRow], ends: np.ndarray
-    ) -> dict[int, list[tuple[jax.Array, int]]]:
+    def _dispatch_prompt_logprobs(self, rows: Sequence[ScheduledRow], ends: np.ndarray) -> dict[int, list[PromptChunk]]:
         """For each row that asks: the log-probabilities of the prompt tokens that follow those of its chunk."""
-        results: dict[int, list[tuple[jax.Array, int]]] = {}
+        results: dict[int, list[PromptChunk]] = {}
         for i, row in enumerate(rows):
             if row.prompt_logprobs is not None and row.token_ids:
-                targets = self._prompts[row.slot][row.start + 1 : row.start + row.num_tokens + 1]
+                prompt, params = self._prompts[row.slot]
+                targets = prompt[row.start + 1 : row.start + row.num_tokens + 1]
                 first = int(ends[i]) - row.num_tokens
                 results[i] = [
-                    self._prompt_chunk(first + done, targets[done : done + PROMPT_CHUNK])
+                    self._prompt_chunk(first + done, targets[done : done + PROMPT_CHUNK], params)
                     for done in range(0, len(targets), PROMPT_CHUNK)
                 ]
         return {row: chunks for row, chunks in results.items() if chunks}
 
-    def _prompt_chunk(self, first: int, targets: list[int]) -> tuple[jax.Array, int]:
+    def _prompt_chunk(self, first: int, targets: list[int], params: SamplingParams) -> PromptChunk:
         packed = np.zeros((2, PROMPT_CHUNK), np.int32)
         packed[0, : len(targets)] = range(first, first + len(targets))
         packed[1, : len(targets)] = targets
         self.num_dispatches += 1
-        return self.compiled["prompt_logprobs"](self.leaves, self.hidden, packed), len(targets)
+        found, watched = self.compiled["prompt_logprobs"](self.leaves, self.hidden, packed, pack_watched(params))
+        return PromptChunk(found, len(targets), watched if params.watched_token_ids else None)
 
     # --- pages and weights
 

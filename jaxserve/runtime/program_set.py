@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.engine.request import MAX_WATCHED
 from jaxserve.runtime import programs, slots, step_input
 from jaxserve.runtime.buckets import Buckets
 from jaxserve.runtime.compiler import Program
@@ -22,7 +23,7 @@ from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.slots import SlotState
 
 PAGE_GROUP = 64  # pages a dispatch of copy, export and import
-POOL_GROUP = 32  # rows a dispatch of pool
+POOL_GROUP = 32  # tokens a dispatch of pool
 PROMPT_CHUNK = 64  # tokens a dispatch of prompt_logprobs: the head's [C, V] stays small
 
 # Without it XLA fuses a dot with its neighbours, and how depends on the program: bits would differ between shapes.
@@ -126,7 +127,7 @@ class ProgramSet:
     def head_sample(self, rows: int) -> Program:
         s = self.shapes
         packed, bitmask = s.ints(step_input.head_size(rows)), s.ints(rows, s.mask_words)
-        args = (s.leaves, s.state, s.hidden, packed, bitmask)
+        args = (s.leaves, s.state, s.hidden, packed, bitmask, s.ints(rows, MAX_WATCHED))
         return self._program(f"head_sample[{rows}]", self.steps.head_sample, args, (1,), s.replicated, weight=rows)
 
     def _small(self) -> Iterator[Program]:
@@ -140,9 +141,9 @@ class ProgramSet:
         ]
         for name, function, shape in state_programs:
             yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.replicated)
-        args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK))
+        args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_WATCHED))
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
-        yield self._program("pool", self.steps.pool, (s.hidden, s.ints(POOL_GROUP)), (), s.replicated)
+        yield self._program("pool", self.steps.pool, (s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
         copies = (s.caches, s.ints(2, PAGE_GROUP))
         yield self._program("copy_pages", programs.copy_pages, copies, (0,), s.cache_shardings)
         ids = s.ints(PAGE_GROUP)

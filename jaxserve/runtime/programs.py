@@ -7,7 +7,7 @@ work, no shapes: those are the runner's.
     extend          T ragged tokens: forward; the hidden states stay on the device in `hidden`
     head_sample     head and sampler for R tokens of the last extend
     prompt_logprobs head for C tokens of the last extend, of which the next token is known
-    pool            embeddings of R rows of the last extend
+    pool            embeddings or hidden states of R tokens of the last extend
 
 Arguments everywhere: `leaves`, the model's flat parameters; `caches`, one array a layer; `state`, the slots;
 `packed`, the int32 array of step_input. Caches, state and hidden are donated by the runner and returned anew.
@@ -29,7 +29,7 @@ from jaxserve.models.pooling import normalized
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
-from jaxserve.runtime.sampler import Sampled, pack_logprobs, sample, token_logprobs
+from jaxserve.runtime.sampler import Details, Sampled, pack_watching, sample
 from jaxserve.runtime.slots import SlotState, append_tokens
 from jaxserve.runtime.step_input import (
     HeadInput,
@@ -92,23 +92,36 @@ class StepPrograms:
         return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0))
 
     def head_sample(
-        self, leaves: Leaves, state: SlotState, hidden: jax.Array, packed: jax.Array, bitmask: jax.Array
+        self,
+        leaves: Leaves,
+        state: SlotState,
+        hidden: jax.Array,
+        packed: jax.Array,
+        bitmask: jax.Array,
+        watched_ids: jax.Array,
     ) -> tuple[SlotState, Sampled]:
-        """packed: int32 [head_size(R)]; bitmask: int32 [R, W], read only if the packed flag says so."""
+        """packed: int32 [head_size(R)]; bitmask: int32 [R, W], read only if the packed flag says so; watched_ids:
+        int32 [R, N], whose log-probabilities come with the token's own."""
         head = unpack_head(packed)
         rows = hidden.at[head.token_indices].get(mode="clip")
-        return self._sample(self.bind(leaves), rows, state, head, bitmask)
+        details = Details(head.want_details, watched_ids)
+        return self._sample(self.bind(leaves), rows, state, head, bitmask, details)
 
-    def pool(self, hidden: jax.Array, indices: jax.Array) -> jax.Array:
-        """int32 [R] of each row's last token in the step -> float32 [R, D]."""
-        rows = hidden.at[indices].get(mode="clip").astype(jnp.float32)
-        return normalized(rows) if self.normalize_embeddings else rows
+    def pool(self, hidden: jax.Array, packed: jax.Array) -> jax.Array:
+        """packed: int32 [1 + R], a flag and the place of R tokens in the step -> float32 [R, D], their embeddings or,
+        with the flag, their hidden states."""
+        rows = hidden.at[packed[1:]].get(mode="clip").astype(jnp.float32)
+        return jnp.where(packed[0] > 0, rows, normalized(rows)) if self.normalize_embeddings else rows
 
-    def prompt_logprobs(self, leaves: Leaves, hidden: jax.Array, packed: jax.Array) -> jax.Array:
-        """packed: int32 [2, C] of token index in the step and the token that follows -> int32 [C, 2 + 2K]."""
+    def prompt_logprobs(
+        self, leaves: Leaves, hidden: jax.Array, packed: jax.Array, watched_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """packed: int32 [2, C] of token index in the step and the token that follows -> int32 [C, 2 + 2K], and of
+        watched_ids int32 [N] the bits of the log-probabilities, int32 [C, N]."""
         indices, targets = packed
         logits = self.bind(leaves).logits(hidden.at[indices].get(mode="clip"), self.linear)
-        return pack_logprobs(*token_logprobs(logits, targets))
+        watch = jnp.broadcast_to(watched_ids, (targets.shape[0], watched_ids.shape[0]))
+        return pack_watching(logits, targets, watch)
 
     def export_pages(self, caches: Caches, page_ids: jax.Array) -> Caches:
         """Pages [n] of every layer in the form common to all backends, [n, page_size, 2 * KH, H] each."""
@@ -146,10 +159,16 @@ class StepPrograms:
         return hidden, tuple(c for c in new_caches if c is not None), state
 
     def _sample(
-        self, model: CausalLM, hidden: jax.Array, state: SlotState, head: HeadInput, bitmask: jax.Array
+        self,
+        model: CausalLM,
+        hidden: jax.Array,
+        state: SlotState,
+        head: HeadInput,
+        bitmask: jax.Array,
+        details: Details | None = None,
     ) -> tuple[SlotState, Sampled]:
         logits = model.logits(hidden, self.linear)
-        sampled = sample(logits, head.slots, state, bitmask, head.masked, head.want_logprobs)
+        sampled = sample(logits, head.slots, state, bitmask, head.masked, head.want_logprobs, details)
         return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from jaxserve.runtime.slots import SlotState
 
 TOP_LOGPROBS = 20
+MAX_SUPPORT = 256  # candidates of a token that can be told; `Support`
 BANNED = np.float32(-1e30)  # min_tokens: below any logit, yet above the -inf of a mask that allows nothing else
 _LANES = 128  # sums of the first level of the inverse CDF
 _BIAS_GROUP = 256  # logit_bias entries added at once
@@ -34,10 +35,23 @@ class Sampled:
     """tokens int32 [R, 2] of (token id, ok); logprobs int32 [R, 2 + 2*K] of (logprob bits, rank, ids, logprob bits).
 
     K = min(20, V). ok is 0 where logits are not finite or no token is allowed. Packed so that each is one copy.
+    With Details: watched int32 [R, N], bits of the log-probabilities of the given ids, and support, packed as logprobs
+    are, of (log-probability of the token among its candidates, their number, their ids, their log-probabilities).
     """
 
     tokens: jax.Array
     logprobs: jax.Array
+    watched: jax.Array | None = None
+    support: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Details:
+    """What few requests ask for. wanted: bool scalar, False leaves `support` zero; ids: int32 [R, N] to watch."""
+
+    wanted: jax.Array
+    ids: jax.Array
 
 
 def sample(
@@ -47,39 +61,64 @@ def sample(
     bitmask: jax.Array,
     masked: jax.Array,
     want_logprobs: jax.Array,
+    details: Details | None = None,
 ) -> Sampled:
     """Sample one token for each of R slots.
 
     logits: float32 [R, V]; slots: int32 [R], max_num_seqs and above for padding; bitmask: int32 [R, W], read only
-    if the scalar `masked`; want_logprobs: bool scalar, False leaves `Sampled.logprobs` zero.
+    if the scalar `masked`; want_logprobs: bool scalar, False leaves `Sampled.logprobs` and `watched` zero.
     """
     valid = slots < state.num_slots
     rows = jnp.minimum(slots, state.num_slots - 1)
     shaped = shape_logits(logits, rows, valid, state, bitmask, masked)
     peak = shaped.max(axis=-1)
     ok = jnp.isfinite(logits.max(axis=-1)) & jnp.isfinite(peak)
-    tokens = _choose(shaped, peak, rows, valid, state)
-    logprobs = jax.lax.cond(
+    draw = functools.partial(_choose, shaped, peak, rows, valid, state)
+    if details is None:
+        tokens, support = draw(), None
+    else:
+        draw_telling = functools.partial(_choose_telling, shaped, peak, rows, valid, state)
+        width = 2 + 2 * min(MAX_SUPPORT, logits.shape[1])
+        silent = jnp.zeros((logits.shape[0], width), jnp.int32)
+        tokens, support = jax.lax.cond(details.wanted, draw_telling, lambda: (draw(), silent))
+    watch = jnp.zeros((logits.shape[0], 0), jnp.int32) if details is None else details.ids
+    logprobs, watched = jax.lax.cond(
         want_logprobs,
-        lambda: pack_logprobs(*token_logprobs(logits, tokens)),
-        lambda: jnp.zeros((logits.shape[0], 2 + 2 * _top_k_width(logits.shape[1])), jnp.int32),
+        lambda: pack_watching(logits, tokens, watch),
+        lambda: (jnp.zeros((logits.shape[0], 2 + 2 * _top_k_width(logits.shape[1])), jnp.int32), jnp.zeros_like(watch)),
     )
-    return Sampled(jnp.stack([tokens, ok.astype(jnp.int32)], axis=1), logprobs)
+    packed = jnp.stack([tokens, ok.astype(jnp.int32)], axis=1)
+    return Sampled(packed, logprobs, None if details is None else watched, support)
 
 
 def _choose(logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState) -> jax.Array:
     greedy = first_maximum(logits, peak)
-    temperature = state.temperature[rows]
-    random = valid & (temperature > 0)
+    random = valid & (state.temperature[rows] > 0)
 
     def draw() -> jax.Array:
-        divisor = jnp.where(random, temperature, 1)
-        probs = jnp.exp((logits - peak[:, None]) / divisor[:, None])
-        probs = filter_probs(probs, state.top_k[rows], state.top_p[rows], state.min_p[rows], random)
+        probs = _candidates(logits, peak, rows, random, state)
         uniform = random_uniform(state.seed[rows], state.position[rows])
         return jnp.where(random, inverse_cdf(probs, uniform), greedy)
 
     return jax.lax.cond(random.any(), draw, lambda: greedy)
+
+
+def _choose_telling(
+    logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState
+) -> tuple[jax.Array, jax.Array]:
+    """`_choose`, and what it chose from: exactly the weights of the draw, which is why both are one function."""
+    random = valid & (state.temperature[rows] > 0)
+    probs = jax.lax.optimization_barrier(_candidates(logits, peak, rows, random, state))
+    uniform = random_uniform(state.seed[rows], state.position[rows])
+    tokens = jnp.where(random, inverse_cdf(probs, uniform), first_maximum(logits, peak))
+    return tokens, pack_support(probs, tokens, random)
+
+
+def _candidates(logits: jax.Array, peak: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState) -> jax.Array:
+    """float32 [R, V]: the weights that the random rows draw from, the largest of a row is 1."""
+    divisor = jnp.where(random, state.temperature[rows], 1)
+    probs = jnp.exp((logits - peak[:, None]) / divisor[:, None])
+    return filter_probs(probs, state.top_k[rows], state.top_p[rows], state.min_p[rows], random)
 
 
 def first_maximum(logits: jax.Array, peak: jax.Array) -> jax.Array:
@@ -306,9 +345,34 @@ def _top_k_width(vocab_size: int) -> int:
     return min(TOP_LOGPROBS, vocab_size)
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Of the model's own distribution: (logprob float32 [R], rank int32 [R], top ids int32 [R, K], top logprobs)."""
+def pack_watching(logits: jax.Array, tokens: jax.Array, watch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(packed `token_logprobs`, int32 [R, N]: bits of the log-probabilities of the ids in `watch`, int32 [R, N])"""
     norm = jax.nn.logsumexp(logits, axis=-1)
+    watched = jnp.take_along_axis(logits, watch, axis=1, mode="clip") - norm[:, None]
+    return pack_logprobs(*token_logprobs(logits, tokens, norm)), jax.lax.bitcast_convert_type(watched, jnp.int32)
+
+
+def pack_support(probs: jax.Array, tokens: jax.Array, random: jax.Array) -> jax.Array:
+    """int32 [R, 2 + 2K], K = min(256, V), as `pack_logprobs`: what a token was drawn from, likeliest first.
+
+    probs: float32 [R, V], 0 where excluded. A greedy row has one candidate. Of more than K the first K are told.
+    """
+    scale = jnp.log(probs.sum(axis=-1))
+    top, ids = jax.lax.top_k(probs, min(MAX_SUPPORT, probs.shape[1]))
+    count = (probs > 0).sum(axis=-1, dtype=jnp.int32)
+    chosen = jnp.take_along_axis(probs, tokens[:, None], axis=1)[:, 0]
+    ids = jnp.where(random[:, None], ids.astype(jnp.int32), tokens[:, None])
+    logprobs = jnp.where(random[:, None], jnp.log(top) - scale[:, None], 0)
+    return pack_logprobs(jnp.where(random, jnp.log(chosen) - scale, 0), jnp.where(random, count, 1), ids, logprobs)
+
+
+def token_logprobs(
+    logits: jax.Array, tokens: jax.Array, norm: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of the model's own distribution: (logprob float32 [R], rank int32 [R], top ids int32 [R, K], top logprobs).
+
+    norm: float32 [R], logsumexp of the logits
+    """
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     rank = 1 + (logits > chosen).sum(axis=-1, dtype=jnp.int32)
     top, ids = jax.lax.top_k(logits, _top_k_width(logits.shape[1]))

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxserve.engine.request import SampledTokens
+from jaxserve.runtime.details import TokensOf, fetch_details, fetch_hidden, spread
 from jaxserve.runtime.sampler import Sampled, unpack_logprobs
 
 Pooled = tuple[Sequence[int], jax.Array]
 PromptLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+class PromptChunk(NamedTuple):
+    """Log-probabilities of prompt tokens on the device, `count` valid ones. watched: None where no ids are watched."""
+
+    packed: jax.Array
+    count: int
+    watched: jax.Array | None = None
 
 
 class DeviceStep:
@@ -19,8 +29,10 @@ class DeviceStep:
 
     sampling        the rows that got a token, ascending; sampled holds them first, in this order
     finish          of a masked step: bitmask of the sampling rows -> Sampled
-    prompt          row -> [packed log-probabilities on the device, valid entries], in order
+    prompt          row -> the chunks of its log-probabilities, in order
     pooled          [(rows, embeddings on the device [n and more, D], of these rows in order)]
+    hidden          [(rows, hidden states on the device), likewise; a row may have several]
+    detailed        whether `Sampled.watched` and `Sampled.support` are asked for
     """
 
     def __init__(
@@ -31,8 +43,10 @@ class DeviceStep:
         want_logprobs: bool,
         *,
         finish: Callable[[np.ndarray], Sampled] | None = None,
-        prompt: dict[int, list[tuple[jax.Array, int]]] | None = None,
+        prompt: dict[int, list[PromptChunk]] | None = None,
         pooled: Sequence[Pooled] = (),
+        hidden: Sequence[TokensOf] = (),
+        detailed: bool = False,
     ) -> None:
         self._num_rows = num_rows
         self._sampling = sampling
@@ -40,13 +54,15 @@ class DeviceStep:
         self._finish = finish
         self._prompt = prompt or {}
         self._pooled = pooled
+        self._hidden = hidden
+        self._detailed = detailed
         self._sampled = sampled
         self._copy_async()
         for chunks in self._prompt.values():
-            for packed, _ in chunks:
-                packed.copy_to_host_async()
-        for _, embeddings in pooled:
-            embeddings.copy_to_host_async()
+            for chunk in chunks:
+                _copy_async(chunk.packed, chunk.watched)
+        for _, vectors in (*pooled, *hidden):
+            vectors.copy_to_host_async()
 
     @property
     def waits_for_mask(self) -> bool:
@@ -65,6 +81,8 @@ class DeviceStep:
             self._sampled.tokens.copy_to_host_async()
             if self._want_logprobs:
                 self._sampled.logprobs.copy_to_host_async()
+            if self._detailed:
+                _copy_async(self._sampled.watched, self._sampled.support)
 
     def result(self) -> SampledTokens:
         """Wait for the step. Rows that did not sample have num_valid 0 and ok True."""
@@ -74,11 +92,14 @@ class DeviceStep:
         tokens[:, 1] = 1
         valid = np.zeros(self._num_rows, np.int32)
         logprobs: tuple[np.ndarray | None, ...] = (None,) * 4
+        details = None
         if self._sampled is not None:
             tokens[self._sampling] = np.asarray(self._sampled.tokens)[: len(self._sampling)]
             valid[self._sampling] = 1
             if self._want_logprobs:
                 logprobs = self._spread_logprobs(np.asarray(self._sampled.logprobs))
+            if self._detailed:
+                details = fetch_details(self._sampled, self._sampling, self._num_rows)
         embeddings = fetch_embeddings(self._pooled)
         for row, embedding in embeddings.items():
             tokens[row, 1] = np.isfinite(embedding).all()
@@ -92,12 +113,20 @@ class DeviceStep:
             top_logprobs=logprobs[3],
             prompt_logprobs={row: _join(chunks) for row, chunks in self._prompt.items()} or None,
             embeddings=embeddings,
+            details=details,
+            prompt_watched={row: w for row, chunks in self._prompt.items() if (w := _join_watched(chunks)) is not None},
+            hidden=fetch_hidden(self._hidden),
         )
 
     def _spread_logprobs(self, packed: np.ndarray) -> tuple[np.ndarray, ...]:
-        rows = np.zeros((self._num_rows, packed.shape[1]), np.int32)
-        rows[self._sampling] = packed[: len(self._sampling)]
+        rows = spread(packed, self._sampling, self._num_rows)
         return tuple(values[:, None] for values in unpack_logprobs(rows))
+
+
+def _copy_async(*arrays: jax.Array | None) -> None:
+    for array in arrays:
+        if array is not None:
+            array.copy_to_host_async()
 
 
 def fetch_embeddings(pooled: Sequence[Pooled]) -> dict[int, np.ndarray]:
@@ -106,5 +135,11 @@ def fetch_embeddings(pooled: Sequence[Pooled]) -> dict[int, np.ndarray]:
     return {row: array[i] for rows, array in arrays for i, row in enumerate(rows)}
 
 
-def _join(chunks: list[tuple[jax.Array, int]]) -> PromptLogprobs:
-    return unpack_logprobs(np.concatenate([np.asarray(packed)[:count] for packed, count in chunks]))
+def _join(chunks: list[PromptChunk]) -> PromptLogprobs:
+    return unpack_logprobs(np.concatenate([np.asarray(chunk.packed)[: chunk.count] for chunk in chunks]))
+
+
+def _join_watched(chunks: list[PromptChunk]) -> np.ndarray | None:
+    """float32 [n, MAX_WATCHED]"""
+    found = [np.asarray(chunk.watched)[: chunk.count] for chunk in chunks if chunk.watched is not None]
+    return np.concatenate(found).view(np.float32) if found else None

@@ -25,7 +25,7 @@ from jaxserve.runtime.slots import SlotState
 
 PAGE_GROUP = 256  # page-table entries a dispatch of `set_pages`
 FROM_DEVICE = -1
-_HEADER = 2  # flags of the head: log-probabilities wanted, bitmask valid
+_HEADER = 2  # flags of the head: log-probabilities wanted (2: details too), bitmask valid
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,11 @@ def pack_head(
     num_slots: int,
     want_logprobs: bool,
     masked: bool,
+    want_details: bool = False,
 ) -> np.ndarray:
     """int32 [head_size(bucket)]: which of the step's tokens to sample after, and for which slots."""
     packed = np.zeros(head_size(bucket), np.int32)
-    packed[:_HEADER] = want_logprobs, masked
+    packed[:_HEADER] = 2 if want_details else want_logprobs, masked
     table = packed[_HEADER:].reshape(2, bucket)
     table[0] = num_slots
     table[0, : len(slots)] = slots
@@ -166,12 +167,13 @@ class TokenInput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadInput:
-    """What head and sampler take: slots and token_indices int32 [R], and two bool scalars."""
+    """What head and sampler take: slots and token_indices int32 [R], and bool scalars."""
 
     slots: jax.Array
     token_indices: jax.Array
     want_logprobs: jax.Array
     masked: jax.Array
+    want_details: jax.Array
 
 
 def set_pages(state: SlotState, packed: jax.Array) -> SlotState:
@@ -196,7 +198,7 @@ def unpack_decode(packed: jax.Array, state: SlotState) -> tuple[SlotState, Token
         starts=starts,
         num_tokens=live.astype(jnp.int32),
     )
-    return state, tokens, HeadInput(slots, index, packed[0] > 0, jnp.bool_(False))
+    return state, tokens, HeadInput(slots, index, packed[0] > 0, jnp.bool_(False), jnp.bool_(False))
 
 
 def unpack_extend(packed: jax.Array, state: SlotState, num_tokens: int, num_rows: int) -> tuple[SlotState, TokenInput]:
@@ -218,4 +220,4 @@ def unpack_extend(packed: jax.Array, state: SlotState, num_tokens: int, num_rows
 
 def unpack_head(packed: jax.Array) -> HeadInput:
     slots, token_indices = packed[_HEADER:].reshape(2, -1)
-    return HeadInput(slots, token_indices, packed[0] > 0, packed[1] > 0)
+    return HeadInput(slots, token_indices, packed[0] > 0, packed[1] > 0, packed[0] > 1)

@@ -307,6 +307,70 @@ def test_logprobs_are_copied_only_when_asked(runner: ModelRunner) -> None:
     assert result.logprobs is None and result.top_ids is None and result.prompt_logprobs is None
 
 
+# --- details
+
+
+def head(runner: ModelRunner) -> np.ndarray:
+    """float32 [D, V]"""
+    names = [spec.name for spec in runner.structure.specs]
+    weights = [leaf for name, leaf in zip(names, runner.leaves, strict=True) if "lm_head" in name]
+    return np.asarray(weights[0]).T
+
+
+def test_details_of_rows_in_a_crowd(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
+    """Log-probabilities of chosen ids and hidden states, of a decoding row beside plain ones: the model's own."""
+    watched = SamplingParams(temperature=0, logprobs=0, watched_token_ids=(90, 3, 3), hidden_states="last")
+    scheduler = HandScheduler(runner)
+    plain, seq = scheduler.add([1, 2, 3], GREEDY), scheduler.add([9, 8, 7, 6], watched)
+    alone = HandScheduler(runner)
+    reference = alone.add([1, 2, 3], GREEDY, slot=2)
+    alone.next_page = 100
+    alone.generate([reference], 4)
+    first = scheduler.step([(plain, 3), (seq, 4)])
+    results = [first, *(scheduler.step([(plain, None), (seq, None)]) for _ in range(3))]
+    exact = exact_logprobs(dense(seq.tokens))
+    assert plain.output == reference.output
+    for place, result in enumerate(results, start=len([9, 8, 7, 6]) - 1):
+        assert result.details is not None and result.hidden is not None and set(result.hidden) == {1}
+        np.testing.assert_allclose(result.details.watched[1, :3], exact[place, [90, 3, 3]], atol=2e-5)
+        hidden = result.hidden[1]
+        assert hidden.shape == (1, runner.structure.config.hidden_size)
+        np.testing.assert_allclose(exact_logprobs(hidden @ head(runner))[0], exact[place], atol=2e-5)
+    assert scheduler.step([(plain, None)]).details is None
+
+
+@pytest.mark.parametrize("chunk", [7, 32])
+def test_hidden_states_and_watched_ids_of_a_whole_prompt(
+    runner: ModelRunner, dense: Callable[[list[int]], np.ndarray], chunk: int
+) -> None:
+    params = SamplingParams(
+        temperature=0, logprobs=0, prompt_logprobs=0, watched_token_ids=(4, 80), hidden_states="all"
+    )
+    scheduler = HandScheduler(runner)
+    prompt = list(range(5, 55))
+    seq = scheduler.add(prompt, params)
+    hidden, watched = [], []
+    while seq.computed < len(prompt):
+        result = scheduler.step([(seq, min(chunk, len(prompt) - seq.computed))])
+        assert result.hidden is not None and result.prompt_watched is not None
+        hidden.append(result.hidden[0])
+        watched += [result.prompt_watched[0][:, :2]] if 0 in result.prompt_watched else []
+    exact = exact_logprobs(dense(prompt))
+    np.testing.assert_allclose(exact_logprobs(np.concatenate(hidden) @ head(runner)), exact, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(watched), exact[:-1, [4, 80]], atol=2e-5)
+
+
+def test_candidates_of_a_row_beside_a_greedy_one(runner: ModelRunner) -> None:
+    drawn = SamplingParams(temperature=1.0, top_k=3, logprobs=0, support=True)
+    scheduler = HandScheduler(runner)
+    seqs = [scheduler.add([1, 2, 3], drawn), scheduler.add([4, 5], GREEDY)]
+    result = scheduler.step([(seqs[0], 3), (seqs[1], 2)])
+    details = result.details
+    assert details is not None and details.support_counts[0] == 3
+    ids = details.support_ids[0, :3].tolist()
+    assert int(result.token_ids[0, 0]) in ids and np.exp(details.support_top[0, :3]).sum() == pytest.approx(1)
+
+
 # --- pages
 
 

@@ -425,3 +425,71 @@ def test_top_logprobs_of_a_vocabulary_below_twenty() -> None:
 
 def test_logprobs_are_zero_when_nobody_asks() -> None:
     assert not np.asarray(run(random_logits(1), state_of([GREEDY])).logprobs).any()
+
+
+# --- details
+
+
+def run_telling(logits: np.ndarray, state: slots.SlotState, ids: np.ndarray, wanted: bool = True) -> sampler.Sampled:
+    num_rows, vocab = logits.shape
+    return programs()["sample"](
+        jnp.asarray(logits),
+        jnp.arange(num_rows, dtype=jnp.int32),
+        state,
+        jnp.zeros((num_rows, slots.mask_words(vocab)), jnp.int32),
+        jnp.asarray(False),
+        jnp.asarray(True),
+        sampler.Details(jnp.asarray(wanted), jnp.asarray(ids, jnp.int32)),
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7, top_k=5),
+        SamplingParams(temperature=1.6, top_p=0.8),
+        SamplingParams(temperature=1.0, top_k=40, top_p=0.7, min_p=0.05),
+        SamplingParams(temperature=1.3),
+        GREEDY,
+    ],
+    ids=str,
+)
+def test_the_candidates_of_a_draw_and_their_log_probabilities(params: SamplingParams) -> None:
+    logits = random_logits(4)
+    state = state_of([params] * 4, seeds=range(4))
+    sampled = run_telling(logits, state, np.zeros((4, 3)))
+    assert sampled.support is not None
+    chosen, counts, ids, top = sampler.unpack_logprobs(np.asarray(sampled.support))
+    assert tokens(sampled).tolist() == tokens(run(logits, state)).tolist()
+    for row, token in enumerate(tokens(sampled).tolist()):
+        expected = {token} if params is GREEDY else oracle_support(logits[row], params)
+        kept = ids[row, : counts[row]].tolist()
+        assert set(kept) == expected and len(kept) == len(expected)
+        weights = np.exp(logits[row, kept].astype(np.float64) / (params.temperature or 1))
+        exact = np.log(weights / weights.sum())
+        np.testing.assert_allclose(top[row, : counts[row]], exact, atol=1e-5)
+        assert sorted(exact, reverse=True) == pytest.approx(exact.tolist())
+        assert chosen[row] == pytest.approx(exact[kept.index(token)], abs=1e-5)
+
+
+def test_candidates_beyond_the_room_are_counted() -> None:
+    logits = random_logits(1, vocab=400, scale=0.1)
+    state = state_of([SamplingParams()], vocab=400)
+    sampled = run_telling(logits, state, np.zeros((1, 1)))
+    _, counts, ids, _ = sampler.unpack_logprobs(np.asarray(sampled.support))
+    assert counts.tolist() == [400] and ids.shape == (1, sampler.MAX_SUPPORT)
+
+
+def test_watched_ids_have_the_models_own_log_probabilities() -> None:
+    logits = random_logits(2)
+    params = SamplingParams(temperature=2.0, top_k=2, presence_penalty=1.0)
+    ids = np.array([[3, 199, 0], [7, 7, 64]])
+    sampled = run_telling(logits, state_of([params] * 2, output=[3, 7]), ids, wanted=False)
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    watched = np.asarray(sampled.watched).view(np.float32)
+    np.testing.assert_allclose(watched, np.take_along_axis(exact, ids, axis=1), atol=1e-5)
+    assert not np.asarray(sampled.support).any()
+    with_token = run_telling(logits, state_of([params] * 2), np.tile(tokens(sampled)[:, None], 3))
+    logprob, *_ = sampler.unpack_logprobs(np.asarray(with_token.logprobs))
+    same = tokens(with_token) == tokens(sampled)
+    assert (np.asarray(with_token.watched).view(np.float32)[same, 0] == logprob[same]).all()
