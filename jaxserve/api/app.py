@@ -27,6 +27,7 @@ from jaxserve.api.routes import (
     info,
     models,
     native,
+    sessions,
     tokens,
 )
 from jaxserve.api.state import ServerState
@@ -40,7 +41,7 @@ from jaxserve.tracing import make_tracing
 from jaxserve.version import __version__
 
 STORE_ROUTERS = (files, batches)
-ROUTERS = (health, models, completions, chat, embeddings, native, tokens, info, admin)
+ROUTERS = (health, models, completions, chat, embeddings, native, sessions, tokens, info, admin)
 
 
 def create_app(

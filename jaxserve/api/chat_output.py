@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxserve.api.details import last_vector
 from jaxserve.api.extras import Extras
 from jaxserve.api.generation import Job, Usage
 from jaxserve.api.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
@@ -44,7 +45,6 @@ class _Choice:
     held_reasoning: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that no chunk has carried yet
     token_ids: list[int] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ class ChatOptions:
 
 
 class ChatChoices:
-    """The choices of one conversation."""
+    """The choices of one conversation.
+
+    about_prompt: what vLLM says of the prompt beside the choices, once the first chunk is made; else empty
+    """
 
     def __init__(
         self,
@@ -79,17 +82,25 @@ class ChatChoices:
         self._choices: dict[int, _Choice] = {}
         self._running = job.params.n
         self._extras = extras
-        self._plain = not (body.logprobs or body.return_token_ids or extras.wanted)
+        self._plain = not (body.logprobs or body.return_token_ids or body.return_hidden_states or extras.wanted)
+        self.about_prompt: dict[str, Any] = {}
 
     @property
     def complete(self) -> bool:
         """Every choice has ended, perhaps before its output did."""
         return self._running == 0
 
+    def take_about_prompt(self) -> dict[str, Any]:
+        """`about_prompt`, which is empty then: one chunk of a stream carries it."""
+        said, self.about_prompt = self.about_prompt, {}
+        return said
+
     def chunks(self, output: RequestOutput) -> list[Chunk]:
         """The chunks that `output` makes of its choice: the role once, deltas, and the finish alone at the end."""
         choice = self._choices.get(output.index)
         if choice is None:
+            if not self._choices:
+                self.about_prompt = self._say_of_prompt(output)
             choice = self._choices[output.index] = _Choice(output.index, self._make_parser())
         if choice.done:
             return []
@@ -103,8 +114,17 @@ class ChatChoices:
         self._count_reasoning(choice, events, len(output.token_ids))
         return self._ended(choice, output, self._deltas(choice, events))
 
+    def _say_of_prompt(self, first: RequestOutput) -> dict[str, Any]:
+        body, said = self._body, dict[str, Any]()
+        if body.return_token_ids or body.return_prompt_token_ids:
+            said["prompt_token_ids"] = self._job.prompt_token_ids
+        if body.return_prompt_text:
+            said["prompt_text"] = self._options.prompt_text
+        if body.prompt_logprobs is not None:
+            said["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs or [], body.prompt_logprobs, self._texts)
+        return said
+
     def _general(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
-        choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
         if self._extras.wanted:
             self._extras.note(0, output)
         if self._body.logprobs:
@@ -186,10 +206,7 @@ class ChatChoices:
             "finish_reason": None,
         }
         if self._body.return_token_ids or self._body.return_prompt_token_ids:
-            chunk["prompt_token_ids"] = self._job.prompt_token_ids
-        if self._body.prompt_logprobs is not None:
-            entries = choice.prompt_logprobs or []
-            chunk["prompt_logprobs"] = prompt_logprobs(entries, self._body.prompt_logprobs, self._texts)
+            chunk["prompt_token_ids"] = self._job.prompt_token_ids  # SGLang's place; vLLM's is about_prompt
         return chunk
 
     def _chunk(self, choice: _Choice, delta: dict[str, Any]) -> Chunk:
@@ -200,7 +217,8 @@ class ChatChoices:
             chunk["delta"] = {"reasoning_content": held, "reasoning": held} | delta
         if choice.logprobs:
             as_ids = bool(self._body.return_tokens_as_token_ids)
-            chunk["logprobs"] = chat_logprobs(choice.logprobs, self._body.top_logprobs or 0, self._texts, as_ids)
+            watched, top = self._job.params.watched_token_ids, self._body.top_logprobs or 0
+            chunk["logprobs"] = chat_logprobs(choice.logprobs, top, self._texts, as_ids, watched)
             choice.logprobs = []
         if self._body.return_token_ids:
             chunk["token_ids"], choice.token_ids = choice.token_ids, []
@@ -213,7 +231,9 @@ class ChatChoices:
         if choice.num_calls and output.finish_reason in (None, FinishReason.STOP):
             finish["finish_reason"] = "function_call" if self._options.legacy else "tool_calls"
         if self._extras.wanted:
-            finish |= self._extras.finish(0, self._job, output, self._options.prompt_text)
+            finish |= self._extras.finish(0, self._job, output)
+        if self._body.return_hidden_states:
+            chunks.append(self._chunk(choice, {"hidden_states": last_vector(output)}))
         return [*chunks, self._chunk(choice, {}) | finish]
 
     def _count_reasoning(self, choice: _Choice, events: list[Event], num_tokens: int) -> None:
@@ -244,6 +264,8 @@ class Joined:
         for key, value in chunk["delta"].items():
             if key == "tool_calls":
                 self._add_call(value[0])
+            elif key == "hidden_states":
+                self._choice[key] = value
             elif key == "function_call":
                 self._message[key] = _joined_text(self._message.get(key, {}), value)
             elif value is not None:

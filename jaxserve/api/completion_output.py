@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from jaxserve.api.details import last_vector
 from jaxserve.api.extras import Extras
 from jaxserve.api.generation import Job
 from jaxserve.api.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.wire import finish_fields
 from jaxserve.engine.output import RequestOutput
-from jaxserve.engine.request import FinishReason
+from jaxserve.engine.request import FinishReason, TokenLogprobs
 
 _ARRAYS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -63,11 +66,13 @@ class CompletionChoices:
     def _take_logprobs(self, index: int, job: int, output: RequestOutput, first: bool, scoring: bool) -> dict[str, Any]:
         if index not in self._logprobs:
             as_ids = bool(self._body.return_tokens_as_token_ids)
-            self._logprobs[index] = CompletionLogprobs(self._body.logprobs or 0, self._texts, self._hidden, as_ids)
+            watched = self._jobs[job].params.watched_token_ids
+            top = self._body.logprobs or 0
+            self._logprobs[index] = CompletionLogprobs(top, self._texts, self._hidden, as_ids, watched)
         entries = [] if scoring else list(output.logprobs or ())
         token_ids = [] if scoring else output.token_ids
         if first and self._body.echo:
-            entries = [*(output.prompt_logprobs or ()), *entries]
+            entries = [*map(_without_watched, output.prompt_logprobs or ()), *entries]
             token_ids = [*self._jobs[job].prompt_token_ids, *token_ids]
         return self._logprobs[index].take(entries, token_ids)
 
@@ -85,10 +90,20 @@ class CompletionChoices:
         if self._extras_of.wanted:
             self._extras_of.note(job, output)
             if output.finish_reason is not None:
-                extras |= self._extras_of.finish(job, self._jobs[job], output, self._prompt_texts[job])
+                extras |= self._extras_of.finish(job, self._jobs[job], output)
+        if output.finish_reason is not None:
+            if self._body.return_prompt_text:
+                extras["prompt_text"] = self._prompt_texts[job]
+            if self._body.return_hidden_states:
+                extras["hidden_states"] = last_vector(output)
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs, self._texts)
         return extras
+
+
+def _without_watched(entry: TokenLogprobs | None) -> TokenLogprobs | None:
+    """Chosen ids are for the output: the prompt shows its likeliest tokens, as without them."""
+    return msgspec.structs.replace(entry, watched=[]) if entry is not None and entry.watched else entry
 
 
 def join(choice: dict[str, Any] | None, delta: dict[str, Any]) -> dict[str, Any]:

@@ -176,6 +176,6 @@ def template_kwargs(body: ChatCompletionRequest) -> dict[str, Any]:
         kwargs |= {"enable_thinking": False, "thinking": False}
     elif effort is not None:
         kwargs["reasoning_effort"] = effort
-    if body.verbosity is not None:
-        kwargs["verbosity"] = body.verbosity
+    given = {"verbosity": body.verbosity, "task": body.task}
+    kwargs |= {name: value for name, value in given.items() if value is not None}
     return kwargs | (body.chat_template_kwargs or {})

@@ -1,4 +1,4 @@
-"""What SGLang and vLLM add to a choice when asked: ids, texts and counts that OpenAI's answer does not have.
+"""What SGLang and vLLM add to a choice when asked: ids, counts, candidates that OpenAI's answer does not have.
 
 All of it goes with the choice's last chunk.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.api.details import Candidates
 from jaxserve.api.generation import Job
 from jaxserve.api.protocol.common import SamplingFields
 from jaxserve.engine.output import RequestOutput
@@ -21,10 +22,11 @@ class Extras:
         self._body = body
         self._request_id = request_id
         self._output_ids: dict[tuple[int, int], list[int]] = {}
+        self._candidates: dict[tuple[int, int], Candidates] = {}
         self.wanted = any(
             (
                 body.return_meta_info,
-                body.return_prompt_text,
+                body.return_sampling_mask,
                 body.return_weight_versions,
                 body.return_cached_tokens_details,
                 body.return_spec_tokens_details,
@@ -35,25 +37,31 @@ class Extras:
 
     def note(self, number: int, output: RequestOutput) -> None:
         """Take the tokens of an output of job `number`."""
-        self._output_ids.setdefault((number, output.index), []).extend(output.token_ids)
+        key = number, output.index
+        self._output_ids.setdefault(key, []).extend(output.token_ids)
+        if self._body.return_sampling_mask:
+            self._candidates.setdefault(key, Candidates()).note(output)
 
-    def finish(self, number: int, job: Job, output: RequestOutput, prompt_text: str) -> dict[str, Any]:
+    def finish(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
         """The fields for the last chunk of a choice."""
         extras: dict[str, Any] = {}
-        if self._body.return_meta_info:
-            extras["meta_info"] = {
-                "id": self._request_id,
-                "prompt_tokens": len(job.prompt_token_ids),
-                "completion_tokens": len(self._output_ids.get((number, output.index), ())),
-                "cached_tokens": output.num_cached_tokens,
-                "weight_version": WEIGHT_VERSION,
-            }
-        if self._body.return_prompt_text:
-            extras["prompt_text"] = prompt_text
+        if self._body.return_meta_info or self._body.return_sampling_mask:
+            extras["meta_info"] = self._meta_info(number, job, output)
         if self._body.return_weight_versions:
             extras["weight_versions"] = [WEIGHT_VERSION]
         sglext = self._sglext(number, job, output)
         return extras | {"sglext": sglext} if sglext else extras
+
+    def _meta_info(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
+        meta = {
+            "id": self._request_id,
+            "prompt_tokens": len(job.prompt_token_ids),
+            "completion_tokens": len(self._output_ids.get((number, output.index), ())),
+            "cached_tokens": output.num_cached_tokens,
+            "weight_version": WEIGHT_VERSION,
+        }
+        candidates = self._candidates.get((number, output.index))
+        return meta if candidates is None else meta | candidates.as_dict(self._body.sampling_logprobs_mode)
 
     def _sglext(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -161,6 +161,9 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         token_ids=[*first.token_ids, *second.token_ids],
         logprobs=logprobs,
         prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+        support=None if second.support is None else [*(first.support or ()), *second.support],
+        hidden=None if second.hidden is None else (first.hidden or b"") + second.hidden,
+        prompt_hidden=first.prompt_hidden or second.prompt_hidden,
     )
 
 

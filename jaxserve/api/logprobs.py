@@ -40,19 +40,29 @@ def floor(value: float) -> float:
     return value if value > FLOOR else FLOOR
 
 
-def _top(entry: TokenLogprobs, count: int) -> list[tuple[int, float]]:
-    """The most likely tokens; the chosen one always with its own value."""
-    pairs = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
-    return [(i, floor(entry.logprob if i == entry.token_id else value)) for i, value in pairs]
+def _top(entry: TokenLogprobs, count: int, watched: Sequence[int] = ()) -> list[tuple[int, float]]:
+    """The most likely tokens; the chosen one always with its own value.
+
+    Where the request names tokens and the entry has their values (`watched`): the chosen token and those instead.
+    """
+    if watched and entry.watched:
+        pairs, own = dict(zip(watched, entry.watched, strict=True)), {entry.token_id: entry.logprob}
+        return [(i, floor(value)) for i, value in (own | pairs | own).items()]
+    likeliest = zip(entry.top_ids[:count], entry.top_logprobs[:count], strict=True)
+    return [(i, floor(entry.logprob if i == entry.token_id else value)) for i, value in likeliest]
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], top: int, texts: TokenTexts, as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs], top: int, texts: TokenTexts, as_ids: bool, watched: Sequence[int] = ()
+) -> dict[str, Any]:
     """`choices[].logprobs` of chat/completions."""
-    return {"content": [_chat_entry(entry, top, texts, as_ids) for entry in entries], "refusal": None}
+    return {"content": [_chat_entry(entry, top, texts, as_ids, watched) for entry in entries], "refusal": None}
 
 
-def _chat_entry(entry: TokenLogprobs, top: int, texts: TokenTexts, as_ids: bool) -> dict[str, Any]:
-    alternatives = [_chat_token(i, value, texts, as_ids) for i, value in _top(entry, top)]
+def _chat_entry(
+    entry: TokenLogprobs, top: int, texts: TokenTexts, as_ids: bool, watched: Sequence[int]
+) -> dict[str, Any]:
+    alternatives = [_chat_token(i, value, texts, as_ids) for i, value in _top(entry, top, watched)]
     return _chat_token(entry.token_id, floor(entry.logprob), texts, as_ids) | {"top_logprobs": alternatives}
 
 
@@ -63,8 +73,11 @@ def _chat_token(token_id: int, logprob: float, texts: TokenTexts, as_ids: bool) 
 class CompletionLogprobs:
     """The parallel arrays of completions, delta by delta; offsets count characters of the choice's text."""
 
-    def __init__(self, top: int, texts: TokenTexts, hidden: frozenset[int], as_ids: bool) -> None:
+    def __init__(
+        self, top: int, texts: TokenTexts, hidden: frozenset[int], as_ids: bool, watched: Sequence[int] = ()
+    ) -> None:
         self._top = top
+        self._watched = watched
         self._texts = texts
         self._hidden = hidden  # special tokens that the text leaves out
         self._as_ids = as_ids
@@ -83,7 +96,7 @@ class CompletionLogprobs:
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
         """Token text -> value. The chosen token is always in; of tokens with one text the likeliest counts."""
         table = {self._texts.name(entry.token_id, self._as_ids): floor(entry.logprob)}
-        for token_id, value in _top(entry, self._top):
+        for token_id, value in _top(entry, self._top, self._watched):
             name = self._texts.name(token_id, self._as_ids)
             table[name] = max(value, table.get(name, FLOOR))
         return table

@@ -6,10 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from jaxserve.api.details import Candidates, SamplingMode, hidden_vectors, matrix
 from jaxserve.api.generation import Job
 from jaxserve.api.logprobs import TokenTexts, floor
 from jaxserve.engine.output import RequestOutput
-from jaxserve.engine.request import FinishReason, TokenLogprobs
+from jaxserve.engine.request import FinishReason, HiddenStates, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,10 @@ class LogprobOptions:
     start: int = -1
     top: int = 0
     with_text: bool = False
+    watched: tuple[int, ...] = ()
+    candidates: bool = False
+    sampling_mode: SamplingMode | None = None
+    hidden: HiddenStates = ""
 
 
 @dataclass
@@ -36,13 +43,26 @@ class NativeChoice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     last: RequestOutput | None = None
+    candidates: Candidates = field(default_factory=Candidates)
+    prompt_hidden: bytes | None = None
+    hidden: list[np.ndarray] = field(default_factory=list)
 
     def add(self, output: RequestOutput) -> None:
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
+        self._add_details(output)
         self.last = output
+
+    def _add_details(self, output: RequestOutput) -> None:
+        if self.options.candidates:
+            self.candidates.note(output)
+        self.prompt_hidden = output.prompt_hidden or self.prompt_hidden
+        if self.options.hidden == "all":
+            self.hidden.extend(hidden_vectors(output))
+        elif self.options.hidden:
+            self.hidden = [*hidden_vectors(output)[-1:]] or self.hidden
 
     def result(self, delta: RequestOutput | None = None) -> dict[str, Any]:
         """The answer so far; with `delta`, its text and tokens instead of all."""
@@ -60,7 +80,18 @@ class NativeChoice:
             "weight_version": "default",
             "e2e_latency": time.perf_counter() - self.started,
         }
+        if self.options.candidates:
+            meta |= self.candidates.as_dict(self.options.sampling_mode)
+        if self.options.hidden and self.last.finish_reason is not None:
+            meta["hidden_states"] = self._hidden_states()
         return meta | self._logprobs() if self.options.wanted else meta
+
+    def _hidden_states(self) -> list[Any]:
+        """As SGLang: one entry a token, the first of them of the whole prompt; or the last token's alone."""
+        found: list[Any] = [vector.tolist() for vector in self.hidden]
+        if self.options.hidden == "all" and found:
+            found[0] = matrix(self.prompt_hidden, len(self.job.prompt_token_ids)).tolist()
+        return found
 
     def _finish(self, output: RequestOutput) -> dict[str, Any] | None:
         if output.finish_reason is None:
@@ -85,7 +116,16 @@ class NativeChoice:
         if self.options.top:
             result["input_top_logprobs"] = [self._top(entry) for entry in inputs]
             result["output_top_logprobs"] = [self._top(entry) for entry in self.logprobs]
+        if self.options.watched:
+            result["input_token_ids_logprobs"] = [self._watched(entry) for entry in inputs]
+            result["output_token_ids_logprobs"] = [self._watched(entry) for entry in self.logprobs]
         return result
+
+    def _watched(self, entry: TokenLogprobs | None) -> list[list[Any]] | None:
+        if entry is None:
+            return None
+        pairs = zip(self.options.watched, entry.watched, strict=True)
+        return [self._entry(entry.logprob if i == entry.token_id else value, i) for i, value in pairs]
 
     def _entry(self, logprob: float | None, token_id: int) -> list[Any]:
         text = self.texts.text(token_id) if self.options.with_text else None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
+from jaxserve.api.protocol.common import SamplingFields
+from jaxserve.api.protocol.generate import GenerateRequest
+from jaxserve.api.state import ServerState
 from jaxserve.engine.messages import EngineInfo
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.text.tokenizer import Tokenizer
@@ -47,6 +50,17 @@ def truncate(token_ids: list[int], keep: int | None, side: Side, max_tokens: int
     if len(token_ids) <= count:
         return token_ids
     return token_ids[:count] if side == "right" else token_ids[len(token_ids) - count :]
+
+
+def session_context(body: SamplingFields | GenerateRequest, state: ServerState, token_ids: list[int]) -> list[int]:
+    """The whole prompt of a request, which goes on in a session or not. Raises a RequestError."""
+    if body.session_params is None:
+        return token_ids
+    if body.session_id is not None:
+        raise InvalidValueError("Give session_params or session_id, not both.", param="session_id")
+    context = state.sessions.context(body.session_params, token_ids, state.engine.tokenizer)
+    check_length(context, state.engine.info, "session_params")
+    return context
 
 
 def check_length(token_ids: list[int], info: EngineInfo, param: str) -> None:

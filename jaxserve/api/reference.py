@@ -35,6 +35,7 @@ from jaxserve.api.protocol.common import (
     RepetitionDetection,
     ResponseFormat,
     SamplingFields,
+    SessionParams,
     StreamOptions,
     StructuredOutputs,
 )
@@ -42,6 +43,7 @@ from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.protocol.files import UploadFields
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
+from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 _ROUTES = """\
@@ -60,6 +62,7 @@ Made by `python -m jaxserve.api.reference`; a test holds it to the code.
 | `POST /v1/batches`, `GET /v1/batches` | start a batch, list the batches (docs/batches.md) |
 | `GET /v1/batches/{id}`, `POST /v1/batches/{id}/cancel` | a batch |
 | `POST /generate` | SGLang's native form, with `meta_info` |
+| `POST /open_session`, `POST /close_session` | SGLang's sessions: `session_params` goes on in one |
 | `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | the tokenizer; also under `/v1` (the first two) |
 | `GET /model_info`, `GET /server_info`, `GET /version` | what runs here; also `/get_model_info`, `/get_server_info` |
 | `GET /health` | 200 while requests are taken and the engine's loop ticks; else 503 with phase and progress |
@@ -89,6 +92,7 @@ _LISTS = """\
 
 PARTS: tuple[type[BaseModel], ...] = (
     *(Message, ContentPart, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, RepetitionDetection),
+    SessionParams,
     *(ToolCall, Tool, FunctionDefinition, CustomDefinition, CustomFormat, CustomGrammar),
     *(ToolChoice, NamedTool, AllowedTools, Reasoning, Thinking),
 )
@@ -105,6 +109,8 @@ def reference() -> str:
         *(_section(f"Parts: {part.__name__}", part) for part in PARTS),
         _section("Fields of /generate", GenerateRequest),
         _section("Fields of sampling_params of /generate", NativeSampling),
+        _section("Fields of /open_session", OpenSessionRequest),
+        _section("Fields of /close_session", CloseSessionRequest),
         _section("Fields of /tokenize", TokenizeRequest),
         _section("Fields of /detokenize", DetokenizeRequest),
         _section("Fields of /abort_request", AbortRequest),

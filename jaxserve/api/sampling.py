@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxserve.api.details import show_hidden, tell_candidates, watch
 from jaxserve.api.limits import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS
 from jaxserve.api.protocol.common import SamplingFields
 from jaxserve.api.protocol.generate import NativeSampling
@@ -30,7 +31,7 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of one prompt. `max_tokens` None: the rest of the context. Raises InvalidValueError."""
     limit = clamp_max_tokens(max_tokens, num_prompt_tokens, info)
-    return SamplingParams(
+    params = SamplingParams(
         **_distribution(body, info),
         n=body.n or 1,
         logit_bias=_logit_bias(body.logit_bias, info),
@@ -50,6 +51,9 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens is not False,
         spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
     )
+    params = watch(params, body.logprob_token_ids, info, "logprob_token_ids")
+    params = tell_candidates(params, body.return_sampling_mask, body.sampling_logprobs_mode)
+    return show_hidden(params, "last" if body.return_hidden_states else "", num_prompt_tokens, info)
 
 
 def native_params(body: NativeSampling, info: EngineInfo, num_prompt_tokens: int, **extra: Any) -> SamplingParams:

@@ -1,5 +1,5 @@
 """Which ways of generating other than one plain engine request a body asks for: beams, a thinking budget, a stop at
-repetitions. A Shape stands in for the engine's stream of one prompt.
+repetitions, a session. A Shape stands in for the engine's stream of one prompt.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from dataclasses import replace
 import msgspec
 
 from jaxserve.api.beam_search import MAX_WIDTH, Beam, beam_search
+from jaxserve.api.details import check_no_details
 from jaxserve.api.generation import Generate, Job, Stream, merge
-from jaxserve.api.protocol.common import SamplingFields
+from jaxserve.api.protocol.common import SamplingFields, SessionParams
+from jaxserve.api.state import ServerState
 from jaxserve.api.stream_rules import RepetitionRule, ThinkingBudget, end_repetitions, think_at_most
 from jaxserve.engine.output import RequestOutput
 from jaxserve.engine.request import FinishReason, SamplingParams
@@ -41,6 +43,7 @@ def _beams(job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: 
     for name, set_ in (("stop", params.stop), ("stop_regex", params.stop_regex), ("grammar", params.grammar)):
         if set_:
             raise InvalidValueError(f"use_beam_search does not go with {name}.", param="use_beam_search")
+    check_no_details(params, "use_beam_search")
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
 
     async def search(generate: Generate) -> Stream:
@@ -109,5 +112,27 @@ def _without_repetitions(job: Job, body: SamplingFields) -> Job:
     def shape(generate: Generate) -> Stream:
         stream = generate(job.prompt_token_ids, job.params, "") if inner is None else inner(generate)
         return end_repetitions(stream, rule, job.params.n)
+
+    return replace(job, shape=shape)
+
+
+def remembered(job: Job, state: ServerState, wanted: SessionParams | None, request_id: str) -> Job:
+    """`job`, whose tokens its session keeps. Raises InvalidValueError for more than one choice."""
+    if wanted is None:
+        return job
+    if job.params.n > 1:
+        raise InvalidValueError("A request of a session has one choice.", param="n")
+    inner = job.shape
+
+    async def shape(generate: Generate) -> Stream:
+        turn = await state.sessions.begin(wanted, request_id, job.prompt_token_ids, state.engine.abort)
+        stream = generate(job.prompt_token_ids, job.params, "") if inner is None else inner(generate)
+        try:
+            async with aclosing(stream):
+                async for output in stream:
+                    turn.tokens.extend(output.token_ids)
+                    yield output
+        finally:
+            turn.finished = True
 
     return replace(job, shape=shape)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from jaxserve.api.constraints import GrammarChecks
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.logprobs import TokenTexts
+from jaxserve.api.sessions import Sessions
 from jaxserve.config import Config
 from jaxserve.errors import InvalidValueError, ModelNotFoundError
 from jaxserve.metrics import Metrics
@@ -63,6 +64,7 @@ class ServerState:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     live: LiveRequests = field(default_factory=LiveRequests)
+    sessions: Sessions = field(default_factory=Sessions)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property

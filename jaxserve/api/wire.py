@@ -47,6 +47,10 @@ class ChunkWriter:
     def chunk(self, choice: Mapping[str, Any]) -> bytes:
         return self._head + orjson.dumps(choice) + (self._usage_tail() if self._continuous else self._tail)
 
+    def chunk_beside(self, choice: Mapping[str, Any], others: Mapping[str, Any]) -> bytes:
+        """A chunk with fields beside its choices."""
+        return self.chunk(choice).replace(b"{", b"{" + orjson.dumps(others)[1:-1] + b",", 1)
+
     def usage_chunk(self) -> bytes:
         return self._head + self._usage_tail()
 

@@ -52,7 +52,8 @@ def too_many_candidates(row: ScheduledRow, index: int, sampled: SampledTokens) -
     count, limit = int(sampled.details.support_counts[index]), sampled.details.support_ids.shape[1]
     if count <= limit:
         return None
-    return f"a token was drawn from {count} candidates, and at most {limit} can be returned: set top_k or a lower top_p"
+    message = f"a token was drawn from {count} candidates, of which return_sampling_mask gives at most {limit}"
+    return f"{message}: set top_k, or a lower top_p"
 
 
 def add_details(result: TokenOutput, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:

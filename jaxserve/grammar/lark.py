@@ -60,6 +60,13 @@ class LarkWriter:
             return f"{self.text()} {self.literal(end)}"
         return self.rule(f"{ANY_TEXT} {self.literal(end)}", lazy=True)
 
+    def matching_until(self, regex: str, end: str, without: Sequence[str]) -> str:
+        """A text that matches `regex` and in which none of `without` occurs, and then `end`."""
+        slashed = regex.replace("/", r"\/")
+        banned = "|".join(map(_regex_escape, without))
+        allowed = self.rule(f"/({slashed})/ & ~/(.|\\n)*({banned})(.|\\n)*/", terminal=True)
+        return self.rule(f"{allowed} {json.dumps(end, ensure_ascii=False)}", lazy=True)
+
     def text(self) -> str:
         """Any text without special tokens, also none."""
         return self.rule(ANY_TEXT, terminal=True)

@@ -3,8 +3,8 @@
 required (and a named tool): the output is nothing but calls. auto: free text in which a call, once begun, must name a
 tool of the request and match its schema.
 
-A custom tool is written as a function with one text "input"; its regex holds inside the JSON text. A Lark grammar
-cannot hold inside JSON text: it is enforced where the tool is forced alone, and the output is then the input itself.
+A custom tool is written as a function with one text "input", in which its regex or Lark grammar holds (`embed`). Where
+a tool with a Lark grammar is forced alone, the output is the input itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.embed import embed_in_json
+from jaxserve.grammar.embed import embed_before, embed_in_json
 from jaxserve.grammar.lark import LarkWriter, one_of
 from jaxserve.grammar.translate import closed
 
@@ -213,9 +213,6 @@ def _kimi_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
 
 def _properties(tool: GrammarTool) -> list[tuple[str, Any, bool]]:
     """(name, schema, required) of the parameters; for formats that write them one by one."""
-    if tool.lark is not None:
-        message = "in this model's format of calls a custom tool with a lark grammar is offered only alone"
-        raise InvalidSchemaError(message, param="tools")
     schema = tool.arguments_schema
     properties = schema.get("properties")
     if not isinstance(properties, dict):
@@ -250,14 +247,28 @@ def _parameter(writer: LarkWriter, before: str, schema: Any, after: str) -> str:
     return writer.rule(f"{writer.literal(before)} {writer.text_until(after)}")
 
 
-def _tagged_call(head: str, before: str, after: str, tail: str) -> CallWriter:
-    """Parameters one by one between tags, with NAME, KEY and TEXT (is it a string?) in the texts."""
+def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str, ends: Sequence[str]) -> str | None:
+    """The input of a custom tool that has a grammar, written as it is between two tags. ends: as _tagged_call."""
+    if tool.lark is not None:
+        return _around(writer, before, embed_before(writer, tool.lark, after, ends), after)
+    if tool.regex is not None:
+        return writer.rule(f"{writer.literal(before)} {writer.matching_until(tool.regex, after, ends)}")
+    return None
+
+
+def _tagged_call(head: str, before: str, after: str, tail: str, ends: Sequence[str] = ()) -> CallWriter:
+    """Parameters one by one between tags, with NAME, KEY and TEXT (is it a string?) in the texts.
+
+    ends: what ends a parameter for the reader of the family beside `after` without its line breaks
+    """
+    ends = (after.strip(), *ends)
 
     def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
         parts = [writer.literal(head.replace("NAME", tool.name)[skip:])]
         for name, schema, required in _properties(tool):
             opening = before.replace("KEY", name).replace("TEXT", json.dumps(_is_text(schema)))
-            parameter = _parameter(writer, opening, schema, after)
+            custom = _custom_input(writer, tool, opening, after, ends)
+            parameter = custom or _parameter(writer, opening, schema, after)
             parts.append(parameter if required else f"{parameter}?")
         return writer.rule(" ".join([*parts, writer.literal(tail)]))
 
@@ -269,7 +280,10 @@ def _python_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
     parameters = _properties(tool)
     comma, empty = '", "', '""'
     values = [
-        writer.rule(f"{writer.literal(name + '=')} {_python_value(writer, part)}") for name, part, _ in parameters
+        _around(writer, 'input="', embed_in_json(writer, tool.lark), '"')
+        if tool.lark is not None
+        else writer.rule(f"{writer.literal(name + '=')} {_python_value(writer, part)}")
+        for name, part, _ in parameters
     ]
 
     @cache
@@ -299,7 +313,8 @@ _FORMATS: dict[str, _Format] = {
     "hermes": _Format(_json_call("arguments", "<tool_call>\n", "\n</tool_call>"), trigger="<tool_call>"),
     "qwen3_coder": _Format(
         _tagged_call(
-            "<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"
+            *("<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"),
+            ends=("\n<parameter=", "\n</function>"),
         ),
         trigger="<tool_call>",
     ),

@@ -17,10 +17,10 @@ PromptLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class PromptChunk(NamedTuple):
-    """Log-probabilities of prompt tokens on the device, `count` valid ones. watched: None where no ids are watched."""
+    """Log-probabilities of prompt tokens on the device, `num_valid` of them. watched: None where no ids are watched."""
 
     packed: jax.Array
-    count: int
+    num_valid: int
     watched: jax.Array | None = None
 
 
@@ -136,10 +136,10 @@ def fetch_embeddings(pooled: Sequence[Pooled]) -> dict[int, np.ndarray]:
 
 
 def _join(chunks: list[PromptChunk]) -> PromptLogprobs:
-    return unpack_logprobs(np.concatenate([np.asarray(chunk.packed)[: chunk.count] for chunk in chunks]))
+    return unpack_logprobs(np.concatenate([np.asarray(chunk.packed)[: chunk.num_valid] for chunk in chunks]))
 
 
 def _join_watched(chunks: list[PromptChunk]) -> np.ndarray | None:
     """float32 [n, MAX_WATCHED]"""
-    found = [np.asarray(chunk.watched)[: chunk.count] for chunk in chunks if chunk.watched is not None]
+    found = [np.asarray(chunk.watched)[: chunk.num_valid] for chunk in chunks if chunk.watched is not None]
     return np.concatenate(found).view(np.float32) if found else None

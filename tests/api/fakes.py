@@ -4,7 +4,7 @@ Tokenizer, detokenizer, stop strings, queue and errors are the real ones; only t
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from jaxserve.engine.messages import (
     Reply,
     ToEngine,
 )
-from jaxserve.engine.request import EngineRequest, FinishReason, SamplingParams, TokenLogprobs, TokenOutput
+from jaxserve.engine.request import EngineRequest, FinishReason, SamplingParams, Support, TokenLogprobs, TokenOutput
 from jaxserve.text.tokenizer import Tokenizer
 
 DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
@@ -64,13 +64,20 @@ def vector_of(token_ids: list[int]) -> np.ndarray:
     return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
-def logprobs_of(token_id: int, vocab_size: int, top: int) -> TokenLogprobs:
-    """Some numbers that depend on the token only; an odd token is the second most likely."""
+def logprobs_of(token_id: int, vocab_size: int, top: int, watched: Sequence[int] = ()) -> TokenLogprobs:
+    """Some numbers that depend on the token only; an odd token is the second most likely, a watched one is its id."""
     values = [float(np.float32(-0.3 - 0.1 * (token_id % 7) - 0.7 * k)) for k in range(20)]
     others = [(token_id + k) % vocab_size for k in range(1, 20)]
     place = token_id % 2
     ids = [*others[:place], token_id, *others[place:]]
-    return TokenLogprobs(token_id, values[place], place + 1, ids[:top], values[:top])
+    return TokenLogprobs(token_id, values[place], place + 1, ids[:top], values[:top], [-float(i) for i in watched])
+
+
+def support_of(token_id: int) -> Support:
+    """The token and, if it is odd, one other candidate."""
+    other = [token_id + 1] * (token_id % 2)
+    value = -0.5 if other else 0.0
+    return Support(value, [token_id, *other], [value, *(-2.0 for _ in other)])
 
 
 class FakeLink:
@@ -162,8 +169,15 @@ class FakeLink:
             if count == 1:
                 output.num_cached_tokens = len(prompt) // 16 * 16
                 output.prompt_logprobs = self._prompt_logprobs(prompt, params)
+                if params.hidden_states == "all":
+                    output.prompt_hidden = b"".join(vector_of(prompt[: n + 1]).tobytes() for n in range(len(prompt)))
             if params.logprobs is not None:
-                output.logprobs = [logprobs_of(token_id, self.info.vocab_size, params.logprobs)]
+                watched = params.watched_token_ids
+                output.logprobs = [logprobs_of(token_id, self.info.vocab_size, params.logprobs, watched)]
+            if params.support:
+                output.support = [support_of(token_id)]
+            if params.hidden_states:
+                output.hidden = vector_of([*prompt, *token_ids[: count - 1]]).tobytes()
             if token_id in ends:
                 output.finish_reason, output.stop_token_id = FinishReason.STOP, token_id
             elif count == params.max_tokens:
@@ -177,7 +191,8 @@ class FakeLink:
         top = params.prompt_logprobs
         if top is None:
             return None
-        return [None, *(logprobs_of(token_id, self.info.vocab_size, top) for token_id in prompt[1:])]
+        watched = params.watched_token_ids
+        return [None, *(logprobs_of(token_id, self.info.vocab_size, top, watched) for token_id in prompt[1:])]
 
 
 def fake_engine(config: Config | None = None, link: FakeLink | None = None) -> tuple[AsyncEngine, FakeLink]:

@@ -96,9 +96,10 @@ def test_best_of_gives_the_likeliest(server: LiveServer, client: Any) -> None:
 
 def test_token_ids_and_prompt_logprobs(server: LiveServer, client: Any) -> None:
     reply_with(server, [11, 12])
-    extra = {"return_token_ids": True, "prompt_logprobs": 2}
+    extra = {"return_token_ids": True, "prompt_logprobs": 2, "return_prompt_text": True}
     choice = client.completions.create(model="demo", prompt=[7, 8, 9], extra_body=extra).choices[0]
     assert choice.token_ids[:2] == [11, 12] and choice.prompt_token_ids == [7, 8, 9]
+    assert choice.prompt_text
     assert choice.prompt_logprobs[0] is None and choice.prompt_logprobs[1]["8"]["rank"] == 1
 
 

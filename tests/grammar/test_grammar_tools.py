@@ -81,9 +81,8 @@ def check_calls(output: ParsedOutput) -> None:
 @pytest.mark.parametrize("name", _FORMATS)
 def test_required_outputs_are_calls(factory: MatcherFactory, tokenizer: Tokenizer, name: str) -> None:
     rng, found = random.Random(name), 0
-    custom = [] if name in ("qwen3_coder", "glm45", "deepseek_v32") else [SHELL]
     for _ in range(12):
-        matcher = grammar(factory, tokenizer, name, [WEATHER, NOW, *custom], required=True)
+        matcher = grammar(factory, tokenizer, name, [WEATHER, NOW, SHELL], required=True)
         text = sample(matcher, tokenizer, rng)
         if text is None:
             continue
@@ -161,7 +160,7 @@ def test_a_lark_tool_is_enforced_where_it_is_named(factory: MatcherFactory, toke
 
 SPOKEN = r"""
 start: "say \"" WORD "\"" ("\n" line)*  // quotes and line breaks are escaped in a call
-line: /[a-c"\n]{1,3}/ | "x".."z" | line_end
+line: /[a-c"\t]{1,3}/ | "x".."z" | line_end
 line_end: "stop"i | "<" NUMBER{2} ">"
 WORD: /[a-z]+/ & /.{1,4}/
 NUMBER: /[0-9]/
@@ -169,13 +168,17 @@ NUMBER: /[0-9]/
 SPEAK, CALC = GrammarTool("speak", custom=True, lark=SPOKEN), GrammarTool("calc", custom=True, lark='start: "1"+')
 
 
-@pytest.mark.parametrize("name", ["hermes", "json", "llama3_json", "mistral_named", "deepseek_v3", "kimi_k2"])
+FAMILIES = ["hermes", "json", "llama3_json", "mistral_named", "deepseek_v3", "kimi_k2", "pythonic"]
+FAMILIES += ["qwen3_coder", "glm45", "deepseek_v32"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("required", [True, False])
 def test_a_lark_tool_among_others(factory: MatcherFactory, tokenizer: Tokenizer, name: str, required: bool) -> None:
     rng, found = random.Random(name), Counter[str]()
     known = ToolSet({"now": {}}, ["speak", "calc"])
     specs = {tool.name: GrammarSpec(kind="lark", source=tool.lark or "") for tool in (SPEAK, CALC)}
-    for _ in range(20):
+    for _ in range(40 if required else 5):
         matcher = grammar(factory, tokenizer, name, [SPEAK, CALC, NOW], required=required)
         output = parse_whole(PARSERS[name](known), sample(matcher, tokenizer, rng) or "")
         for call in output.tool_calls:
@@ -193,13 +196,75 @@ def test_a_lark_tool_may_be_called_or_not(factory: MatcherFactory, tokenizer: To
     assert not fits(call % r"say \"abcde") and not fits(call % r"say \"ab\" x")
 
 
-@pytest.mark.parametrize("source", ["start: %json {}", "start: ~/a/", "start: other", "begin: /a/", "start: @x"])
-def test_lark_that_cannot_be_written_as_json_is_refused(source: str) -> None:
+REFUSED = ["start: %json {}", "start: ~/a/", "start: other", "begin: /a/", "start: @x", "start: <|im_end|>"]
+REFUSED += ["%declare A\nstart: /a/", "start[lazy]: /a/", "%llguidance {}\nstart: /a/"]
+
+
+@pytest.mark.parametrize("source", [*REFUSED, 'start: "a</parameter>"'])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_lark_that_cannot_be_carried_over_is_refused(name: str, source: str) -> None:
+    if name == "hermes" and source not in REFUSED:
+        return
     with pytest.raises(InvalidSchemaError, match="lark") as caught:
-        tool_grammar("hermes", [GrammarTool("f", custom=True, lark=source), NOW], required=True)
+        tool_grammar(name, [GrammarTool("f", custom=True, lark=source), NOW], required=True)
     assert caught.value.param == "tools"
-    with pytest.raises(InvalidSchemaError, match="only alone"):
-        tool_grammar("qwen3_coder", [GrammarTool("f", custom=True, lark='start: "a"'), NOW], required=True)
+
+
+RICH = r"""
+%import common.INT
+%import common (WS, CNAME)
+%import common.SIGNED_INT -> NUM
+start: select (";" select)~0..2 | "-"~3
+select: "SELECT" column ("," column)* limit?   // spaces may stand between any two of them
+column: NAME | NUM | "\"" CNAME "\""
+limit: "LIMIT" INT
+NAME: /[a-z]+/ & ~("from" | "where") & /.{2,4}/
+%ignore WS
+"""
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
+def test_imports_repetitions_complements_and_ignored_text(
+    factory: MatcherFactory, tokenizer: Tokenizer, name: str
+) -> None:
+    tool = GrammarTool("sql", custom=True, lark=RICH)
+    known, alone = ToolSet({"now": {}}, ["sql"]), GrammarSpec(kind="lark", source=RICH)
+    rng, found = random.Random(name), 0
+    for _ in range(16):
+        matcher = grammar(factory, tokenizer, name, [tool, NOW], required=True, parallel=False)
+        for call in parse_whole(PARSERS[name](known), sample(matcher, tokenizer, rng) or "").tool_calls:
+            matched = factory(alone)
+            assert call.name == "now" or (feed(matched, tokenizer, call.arguments) and matched.is_accepting), call
+            found += call.name == "sql"
+    assert found >= 3
+
+
+def test_what_stands_in_a_call_with_a_rich_grammar(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    frames = {
+        "hermes": '<tool_call>\n{"name": "sql", "arguments": {"input": "%s"}}\n</tool_call>',
+        "qwen3_coder": "<tool_call>\n<function=sql>\n<parameter=input>\n%s\n</parameter>\n</function>\n</tool_call>",
+    }
+    tool = GrammarTool("sql", custom=True, lark=RICH)
+    quote = {"hermes": r"\"", "qwen3_coder": '"'}
+    for name, frame in frames.items():
+
+        def fits(text: str, name: str = name, frame: str = frame) -> bool:
+            return feed(grammar(factory, tokenizer, name, [tool, NOW], required=True), tokenizer, frame % text)
+
+        q = quote[name]
+        assert fits("SELECT ab , 12 LIMIT 5;SELECT cd") and fits("---") and fits(f"SELECT {q}a_B{q}")
+        assert not fits("--") and not fits("SELECT from") and not fits("SELECT a;SELECT b;SELECT c;SELECT d")
+
+
+def test_a_text_between_tags_never_holds_the_closing_tag(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    free = GrammarTool("f", custom=True, lark=r"start: /(.|\n)+/ (/[<]/ /.+/)?")
+    loose = GrammarTool("g", custom=True, regex=r"(.|\n)+/b (.|\n)+")
+    heads = {free: "a/b > c", loose: "a\n/b < c"}
+    for tool, text in heads.items():
+        head = f"<tool_call>\n<function=%s>\n<parameter=input>\n{text}"
+        for tail, good in (("\n</parameter>\n</function>\n</tool_call>", True), ("</parameter> more", False)):
+            matcher = grammar(factory, tokenizer, "qwen3_coder", [tool, NOW], required=True, parallel=False)
+            assert feed(matcher, tokenizer, head % tool.name + tail) is good
 
 
 def test_text_parameters_that_cannot_be_bound_are_refused() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 
 class Answer(BaseModel):
@@ -94,20 +94,27 @@ class Ending(Answer):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[Any] | None = None
-    prompt_text: str | None = None
     meta_info: dict[str, Any] | None = None
     weight_versions: list[str] | None = None
     sglext: dict[str, Any] | None = None
+
+
+class AboutPrompt(Answer):
+    """vLLM's fields beside the choices of a chat; in a stream in its first chunk."""
+
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[Any] | None = None
+    prompt_text: str | None = None
 
 
 class ChatChoice(Ending):
     index: int
     message: MessageAnswer
     logprobs: ChatLogprobs | None
+    hidden_states: list[float] | None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(AboutPrompt):
     id: str
     object: str
     created: int
@@ -144,6 +151,7 @@ class Delta(Answer):
     reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
     function_call: FunctionDelta | None = None
+    hidden_states: list[float] | None = None
 
 
 class ChatChunkChoice(Ending):
@@ -152,7 +160,7 @@ class ChatChunkChoice(Ending):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(AboutPrompt):
     """The data of one event; the last event's data is [DONE]."""
 
     id: str
@@ -174,6 +182,9 @@ class CompletionChoice(Ending):
     index: int
     text: str
     logprobs: CompletionLogprobsAnswer | None
+    prompt_logprobs: list[Any] | None = None
+    prompt_text: str | None = None
+    hidden_states: list[float] | None = None
 
 
 class Completion(Answer):
@@ -245,6 +256,11 @@ class MetaInfo(Answer):
     output_token_logprobs: list[list[Any]] | None = None
     input_top_logprobs: list[list[list[Any]] | None] | None = None
     output_top_logprobs: list[list[list[Any]] | None] | None = None
+    input_token_ids_logprobs: list[list[list[Any]] | None] | None = None
+    output_token_ids_logprobs: list[list[list[Any]] | None] | None = None
+    output_token_sampling_mask: list[list[int] | None] | None = None
+    output_token_sampling_logprobs: list[float | list[float] | None] | None = None
+    hidden_states: list[list[float] | list[list[float]]] | None = None
 
 
 class Generated(Answer):
@@ -269,6 +285,10 @@ class Detokenized(Answer):
 class Aborted(Answer):
     success: bool
     aborted: list[str]
+
+
+class SessionId(RootModel[str]):
+    """Of a session that was opened."""
 
 
 class Success(Answer):

@@ -137,6 +137,9 @@ class ChatCompletionRequest(SamplingFields):
     documents: list[dict[str, Any]] | None = None
 
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Given to the chat template.")
+    task: Literal["action", "query", "authority", "domain", "title", "read_url"] | None = Field(
+        None, description="Given to the chat template: DeepSeek's one-word tasks."
+    )
     modalities: list[str] | None = Field(None, description="Only text.")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Not used.")
     store: bool | None = Field(None, description="Not used: nothing is kept.")

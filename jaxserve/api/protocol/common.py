@@ -29,14 +29,7 @@ UNSUPPORTED: dict[str, str] = {
     "bootstrap_port": "prefill and decode run in one engine",
     "bootstrap_room": "prefill and decode run in one engine",
     "disagg_prefill_dp_rank": "prefill and decode run in one engine",
-    "session_params": "there are no sessions; prefixes are cached by content",
-    "return_hidden_states": "hidden states are not returned over HTTP",
     "return_routed_experts": "expert choices are not returned over HTTP",
-    "return_sampling_mask": "masks are not returned over HTTP",
-    "sampling_logprobs_mode": "log-probabilities are those of the model before sampling parameters",
-    "logprob_token_ids": "log-probabilities are given of the most likely tokens only",
-    "token_ids_logprob": "log-probabilities are given of the most likely tokens only",
-    "task": "the model has one task",
     "watermark": "watermarks are not offered",
     "watermarking": "watermarks are not offered",
     "lora_path": "no adapter is loaded",
@@ -105,6 +98,18 @@ class RepetitionDetection(Part):
     min_count: int | None = Field(None, ge=2, le=256)
 
 
+class SessionParams(Part):
+    """Go on in an open session: the tokens of its request `rid`, prompt and output, come before the body's own."""
+
+    id: limits.Identifier = Field(description="Of the session.")
+    rid: limits.Identifier | None = Field(None, description="Id of the request to go on from. Default: from nothing.")
+    offset: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = Field(
+        None, description="Keep so many of its tokens; negative: but for so many. Default and 0: all."
+    )
+    replace: bool | None = Field(None, description="Forget what went on from it (from nothing: all) before.")
+    drop_previous_output: bool | None = Field(None, description="Go on from its prompt alone.")
+
+
 class SamplingFields(Body):
     """Fields that chat/completions, completions and responses share. Null is absent."""
 
@@ -138,6 +143,18 @@ class SamplingFields(Body):
     repetition_detection: RepetitionDetection | None = Field(None, description="End an output that repeats itself.")
     n: limits.Choices | None = Field(None, description="Choices. Default 1.")
     prompt_logprobs: limits.LogprobsCount | None = Field(None, description="Log-probabilities of the prompt.")
+    logprob_token_ids: limits.WatchedIds | None = Field(
+        None, description="Log-probabilities of these tokens, in the place of the likeliest. Needs logprobs."
+    )
+    return_sampling_mask: bool | None = Field(
+        None, description="meta_info with the candidates that each token was drawn from, at most 256."
+    )
+    sampling_logprobs_mode: Literal["selected", "support"] | None = Field(
+        None, description="With return_sampling_mask: log-probabilities of the token, or of every candidate."
+    )
+    return_hidden_states: bool | Literal["last"] | None = Field(
+        None, description="hidden_states: what the last token was drawn after, normed as the head takes it."
+    )
     stream: bool | None = Field(None, description="Server-sent events. Default false.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     stream_interval: limits.TokenCount | None = Field(None, description="Tokens in a chunk, at least. Default 1.")
@@ -161,6 +178,7 @@ class SamplingFields(Body):
     request_id: limits.Identifier | None = Field(None, description="The id of the answer; unique while it runs.")
     rid: limits.Identifier | None = Field(None, description="The same as request_id.")
     session_id: str | None = Field(None, description="Not used: a hint for routers; prefixes are found by content.")
+    session_params: SessionParams | None = Field(None, description="Go on in a session of /open_session.")
     data_parallel_rank: Literal[0] | None = Field(None, description="There is one engine: 0.")
     routed_dp_rank: Literal[0] | None = Field(None, description="There is one engine: 0.")
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**31 - 1, description="Keep so many; -1: what fits.")

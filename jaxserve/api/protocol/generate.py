@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from jaxserve.api import limits
-from jaxserve.api.protocol.common import Body
+from jaxserve.api.protocol.common import Body, SessionParams
 
 
 class NativeSampling(Body):
@@ -43,11 +43,25 @@ class GenerateRequest(Body):
     text: str | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)] | None = None
     input_ids: limits.TokenIds | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
+    session_id: str | None = Field(None, description="Not used: a hint for routers.")
+    session_params: SessionParams | None = Field(None, description="Go on in a session of /open_session; one prompt.")
     rid: limits.Identifier | list[limits.Identifier] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = Field(None, description="First prompt position; -1: outputs only.")
     top_logprobs_num: limits.LogprobsCount | list[limits.LogprobsCount] | None = None
+    token_ids_logprob: limits.WatchedIds | list[limits.WatchedIds] | None = Field(
+        None, description="Log-probabilities of these tokens, beside the others; needs return_logprob."
+    )
     return_text_in_logprobs: bool | None = None
+    return_sampling_mask: bool | list[bool] | None = Field(
+        None, description="The candidates that each token was drawn from, at most 256."
+    )
+    sampling_logprobs_mode: Literal["selected", "support"] | None = Field(
+        None, description="With return_sampling_mask: log-probabilities of the token, or of every candidate."
+    )
+    return_hidden_states: bool | Literal["last"] | list[bool | Literal["last"]] | None = Field(
+        None, description="What each token was drawn after, normed as the head takes it; first of the whole prompt."
+    )
     stream: bool | None = None
     incremental: bool | None = Field(None, description="Stream deltas instead of the text so far.")
     priority: limits.Priority | None = None

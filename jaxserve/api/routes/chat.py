@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,10 +19,11 @@ from jaxserve.api.conversation import ChatPrompt, chat_prompt, check_messages, l
 from jaxserve.api.extras import Extras
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.openapi import documented
+from jaxserve.api.prompts import session_context
 from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.sampling import sampling_params
-from jaxserve.api.shapes import shaped
+from jaxserve.api.shapes import remembered, shaped
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.stream_rules import ThinkingBudget
@@ -65,11 +67,14 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
     check_messages(body.messages)
     tools = tool_use(body)
     prompt = await chat_prompt(body, state, tools.shown or None)
+    if body.session_params is not None:
+        prompt = replace(prompt, token_ids=session_context(body, state, prompt.token_ids))
     job = Job(prompt.token_ids, _params(body, state, tools, prompt, await _grammar(body, state, tools, prompt)))
     budget = _thinking_budget(body, state, prompt)
     job = shaped(job, body, state.engine.tokenizer, state.engine.info.eos_token_ids, budget)
     salt = (body.cache_salt or "") + (body.extra_key or "")
     request_id = new_id("chatcmpl", body.request_id or body.rid)
+    job = remembered(job, state, body.session_params, request_id)
     generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
     echo = last_text(body.messages) if body.echo else ""
     options = ChatOptions(tools.parallel, tools.legacy, echo, prompt.text)
@@ -153,7 +158,10 @@ class ChatAnswer:
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
                 for chunk in self._choices.chunks(output):
-                    yield writer.chunk(chunk)
+                    if self._choices.about_prompt:
+                        yield writer.chunk_beside(chunk, self._choices.take_about_prompt())
+                    else:
+                        yield writer.chunk(chunk)
                 if self._choices.complete:
                     break
         if writer.include_usage:
@@ -168,7 +176,7 @@ class ChatAnswer:
                 if self._choices.complete:
                     break
         envelope = Envelope(self._generation.request_id, "chat.completion", self._model)
-        return envelope.head() | {
+        return (envelope.head() | self._choices.about_prompt) | {
             "choices": [found[index].result() for index in sorted(found)],
             "usage": self._generation.usage.as_dict(),
             "service_tier": "default",

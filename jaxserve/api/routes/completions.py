@@ -19,11 +19,11 @@ from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.infill import infill_prompt
 from jaxserve.api.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
 from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, truncate
+from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, session_context, truncate
 from jaxserve.api.protocol.answers import Completion
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.sampling import sampling_params
-from jaxserve.api.shapes import shaped
+from jaxserve.api.shapes import remembered, shaped
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
@@ -51,6 +51,9 @@ def _check(body: CompletionRequest) -> None:
         raise InvalidValueError("best_of cannot be streamed.", param="best_of")
     if body.best_of and body.best_of < (body.n or 1):
         raise InvalidValueError(f"best_of ({body.best_of}) is less than n ({body.n}).", param="best_of")
+    if body.logprob_token_ids and body.max_tokens == 0:
+        message = "logprob_token_ids are given of output tokens, and max_tokens is 0."
+        raise InvalidValueError(message, param="logprob_token_ids")
     if body.suffix and body.echo:
         raise InvalidValueError("suffix and echo exclude each other.", param="suffix")
 
@@ -69,21 +72,24 @@ class _Answer:
         """Everything that can be wrong with the request is found here."""
         model = state.check_generates(body.model)
         prompts = as_prompts(body.prompt, "prompt")
+        if len(prompts) > 1 and body.session_params is not None:
+            raise InvalidValueError("A request of a session has one prompt.", param="prompt")
         if len(prompts) * (body.n or 1) > MAX_CHOICES * 16:
             raise InvalidValueError("prompts times n are more than 2048 choices.", param="n")
         grammar = await checked_grammar(body, state.engine, state.grammars)
         jobs = [await _job(body, prompt, state, grammar) for prompt in prompts]
         texts = [_prompt_text(prompt, job, body, state) for prompt, job in zip(prompts, jobs, strict=True)]
+        request_id = new_id("cmpl", body.request_id or body.rid)
         generation = Generation(
             state,
-            new_id("cmpl", body.request_id or body.rid),
-            jobs,
+            request_id,
+            [remembered(job, state, body.session_params, request_id) for job in jobs],
             body.priority or 0,
             (body.cache_salt or "") + (body.extra_key or ""),
             body.stream_interval or 1,
         )
         hidden = state.engine.tokenizer.special_ids
-        extras = Extras(body, generation.request_id)
+        extras = Extras(body, request_id)
         choices = CompletionChoices(body, jobs, texts, state.token_texts, hidden, extras)
         return cls(body, model, generation, choices)
 
@@ -158,6 +164,7 @@ async def _job(
     token_ids = truncate(
         token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", max_tokens, info.max_model_len
     )
+    token_ids = session_context(body, state, token_ids)
     check_length(token_ids, info, "prompt")
     job = Job(token_ids, _params(body, token_ids, max_tokens, state, grammar))
     return shaped(job, body, tokenizer, info.eos_token_ids)
@@ -185,7 +192,7 @@ def _prompt_text(prompt: str | list[int], job: Job, body: CompletionRequest, sta
     """What echo shows: the text as it was sent, or the text of the ids."""
     if not (body.echo or body.return_prompt_text):
         return ""
-    if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+    if isinstance(prompt, str) and body.truncate_prompt_tokens is None and body.session_params is None:
         return prompt
     return state.engine.tokenizer.decode(
         job.prompt_token_ids, skip_special_tokens=body.skip_special_tokens is not False

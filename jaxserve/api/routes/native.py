@@ -13,20 +13,25 @@ from starlette.responses import Response
 
 from jaxserve.api.body import read_body, refuse_unsupported
 from jaxserve.api.constraints import checked_grammar
+from jaxserve.api.details import show_hidden, tell_candidates, watch
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.native_output import LogprobOptions, NativeChoice
 from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode
+from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, session_context
 from jaxserve.api.protocol.answers import Generated
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
 from jaxserve.api.sampling import native_params
+from jaxserve.api.shapes import remembered
 from jaxserve.api.sse import EventStream, event, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.wire import json_response
+from jaxserve.engine.request import HiddenStates
 from jaxserve.errors import InvalidValueError
 
 router = APIRouter()
 T = TypeVar("T")
+
+_HIDDEN: dict[bool | str, HiddenStates] = {False: "", True: "all", "last": "last"}
 
 
 @router.post("/generate", **documented(Generated, body=GenerateRequest, events=Generated, many=True))
@@ -56,13 +61,19 @@ class _Native:
         for each in sampling:
             refuse_unsupported(each, "sampling_params.")
         options = _options(body, count)
-        jobs = [await _job(*each, state) for each in zip(prompts, sampling, options, strict=True)]
+        if count > 1 and body.session_params is not None:
+            raise InvalidValueError("A request of a session has one prompt.", param="session_params")
         rid = body.rid if isinstance(body.rid, str) else (body.rid[0] if body.rid else None)
+        request_id = new_id("gen", rid)
+        jobs = [
+            remembered(await _job(body, *each, state), state, body.session_params, request_id)
+            for each in zip(prompts, sampling, options, strict=True)
+        ]
         salts = set(_spread(body.extra_key or "", count, "extra_key"))
         if len(salts) > 1:
             raise InvalidValueError("extra_key: one for all prompts of a request.", param="extra_key")
         interval = min(each.stream_interval or 1 for each in sampling)
-        generation = Generation(state, new_id("gen", rid), jobs, body.priority or 0, salts.pop(), interval)
+        generation = Generation(state, request_id, jobs, body.priority or 0, salts.pop(), interval)
         ids = _spread(body.rid or generation.request_id, count, "rid")
         choices = [
             [NativeChoice(rid, job, option, state.token_texts) for _ in range(job.params.n)]
@@ -115,17 +126,40 @@ def _options(body: GenerateRequest, count: int) -> list[LogprobOptions]:
     wanted = _spread(body.return_logprob or False, count, "return_logprob")
     starts = _spread(-1 if body.logprob_start_len is None else body.logprob_start_len, count, "logprob_start_len")
     tops: Sequence[int] = _spread(body.top_logprobs_num or 0, count, "top_logprobs_num")
-    text = bool(body.return_text_in_logprobs)
-    return [LogprobOptions(*each, text) for each in zip(wanted, starts, tops, strict=True)]
+    text, mode = bool(body.return_text_in_logprobs), body.sampling_logprobs_mode
+    watched = _watched(body, count)
+    masks = _spread(body.return_sampling_mask or False, count, "return_sampling_mask")
+    hidden = _spread(body.return_hidden_states or False, count, "return_hidden_states")
+    return [
+        LogprobOptions(want, start, top, text, ids, mask, mode, _HIDDEN[shown])
+        for want, start, top, ids, mask, shown in zip(wanted, starts, tops, watched, masks, hidden, strict=True)
+    ]
 
 
-async def _job(prompt: str | list[int], sampling: NativeSampling, options: LogprobOptions, state: ServerState) -> Job:
+def _watched(body: GenerateRequest, count: int) -> list[tuple[int, ...]]:
+    """The ids of each prompt. One list is for all prompts."""
+    given = body.token_ids_logprob or []
+    lists = given if given and isinstance(given[0], list) else [given] * count
+    if len(lists) != count:
+        message = f"token_ids_logprob has {len(lists)} entries for {count} prompts."
+        raise InvalidValueError(message, param="token_ids_logprob")
+    return [tuple(dict.fromkeys(ids)) for ids in lists]  # type: ignore[arg-type]
+
+
+async def _job(
+    body: GenerateRequest,
+    prompt: str | list[int],
+    sampling: NativeSampling,
+    options: LogprobOptions,
+    state: ServerState,
+) -> Job:
     info = state.engine.info
     if isinstance(prompt, str):
         param, token_ids = "text", await encode(state.engine.tokenizer, prompt, add_special_tokens=True)
     else:
         param, token_ids = "input_ids", prompt
         check_ids(token_ids, info, param)
+    token_ids = session_context(body, state, token_ids)
     check_length(token_ids, info, param)
     params = native_params(
         sampling,
@@ -135,4 +169,6 @@ async def _job(prompt: str | list[int], sampling: NativeSampling, options: Logpr
         logprobs=options.top if options.wanted else None,
         prompt_logprobs=options.top if options.wanted and options.start >= 0 else None,
     )
-    return Job(token_ids, params)
+    params = watch(params, options.watched, info, "token_ids_logprob")
+    params = tell_candidates(params, options.candidates, options.sampling_mode)
+    return Job(token_ids, show_hidden(params, options.hidden, len(token_ids), info))

@@ -40,6 +40,8 @@ class ToolSet:
 
     def types(self, name: str, parameter: str) -> set[str]:
         """JSON types that a parameter may have; empty if the schema does not say."""
+        if name in self.custom:
+            return {"string"}
         properties = self.parameters.get(name, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         return _schema_types(schema, 0)

@@ -1,0 +1,31 @@
+"""SGLang's /open_session and /close_session."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.body import read_body
+from jaxserve.api.openapi import documented
+from jaxserve.api.protocol.answers import SessionId, Success
+from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
+from jaxserve.api.state import server_state
+from jaxserve.api.wire import json_response
+
+router = APIRouter()
+
+
+@router.post("/open_session", **documented(SessionId, body=OpenSessionRequest))
+async def open_session(request: Request) -> Response:
+    """Begin a session; requests go on in it with `session_params`."""
+    body = await read_body(request, OpenSessionRequest)
+    return json_response(server_state(request).sessions.open(body))
+
+
+@router.post("/close_session", **documented(Success, body=CloseSessionRequest))
+async def close_session(request: Request) -> Response:
+    """End a session: its tokens are forgotten."""
+    body = await read_body(request, CloseSessionRequest)
+    server_state(request).sessions.close(body.session_id)
+    return json_response({"success": True})
