@@ -155,6 +155,7 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner) -> Sc
         max_model_len=runner.plan.max_model_len,
         policy=section.policy,
         prefix_cache=config.cache.prefix_cache and not encoder,
+        step_sizes=_step_sizes(runner),
         whole_prompts=encoder,
         max_queued_requests=section.max_queued_requests,
         max_queued_tokens=section.max_queued_tokens,
@@ -163,6 +164,12 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner) -> Sc
         aging_steps=section.aging_steps,
         queue_timeout=config.server.queue_timeout,
     )
+
+
+def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:
+    """Where a padded token costs as much as another. A GPU reads the weights as long at 256 tokens as at 128."""
+    padding_costs = isinstance(runner, ModelRunner) and runner.mesh.platform == "cpu"
+    return runner.buckets.extend if padding_costs else ()
 
 
 def _info(

@@ -199,6 +199,7 @@ class Scheduler:
             step.add_chunk(request)
         if len(self._waiting) and not short_of_pages:
             self._admit(step, now)
+        step.fit(self.config.step_sizes)
         self._running.promote()
         return self._dispatch(step) if step.rows else None
 

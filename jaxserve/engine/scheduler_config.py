@@ -30,6 +30,7 @@ class SchedulerConfig:
     tokens_per_step: int = 1  # tokens that a row may yield in one step (multi-step decode, speculation)
     window: int | None = None  # tokens that the layers with a sliding window see; None: there are none
     num_window_pages: int = 0  # of those layers' own pool
+    step_sizes: tuple[int, ...] = ()  # tokens, ascending; a step with a prompt is cut to one where that spares padding
     whole_prompts: bool = False  # a prompt runs in one step or waits: an encoder's tokens all see each other
 
     def __post_init__(self) -> None:

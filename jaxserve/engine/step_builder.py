@@ -5,10 +5,13 @@ Every row is built here. What a row may cost and who gets one is the scheduler's
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.request import PageTableUpdate, Request, ScheduledRow, SchedulerOutput, SlotInit
 from jaxserve.engine.window_group import WindowGroup
 
+WORTH_CUTTING = 4  # a chunk is cut where that spares at least so many times the tokens that then wait
 _EMPTY: list[int] = []  # shared by all decode rows; nobody writes to it
 
 
@@ -125,6 +128,27 @@ class StepBuilder:
         if page_ids:
             assert request.slot is not None
             self._window_pages.append(PageTableUpdate(request.slot, first, page_ids))
+
+    def fit(self, sizes: tuple[int, ...]) -> None:
+        """Cut what is little above a size (ascending) off the last chunk: it waits for the next step."""
+        if not sizes or len(self.rows) == self._num_decode_rows:
+            return
+        num_tokens = sum(row.num_tokens for row in self.rows)
+        index = bisect_left(sizes, num_tokens)
+        if not 0 < index < len(sizes):
+            return
+        below = sizes[index - 1]
+        excess = num_tokens - below
+        if excess < self.rows[-1].num_tokens and excess * WORTH_CUTTING <= sizes[index] - below:
+            self._cut(excess)
+
+    def _cut(self, num_tokens: int) -> None:
+        row, request = self.rows.pop(), self.requests.pop()
+        request.num_computed_tokens = row.start
+        if row.samples:
+            request.num_inflight_tokens -= self._tokens_per_step
+        self.budget = row.num_tokens - num_tokens
+        self.add_chunk(request, row.new_page_ids)
 
     @property
     def num_decode_rows(self) -> int:

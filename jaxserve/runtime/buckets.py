@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 # A program costs one to two seconds of a CPU core to compile, whatever the model's size; padding costs arithmetic,
 # which grows with it. So small models get few buckets. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the
-# finer steps up to 256 rows pay, and beyond a step is bound by arithmetic.
+# finer steps up to 256 rows pay, and beyond a step is bound by arithmetic. Prompts of a larger model on a CPU are bound
+# by arithmetic from 64 tokens on: 192 and 384 are worth their programs there.
 SMALL_MODEL = 50_000_000  # parameters
 _DECODE_SMALL = (1, 4, 16, 64)
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
@@ -55,10 +56,13 @@ def make_buckets(
         return Buckets(decode=(), extend=(max_tokens,), head=(max_num_seqs,))
     fine = _DECODE_CPU if platform == "cpu" else _DECODE
     rows, factor = (_DECODE_SMALL, 4) if num_parameters < SMALL_MODEL else (fine, 2)
+    extend = _powers(32, factor, max_tokens)
+    if platform == "cpu" and factor == 2:
+        extend = sorted({*extend, *(3 * size // 2 for size in extend if size >= 128)})
     decode = _up_to((*rows, *_powers(factor * rows[-1], factor, max_num_seqs)), max_num_seqs)
     return Buckets(
         decode=() if deterministic else decode,
-        extend=_up_to((*_EXTEND, *_powers(32, factor, max_tokens)), max_tokens),
+        extend=_up_to((*_EXTEND, *extend), max_tokens),
         head=_up_to((*_HEAD, *_powers(64, 8, max_num_seqs)), max_num_seqs),
     )
 

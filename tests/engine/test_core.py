@@ -48,6 +48,7 @@ class World:
         self.stems = [rng.choices(range(VOCAB), k=rng.randrange(1, 24)) for _ in range(3)]
         self.broken = {f"r{i}" for i in range(100) if rng.random() < 0.02}
         sizes = small_config(
+            step_sizes=rng.choice([(), (1, 8, 16, 32), (2, 5, 9, 33)]),
             num_pages=rng.choice([10, 14, 20, 40, 200]),
             page_size=rng.choice([1, 3, 4, 8]),
             max_num_seqs=rng.choice([1, 2, 4, 8]),

@@ -75,6 +75,29 @@ def test_decode_rows_come_first_and_chunks_fill_the_budget() -> None:
     assert [row.samples for row in recorder.rows("b")[:4]] == [False, False, True, True]
 
 
+def test_a_step_little_above_a_size_leaves_the_rest_of_its_last_prompt_for_the_next() -> None:
+    core, recorder = recording_core(max_num_batched_tokens=64, step_sizes=(1, 8, 16, 32, 64))
+    transcripts = Transcripts()
+    core.add(make_request("a", prompt_of(16), max_tokens=20))
+    step(core, transcripts)
+    core.add(make_request("b", prompt_of(18, first=50), max_tokens=5))
+    core.add(make_request("c", prompt_of(14, first=90), max_tokens=5))
+    run_all(core, transcripts=transcripts)
+    assert [shapes(output) for output in recorder.outputs[:4]] == [
+        [("a", 16)],
+        [("a", 1), ("b", 18), ("c", 13)],
+        [("a", 1), ("b", 1), ("c", 1)],
+        [("a", 1), ("b", 1), ("c", 1)],
+    ]
+    assert [row.samples for row in recorder.rows("c")[:2]] == [False, True]
+
+
+def test_a_step_far_above_a_size_is_not_cut() -> None:
+    core, recorder = recording_core(max_num_batched_tokens=64, step_sizes=(1, 8, 16, 32, 64))
+    run_all(core, [make_request("a", prompt_of(21), max_tokens=2)])
+    assert shapes(recorder.outputs[0]) == [("a", 21)]
+
+
 def test_a_request_brings_its_pages_with_its_first_row_and_one_at_a_time_later() -> None:
     core, recorder = recording_core(max_num_batched_tokens=5)
     run_all(core, [make_request("a", prompt_of(10), max_tokens=12)])
