@@ -168,8 +168,9 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner) -> Sc
 
 def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:
     """Where a padded token costs as much as another. A GPU reads the weights as long at 256 tokens as at 128."""
-    padding_costs = isinstance(runner, ModelRunner) and runner.mesh.platform == "cpu"
-    return runner.buckets.extend if padding_costs else ()
+    if isinstance(runner, EncoderRunner) or runner.mesh.platform != "cpu":
+        return ()
+    return runner.buckets.extend
 
 
 def _info(
