@@ -52,7 +52,8 @@ class Batch:
 
 
 def make_batch(case: Case, seed: int = 0) -> Batch:
-    """Random contents; pages in random order; table entries behind a row's context point at pages of NaN or nowhere."""
+    """Random contents; pages in random order; table entries behind a row's context, and before the window of its first
+    token, point at pages of NaN or nowhere."""
     rng = np.random.default_rng(seed)
     q_lens = np.array([q for q, _ in case.rows], np.int32)
     kv_lens = np.array([kv for _, kv in case.rows], np.int32)
@@ -65,6 +66,8 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
     for row, kv_len in enumerate(kv_lens):
         pages, order = order[: used[row]], order[used[row] :]
         table[row, : used[row]] = pages
+        if case.window is not None:
+            table[row, : max(0, kv_len - q_lens[row] - case.window + 1) // case.page_size] = num_pages - 1
         slots.append((pages[:, None] * case.page_size + np.arange(case.page_size)).reshape(-1)[:kv_len])
         k, v = rng.standard_normal((2, kv_len, case.num_kv_heads, case.head_dim), np.float32)
         contexts.append((k, k if case.latent else v))

@@ -27,6 +27,8 @@ class AttentionMetadata:
 
     Rows without tokens have q_len 0 and kv_len 0; tokens behind cu_q_lens[-1] are padding. Both give zeros.
     The width of `page_table` is its capacity only: no backend reads, or spends time on, pages behind kv_lens.
+    Under a sliding window entries before what a row's first token sees may name any page, another row's or one that
+    was never written: what lies there must not reach the result, and NaN neither.
     """
 
     page_table: jax.Array  # [R, max_pages]  page ids of a row's context, in order

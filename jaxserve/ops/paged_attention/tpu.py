@@ -235,7 +235,8 @@ def _kernel(
         seen = column <= query
         if spec.sliding_window is not None:
             seen &= column > query - spec.sliding_window
-        live = index * tile + lax.broadcasted_iota(jnp.int32, (tile, head_dim), 0) < kv_len
+        place = index * tile + lax.broadcasted_iota(jnp.int32, (tile, head_dim), 0)
+        live = (place >= oldest) & (place < kv_len)
         for head in range(kv_heads):
             k = kv_buffer[slot, :, 0, head].reshape(tile, head_dim)
             v = kv_buffer[slot, :, 1, head].reshape(tile, head_dim)

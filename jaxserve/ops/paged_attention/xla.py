@@ -114,6 +114,7 @@ def _attend_block(
     index = first + jnp.arange(block, dtype=jnp.int32)
     position = jnp.where(index < q_len, kv_len - q_len + index, -1)  # [B]; -1 sees nothing
     start, stop = kv_len - q_len + first, jnp.minimum(kv_len, kv_len - q_len + first + block)
+    oldest = 0 if layer.spec.sliding_window is None else start - layer.spec.sliding_window + 1
     # [KH, B * G, D]: the softmax state runs over (kv head, token, head of its group).
     queries = q.reshape(block, kv_heads, -1, head_dim).swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
     rows = block * heads // kv_heads
@@ -122,7 +123,8 @@ def _attend_block(
     def add_tile(tile: jax.Array, state: Softmax) -> Softmax:
         column = tile * layer.tile + jnp.arange(layer.tile, dtype=jnp.int32)
         k, v = read_tiles(layer, row, tile, layer.tile, kv_len)
-        v = jnp.where((column < kv_len)[:, None], v, 0.0)
+        live = (column >= oldest) & (column < kv_len)
+        v = jnp.where(live[:, None], v, 0.0)  # 0 * NaN: what another request left there must not count
         scores = [jnp.matmul(queries[h], _head(k, h, head_dim).T) for h in range(kv_heads)]
         scores = lax.optimization_barrier(jnp.concatenate(scores))
         seen = sees(layer, column[None, :], row_position[:, None])
