@@ -71,6 +71,11 @@ class CacheSection(Section):
 
     page_size: int | Auto = Field("auto", description="Tokens a page. auto: 16 on CPU and GPU, 128 on TPU.")
     num_pages: int | Auto = Field("auto", description="Pages in the pool. auto: what memory_fraction leaves.")
+    num_window_pages: int | Auto = Field(
+        "auto",
+        description="Pages of the layers with a sliding window, which keep the window only. auto: enough for "
+        "all requests at once, or half as many as the others have.",
+    )
     memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of the memory XLA holds, for everything.")
     prefix_cache: bool = Field(True, description="Share the KV pages of equal prompt prefixes.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's.")

@@ -224,10 +224,12 @@ def _text(name: str) -> str:
 def _gauges(reading: EngineReading) -> dict[str, float]:
     info, stats = reading.info, reading.stats
     total = info.num_pages if info is not None else 0
+    windowed = info.memory_plan.get("num_window_pages", 0) if info is not None else 0
+    in_windows = stats.details.get("window_pages_used", 0.0) / windowed if windowed else 0.0
     return {
         "jaxserve:num_requests_running": stats.num_running,
         "jaxserve:num_requests_waiting": stats.num_waiting,
-        "jaxserve:kv_cache_usage": stats.num_pages_used / total if total else 0.0,
+        "jaxserve:kv_cache_usage": max(stats.num_pages_used / total if total else 0.0, in_windows),
         "jaxserve:cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
         "jaxserve:pages_total": total,
         "jaxserve:pages_free": stats.num_pages_free,

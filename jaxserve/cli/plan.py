@@ -1,7 +1,8 @@
 """`jaxserve plan`: how large a model is on 1, 8 or 16 devices, from its config.json alone; no weight is read or held.
 
 Prints a line a mesh: bytes of weights a device, what of them is whole on every device, bytes of a token's K and V, and
-how many tokens and full contexts fit beside the weights.
+how many tokens and full contexts fit beside the weights. Layers with a sliding window keep the window's pages only;
+the last column is how many tokens would fit if they kept all.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ def run(words: Sequence[str]) -> int:
     context = options.max_model_len or config.max_position_embeddings
     print(f"{config.architecture}: {plans[0].num_parameters / 1e9:.3f} billion parameters, as {dtype}")
     print(f"each device has {options.memory:g} GiB; a full context is {context} tokens\n")
-    print(table(plans, options.memory * GIB, context))
+    print(table(plans, int(options.memory * GIB), context, options.max_num_seqs))
     return 0
 
 
-def table(plans: Sequence[ShapePlan], device_bytes: float, context: int) -> str:
-    rows: list[tuple[str, ...]] = [_HEAD]
+def table(plans: Sequence[ShapePlan], device_bytes: int, context: int, max_num_seqs: int) -> str:
+    windowed = any(plan.window is not None for plan in plans)
+    rows: list[tuple[str, ...]] = [(*_HEAD, *(("all kept",) if windowed else ()))]
     for plan in plans:
-        tokens = plan.kv_tokens(int(device_bytes))
+        tokens, contexts = plan.room(device_bytes, context, max_num_seqs)
         size = f"{plan.weight_bytes / GIB:.2f} GiB", f"{plan.whole_bytes / GIB:.3f} GiB", f"{plan.kv_token_bytes} B"
-        fits = (str(tokens), f"{tokens / context:.1f}") if tokens else ("does not fit", "-")
-        rows.append((str(plan.num_devices), str(plan.tensor), str(plan.expert), *size, *fits))
+        fits = (str(tokens), f"{contexts:.1f}") if tokens else ("does not fit", "-")
+        kept = (str(plan.kv_tokens(device_bytes)),) if windowed else ()
+        rows.append((str(plan.num_devices), str(plan.tensor), str(plan.expert), *size, *fits, *kept))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
@@ -74,5 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", nargs="+", default=["1", "8", "16"], metavar="N", help="devices, or TENSORxEXPERT")
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="of each device (80)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--max-num-seqs", type=int, default=512, help="requests at once (512): windows are set aside")
     parser.add_argument("--max-model-len", type=int, help="a full context (the model's own)")
     return parser

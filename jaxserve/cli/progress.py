@@ -90,6 +90,8 @@ def ready_card(info: EngineInfo, url: str, *, api_key: bool) -> str:
         "start": f"{sum(info.seconds.values()):.1f} s ({phases}); {info.num_programs} programs",
         "try": f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'",
     }
+    if (window := info.memory_plan.get("window")) is not None:
+        rows["KV cache"] += f"; {info.memory_plan['num_window_pages']} of the layers with a window of {window}"
     if not info.num_pages:  # an encoder keeps nothing of a text
         del rows["KV cache"]
         rows["concurrency"] = f"{info.max_num_seqs} texts at once"

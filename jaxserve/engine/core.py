@@ -282,6 +282,7 @@ class EngineCore:
                 "rebuilds": self._rebuilds,
                 "requests_preempted": stats.num_preempted,
                 "pages_evictable": stats.num_pages_evictable,
+                "window_pages_used": stats.num_window_pages_used,
                 "new_token_ratio": stats.new_token_ratio,
                 "scheduler_seconds": self._scheduler_seconds,
                 **{name: details[name] for name in _DETAILS},

@@ -153,6 +153,8 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner) -> Sc
         max_num_seqs=runner.config.max_num_seqs,
         max_num_batched_tokens=runner.config.max_num_batched_tokens,
         max_model_len=runner.plan.max_model_len,
+        window=runner.plan.window,
+        num_window_pages=runner.plan.num_window_pages,
         policy=section.policy,
         prefix_cache=config.cache.prefix_cache and not encoder,
         step_sizes=_step_sizes(runner),

@@ -438,7 +438,7 @@ class Scheduler:
     # --- numbers and proof
 
     def stats(self) -> SchedulerStats:
-        cache, num_free = self.kv.cache, self.kv.pool.num_free
+        cache, num_free, window = self.kv.cache, self.kv.pool.num_free, self.kv.window
         num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
         return SchedulerStats(
             num_running=len(self._live) - len(self._waiting),
@@ -450,6 +450,7 @@ class Scheduler:
             num_pages_cached=cache.num_pages,
             num_pages_evictable=cache.num_evictable,
             num_pages_held=self.config.num_pages - num_free - cache.num_pages,
+            num_window_pages_used=0 if window is None else self.config.num_window_pages - window.num_available,
             new_token_ratio=self._ratio.value,
             counters=copy.copy(self.counters),
         )

@@ -66,5 +66,6 @@ class SchedulerStats:
     num_pages_cached: int  # in the prefix cache, in use or not
     num_pages_evictable: int  # of these, used by no request
     num_pages_held: int  # owned by requests
+    num_window_pages_used: int  # of the layers with a sliding window: neither free nor evictable
     new_token_ratio: float
     counters: Counters

@@ -36,6 +36,15 @@ class WindowSize:
         """Most pages of a request whose prompt is computed: with a chunk in flight and the next one."""
         return self._span(2 * max(self.chunk, self.tokens_per_step))
 
+    def most(self, longest: int) -> int:
+        """Most pages of a request of at most `longest` tokens that decodes."""
+        return min(self.decoding, -(-longest // self.page_size))
+
+    def for_requests(self, count: int) -> int:
+        """Pages that so many requests at once can hold, two chunks of their prompts among them, and as many windows
+        again for prefixes that nobody is using."""
+        return 2 * count * self.decoding + 2 * -(-self.chunk // self.page_size)
+
     def least(self, longest: int) -> int:
         """Pages with which a sequence of `longest` tokens can run alone, whatever prefix it begins with."""
         return min(2 * self.decoding, -(-longest // self.page_size))

@@ -1,5 +1,8 @@
 """The KV cache's arrays: one a layer, in the attention backend's own layout, made of pages.
 
+Layers are in groups, each with its own number of pages and its own page tables: group 0 keeps all pages of a request,
+group 1, the layers with a sliding window, those that can still be seen. A model without windows has group 0 alone.
+
 Owns each layer's page shape, dtype and sharding, and the allocation. Which page belongs to whom is the page pool's
 affair; what is in one is the attention backend's.
 """
@@ -30,6 +33,7 @@ class LayerCache:
     sharding: NamedSharding
     num_kv_heads: int
     attention: AttentionSpec
+    group: int = 0
 
     @property
     def page_bytes(self) -> int:
@@ -42,29 +46,53 @@ class LayerCache:
 
 
 def layer_caches(
-    layers: Sequence[AttentionLayer], backend: Backend, page_size: int, dtype: jnp.dtype, mesh: DeviceMesh
+    layers: Sequence[AttentionLayer],
+    backend: Backend,
+    page_size: int,
+    dtype: jnp.dtype,
+    mesh: DeviceMesh,
+    *,
+    windowed: bool = False,
 ) -> tuple[LayerCache, ...]:
     """One LayerCache a layer, split over kv heads; whole on every device where they cannot be split, as the one row
-    of latent attention."""
-    return tuple(_layer_cache(i, layer, backend, page_size, dtype, mesh) for i, layer in enumerate(layers))
+    of latent attention. windowed: layers with a sliding window are a group of their own."""
+    return tuple(_layer_cache(i, layer, backend, page_size, dtype, mesh, windowed) for i, layer in enumerate(layers))
 
 
 def _layer_cache(
-    index: int, layer: AttentionLayer, backend: Backend, page_size: int, dtype: jnp.dtype, mesh: DeviceMesh
+    index: int,
+    layer: AttentionLayer,
+    backend: Backend,
+    page_size: int,
+    dtype: jnp.dtype,
+    mesh: DeviceMesh,
+    windowed: bool,
 ) -> LayerCache:
     heads = layer.num_kv_heads
     shape = backend.cache_shape(1, page_size, heads, layer.head_dim, latent=layer.latent)
     split = mesh.tensor > 1 and heads % mesh.tensor == 0
     sharding = NamedSharding(mesh.mesh, head_partition(backend)) if split else mesh.replicated
     spec = AttentionSpec(layer.scale, heads, layer.sliding_window, layer.soft_cap)
-    return LayerCache(f"layers.{index}", tuple(shape[1:]), dtype, sharding, heads, spec)
+    group = int(windowed and layer.sliding_window is not None)
+    return LayerCache(f"layers.{index}", tuple(shape[1:]), dtype, sharding, heads, spec, group)
 
 
-def page_bytes(caches: Sequence[LayerCache]) -> int:
-    """Bytes that one page id stands for, all layers together."""
-    return sum(cache.page_bytes for cache in caches)
+def group_window(layers: Sequence[AttentionLayer], max_model_len: int) -> int | None:
+    """The window of a group of all layers that have one: the widest of theirs. None where there is no such group, or
+    where no sequence is longer than the window."""
+    widest = max((layer.sliding_window or 0 for layer in layers), default=0)
+    return widest if 0 < widest < max_model_len else None
 
 
-def allocate(caches: Sequence[LayerCache], num_pages: int) -> tuple[jax.Array, ...]:
-    """Zeroed arrays, one a layer."""
-    return tuple(jnp.zeros((num_pages, *cache.page_shape), cache.dtype, device=cache.sharding) for cache in caches)
+def page_bytes(caches: Sequence[LayerCache], group: int = 0) -> int:
+    """Bytes that one page id of a group stands for, all its layers together."""
+    return sum(cache.page_bytes for cache in caches if cache.group == group)
+
+
+def allocate(caches: Sequence[LayerCache], num_pages: Sequence[int]) -> tuple[jax.Array, ...]:
+    """Zeroed arrays, one a layer. num_pages: by group."""
+
+    def zeros(cache: LayerCache) -> jax.Array:
+        return jnp.zeros((num_pages[cache.group], *cache.page_shape), cache.dtype, device=cache.sharding)
+
+    return tuple(map(zeros, caches))

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import psutil
 
+from jaxserve.engine.window_size import WindowSize
 from jaxserve.errors import ConfigError
 
 MIB = 2**20
@@ -32,14 +33,17 @@ class MemoryPlan:
     weight_bytes: int
     state_bytes: int  # slots and the hidden states between extend and head_sample
     scratch_bytes: int  # temporary memory of the largest program
-    page_bytes: int  # of one page, all layers
+    page_bytes: int  # of one page, all layers; of those that see everything, where those with a window are a group
     num_pages: int
     page_size: int  # tokens
     max_model_len: int
+    window: int | None = None  # tokens that the windowed group's layers see; None: there is no such group
+    window_page_bytes: int = 0  # of one of its pages
+    num_window_pages: int = 0
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.num_pages * self.page_bytes + self.num_window_pages * self.window_page_bytes
 
     @property
     def kv_tokens(self) -> int:
@@ -48,7 +52,11 @@ class MemoryPlan:
     @property
     def max_concurrency(self) -> float:
         """Requests of the full context length that fit at once."""
-        return self.kv_tokens / self.max_model_len
+        full = self.kv_tokens / self.max_model_len
+        if self.window is None:
+            return full
+        size = WindowSize(self.window, self.page_size, chunk=1)
+        return min(full, self.num_window_pages / size.most(self.max_model_len))
 
     def as_dict(self) -> dict[str, Any]:
         derived = {name: getattr(self, name) for name in ("kv_bytes", "kv_tokens", "max_concurrency")}
@@ -65,6 +73,8 @@ class Sizes:
     page_bytes: int
     page_size: int
     max_num_seqs: int
+    window_page_bytes: int = 0
+    window: WindowSize | None = None
 
 
 def plan_memory(
@@ -76,22 +86,31 @@ def plan_memory(
     num_pages: int | None,
     max_model_len: int,
     shrink_context: bool,
+    num_window_pages: int | None = None,
 ) -> MemoryPlan:
     """The number of pages, or a ConfigError that says what does not fit.
 
     num_pages: as configured, None for automatic: what the budget leaves, but no more than every slot at full length
-    needs twice (the rest serves prefix hits). shrink_context: the context length was not asked for and may be cut to
-    what one request can have.
+    needs twice (the rest serves prefix hits); num_window_pages alike, see `split_pool`. shrink_context: the context
+    length was not asked for and may be cut to what one request can have.
     """
     budget = int(device_bytes * memory_fraction)
     free = budget - sizes.weight_bytes - sizes.state_bytes - sizes.scratch_bytes
+    window_pages = 0
     if num_pages is None:
         pool = min(free, max(CPU_POOL_FLOOR, sizes.weight_bytes)) if platform == "cpu" else free
-        wanted = 2 * sizes.max_num_seqs * -(-max_model_len // sizes.page_size)
-        num_pages = min(max(pool, 0) // sizes.page_bytes, wanted)
+        num_pages, window_pages = split_pool(max(pool, 0), sizes, max_model_len, num_window_pages)
+    elif sizes.window is not None:
+        most = sizes.window.for_requests(sizes.max_num_seqs)
+        window_pages = min(num_pages, most) if num_window_pages is None else num_window_pages
     longest = num_pages * sizes.page_size
     if longest < max_model_len and (not shrink_context or longest < sizes.page_size):
         raise ConfigError(_too_small(sizes, num_pages, max_model_len, budget), fix=_advice(longest))
+    if sizes.window is not None and window_pages < (least := sizes.window.least(min(longest, max_model_len))):
+        raise ConfigError(
+            f"the layers with a sliding window have {window_pages} pages, and one request may need {least}",
+            fix=f"set cache.num_window_pages to at least {least}, or raise cache.memory_fraction",
+        )
     return MemoryPlan(
         device_bytes=device_bytes,
         budget_bytes=budget,
@@ -102,7 +121,38 @@ def plan_memory(
         num_pages=num_pages,
         page_size=sizes.page_size,
         max_model_len=min(max_model_len, longest),
+        window=sizes.window and sizes.window.window,
+        window_page_bytes=sizes.window_page_bytes,
+        num_window_pages=window_pages,
     )
+
+
+def split_pool(
+    num_bytes: int, sizes: Sizes, max_model_len: int, num_window_pages: int | None = None
+) -> tuple[int, int]:
+    """(pages, pages of the windowed group) that fit into `num_bytes`.
+
+    The windowed group gets what all requests at once can hold, twice (the rest serves prefix hits), and the others
+    what is left. Where memory is short of that it gets half as many pages as the others, as if a request had two
+    windows of context; more where no request can have so much. Where all layers have a window the other pages are
+    numbers without bytes, and there are as many as the requests whose windows fit could fill.
+    """
+    longest = -(-max_model_len // sizes.page_size)
+    most = 2 * sizes.max_num_seqs * longest
+    if sizes.window is None:
+        return min(num_bytes // sizes.page_bytes, most), 0
+    one = sizes.window.most(max_model_len)
+    window_pages = num_window_pages
+    if window_pages is None:
+        share = max(0.5, one / longest) if sizes.page_bytes else 1.0
+        affordable = int(share * num_bytes / (sizes.page_bytes + share * sizes.window_page_bytes))
+        window_pages = min(sizes.window.for_requests(sizes.max_num_seqs), affordable)
+        window_pages = max(window_pages, sizes.window.least(max_model_len))
+    left = num_bytes - window_pages * sizes.window_page_bytes
+    if left < 0:
+        return 0, window_pages
+    pages = left // sizes.page_bytes if sizes.page_bytes else max(longest, window_pages * longest // one)
+    return min(pages, most), window_pages
 
 
 def plan_without_cache(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.request import MAX_WATCHED, SamplingParams, ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.engine.window_size import WindowSize
 from jaxserve.models.loader import LoadedModel
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import Backend, get_backend
@@ -81,8 +82,15 @@ class ModelRunner:
             num_parameters=loaded.structure.num_parameters,
             deterministic=config.deterministic,
         )
+        attention = loaded.config.attention_layers
+        self._window = kv_cache.group_window(attention, config.max_model_len)
         self._layers = kv_cache.layer_caches(
-            loaded.config.attention_layers, self.backend, config.page_size, config.cache_dtype, mesh
+            attention,
+            self.backend,
+            config.page_size,
+            config.cache_dtype,
+            mesh,
+            windowed=self._window is not None,
         )
         self.steps = StepPrograms(
             bind=loaded.bind,
@@ -95,7 +103,7 @@ class ModelRunner:
             per_token=config.deterministic,
         )
         plan = self._plan()
-        self._programs = self._program_set(plan.num_pages, plan.max_model_len)
+        self._programs = self._program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
         self.compiled = compile_all(self._programs.all(), progress=progress)
         scratch = max(map(memory.scratch_bytes, self.compiled.values())) * len(mesh.devices)
         self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
@@ -114,8 +122,8 @@ class ModelRunner:
 
     def _plan(self) -> MemoryPlan:
         config, num_devices = self.config, len(self.mesh.devices)
-        max_pages = -(-config.max_model_len // config.page_size)
-        state = slots.state_bytes(config.max_num_seqs, self.structure.config.vocab_size, max_pages)
+        width = self._table_width(config.max_model_len)
+        state = slots.state_bytes(config.max_num_seqs, self.structure.config.vocab_size, width)
         hidden = self.buckets.max_tokens * self.structure.config.hidden_size * self._dtype.itemsize
         probe = config.num_pages is None and self.mesh.platform != "cpu"
         sizes = memory.Sizes(
@@ -125,6 +133,8 @@ class ModelRunner:
             page_bytes=kv_cache.page_bytes(self._layers),
             page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
+            window_page_bytes=kv_cache.page_bytes(self._layers, group=1),
+            window=self._window and WindowSize(self._window, config.page_size, config.max_num_batched_tokens),
         )
         return memory.plan_memory(
             sizes,
@@ -134,12 +144,17 @@ class ModelRunner:
             num_pages=config.num_pages,
             max_model_len=config.max_model_len,
             shrink_context=config.shrink_context,
+            num_window_pages=config.num_window_pages,
         )
+
+    def _table_width(self, max_model_len: int) -> int:
+        """Columns of a slot's row of page tables, all groups together."""
+        return self.steps.num_groups * -(-max_model_len // self.config.page_size)
 
     def _probe_scratch(self) -> int:
         """Temporary bytes of the largest programs, compiled for a small pool: a pool's size adds nothing to them."""
         max_pages = -(-self.config.max_model_len // self.config.page_size)
-        probe = compile_all(self._program_set(max_pages, self.config.max_model_len).largest())
+        probe = compile_all(self._program_set((max_pages, max_pages), self.config.max_model_len).largest())
         return max(map(memory.scratch_bytes, probe.values()))
 
     def _estimate_scratch(self) -> int:
@@ -153,7 +168,7 @@ class ModelRunner:
         """Of the activations: the embedding's."""
         return jnp.dtype(self.structure.specs[0].dtype)
 
-    def _program_set(self, num_pages: int, max_model_len: int) -> ProgramSet:
+    def _program_set(self, num_pages: tuple[int, int], max_model_len: int) -> ProgramSet:
         config, model = self.config, self.structure.config
         shapes = Shapes.of(
             self.leaves,
@@ -161,7 +176,7 @@ class ModelRunner:
             self.mesh,
             num_pages=num_pages,
             num_slots=config.max_num_seqs,
-            max_pages=-(-max_model_len // config.page_size),
+            max_pages=self._table_width(max_model_len),
             vocab_size=model.vocab_size,
             hidden=(self.buckets.max_tokens, model.hidden_size),
             dtype=self._dtype,
@@ -174,7 +189,7 @@ class ModelRunner:
             return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
 
         shapes = self._programs.shapes
-        self.caches: Caches = kv_cache.allocate(self._layers, self.plan.num_pages)
+        self.caches: Caches = kv_cache.allocate(self._layers, (self.plan.num_pages, self.plan.num_window_pages))
         self.state: SlotState = jax.tree.map(zeros, shapes.state)
         self.hidden: jax.Array = zeros(shapes.hidden)
         self._no_mask = {rows: zeros(shapes.ints(rows, shapes.mask_words)) for rows in self.buckets.head}
@@ -230,8 +245,8 @@ class ModelRunner:
         asking = [row for row in rows if row.logprobs is not None]
         fused = output.num_decode_rows == len(rows) and not output.masked and not self.config.deterministic
         if fused and not any(row.detail for row in asking):
-            return self._run_decode(rows, bool(asking))
-        return self._run_extend(rows, output.masked)
+            return self._run_decode(output, bool(asking))
+        return self._run_extend(output)
 
     def _admit(self, inits: Sequence[SlotInit]) -> None:
         num_slots, vocab_size = self.config.max_num_seqs, self.structure.config.vocab_size
@@ -252,26 +267,29 @@ class ModelRunner:
         self.num_dispatches += 1
         self.state = self.compiled[program](self.state, packed)
 
-    def _page_updates(self, rows: Sequence[ScheduledRow], room: int) -> PageUpdates:
+    def _page_updates(self, output: SchedulerOutput, room: int) -> PageUpdates:
         """The step's page-table entries that fit into its own array; the rest is written ahead of it."""
-        updates, rest = PageUpdates.of(rows).split(room)
+        column = self.state.page_table.shape[1] // self.steps.num_groups
+        updates, rest = PageUpdates.of(output.rows, output.window_pages, column).split(room)
         for group in step_input.pack_pages(rest, self.config.max_num_seqs):
             self._update_state("set_pages", group)
         return updates
 
-    def _run_decode(self, rows: Sequence[ScheduledRow], want_logprobs: bool) -> DeviceStep:
+    def _run_decode(self, output: SchedulerOutput, want_logprobs: bool) -> DeviceStep:
+        rows, groups = output.rows, self.steps.num_groups
         bucket = fit(self.buckets.decode, len(rows))
-        updates = self._page_updates(rows, bucket)
-        packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs)
+        updates = self._page_updates(output, groups * bucket)
+        packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs, groups)
         program = self._by_size["decode"][bucket]
         self.num_dispatches += 1
         self.caches, self.state, sampled = program(self.leaves, self.caches, self.state, packed)
         return DeviceStep(len(rows), range(len(rows)), sampled, want_logprobs)
 
-    def _run_extend(self, rows: Sequence[ScheduledRow], masked: bool) -> DeviceStep:
+    def _run_extend(self, output: SchedulerOutput) -> DeviceStep:
+        rows = output.rows
         num_tokens = sum(row.num_tokens for row in rows)
         bucket = fit(self.buckets.extend, num_tokens)
-        updates = self._page_updates(rows, self._programs.extend_updates(bucket))
+        updates = self._page_updates(output, self._programs.extend_updates(bucket))
         row_bucket = self._programs.extend_rows(bucket)
         packed = step_input.pack_extend(
             rows, updates, bucket, row_bucket, self._programs.extend_updates(bucket), self.config.max_num_seqs
@@ -280,7 +298,7 @@ class ModelRunner:
         self.num_dispatches += 1
         arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
         self.caches, self.state, self.hidden = arrays
-        return self._run_head(rows, masked)
+        return self._run_head(rows, output.masked)
 
     def _run_head(self, rows: Sequence[ScheduledRow], masked: bool) -> DeviceStep:
         ends = np.cumsum([row.num_tokens for row in rows])
@@ -370,7 +388,7 @@ class ModelRunner:
         found, watched = self.compiled["prompt_logprobs"](self.leaves, self.hidden, packed, pack_watched(params))
         return PromptChunk(found, len(targets), watched if params.watched_token_ids else None)
 
-    # --- pages and weights
+    # --- pages and weights; pages of a model without groups of layers, where an id is the same place in every layer
 
     def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole pages, in every layer: sources[i] to destinations[i], none of which is also a source."""

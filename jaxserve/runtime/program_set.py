@@ -6,7 +6,7 @@ Owns the shapes of everything the programs take and return, their donation, shar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,20 +49,21 @@ class Shapes:
         layers: tuple[LayerCache, ...],
         mesh: DeviceMesh,
         *,
-        num_pages: int,
+        num_pages: Sequence[int],
         num_slots: int,
         max_pages: int,
         vocab_size: int,
         hidden: tuple[int, int],
         dtype: jnp.dtype,
     ) -> Shapes:
+        """num_pages: by group of layers. max_pages: width of a row of page tables, all groups together."""
         state = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=mesh.replicated),
             slots.state_shapes(num_slots, vocab_size, max_pages),
         )
         return cls(
             leaves=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves),
-            caches=tuple(layer.struct(num_pages) for layer in layers),
+            caches=tuple(layer.struct(num_pages[layer.group]) for layer in layers),
             state=state,
             hidden=jax.ShapeDtypeStruct(hidden, dtype, sharding=mesh.replicated),
             replicated=mesh.replicated,
@@ -108,11 +109,11 @@ class ProgramSet:
 
     def extend_updates(self, num_tokens: int) -> int:
         """Page-table entries that an extend carries: all it can need, but for the pages of a prefix hit."""
-        return self.extend_rows(num_tokens) + num_tokens // self.steps.page_size
+        return (self.extend_rows(num_tokens) + num_tokens // self.steps.page_size) * self.steps.num_groups
 
     def decode(self, rows: int) -> Program:
         s = self.shapes
-        args = (s.leaves, s.caches, s.state, s.ints(step_input.decode_size(rows)))
+        args = (s.leaves, s.caches, s.state, s.ints(step_input.decode_size(rows, self.steps.num_groups)))
         out = (s.cache_shardings, s.replicated, s.replicated)
         return self._program(f"decode[{rows}]", self.steps.decode, args, (1, 2), out, weight=10_000 + rows)
 
@@ -144,6 +145,12 @@ class ProgramSet:
         args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_WATCHED))
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
         yield self._program("pool", self.steps.pool, (s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
+        if self.steps.num_groups == 1:
+            yield from self._page_programs()
+
+    def _page_programs(self) -> Iterator[Program]:
+        """Those that take a page id to name the same place in every layer."""
+        s = self.shapes
         copies = (s.caches, s.ints(2, PAGE_GROUP))
         yield self._program("copy_pages", programs.copy_pages, copies, (0,), s.cache_shardings)
         ids = s.ints(PAGE_GROUP)

@@ -56,11 +56,16 @@ class StepPrograms:
     normalize_embeddings: bool = True
     per_token: bool = False  # deterministic: each token attends alone, so that chunking cannot change its sums
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers, each with page tables of its own."""
+        return 1 + max((layer.group for layer in self.layers), default=0)
+
     def decode(
         self, leaves: Leaves, caches: Caches, state: SlotState, packed: jax.Array
     ) -> tuple[Caches, SlotState, Sampled]:
         """packed: int32 [decode_size(B)] -> one sampled token a row."""
-        state, tokens, head = unpack_decode(packed, state)
+        state, tokens, head = unpack_decode(packed, state, self.num_groups)
         model = self.bind(leaves)
         hidden, caches, state = self._forward(model, caches, state, tokens, decode_only=True)
         bitmask = jnp.zeros((1, state.allow_mask.shape[1]), jnp.int32)
@@ -72,7 +77,7 @@ class StepPrograms:
     ) -> tuple[Caches, SlotState, Sampled]:
         """`decode` of int32 [B] slots whose pages are in the page table already: a step without a host."""
         packed = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), slots])
-        nobody = jnp.full(3 * slots.shape[0], state.num_slots, jnp.int32)
+        nobody = jnp.full(3 * self.num_groups * slots.shape[0], state.num_slots, jnp.int32)
         return self.decode(leaves, caches, state, jnp.concatenate([packed, nobody]))
 
     def extend(
@@ -138,8 +143,16 @@ class StepPrograms:
     ) -> tuple[jax.Array, Caches, SlotState]:
         rows = each_token(tokens) if self.per_token else tokens
         decode_only = decode_only or self.per_token
-        metadata = attention_metadata(rows, state, caches[0].shape[0], self.page_size, decode_only)
-        metadata = dataclasses.replace(metadata, alone=self.per_token)
+        pools = {layer.group: cache.shape[0] for layer, cache in zip(self.layers, caches, strict=True)}
+        metadata = {
+            group: dataclasses.replace(
+                attention_metadata(
+                    rows, state, num_pages, self.page_size, decode_only, group=group, num_groups=self.num_groups
+                ),
+                alone=self.per_token,
+            )
+            for group, num_pages in pools.items()
+        }
 
         def attend(
             layer_index: int,
@@ -150,8 +163,9 @@ class StepPrograms:
             sinks: jax.Array | None = None,
         ) -> tuple[jax.Array, jax.Array | None]:
             assert cache is not None
-            spec = self.layers[layer_index].attention
-            return write_and_attend(self.backend, self.mesh, q, k, v, cache, metadata, spec, sinks)
+            layer = self.layers[layer_index]
+            where = metadata[layer.group]
+            return write_and_attend(self.backend, self.mesh, q, k, v, cache, where, layer.attention, sinks)
 
         hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
         ends = tokens.starts + tokens.num_tokens
@@ -188,11 +202,21 @@ def each_token(tokens: TokenInput) -> TokenInput:
 
 
 def attention_metadata(
-    tokens: TokenInput, state: SlotState, num_pages: int, page_size: int, decode_only: bool
+    tokens: TokenInput,
+    state: SlotState,
+    num_pages: int,
+    page_size: int,
+    decode_only: bool,
+    *,
+    group: int = 0,
+    num_groups: int = 1,
 ) -> AttentionMetadata:
-    """Page table, lengths and the place of each token's K and V. Padding tokens get a place past the cache."""
+    """Page table of a group of layers, lengths and the place of each token's K and V. Padding tokens get a place past
+    the cache."""
     num_rows = tokens.slots.shape[0]
     page_table = state.page_table.at[tokens.slots].get(mode="clip")
+    if num_groups > 1:
+        page_table = jnp.split(page_table, num_groups, axis=1)[group]
     row = jnp.minimum(tokens.row_of_token, num_rows - 1)
     page = page_table.at[row, tokens.positions // page_size].get(mode="clip")
     place = page * page_size + tokens.positions % page_size

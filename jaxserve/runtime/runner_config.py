@@ -17,7 +17,8 @@ from jaxserve.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """num_pages None: as many as memory_fraction leaves. shrink_context: max_model_len was not asked for."""
+    """num_pages and num_window_pages None: as many as memory_fraction leaves. shrink_context: max_model_len was not
+    asked for."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -26,6 +27,7 @@ class RunnerConfig:
     cache_dtype: jnp.dtype
     attention: str = "auto"
     num_pages: int | None = None
+    num_window_pages: int | None = None
     memory_fraction: float = 0.9
     shrink_context: bool = False
     deterministic: bool = False
@@ -46,6 +48,7 @@ class RunnerConfig:
             cache_dtype=dtype if cache.dtype == "auto" else jnp.dtype(cache.dtype),
             attention=config.runtime.attention,
             num_pages=None if cache.num_pages == "auto" else cache.num_pages,
+            num_window_pages=None if cache.num_window_pages == "auto" else cache.num_window_pages,
             memory_fraction=cache.memory_fraction,
             shrink_context=config.model.max_model_len is None,
             deterministic=deterministic,

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxserve.engine.window_size import WindowSize
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.structure import ModelStructure, build
 from jaxserve.ops.paged_attention import get_backend
+from jaxserve.runtime.memory import Sizes, split_pool
 from jaxserve.runtime.mesh import AXES
+
+_CHUNK = 8192  # tokens of a step on an accelerator
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,42 @@ class ShapePlan:
     whole_bytes: int  # of weight_bytes: of parameters that every device holds in full
     largest_whole: tuple[str, int]  # of these, the largest one
     kv_token_bytes: int  # that one token takes in all layers
+    page_size: int  # tokens
+    window: int | None = None  # tokens that the layers with a sliding window see; None: there are none
+    window_token_bytes: int = 0  # of kv_token_bytes: of those layers
 
     @property
     def num_devices(self) -> int:
         return self.tensor * self.expert
 
     def kv_tokens(self, device_bytes: int, memory_fraction: float = 0.9) -> int:
-        """Tokens for whose K and V there is room beside the weights; 0 where not even these fit."""
+        """Tokens for whose K and V there is room beside the weights, all kept in every layer; 0 where not even these
+        fit."""
         return max(0, int(device_bytes * memory_fraction) - self.weight_bytes) // self.kv_token_bytes
+
+    def room(
+        self, device_bytes: int, context: int, max_num_seqs: int = 512, memory_fraction: float = 0.9
+    ) -> tuple[int, float]:
+        """(tokens, full contexts) beside the weights where the layers with a window keep that alone, as the server
+        plans it for `max_num_seqs` requests and sequences of at most `context` tokens."""
+        if self.window is None or self.window >= context:
+            tokens = self.kv_tokens(device_bytes, memory_fraction)
+            return tokens, tokens / context
+        size = WindowSize(self.window, self.page_size, _CHUNK)
+        sizes = Sizes(
+            weight_bytes=self.weight_bytes,
+            state_bytes=0,
+            scratch_bytes=0,
+            page_bytes=(self.kv_token_bytes - self.window_token_bytes) * self.page_size,
+            page_size=self.page_size,
+            max_num_seqs=max_num_seqs,
+            window_page_bytes=self.window_token_bytes * self.page_size,
+            window=size,
+        )
+        left = max(0, int(device_bytes * memory_fraction) - self.weight_bytes)
+        pages, window_pages = split_pool(left, sizes, context)
+        tokens = pages * self.page_size
+        return tokens, min(tokens / context, window_pages / size.most(context)) if tokens else 0.0
 
 
 def default_mesh(config: ModelConfig, num_devices: int) -> tuple[int, int]:
@@ -57,6 +89,7 @@ def plan_by_shape(
     split = for_mesh(config, mesh)
     structure = published if split == config else build(split, dtype)
     weights, whole, largest = _weights(structure, mesh)
+    all_layers, windowed = _kv_token_bytes(split, dtype, tensor, attention, page_size)
     return ShapePlan(
         tensor=tensor,
         expert=expert,
@@ -64,7 +97,10 @@ def plan_by_shape(
         weight_bytes=weights,
         whole_bytes=whole,
         largest_whole=largest,
-        kv_token_bytes=_kv_token_bytes(split, dtype, tensor, attention, page_size),
+        kv_token_bytes=all_layers,
+        page_size=page_size,
+        window=max((window or 0 for window in config.windows), default=0) or None,
+        window_token_bytes=windowed,
     )
 
 
@@ -80,12 +116,17 @@ def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, t
     return total, whole, largest
 
 
-def _kv_token_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int, attention: str, page_size: int) -> int:
+def _kv_token_bytes(
+    config: ModelConfig, dtype: jnp.dtype, tensor: int, attention: str, page_size: int
+) -> tuple[int, int]:
+    """Of all layers, and of those with a sliding window."""
     platform = {"triton": "gpu", "mosaic_gpu": "gpu", "tpu": "tpu"}.get(attention, "cpu")
     backend = get_backend(attention, platform)
-    total = 0
+    total = windowed = 0
     for layer in config.attention_layers:
         heads = layer.num_kv_heads // tensor if layer.num_kv_heads % tensor == 0 else layer.num_kv_heads
         shape = backend.cache_shape(1, page_size, heads, layer.head_dim, latent=layer.latent)
-        total += math.prod(shape) * dtype.itemsize
-    return total // page_size
+        size = math.prod(shape) * dtype.itemsize
+        total += size
+        windowed += size if layer.sliding_window is not None else 0
+    return total // page_size, windowed // page_size

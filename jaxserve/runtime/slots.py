@@ -38,7 +38,8 @@ ADMIT_WIDTH = 3 + len(_INT_FIELDS) + len(_FLOAT_FIELDS)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotState:
-    """S = max_num_seqs rows, V = vocabulary, W = ceil(V/32) mask words, M = pages of the longest sequence.
+    """S = max_num_seqs rows, V = vocabulary, W = ceil(V/32) mask words, M = pages of the longest sequence in each group
+    of layers: a row of `page_table` is the tables of the groups one after another.
 
     position        tokens whose K and V are in pages = position at which `last_token` is fed
     num_outputs     tokens sampled so far

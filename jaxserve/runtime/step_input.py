@@ -3,8 +3,8 @@
 Owns both ends of the layout, side by side. Every `pack_*` returns a freshly allocated array, never touched again:
 the CPU client reads host memory in place while the step runs. Knows buckets and slots, nothing of models.
 
-    decode  [B]     header | B x (slot, page index, page id)
-    extend  [T, R]  header | R x (slot, start, tokens) | T x token id | U x (slot, page index, page id)
+    decode  [B]     header | B x slot | U x (slot, page index, page id), U = B x groups of layers
+    extend  [T, R]  R x (slot, start, tokens) | T x token id | U x (slot, page index, page id)
     head    [R]     header | R x (slot, token index)
 
 Unused rows name slot S = max_num_seqs, unused page updates too: scatters drop both. A token id of -1 means the
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.request import ScheduledRow
+from jaxserve.engine.request import PageTableUpdate, ScheduledRow
 from jaxserve.runtime.slots import SlotState
 
 PAGE_GROUP = 256  # page-table entries a dispatch of `set_pages`
@@ -37,7 +37,10 @@ class PageUpdates:
     page_ids: list[int]
 
     @classmethod
-    def of(cls, rows: Sequence[ScheduledRow]) -> PageUpdates:
+    def of(
+        cls, rows: Sequence[ScheduledRow], window_pages: Sequence[PageTableUpdate] = (), window_column: int = 0
+    ) -> PageUpdates:
+        """window_column: where the table of the layers with a sliding window begins in a row of page_table."""
         slots: list[int] = []
         indices: list[int] = []
         page_ids: list[int] = []
@@ -46,6 +49,11 @@ class PageUpdates:
                 slots += [row.slot] * count
                 indices += range(row.first_new_page, row.first_new_page + count)
                 page_ids += row.new_page_ids
+        for update in window_pages:
+            count, first = len(update.page_ids), window_column + update.first
+            slots += [update.slot] * count
+            indices += range(first, first + count)
+            page_ids += update.page_ids
         return cls(slots, indices, page_ids)
 
     def __len__(self) -> int:
@@ -65,8 +73,8 @@ class PageUpdates:
 # --- host
 
 
-def decode_size(num_rows: int) -> int:
-    return _HEADER + 4 * num_rows
+def decode_size(num_rows: int, num_groups: int = 1) -> int:
+    return _HEADER + (1 + 3 * num_groups) * num_rows
 
 
 def extend_size(num_tokens: int, num_rows: int, num_updates: int) -> int:
@@ -78,15 +86,19 @@ def head_size(num_rows: int) -> int:
 
 
 def pack_decode(
-    rows: Sequence[ScheduledRow], updates: PageUpdates, bucket: int, num_slots: int, want_logprobs: bool
+    rows: Sequence[ScheduledRow],
+    updates: PageUpdates,
+    bucket: int,
+    num_slots: int,
+    want_logprobs: bool,
+    num_groups: int = 1,
 ) -> np.ndarray:
-    """int32 [decode_size(bucket)]. At most `bucket` rows and page updates."""
-    packed = np.zeros(decode_size(bucket), np.int32)
+    """int32 [decode_size(bucket, num_groups)]. At most `bucket` rows, and that many page updates a group."""
+    packed = np.zeros(decode_size(bucket, num_groups), np.int32)
     packed[0] = want_logprobs
-    table = packed[_HEADER:].reshape(4, bucket)
-    table[:2] = num_slots
-    table[0, : len(rows)] = [row.slot for row in rows]
-    updates.write(table[1:])
+    packed[_HEADER : _HEADER + (1 + num_groups) * bucket] = num_slots
+    packed[_HEADER : _HEADER + len(rows)] = [row.slot for row in rows]
+    updates.write(packed[_HEADER + bucket :].reshape(3, -1))
     return packed
 
 
@@ -182,10 +194,10 @@ def set_pages(state: SlotState, packed: jax.Array) -> SlotState:
     return state.replace(page_table=state.page_table.at[slots, indices].set(page_ids, mode="drop"))
 
 
-def unpack_decode(packed: jax.Array, state: SlotState) -> tuple[SlotState, TokenInput, HeadInput]:
+def unpack_decode(packed: jax.Array, state: SlotState, num_groups: int = 1) -> tuple[SlotState, TokenInput, HeadInput]:
     """The state with new pages, and the step's rows: token r is row r's only one."""
-    table = packed[_HEADER:].reshape(4, -1)
-    state = set_pages(state, table[1:])
+    table = packed[_HEADER:].reshape(1 + 3 * num_groups, -1)
+    state = set_pages(state, table[1:].reshape(3, -1))
     slots = table[0]
     live = slots < state.num_slots
     starts = jnp.where(live, state.position.at[slots].get(mode="clip"), 0)

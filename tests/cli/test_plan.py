@@ -32,6 +32,16 @@ def test_a_plan_of_three_meshes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[4].split()[:3] == ["4", "4", "1"]
 
 
+def test_a_plan_says_what_windows_spare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(PUBLISHED["gpt-oss-120b"].hf | {"sliding_window": 128}))
+    assert main(["plan", str(config), "--mesh", "4", "--max-num-seqs", "64"]) == 0
+    columns, row = capsys.readouterr().out.splitlines()[3:]
+    assert columns.endswith("all kept")
+    tokens, _, kept = row.split()[-3:]
+    assert 1.9 < int(tokens) / int(kept) < 2
+
+
 @pytest.mark.parametrize(
     ("words", "cause"),
     [

@@ -20,6 +20,12 @@ def test_a_model_that_generates(info: EngineInfo) -> None:
     assert "4096 tokens in 256 pages of 16" in card
 
 
+def test_a_model_with_windows(info: EngineInfo) -> None:
+    plan = info.memory_plan | {"window": 512, "num_window_pages": 70}
+    card = ready_card(msgspec.structs.replace(info, memory_plan=plan), "http://h:1", api_key=False)
+    assert "pages of 16; 70 of the layers with a window of 512" in card
+
+
 def test_an_encoder(info: EngineInfo) -> None:
     encoder = msgspec.structs.replace(info, is_embedding=True, num_pages=0)
     card = ready_card(encoder, "http://h:1", api_key=False)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
@@ -15,7 +17,7 @@ def test_layers_have_their_own_geometry(mesh: DeviceMesh, backend: str) -> None:
     assert [cache.name for cache in caches] == ["layers.0", "layers.1"]
     assert [cache.page_bytes for cache in caches] == [2 * 8 * 4 * 16 * 2, 2 * 8 * 2 * 32 * 2]
     assert kv_cache.page_bytes(caches) == 2 * 2048
-    arrays = kv_cache.allocate(caches, 5)
+    arrays = kv_cache.allocate(caches, (5,))
     assert [array.shape for array in arrays] == [cache.struct(5).shape for cache in caches]
     assert sum(array.nbytes for array in arrays) == 5 * kv_cache.page_bytes(caches)
     assert not any(array.any() for array in arrays)
@@ -25,3 +27,18 @@ def test_the_attention_of_a_layer_is_carried(mesh: DeviceMesh) -> None:
     caches = kv_cache.layer_caches(LAYERS, get_backend("xla", "cpu"), 8, jnp.dtype("float32"), mesh)
     second = caches[1].attention
     assert (second.scale, second.num_kv_heads, second.sliding_window, second.soft_cap) == (0.5, 2, 7, 30.0)
+
+
+def test_layers_with_a_window_are_a_group(mesh: DeviceMesh) -> None:
+    backend = get_backend("xla", "cpu")
+    caches = kv_cache.layer_caches(LAYERS, backend, 8, jnp.dtype("float32"), mesh, windowed=True)
+    assert [cache.group for cache in caches] == [0, 1]
+    assert [kv_cache.page_bytes(caches, group) for group in (0, 1)] == [cache.page_bytes for cache in caches]
+    assert [array.shape[0] for array in kv_cache.allocate(caches, (9, 4))] == [9, 4]
+
+
+def test_the_window_of_a_group() -> None:
+    wider = replace(LAYERS[1], sliding_window=12)
+    assert kv_cache.group_window([*LAYERS, wider], 128) == 12
+    assert kv_cache.group_window([*LAYERS, wider], 12) is None, "no sequence is longer"
+    assert kv_cache.group_window(LAYERS[:1], 128) is None

@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.engine.window_size import WindowSize
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes
+from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes, split_pool
 
 GIB = 2**30
 SIZES = Sizes(
@@ -69,3 +70,49 @@ def test_measured_sizes() -> None:
     assert device_memory(jax.devices("cpu")) > GIB
     compiled = jax.jit(lambda x: jnp.sin(x @ x) @ x).lower(jax.ShapeDtypeStruct((256, 256), jnp.float32)).compile()
     assert scratch_bytes(compiled) >= 256 * 256 * 4
+
+
+# --- layers with a sliding window
+
+WINDOW = WindowSize(1024, 16, chunk=8192)
+ONE, CHUNKS = WINDOW.decoding, 2 * 512  # pages of a request's window, and of two chunks
+ALTERNATING = dataclasses.replace(SIZES, page_bytes=MIB, window_page_bytes=MIB, window=WINDOW)
+
+
+def test_windows_of_all_requests_and_the_rest_for_the_others() -> None:
+    sizes = dataclasses.replace(ALTERNATING, max_num_seqs=64)
+    result = plan(sizes)
+    assert result.num_window_pages == 2 * 64 * ONE + CHUNKS == WINDOW.for_requests(64)
+    assert result.num_pages == 53 * 1024 - result.num_window_pages
+    assert result.kv_bytes == 53 * GIB and result.window == 1024
+    assert result.kv_tokens > 1.5 * plan(dataclasses.replace(SIZES, max_num_seqs=64)).kv_tokens
+    assert result.max_concurrency == pytest.approx(result.kv_tokens / 8192)
+
+
+def test_where_memory_is_short_windows_get_half_as_many_pages() -> None:
+    pages, windows = split_pool(6 * GIB, ALTERNATING, 131072)
+    assert (pages, windows) == (4096, 2048)
+    pages, windows = split_pool(6 * GIB, ALTERNATING, 1600)  # 100 pages, 67 of them in the window
+    assert windows == pytest.approx(0.67 * pages, rel=0.02) and pages + windows == 6 * 1024
+
+
+def test_where_every_layer_has_a_window_the_other_pages_cost_nothing() -> None:
+    sizes = dataclasses.replace(ALTERNATING, page_bytes=0)
+    result = plan(sizes, device_bytes=30 * GIB, max_model_len=32768)
+    assert result.kv_bytes == result.num_window_pages * MIB <= (27 - 19) * GIB
+    assert result.num_pages == result.num_window_pages * 2048 // ONE
+    assert result.max_concurrency == pytest.approx(result.num_window_pages / ONE, rel=1e-3)
+
+
+def test_windowed_pages_as_configured() -> None:
+    assert plan(ALTERNATING, num_pages=600).num_window_pages == 600
+    result = plan(ALTERNATING, num_window_pages=200)
+    assert (result.num_window_pages, result.num_pages) == (200, 53 * 1024 - 200)
+    with pytest.raises(ConfigError, match=f"133 pages, and one request may need {2 * ONE}") as caught:
+        plan(ALTERNATING, num_window_pages=133)
+    assert f"cache.num_window_pages to at least {2 * ONE}" in str(caught.value.fix)
+
+
+def test_too_little_for_windows_is_too_little() -> None:
+    with pytest.raises(ConfigError, match="room for 0 tokens"):
+        plan(ALTERNATING, device_bytes=21 * GIB + 200 * MIB)

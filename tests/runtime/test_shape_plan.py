@@ -61,3 +61,19 @@ def test_what_is_counted_is_what_lies_there() -> None:
     plan = plan_by_shape(config, BFLOAT16, 1, 1)
     arrays = [np.zeros(spec.shape, np.uint16) for spec in build(config, BFLOAT16).specs]
     assert isinstance(plan, ShapePlan) and plan.weight_bytes == sum(array.nbytes for array in arrays)
+
+
+def test_windowed_layers_leave_room_for_more_tokens() -> None:
+    """gpt-oss-120b on four devices: half of its layers see 128 tokens."""
+    config = from_hf(PUBLISHED["gpt-oss-120b"].hf | {"sliding_window": 128})
+    plan = plan_by_shape(config, BFLOAT16, 4, 1)
+    assert (plan.window, plan.window_token_bytes * 2) == (128, plan.kv_token_bytes)
+    kept = plan.kv_tokens(80 * GIB)
+    tokens, contexts = plan.room(80 * GIB, 131072)
+    assert 1.8 * kept < tokens < 2 * kept and contexts == tokens / 131072
+    assert plan.room(80 * GIB, 128) == (kept, kept / 128), "no sequence is longer than the window"
+
+
+def test_the_plan_without_windows_is_the_old_one() -> None:
+    plan = plan_by_shape(from_hf(PUBLISHED["Llama-3.1-8B"].hf), BFLOAT16, 1, 1)
+    assert plan.room(80 * GIB, 131072) == (plan.kv_tokens(80 * GIB), plan.kv_tokens(80 * GIB) / 131072)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import ScheduledRow
+from jaxserve.engine.request import PageTableUpdate, ScheduledRow
 from jaxserve.runtime import host_cost, slots, step_input
 from jaxserve.runtime.programs import attention_metadata, each_token
 from jaxserve.runtime.step_input import PageUpdates
@@ -90,3 +90,27 @@ def test_host_cost_grows_no_worse_than_linearly() -> None:
     small, large = (host_cost.measure_host_cost(rows, repeats=10) for rows in (64, 1024))
     assert large.pack < 32 * small.pack and large.unpack < 32 * small.unpack  # 16 times the rows
     assert small.pack + small.unpack < 2e-3
+
+
+def test_two_groups_of_layers_have_a_table_each() -> None:
+    """Beside each other in a slot's row: the second one's entries lie behind all of the first."""
+    groups = 2
+    state = slots.empty_state(S, 10, groups * PAGES)
+    windows = [PageTableUpdate(4, 1, [70, 71]), PageTableUpdate(2, 3, [72])]
+    rows = [row(4, 0, None, {2: 99}), row(2, 0, None, {3: 98})]
+    updates = PageUpdates.of(rows, windows, PAGES)
+    packed = step_input.pack_decode(rows, updates, 3, S, False, groups)
+    assert packed.shape == (step_input.decode_size(3, groups),)
+    after, tokens, _ = step_input.unpack_decode(jnp.asarray(packed), state, groups)
+    assert tokens.slots.tolist() == [4, 2, S]
+    assert after.page_table[4].tolist() == [0, 0, 99, 0, 0, 70, 71, 0]
+    assert after.page_table[2].tolist() == [0, 0, 0, 98, 0, 0, 0, 72]
+    assert int((after.page_table != 0).sum()) == 5
+    after = after.replace(position=after.position.at[2].set(13))
+    _, tokens, _ = step_input.unpack_decode(jnp.asarray(packed), after, groups)
+    full, window = (
+        attention_metadata(tokens, after, num_pages, 4, True, group=group, num_groups=groups)
+        for group, num_pages in enumerate((100, 80))
+    )
+    assert full.page_table[1].tolist() == [0, 0, 0, 98] and window.page_table[1].tolist() == [0, 0, 0, 72]
+    assert full.slot_mapping.tolist()[1:] == [98 * 4 + 1, 400] and window.slot_mapping.tolist()[1:] == [72 * 4 + 1, 320]

@@ -208,11 +208,18 @@ def _kernel(
             weights_smem[...] = weights.astype(weights_smem.dtype)  # the interpreter has no wgmma from registers
             plgpu.barrier_wait(v_ready.at[slot])
 
-            @pl.when(((begin + step + 1) * tile > kv_len) | ((begin + step) * tile < oldest))
+            partial = (begin + step + 1) * tile > kv_len
+            if spec.sliding_window is not None:
+                partial |= (begin + step) * tile < oldest
+
+            @pl.when(partial)
             def _clear() -> None:  # 0 * NaN: another request's page may have held one
                 v = v_smem[slot]
                 place = _tokens((begin + step) * tile, (tile, head_dim), 0)
-                v_smem[slot] = jnp.where((place < kv_len) & (place >= oldest), v, jnp.zeros_like(v))
+                live = place < kv_len
+                if spec.sliding_window is not None:
+                    live &= place >= oldest
+                v_smem[slot] = jnp.where(live, v, jnp.zeros_like(v))
 
             plgpu.commit_smem()
             added = _wgmma((ROWS, head_dim), weights_smem, v_smem.at[slot])

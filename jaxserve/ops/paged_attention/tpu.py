@@ -236,7 +236,9 @@ def _kernel(
         if spec.sliding_window is not None:
             seen &= column > query - spec.sliding_window
         place = index * tile + lax.broadcasted_iota(jnp.int32, (tile, head_dim), 0)
-        live = (place >= oldest) & (place < kv_len)
+        live = place < kv_len
+        if spec.sliding_window is not None:
+            live &= place >= oldest
         for head in range(kv_heads):
             k = kv_buffer[slot, :, 0, head].reshape(tile, head_dim)
             v = kv_buffer[slot, :, 1, head].reshape(tile, head_dim)

@@ -114,7 +114,6 @@ def _attend_block(
     index = first + jnp.arange(block, dtype=jnp.int32)
     position = jnp.where(index < q_len, kv_len - q_len + index, -1)  # [B]; -1 sees nothing
     start, stop = kv_len - q_len + first, jnp.minimum(kv_len, kv_len - q_len + first + block)
-    oldest = 0 if layer.spec.sliding_window is None else start - layer.spec.sliding_window + 1
     # [KH, B * G, D]: the softmax state runs over (kv head, token, head of its group).
     queries = q.reshape(block, kv_heads, -1, head_dim).swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
     rows = block * heads // kv_heads
@@ -123,7 +122,9 @@ def _attend_block(
     def add_tile(tile: jax.Array, state: Softmax) -> Softmax:
         column = tile * layer.tile + jnp.arange(layer.tile, dtype=jnp.int32)
         k, v = read_tiles(layer, row, tile, layer.tile, kv_len)
-        live = (column >= oldest) & (column < kv_len)
+        live = column < kv_len
+        if layer.spec.sliding_window is not None:
+            live &= column > start - layer.spec.sliding_window
         v = jnp.where(live[:, None], v, 0.0)  # 0 * NaN: what another request left there must not count
         scores = [jnp.matmul(queries[h], _head(k, h, head_dim).T) for h in range(kv_heads)]
         scores = lax.optimization_barrier(jnp.concatenate(scores))

@@ -1,0 +1,164 @@
+"""Models with sliding windows, whose windowed layers keep the window's pages only, through scheduler and runner.
+
+The tokens are transformers' own (the families' goldens), past the window, alone and in a crowd, whatever the prefix
+cache, the chunks and the shortage of pages; and a page given away too early shows in them.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.window_size import WindowSize
+from jaxserve.models.dense import dense_logits
+from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.runtime.kv_cache import group_window
+from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.runner_config import RunnerConfig
+from tests.fakes import make_request, run_all
+from tests.models import families
+from tests.models.checkpoints import write_checkpoint
+
+GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
+WINDOW, PAGE, LONGEST = 12, 4, 128
+NEW = 40  # tokens of the crowd's answers
+
+
+@dataclass(frozen=True)
+class Served:
+    model: LoadedModel
+    runner: ModelRunner
+    prompt: list[int]
+    greedy: list[int]  # of transformers
+    crowd: dict[str, list[int]]
+
+    def core(self, **changes: Any) -> EngineCore:
+        """A new scheduler over the compiled programs; the pages' old content must not matter."""
+        plan, config = self.runner.plan, self.runner.config
+        assert plan.window == WINDOW
+        sizes: dict[str, Any] = {
+            "num_pages": plan.num_pages,
+            "num_window_pages": plan.num_window_pages,
+            "window": plan.window,
+            "page_size": PAGE,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_model_len": LONGEST,
+        }
+        scheduler = SchedulerConfig(**(sizes | changes))
+        return EngineCore(self.runner, scheduler, vocab_size=families.VOCAB, eos_token_ids=(10**6,))
+
+
+@pytest.fixture(scope="module", params=["gemma2", "gemma3", "gpt_oss", "mistral"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str
+) -> Iterator[Served]:
+    case = request.param
+    shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
+    tensors = families.tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
+    directory = write_checkpoint(tmp_path_factory.mktemp(case), families.CASES[case], tensors)
+    mesh = make_mesh("cpu")
+    model = load_model(directory, dtype=jnp.dtype("float32"), mesh=mesh.mesh)
+    config = RunnerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=LONGEST,
+        page_size=PAGE,
+        num_pages=512,
+        cache_dtype=jnp.dtype("float32"),
+        compile_cache=Path(compile_cache),
+    )
+    arrays = np.load(GOLDENS / f"{case}.npz")
+    runner = ModelRunner(model, config, mesh)
+    yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist(), crowd(model))
+    runner.close()
+
+
+def crowd(model: LoadedModel) -> dict[str, list[int]]:
+    rng = random.Random(3)
+    stem = [rng.randrange(3, families.VOCAB) for _ in range(30)]
+    cuts = [(rng.randrange(31), rng.randrange(1, 40)) for _ in range(9)]
+    return {f"r{i}": stem[:cut] + rng.choices(range(3, families.VOCAB), k=k) for i, (cut, k) in enumerate(cuts)}
+
+
+def tokens_of(core: EngineCore, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    requests = [make_request(name, prompt, max_tokens=NEW) for name, prompt in prompts.items()]
+    transcripts = run_all(core, requests)
+    return {name: transcripts[name].token_ids for name in prompts}
+
+
+@pytest.fixture(scope="module")
+def expected(served: Served) -> dict[str, list[int]]:
+    """Of each prompt alone, without the cache: held to the model's logits over the whole sequence, with no pages."""
+    found: dict[str, list[int]] = {}
+    dense = jax.jit(dense_logits, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+    for name, prompt in served.crowd.items():
+        found |= tokens_of(served.core(prefix_cache=False), {name: prompt})
+        ids = np.zeros(LONGEST, np.int32)
+        ids[: len(prompt) + NEW] = prompt + found[name]
+        logits = np.asarray(dense(served.model.structure, served.model.leaves, jnp.asarray(ids)))
+        assert logits[len(prompt) - 1 : len(prompt) + NEW - 1].argmax(axis=1).tolist() == found[name]
+    return found
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_transformers_tokens_past_the_window(served: Served, chunk: int | None, prefix_cache: bool) -> None:
+    core = served.core(prefill_chunk_size=chunk, prefix_cache=prefix_cache)
+    for name in ("first", "again"):
+        request = make_request(name, served.prompt, max_tokens=len(served.greedy))
+        assert run_all(core, [request])[name].token_ids == served.greedy
+    assert core.scheduler.counters.cached_tokens == (36 if prefix_cache else 0)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_in_a_crowd(served: Served, expected: dict[str, list[int]], chunk: int | None, prefix_cache: bool) -> None:
+    core = served.core(prefill_chunk_size=chunk, prefix_cache=prefix_cache)
+    for _ in range(2):  # the second time the cache is warm
+        assert tokens_of(core, served.crowd) == expected
+
+
+@pytest.mark.parametrize("short", [{"num_pages": 40}, {"num_window_pages": 12}], ids=["pages", "windowed pages"])
+def test_when_pages_run_out(served: Served, expected: dict[str, list[int]], short: dict[str, int]) -> None:
+    core = served.core(new_token_ratio=0.01, **short)
+    assert tokens_of(core, served.crowd) == expected
+    assert core.scheduler.counters.retractions > 0
+
+
+def test_a_page_given_away_too_early_shows(
+    served: Served, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant keeps one page less than the next token sees. (The page of the first tokens that it sees would not
+    do: who gets it writes one token a step, each just after it has left the window.)"""
+
+    def early(size: WindowSize, position: int) -> int:
+        return max(0, position - size.window + 1) // size.page_size + 2
+
+    monkeypatch.setattr(WindowSize, "first_needed", early)
+    assert tokens_of(served.core(num_window_pages=16, prefix_cache=False), served.crowd) != expected
+
+
+def test_what_is_not_in_a_window_takes_no_memory(served: Served) -> None:
+    """Each layer has the pages of its group; where all have a window the other group is numbers without bytes."""
+    plan, layers = served.runner.plan, served.model.config.windows
+    assert plan.num_window_pages == 2 * 4 * 5 + 2 * 4, "the windows of four requests, twice, and two chunks"
+    pages = [plan.num_pages if window is None else plan.num_window_pages for window in layers]
+    assert [cache.shape[0] for cache in served.runner.caches] == pages
+    assert plan.kv_bytes == sum(cache.nbytes for cache in served.runner.caches)
+    assert (plan.page_bytes == 0) == (None not in layers)
+
+
+def test_a_context_within_the_window_has_one_group(served: Served) -> None:
+    layers = served.model.config.attention_layers
+    assert [group_window(layers, longest) for longest in (11, 12, 13)] == [None, None, 12]
