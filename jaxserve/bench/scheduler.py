@@ -22,12 +22,14 @@ from jaxserve.engine.scheduler_config import SchedulerConfig
 ROWS = (1, 16, 64, 256, 1024, 2048)
 _PAGE_SIZE = 16
 _PROMPT = 32  # tokens
+_WINDOW = 64  # tokens
 _EOS = 0  # a token that the fake answers never hold
 
 
-def decode_step_seconds(num_rows: int, num_steps: int = 200) -> float:
-    """Median CPU seconds of a step in which `num_rows` requests decode; one row in 16 takes a new page."""
-    scheduler = _decoding_scheduler(num_rows, num_steps + 8)
+def decode_step_seconds(num_rows: int, num_steps: int = 200, window: int | None = None) -> float:
+    """Median CPU seconds of a step in which `num_rows` requests decode; one row in 16 takes a new page, and with layers
+    that see a window of so many tokens gives one back."""
+    scheduler = _decoding_scheduler(num_rows, num_steps + 8, window)
     previous = _schedule(scheduler)
     seconds = []
     gc.collect()
@@ -47,7 +49,7 @@ def fake_tokens(output: SchedulerOutput) -> SampledTokens:
     return SampledTokens(np.ones((rows, 1), np.int32), np.ones(rows, np.int32), np.ones(rows, bool))
 
 
-def _decoding_scheduler(num_rows: int, num_steps: int) -> Scheduler:
+def _decoding_scheduler(num_rows: int, num_steps: int, window: int | None) -> Scheduler:
     """A scheduler whose `num_rows` requests have computed their prompts and have room for `num_steps` more tokens."""
     length = _PROMPT + 2 * num_rows + num_steps
     config = SchedulerConfig(
@@ -56,6 +58,8 @@ def _decoding_scheduler(num_rows: int, num_steps: int) -> Scheduler:
         max_num_seqs=num_rows,
         max_num_batched_tokens=num_rows + _PROMPT * max(1, num_rows // 4),
         max_model_len=length,
+        window=window,
+        num_window_pages=num_rows * (length // _PAGE_SIZE + 2),
     )
     scheduler = Scheduler(config, (_EOS,))
     for i in range(num_rows):
@@ -78,8 +82,11 @@ def _schedule(scheduler: Scheduler) -> SchedulerOutput:
 
 def main(rows: Iterable[int] = ROWS) -> None:
     for num_rows in rows:
-        seconds = decode_step_seconds(num_rows)
-        print(f"{num_rows:5d} rows  {seconds * 1e6:8.1f} us a step  {seconds / num_rows * 1e6:6.2f} us a row")
+        seconds, windowed = decode_step_seconds(num_rows), decode_step_seconds(num_rows, window=_WINDOW)
+        print(
+            f"{num_rows:5d} rows  {seconds * 1e6:8.1f} us a step  {seconds / num_rows * 1e6:6.2f} us a row; "
+            f"with windowed layers {windowed * 1e6:8.1f} us a step"
+        )
 
 
 if __name__ == "__main__":

@@ -377,10 +377,13 @@ class Scheduler:
 
     def _advance_windows(self, window: WindowGroup, rows: Sequence[ScheduledRow], requests: list[Request]) -> None:
         """The steps up to these rows' have been read: what no later one of a request sees can go."""
+        running = RequestStatus.RUNNING
         for row, request in zip(rows, requests, strict=True):
-            if request.status is RequestStatus.RUNNING:
+            if request.status is running:
                 sampled = request.num_computed_tokens - request.num_inflight_tokens
-                window.advance(request, sampled if row.samples else row.start + row.num_tokens)
+                read = sampled if row.samples else row.start + row.num_tokens
+                if read >= request.window.due:
+                    window.advance(request, read)
 
     def _accept(self, request: Request, new: list[int], now: float) -> TokenOutput:
         """Append a row's tokens and see whether they end the request."""

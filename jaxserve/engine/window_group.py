@@ -33,7 +33,8 @@ class WindowPages:
     nodes: list[Node | None]
     spare: list[int]  # for the rest of the prompt
     num_sent: int
-    num_read: int  # tokens whose steps have been read: no step in flight begins before
+    num_read: int  # of the prompt, tokens whose steps have been read: no step in flight begins before
+    due: int = 0  # tokens read at which there is something for `advance` to do
 
     @property
     def end(self) -> int:
@@ -146,10 +147,10 @@ class WindowGroup:
         held.num_read = num_tokens
         if request.prompt_done:
             first = self.size.first_needed(num_tokens)
-            if held.first < first or held.spare:
-                self.pool.free(self._drop(held, first))
-                self.pool.free(held.spare)
-                held.spare = []
+            self.pool.free(self._drop(held, first))
+            self.pool.free(held.spare)
+            held.spare = []
+            held.due = self.size.next_release(num_tokens)
 
     def _drop(self, held: WindowPages, first: int) -> list[int]:
         """Let go of the pages before index `first`; those that were the request's own."""

@@ -26,6 +26,10 @@ class WindowSize:
         border before it on: what was computed can serve as somebody's prefix until the next border."""
         return self.first_of_prefix((position - 1) // self.page_size)
 
+    def next_release(self, position: int) -> int:
+        """The next position whose `first_needed` can be another one."""
+        return ((position - 1) // self.page_size + 1) * self.page_size + 1
+
     @property
     def decoding(self) -> int:
         """Most pages of a request that decodes: with a step in flight and the next one."""

@@ -70,11 +70,13 @@ def test_the_first_page_needed(window: int, page_size: int) -> None:
         border = (position - 1) // page_size * page_size
         seen = {max(0, token - window + 1) // page_size for token in (border, *range(position, position + 40))}
         assert size.first_needed(position) == min(seen)
+        later = size.next_release(position)
+        assert later > position and size.first_needed(later - 1) == size.first_needed(position)
         assert position // page_size - size.first_needed(position) < size.decoding
 
 
 def mutants() -> dict[str, object]:
-    """The page of what the next token sees is given away already, or once it holds nothing but the first of it."""
+    """The first page that the next token sees is given away, always or where it holds but the first token of these."""
     return {
         "a page": lambda size, position: max(0, position - size.window + 1) // size.page_size + 1,
         "a token": lambda size, position: max(0, (position - size.window + 2) // size.page_size),
@@ -84,7 +86,7 @@ def mutants() -> dict[str, object]:
 @pytest.mark.parametrize("early", mutants().values(), ids=mutants().keys())
 def test_a_page_given_away_too_early_is_noticed(early: object, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [make_request(f"r{i}", prompt_of(30 + i, i), max_tokens=60) for i in range(4)]
-    config = windowed(num_window_pages=24)
+    config = windowed(window=11, num_window_pages=24)
     run_all(make_core(config), requests)
     monkeypatch.setattr(WindowSize, "first_needed", early)
     with pytest.raises(StepError, match=r"reused too early|another's token in a window|never written"):
