@@ -108,8 +108,8 @@ def test_windowed_pages_as_configured() -> None:
     assert plan(ALTERNATING, num_pages=600).num_window_pages == 600
     result = plan(ALTERNATING, num_window_pages=200)
     assert (result.num_window_pages, result.num_pages) == (200, 53 * 1024 - 200)
-    with pytest.raises(ConfigError, match=f"133 pages, and one request may need {2 * ONE}") as caught:
-        plan(ALTERNATING, num_window_pages=133)
+    with pytest.raises(ConfigError, match=f"131 pages, and one request may need {2 * ONE}") as caught:
+        plan(ALTERNATING, num_window_pages=131)
     assert f"cache.num_window_pages to at least {2 * ONE}" in str(caught.value.fix)
 
 
