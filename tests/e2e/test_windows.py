@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.factory import _scheduler_config
 from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.window_size import WindowSize
 from jaxserve.models.dense import dense_logits
@@ -157,6 +159,12 @@ def test_what_is_not_in_a_window_takes_no_memory(served: Served) -> None:
     assert [cache.shape[0] for cache in served.runner.caches] == pages
     assert plan.kv_bytes == sum(cache.nbytes for cache in served.runner.caches)
     assert (plan.page_bytes == 0) == (None not in layers)
+
+
+def test_the_scheduler_gets_the_plans_numbers(served: Served) -> None:
+    config, plan = _scheduler_config(Config(), served.runner), served.runner.plan
+    assert (config.window, config.num_window_pages) == (WINDOW, plan.num_window_pages)
+    assert config.num_pages == plan.num_pages
 
 
 def test_a_context_within_the_window_has_one_group(served: Served) -> None:
