@@ -134,7 +134,7 @@ class ModelRunner:
             page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
             window_page_bytes=kv_cache.page_bytes(self._layers, group=1),
-            window=self._window and WindowSize(self._window, config.page_size, config.max_num_batched_tokens),
+            window=self._window_size(),
         )
         return memory.plan_memory(
             sizes,
@@ -146,6 +146,11 @@ class ModelRunner:
             shrink_context=config.shrink_context,
             num_window_pages=config.num_window_pages,
         )
+
+    def _window_size(self) -> WindowSize | None:
+        if self._window is None:
+            return None
+        return WindowSize(self._window, self.config.page_size, self.config.max_num_batched_tokens)
 
     def _table_width(self, max_model_len: int) -> int:
         """Columns of a slot's row of page tables, all groups together."""
