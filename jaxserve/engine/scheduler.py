@@ -253,9 +253,9 @@ class Scheduler:
         """Tokens of each group that requests are expected to grow by; with a window no further than it reaches."""
         reserved = [self._ratio.reserve(requests)]
         if (window := self.kv.window) is not None:
-            growth = [(request, window.num_to_grow(request, request.cache_node)) for request in requests]
             size = self.config.page_size
-            reserved.append(sum(min(self._ratio.reserve((request,)), pages * size) for request, pages in growth))
+            growth = [(request, window.num_to_grow(request, request.cache_node) * size) for request in requests]
+            reserved.append(sum(min(self._ratio.reserve((request,)), room) for request, room in growth if room))
         return reserved
 
     def _start(self, step: StepBuilder, request: Request, node: Node, now: float) -> None:

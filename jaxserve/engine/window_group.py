@@ -55,6 +55,7 @@ class WindowGroup:
 
     def __init__(self, num_pages: int, size: WindowSize, longest: int) -> None:
         self.size = size
+        self._most = size.decoding
         self.pool = PagePool(num_pages)
         self.index = WindowIndex(self.pool, size)
         # Beside a prefix's last window, which is locked for the first tokens, there must be room for the prompt's own.
@@ -82,8 +83,8 @@ class WindowGroup:
         """Pages that a request holds at most while it decodes, less those that it has, or would take beside `node`."""
         held: WindowPages | None = request.window
         if held is not None:
-            return max(0, self.size.decoding - len(held.pages) - len(held.spare))
-        return max(0, self.size.decoding - self._hand(request, node) - len(self.index.path(node)))
+            return max(0, self._most - len(held.pages) - len(held.spare))
+        return max(0, self._most - self._hand(request, node) - len(self.index.path(node)))
 
     def _hand(self, request: Request, node: Node) -> int:
         return min(-(-request.num_tokens // self.size.page_size) - node.depth, self._max_hand)

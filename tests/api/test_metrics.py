@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -13,10 +14,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from jaxserve.api import app as app_module
 from jaxserve.config import Config, LoggingSection
+from jaxserve.engine.messages import EngineStats
 from jaxserve.engine.request import BACKGROUND_PRIORITY
+from jaxserve.metrics import EngineReading, _gauges
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.tracing import NoTracing, OpenTelemetry, make_tracing
 
 from .conftest import LiveServer, reply_with
+from .fakes import DEMO, demo_info
 
 TEXT: dict[str, Any] = {"model": "demo", "prompt": "Hi"}
 HISTOGRAMS = (
@@ -55,6 +60,15 @@ def test_lines_of_batches_do_not_blur_the_latencies_of_clients(server: LiveServe
     for name in HISTOGRAMS:
         assert after[f"jaxserve:{name}_count"] == before[f"jaxserve:{name}_count"]
         assert after[f"jaxserve:batch_{name}_count"] > before[f"jaxserve:batch_{name}_count"]
+
+
+def test_the_cache_is_as_full_as_its_fuller_group_of_layers() -> None:
+    info = demo_info(Tokenizer.from_directory(DEMO))
+    plan = info.memory_plan | {"num_window_pages": 40}
+    stats = EngineStats(num_pages_used=64, details={"window_pages_used": 30.0})
+    windowed = msgspec.structs.replace(info, memory_plan=plan)
+    assert _gauges(EngineReading(info, stats))["jaxserve:kv_cache_usage"] == 0.25
+    assert _gauges(EngineReading(windowed, stats))["jaxserve:kv_cache_usage"] == 0.75
 
 
 def test_names_that_routers_and_dashboards_read(server: LiveServer) -> None:

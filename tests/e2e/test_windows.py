@@ -61,11 +61,14 @@ class Served:
         return EngineCore(self.runner, scheduler, vocab_size=families.VOCAB, eos_token_ids=(10**6,))
 
 
-@pytest.fixture(scope="module", params=["gemma2", "gemma3", "gpt_oss", "mistral"])
+SERVED = ["gemma2", "gemma3", "gpt_oss", "mistral", pytest.param("mistral, deterministic", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compile_cache: str
 ) -> Iterator[Served]:
-    case = request.param
+    case, _, deterministic = request.param.partition(", ")
     shapes = json.loads((GOLDENS / f"{case}.json").read_text())["shapes"]
     tensors = families.tensors_of(case, {name: tuple(shape) for name, shape in shapes.items()})
     directory = write_checkpoint(tmp_path_factory.mktemp(case), families.CASES[case], tensors)
@@ -78,6 +81,7 @@ def served(
         page_size=PAGE,
         num_pages=512,
         cache_dtype=jnp.dtype("float32"),
+        deterministic=bool(deterministic),
         compile_cache=Path(compile_cache),
     )
     arrays = np.load(GOLDENS / f"{case}.npz")

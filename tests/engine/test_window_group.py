@@ -62,19 +62,6 @@ def test_a_request_holds_a_window_however_long_it_is(chunk: int, prefix_cache: b
     assert group(core).num_available == 64
 
 
-@pytest.mark.parametrize("window", [1, 4, 5, 10, 16])
-@pytest.mark.parametrize("page_size", [1, 3, 4, 16])
-def test_the_first_page_needed(window: int, page_size: int) -> None:
-    size = WindowSize(window, page_size, chunk=8)
-    for position in range(1, 100):
-        border = (position - 1) // page_size * page_size
-        seen = {max(0, token - window + 1) // page_size for token in (border, *range(position, position + 40))}
-        assert size.first_needed(position) == min(seen)
-        later = size.next_release(position)
-        assert later > position and size.first_needed(later - 1) == size.first_needed(position)
-        assert position // page_size - size.first_needed(position) < size.decoding
-
-
 def mutants() -> dict[str, object]:
     """The first page that the next token sees is given away, always or where it holds but the first token of these."""
     return {
