@@ -1,9 +1,11 @@
 """What a running batch costs online requests, and how much of the idle capacity it uses.
 
-    python -m jaxserve.bench.beside_batch --base-url http://127.0.0.1:8000 --rate 4 --seconds 60
+    python -m jaxserve.bench.beside_batch --base-url http://127.0.0.1:8000 --rate 6 --seconds 24 --rounds 3
 
-Three runs at one server: online requests alone, a batch alone, both. Reported are the online p99 time to first token
-with and without the batch, and the share of the capacity left by the online requests that the batch used, in tokens.
+Each round: online requests alone, a batch alone, both. A drift of the machine so meets all three, and the p99 is one of
+all rounds together: take rounds, rate and seconds such that it is not the slowest few requests. Reported are the online
+time to first token with and without the batch, where its mean goes by the server's own histograms (what is left is the
+client's own and the network's), and the share of the capacity left by the online requests that the batch used.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -23,7 +26,12 @@ from jaxserve.bench.load import Target, Timing, find_model, run_load
 from jaxserve.bench.report import environment
 from jaxserve.bench.workload import LoadRequest, poisson, random_workload
 
-SETTLE_SECONDS = 5.0  # a batch runs so long before anything is measured beside it
+SETTLE_SECONDS = 3.0  # a batch runs so long before anything is measured beside it
+_STAGES = {
+    "queue": "jaxserve:request_queue_time_seconds",
+    "prefill": "jaxserve:request_prefill_time_seconds",
+    "server": "jaxserve:time_to_first_token_seconds",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +56,8 @@ class BatchClient:
         self._http = httpx2.Client(base_url=f"{base_url}/v1", headers=headers, timeout=600)
         self._id = ""
 
-    def start(self, lines: int, shape: Shape) -> None:
-        data = b"".join(self._line(number, shape) for number in range(lines))
+    def start(self, lines: int, shape: Shape, seed: int) -> None:
+        data = b"".join(self._line(number, shape, seed) for number in range(lines))
         parts = {"file": ("lines.jsonl", data)}
         file = self._http.post("/files", data={"purpose": "batch"}, files=parts).raise_for_status().json()
         body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -57,8 +65,8 @@ class BatchClient:
         while self.state()["request_counts"]["completed"] == 0:
             time.sleep(0.1)
 
-    def _line(self, number: int, shape: Shape) -> bytes:
-        rng = random.Random(number)
+    def _line(self, number: int, shape: Shape, seed: int) -> bytes:
+        rng = random.Random(f"{seed}-{number}")
         low = min(256, shape.vocab_size // 2)
         prompt = [rng.randrange(low, shape.vocab_size) for _ in range(shape.input_len)]
         body = {
@@ -86,61 +94,112 @@ class BatchClient:
             time.sleep(0.1)
 
 
-def online(target: Target, requests: list[LoadRequest]) -> tuple[list[Timing], float]:
-    timings, seconds = asyncio.run(run_load(target, requests, concurrency=None))
-    for timing in timings:
-        if timing.error is not None:
-            raise SystemExit(f"an online request failed: {timing.error}")
-    return timings, seconds
+@dataclass
+class Phases:
+    """What the online requests of all rounds saw, and the tokens a second of each kind of phase."""
 
+    target: Target
+    shape: Shape
+    options: argparse.Namespace
+    timings: dict[str, list[Timing]] = field(default_factory=lambda: {"alone": [], "beside": []})
+    stages: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {"alone": [], "beside": []})
+    capacity: list[float] = field(default_factory=list)
+    online_rate: list[float] = field(default_factory=list)
+    batch_rate: list[float] = field(default_factory=list)
 
-def percentile(timings: list[Timing], share: float) -> float:
-    """Time to first token, ms."""
-    return float(np.percentile([timing.ttft for timing in timings], share)) * 1000
+    def online(self, phase: str, seed: int) -> float:
+        """Send a phase's requests, whose prompts no other phase has; its seconds."""
+        count = max(1, round(self.options.rate * self.options.seconds))
+        requests = poisson(self.shape.requests(count, seed), self.options.rate, seed=seed // 2)  # alone as beside
+        before = self._sums()
+        timings, seconds = asyncio.run(run_load(self.target, requests, concurrency=None))
+        for timing in timings:
+            if timing.error is not None:
+                raise SystemExit(f"an online request failed: {timing.error}")
+        after = self._sums()
+        self.timings[phase] += timings
+        self.stages[phase].append({name: (after[name] - before[name]) / count * 1000 for name in _STAGES})
+        return seconds
+
+    def _sums(self) -> dict[str, float]:
+        """Seconds that the server counts for online requests, by stage; NaN where the server is another one."""
+        headers = {"Authorization": f"Bearer {self.target.api_key}"} if self.target.api_key else {}
+        text = httpx2.get(f"{self.target.base_url}/metrics", headers=headers).text
+        found = {name: re.search(rf"^{metric}_sum ([0-9.e+-]+)$", text, re.M) for name, metric in _STAGES.items()}
+        return {name: float(match[1]) if match else float("nan") for name, match in found.items()}
+
+    def round(self, number: int) -> None:
+        self.online("alone", 2 * number)
+        batch = BatchClient(self.target.base_url, self.target.model, self.target.api_key)
+        batch.start(self.options.lines, self.shape, number)
+        try:
+            time.sleep(SETTLE_SECONDS)
+            before, started = batch.output_tokens(), time.perf_counter()
+            time.sleep(self.options.seconds / 2)
+            middle, spent = batch.output_tokens(), time.perf_counter() - started
+            seconds = self.online("beside", 2 * number + 1)
+            after = batch.output_tokens()
+        finally:
+            batch.cancel()
+        count = len(self.timings["beside"]) // (len(self.batch_rate) + 1)
+        self.capacity.append((middle - before) / spent)
+        self.online_rate.append(sum(timing.output_tokens for timing in self.timings["beside"][-count:]) / seconds)
+        self.batch_rate.append((after - middle) / seconds)
+
+    def report(self) -> dict[str, Any]:
+        capacity, online, batch = (
+            float(np.mean(rates)) for rates in (self.capacity, self.online_rate, self.batch_rate)
+        )
+        ttft = {phase: [timing.ttft * 1000 for timing in timings] for phase, timings in self.timings.items()}
+        size = len(ttft["alone"]) // self.options.rounds
+        p99 = {phase: float(np.percentile(times, 99)) for phase, times in ttft.items()}
+        return {
+            "online_requests": len(ttft["alone"]),
+            "ttft_p50_ms": {phase: float(np.percentile(times, 50)) for phase, times in ttft.items()},
+            "ttft_p90_ms": {phase: float(np.percentile(times, 90)) for phase, times in ttft.items()},
+            "ttft_p99_ms": p99,
+            "ttft_p99_ms_of_rounds": {
+                phase: [float(np.percentile(times[i : i + size], 99)) for i in range(0, len(times), size)]
+                for phase, times in ttft.items()
+            },
+            "ttft_p99_ratio": p99["beside"] / p99["alone"],
+            "ttft_mean_ms": {phase: self._means(phase, float(np.mean(times))) for phase, times in ttft.items()},
+            "tokens_per_second": {"batch_alone": capacity, "online": online, "batch_beside": batch},
+            "spare_capacity_used": batch / (capacity - online),
+        }
+
+    def _means(self, phase: str, client: float) -> dict[str, float]:
+        rounds = self.stages[phase]
+        mean = {name: float(np.mean([each[name] for each in rounds])) for name in _STAGES}
+        api = mean["server"] - mean["queue"] - mean["prefill"]
+        return {"queue": mean["queue"], "prefill": mean["prefill"], "api": api, "client": client - mean["server"]}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = asyncio.run(find_model(options.base_url, options.api_key))
     shape = Shape(options.input_len, options.output_len, options.vocab_size)
     target = Target(options.base_url, model, options.api_key)
-    count = max(1, round(options.rate * options.seconds))
-    make = lambda seed: poisson(shape.requests(count, seed), options.rate, seed=0)
-    online(target, make(0)[: max(1, count // 10)])  # warm-up
-    alone, _ = online(target, make(1))
-
-    batch = BatchClient(options.base_url, model, options.api_key)
-    batch.start(options.lines, shape)
-    try:
-        time.sleep(SETTLE_SECONDS)
-        before, started = batch.output_tokens(), time.perf_counter()
-        time.sleep(options.seconds)
-        middle, batch_alone = batch.output_tokens(), time.perf_counter() - started
-        beside, seconds = online(target, make(2))  # other prompts: none is in the prefix cache
-        after = batch.output_tokens()
-    finally:
-        batch.cancel()
-    capacity = (middle - before) / batch_alone
-    online_rate = sum(timing.output_tokens for timing in beside) / seconds
-    batch_rate = (after - middle) / seconds
-    return {
-        "model": model,
-        "environment": environment(),
-        "online_requests": count,
-        "ttft_p50_ms": {"alone": percentile(alone, 50), "beside": percentile(beside, 50)},
-        "ttft_p99_ms": {"alone": percentile(alone, 99), "beside": percentile(beside, 99)},
-        "ttft_p99_ratio": percentile(beside, 99) / percentile(alone, 99),
-        "tokens_per_second": {"batch_alone": capacity, "online": online_rate, "batch_beside": batch_rate},
-        "spare_capacity_used": batch_rate / (capacity - online_rate),
-    }
+    warm_up = poisson(shape.requests(max(1, round(2 * options.rate)), seed=10**6), options.rate, seed=0)
+    asyncio.run(run_load(target, warm_up, concurrency=None))
+    phases = Phases(target, shape, options)
+    for number in range(options.rounds):
+        phases.round(number)
+    return {"model": model, "environment": environment(), **phases.report()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="without /v1")
     parser.add_argument("--api-key")
-    parser.add_argument("--rate", type=float, default=2.0, help="online requests a second")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each run")
-    parser.add_argument("--lines", type=int, default=5000)
+    parser.add_argument("--rate", type=float, default=6.0, help="online requests a second")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=24.0,
+        help="of each phase with online requests; a batch runs alone for half of it",
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lines", type=int, default=5000, help="of each batch")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--vocab-size", type=int, default=1000, help="random prompts use ids below it")

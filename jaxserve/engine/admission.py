@@ -86,8 +86,8 @@ class PrefillsInProgress:
         """
         key = self._key(request, node) if self._leaders else None
         leader = self._leaders.get(key) if key else None
-        if leader is None or request.reads_whole_prompt:
-            return False
+        if leader is None or request.reads_whole_prompt or leader.priority > request.priority:
+            return False  # a leader of worse priority may itself be waiting for this one
         gain = self._num_shared(request, leader, node.depth) * self._page_size
         return gain > 0 and 2 * gain >= leader.num_prefill_tokens - leader.num_computed_tokens
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from jaxserve.engine.admission import NewTokenRatio, PrefillsInProgress
+from jaxserve.engine.background import Courtesy
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.logprobs import (
     add_details,
@@ -71,6 +72,7 @@ class Scheduler:
         self._last_read = 0  # the last one whose tokens are here
         self._ratio = NewTokenRatio(config.new_token_ratio)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
+        self._courtesy = Courtesy(config)
 
     # --- requests come and go
 
@@ -104,6 +106,7 @@ class Scheduler:
         request.queued_step = self._step
         request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
+        self._courtesy.count(request, 1)
         self._waiting.push(request)
         if request.deadline is not None:
             self._timers.set(request.deadline, request.request_id)
@@ -159,6 +162,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._live[request.request_id]
+        self._courtesy.count(request, -1)
         self.counters.count_end(reason)
         return TokenOutput(
             request_id=request.request_id,
@@ -193,12 +197,17 @@ class Scheduler:
         self._running.drop_ended()
         self._make_room()
         step = StepBuilder(self._step + 1, self.config.tokens_per_step, self.kv.window)
-        short_of_pages = step.add_decodes(self._running.decoding, self.kv)
-        step.budget = min(self.config.prefill_budget, self.config.max_num_batched_tokens - step.num_decode_rows)
-        for request in self._running.prefilling:
+        courtesy, decoding, prefilling = self._courtesy, self._running.decoding, self._running.prefilling
+        lines = not courtesy.sit_out(len(self._live), self._waiting.best_priority, prefilling, now)
+        if not lines:
+            decoding, prefilling = courtesy.without_lines(decoding), courtesy.without_lines(prefilling)
+        short_of_pages = step.add_decodes(decoding, self.kv)
+        room = self.config.max_num_batched_tokens - step.num_decode_rows
+        step.budget = min(room, courtesy.budget(step.num_decode_rows, lines, now))
+        for request in courtesy.in_order(prefilling):
             step.add_chunk(request)
         if len(self._waiting) and not short_of_pages:
-            self._admit(step, now)
+            self._admit(step, now, lines)
         step.fit(self.config.step_sizes)
         self._running.promote()
         return self._dispatch(step) if step.rows else None
@@ -213,8 +222,8 @@ class Scheduler:
             self._ratio.decay()
         return output
 
-    def _admit(self, step: StepBuilder, now: float) -> None:
-        """Start waiting requests, in the order of the policy, until the first that finds no room."""
+    def _admit(self, step: StepBuilder, now: float, lines: bool) -> None:
+        """Start waiting requests, in the order of the policy, until the first that finds no room. lines: them too."""
         if not self._running:
             self._ratio.reset()
         reserved = self._reserve(self._running)
@@ -223,6 +232,8 @@ class Scheduler:
         for request in self._waiting.candidates(step.number):
             if step.budget <= 0 or skipped >= MAX_SKIPPED or request.slot is not None:
                 break  # with a slot: preempted so lately that a step with it is still in flight
+            if not (lines or request.aged) and self._courtesy.is_line(request):
+                break  # none but lines come after it
             if self.config.whole_prompts and request.num_tokens > step.budget:
                 break
             node = self.kv.match(request)

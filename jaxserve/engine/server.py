@@ -24,6 +24,7 @@ from jaxserve.engine.messages import (
     Stop,
     ToEngine,
 )
+from jaxserve.engine.output_groups import OutputGroups
 from jaxserve.engine.request import EngineRequest, FinishReason, GrammarSpec, TokenOutput
 from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError
@@ -70,6 +71,7 @@ class EngineServer:
         self._channel = channel
         self._stopping = False
         self._compiling: dict[str, tuple[EngineRequest, Future[Any]]] = {}
+        self._groups = OutputGroups()
         self._stats_sent = 0.0
         self._was_busy = False
         self._rebuilt: list[float] = []  # times of the latest rebuilds, time.monotonic()
@@ -86,7 +88,7 @@ class EngineServer:
             refused += self._add_compiled()
             outputs = self._step()
             self.steps += 1
-            self._publish(refused + outputs)
+            self._publish(self._groups.take(refused + outputs))
 
     def _step(self) -> list[TokenOutput]:
         try:
@@ -138,6 +140,7 @@ class EngineServer:
             self._core.add(request)
         except HTTPError as error:
             return [_refusal(request.request_id, error.message, error.status)]
+        self._groups.watch(request)
         return []
 
     def _call(self, call: Call) -> Reply:

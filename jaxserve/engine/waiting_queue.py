@@ -35,6 +35,11 @@ class WaitingQueue:
         for waiting in self._classes.values():
             yield from waiting.values()
 
+    @property
+    def best_priority(self) -> int | None:
+        """None if nobody waits."""
+        return min(self._classes, default=None)
+
     def push(self, request: Request) -> None:
         self.num_tokens += request.num_prompt_tokens
         self._classes.setdefault(request.priority, OrderedDict())[request.request_id] = request

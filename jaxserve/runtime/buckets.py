@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # A program costs one to two seconds of a CPU core to compile, whatever the model's size; padding costs arithmetic,
-# which grows with it. So small models get few buckets. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the
-# finer steps up to 256 rows pay, and beyond a step is bound by arithmetic. Prompts of a larger model on a CPU are bound
-# by arithmetic from 64 tokens on: 192 and 384 are worth their programs there.
+# which grows with it. So small models get few buckets of rows; a step with prompts is long even in a small model, and
+# all that run wait for it. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the finer steps up to 256 rows
+# pay, and beyond a step is bound by arithmetic. Prompts of a larger model on a CPU are bound by arithmetic from 64 tokens
+# on: 192 and 384 are worth their programs there.
 SMALL_MODEL = 50_000_000  # parameters
 _DECODE_SMALL = (1, 4, 16, 64)
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
 _DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then from 32 on by factors
+_EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then from 32 on by factors of two
 _HEAD = (1, 8)  # then by factors of eight
 
 
@@ -56,7 +57,7 @@ def make_buckets(
         return Buckets(decode=(), extend=(max_tokens,), head=(max_num_seqs,))
     fine = _DECODE_CPU if platform == "cpu" else _DECODE
     rows, factor = (_DECODE_SMALL, 4) if num_parameters < SMALL_MODEL else (fine, 2)
-    extend = _powers(32, factor, max_tokens)
+    extend = _powers(32, 2, max_tokens)
     if platform == "cpu" and factor == 2:
         extend = sorted({*extend, *(3 * size // 2 for size in extend if size >= 128)})
     decode = _up_to((*rows, *_powers(factor * rows[-1], factor, max_num_seqs)), max_num_seqs)

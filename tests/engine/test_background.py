@@ -1,13 +1,19 @@
 """Background work gives way to all other requests, under every policy."""
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 
+from jaxserve.engine.background import ONLINE_MEMORY, PATIENCE, Courtesy
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.request import BACKGROUND_PRIORITY, SamplingParams
-from tests.fakes import VOCAB, Transcripts, alone, make_core, make_request, run_all, small_config
+from jaxserve.engine.request import BACKGROUND_PRIORITY, EngineRequest, Request, SamplingParams, SchedulerOutput
+from jaxserve.engine.scheduler_config import SchedulerConfig
+from tests.fakes import VOCAB, FakeRunner, FakeStep, Transcripts, alone, make_core, make_request, run_all, small_config
 
 POLICIES = ("fcfs", "lpm", "priority")
 LINES = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 
 def prompt_of(first: int) -> list[int]:
@@ -72,3 +78,111 @@ def test_lines_do_not_preempt_lines_without_the_policy() -> None:
     core.add(make_request("late", prompt_of(50), priority=BACKGROUND_PRIORITY, max_tokens=2))
     run_all(core, transcripts=transcripts)
     assert core.scheduler.counters.priority_preemptions == 0
+
+
+# --- a step without lines
+
+
+class Recorder(FakeRunner):
+    """Keeps the rows of every step: (name, tokens)."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self.steps: list[list[tuple[str, int]]] = []
+
+    def execute(self, output: SchedulerOutput) -> FakeStep:
+        self.steps.append([(row.request_id, row.num_tokens) for row in output.rows])
+        return super().execute(output)
+
+
+def recording(**changes: object) -> tuple[EngineCore, list[list[tuple[str, int]]]]:
+    config = small_config(**changes)
+    recorder = Recorder(config)
+    return EngineCore(recorder, config, vocab_size=VOCAB), recorder.steps
+
+
+def lines(count: int, length: int = 6, max_tokens: int = 30) -> list[EngineRequest]:
+    sizes = {"priority": BACKGROUND_PRIORITY, "max_tokens": max_tokens}
+    return [make_request(f"line{i}", [(i + 7 * k) % VOCAB for k in range(length)], **sizes) for i in range(count)]
+
+
+def check_lines(transcripts: Transcripts, requests: Iterable[EngineRequest]) -> None:
+    """Their tokens are those alone."""
+    for line in requests:
+        assert transcripts[line.request_id].token_ids == alone(line.prompt_token_ids, line.params)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lines_sit_out_until_an_online_prompt_is_done(policy: str) -> None:
+    core, steps = recording(policy=policy, max_num_batched_tokens=16)
+    waiting = lines(3)
+    transcripts = Transcripts()
+    for line in waiting:
+        core.add(line)
+    for _ in range(6):
+        transcripts.take(core.step())
+    core.add(make_request("online", [(3 * i) % VOCAB for i in range(40)], max_tokens=4))
+    begin = len(steps)
+    run_all(core, transcripts=transcripts)
+    assert steps[begin : begin + 3] == [[("online", 16)], [("online", 16)], [("online", 8)]]
+    assert [name for name, _ in steps[begin + 3]] == ["line0", "line1", "line2", "online"]
+    assert transcripts["online"].token_ids == alone([(3 * i) % VOCAB for i in range(40)], GREEDY)[0]
+    check_lines(transcripts, waiting)
+
+
+def test_no_line_starts_before_an_online_prompt_is_done() -> None:
+    core, steps = recording(max_num_batched_tokens=16)
+    core.add(make_request("online", list(range(1, 31)), max_tokens=2))
+    for line in lines(2):
+        core.add(line)
+    run_all(core)
+    assert steps[:2] == [[("online", 16)], [("online", 14)]]
+    assert [name for name, _ in steps[2]] == ["online", "line0"]  # and then a small step: a token and six of a prompt
+
+
+def test_a_steady_stream_of_online_prompts_does_not_starve_lines() -> None:
+    core, steps = recording(max_num_batched_tokens=16)
+    waiting, transcripts = lines(2, max_tokens=5), Transcripts()
+    for line in waiting:
+        core.add(line)
+    transcripts.take(core.step())
+    for i in range(40 * PATIENCE):
+        core.add(make_request(f"online{i}", [i % VOCAB] * 17, max_tokens=1))
+        transcripts.take(core.step())
+        core.scheduler.check_integrity()
+        if all(line.request_id in transcripts and transcripts[line.request_id].last for line in waiting):
+            break
+    check_lines(transcripts, waiting)
+    with_lines = [i for i, rows in enumerate(steps) if any(name.startswith("line") for name, _ in rows)]
+    assert len(with_lines) > 3 and all(b - a == PATIENCE for a, b in itertools.pairwise(with_lines[1:]))
+
+
+def test_an_online_prompt_does_not_wait_for_the_same_prompt_of_a_line() -> None:
+    core, steps = recording(max_num_batched_tokens=16)
+    shared = list(range(1, 41))
+    core.add(make_request("line", shared, priority=BACKGROUND_PRIORITY, max_tokens=2))
+    core.step()
+    core.add(make_request("online", shared, max_tokens=2))
+    run_all(core)
+    assert [rows[0][0] for rows in steps[1:4]] == ["online"] * 3
+
+
+def test_steps_with_lines_are_small_while_online_requests_are_about() -> None:
+    now = 0.0
+    core, steps = recording(max_num_batched_tokens=32, max_model_len=128)
+    core._clock = lambda: now
+    transcripts = Transcripts()
+    run_all(core, [make_request("line", list(range(32)), priority=BACKGROUND_PRIORITY, max_tokens=1)], transcripts)
+    run_all(core, [make_request("online", [1], max_tokens=1)], transcripts)
+    for later, chunk in ((0.5 * ONLINE_MEMORY, 8), (1.6 * ONLINE_MEMORY, 32)):
+        now, begin = later, len(steps)
+        salted = {"priority": BACKGROUND_PRIORITY, "namespace": f"{later}", "max_tokens": 1}
+        run_all(core, [make_request(f"line{later}", list(range(32)), **salted)])
+        assert steps[begin] == [(f"line{later}", chunk)]
+
+
+def test_a_text_that_runs_whole_or_not_at_all_is_not_cut() -> None:
+    courtesy = Courtesy(small_config(whole_prompts=True, max_num_batched_tokens=128))
+    courtesy.count(Request("a", [1], SamplingParams(), 0.0, 0, 1, priority=1), 1)
+    courtesy.sit_out(2, None, [], now=0.0)
+    assert courtesy.budget(0, lines=True, now=0.0) == 128

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.core import EngineCore, StepError
-from jaxserve.engine.request import EngineRequest, FinishReason, GrammarSpec, SamplingParams
+from jaxserve.engine.request import BACKGROUND_PRIORITY, EngineRequest, FinishReason, GrammarSpec, SamplingParams
 from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from tests.fakes import (
@@ -103,7 +103,7 @@ class World:
                 logprobs=rng.choice([None, None, 0, 2]),
                 prompt_logprobs=rng.choice([None, None, None, 1]),
                 grammar=GrammarSpec(kind="regex", source=str(rng.randrange(1, 9))) if rng.random() < 0.15 else None,
-                priority=rng.randrange(3),
+                priority=rng.choice([0, 1, 2, BACKGROUND_PRIORITY, BACKGROUND_PRIORITY + 1]),
                 namespace=rng.choice(["", "", "salt"]),
             )
             self.core.add(request)

@@ -17,7 +17,7 @@ def test_every_count_has_a_bucket(platform: str, parameters: int, seqs: int, tok
 
 @pytest.mark.parametrize(
     ("platform", "parameters", "seqs", "tokens", "most"),
-    [("cpu", 3_000_000, 64, 512, 12), ("cpu", 10**9, 64, 512, 20), ("gpu", 10**10, 512, 8192, 29)],
+    [("cpu", 3_000_000, 64, 512, 14), ("cpu", 10**9, 64, 512, 20), ("gpu", 10**10, 512, 8192, 29)],
 )
 def test_the_defaults_keep_the_number_of_programs_small(
     platform: str, parameters: int, seqs: int, tokens: int, most: int
@@ -38,3 +38,9 @@ def test_deterministic_mode_has_one_shape_on_an_accelerator() -> None:
 def test_above_the_largest_is_an_error() -> None:
     with pytest.raises(ValueError, match="9 is above the largest bucket, 8"):
         fit((1, 8), 9)
+
+
+@pytest.mark.parametrize("parameters", [3_000_000, 8_000_000_000])
+def test_a_prompt_is_never_padded_to_more_than_twice_its_length(parameters: int) -> None:
+    extend = make_buckets(64, 512, platform="cpu", num_parameters=parameters).extend
+    assert all(fit(extend, count) < 2 * count for count in range(17, 513))

@@ -1,0 +1,51 @@
+"""Outputs of background work in groups: nobody reads a line of a batch token by token.
+
+A message a step for each line would cost the API process more than online requests do. Knows TokenOutputs only.
+"""
+
+from __future__ import annotations
+
+from jaxserve.engine.request import BACKGROUND_PRIORITY, EngineRequest, TokenOutput
+
+GROUP_TOKENS = 64  # a new engine computes at most so many tokens of a line again after a death of this one
+
+
+class OutputGroups:
+    """Holds the outputs of watched requests back, but for the first and the last of each."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, TokenOutput | None] = {}  # None: nothing has come yet
+
+    def __len__(self) -> int:
+        """Requests that are watched."""
+        return len(self._held)
+
+    def watch(self, request: EngineRequest) -> None:
+        """Group its outputs if it is background work. Not with stop strings: those are found on the other side."""
+        params = request.params
+        if request.priority >= BACKGROUND_PRIORITY and not (params.stop or params.stop_regex):
+            self._held[request.request_id] = None
+
+    def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
+        """What is to be sent now, of these and those held. Tokens that were held come with what sends them."""
+        if not self._held:
+            return outputs
+        return [ready for output in outputs if (ready := self._join(output)) is not None]
+
+    def _join(self, output: TokenOutput) -> TokenOutput | None:
+        request_id = output.request_id
+        if request_id not in self._held:
+            return output
+        before = self._held[request_id]
+        if before is not None:
+            output.token_ids = before.token_ids + output.token_ids
+            if before.logprobs is not None:
+                output.logprobs = before.logprobs + (output.logprobs or [])
+        if output.finish_reason is not None:
+            del self._held[request_id]
+            return output
+        if before is None or len(output.token_ids) >= GROUP_TOKENS:
+            self._held[request_id] = TokenOutput(request_id=request_id)
+            return output
+        self._held[request_id] = output
+        return None
