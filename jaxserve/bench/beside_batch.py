@@ -178,7 +178,7 @@ class Phases:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = asyncio.run(find_model(options.base_url, options.api_key))
     shape = Shape(options.input_len, options.output_len, options.vocab_size)
-    target = Target(options.base_url, model, options.api_key)
+    target = Target(options.base_url, model, options.api_key, token_ids=True)
     warm_up = poisson(shape.requests(max(1, round(2 * options.rate)), seed=10**6), options.rate, seed=0)
     asyncio.run(run_load(target, warm_up, concurrency=None))
     phases = Phases(target, shape, options)

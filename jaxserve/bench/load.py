@@ -24,7 +24,7 @@ class Timing:
     """What one request saw, in seconds since the start of the run."""
 
     sent: float
-    token_times: list[float] = field(default_factory=list)  # of each chunk that brought text
+    token_times: list[float] = field(default_factory=list)  # of each chunk that brought text or tokens
     output_tokens: int = 0
     prompt_tokens: int = 0
     ended: float = 0.0
@@ -55,6 +55,7 @@ class Target:
     api_key: str | None = None
     chat: bool = False
     ignore_eos: bool = True
+    token_ids: bool = False  # ask for them: a token whose text is empty or held back is then seen when it comes
 
 
 async def find_model(base_url: str, api_key: str | None = None) -> str:
@@ -120,7 +121,7 @@ async def _read_events(reply: httpx2.Response, timing: Timing, start: float) -> 
             timing.error = str(event["error"].get("message"))
         for choice in event.get("choices", ()):
             text = choice.get("text") or choice.get("delta", {}).get("content")
-            if text or choice.get("finish_reason"):
+            if text or choice.get("token_ids") or choice.get("finish_reason"):
                 timing.token_times.append(now)
         if usage := event.get("usage"):
             timing.output_tokens = usage["completion_tokens"]
@@ -137,6 +138,8 @@ def _body(target: Target, request: LoadRequest) -> dict[str, object]:
     }
     if target.ignore_eos:
         body["ignore_eos"] = True
+    if target.token_ids:
+        body["return_token_ids"] = True
     if target.chat:
         return body | {"messages": [{"role": "user", "content": request.prompt}]}
     return body | {"prompt": request.prompt}

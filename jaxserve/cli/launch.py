@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -51,7 +52,13 @@ def run(words: Sequence[str]) -> int:
 async def _serve(config: Config, listener: socket.socket) -> int:
     launch = Launch(config, listener)
     launch.handle_signals()
-    return await launch.serve()
+    return await launch.serve(on_ready=_freeze)
+
+
+def _freeze() -> None:
+    """What lives now lives on: a full collection of it would hold up every request for 0.08 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager

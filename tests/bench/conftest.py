@@ -9,7 +9,7 @@ import pytest
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Streams as many chunks as max_tokens asks for; refuses a prompt "bad"."""
+    """Streams as many chunks as max_tokens asks for; refuses a prompt "bad"; a prompt "silent" yields tokens without text."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
@@ -23,7 +23,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if body["prompt"] == "bad":
             self._reply(400, b'{"error": {"message": "no"}}')
             return
-        events = [{"choices": [{"text": "x", "finish_reason": None}]}] * body["max_tokens"]
+        silent = {"text": "", "finish_reason": None} | ({"token_ids": [7]} if body.get("return_token_ids") else {})
+        choices = [silent if body["prompt"] == "silent" else {"text": "x", "finish_reason": None}]
+        events: list[dict[str, object]] = [{"choices": choices}] * body["max_tokens"]
         events.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"], "prompt_tokens": 3}})
         text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         self._reply(200, text.encode())

@@ -28,6 +28,13 @@ def test_a_limit_that_none_keeps_means_no_goodput(url: str) -> None:
     assert summarize(timings, seconds, ttft_limit=0.0).goodput == 0
 
 
+@pytest.mark.parametrize(("token_ids", "error"), [(True, None), (False, "no token came")])
+def test_a_token_without_text_is_seen_when_ids_are_asked_for(url: str, token_ids: bool, error: str | None) -> None:
+    target = Target(url, "m", token_ids=token_ids)
+    (timing,), _ = asyncio.run(run_load(target, [LoadRequest("silent", None, 3)], concurrency=None))
+    assert (timing.error, len(timing.token_times)) == (error, 3 if token_ids else 0)
+
+
 def test_no_server_is_said(url: str) -> None:
     with pytest.raises(ConfigError, match="no OpenAI-compatible server"):
         asyncio.run(find_model("http://127.0.0.1:9"))
