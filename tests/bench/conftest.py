@@ -9,7 +9,7 @@ import pytest
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Streams as many chunks as max_tokens asks for; refuses a prompt "bad"; a prompt "silent" yields tokens without text."""
+    """Streams as many chunks as max_tokens asks for, without text for a prompt "silent"; refuses a prompt "bad"."""
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
