@@ -2,20 +2,23 @@
 
     python -m jaxserve.bench.beside_batch --base-url http://127.0.0.1:8000 --rate 6 --seconds 24 --rounds 3
 
-Each round: online requests alone, a batch alone, both. A drift of the machine so meets all three, and the p99 is one of
-all rounds together: take rounds, rate and seconds such that it is not the slowest few requests. Reported are the online
-time to first token with and without the batch, where its mean goes by the server's own histograms (what is left is the
-client's own and the network's), and the share of the capacity left by the online requests that the batch used.
+First a batch alone, at a server that has had no online request for half a minute (the batch takes larger steps then);
+then rounds of online requests alone and beside a batch. So a drift of the machine meets both. The p99 is one of all
+rounds together: take rounds, rate and seconds such that it is not that of the slowest few requests. Reported are the
+online time to first token with and without the batch, where its mean goes by the server's own histograms (what is left
+is the client's and the network's), and the share of the capacity left by the online requests that the batch used.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,12 +106,12 @@ class Phases:
     options: argparse.Namespace
     timings: dict[str, list[Timing]] = field(default_factory=lambda: {"alone": [], "beside": []})
     stages: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {"alone": [], "beside": []})
-    capacity: list[float] = field(default_factory=list)
+    capacity: float = float("nan")
     online_rate: list[float] = field(default_factory=list)
     batch_rate: list[float] = field(default_factory=list)
 
-    def online(self, phase: str, seed: int) -> float:
-        """Send a phase's requests, whose prompts no other phase has; its seconds."""
+    def online(self, phase: str, seed: int) -> tuple[int, float]:
+        """Send a phase's requests, whose prompts no other phase has; their number and the seconds."""
         count = max(1, round(self.options.rate * self.options.seconds))
         requests = poisson(self.shape.requests(count, seed), self.options.rate, seed=seed // 2)  # alone as beside
         before = self._sums()
@@ -119,7 +122,7 @@ class Phases:
         after = self._sums()
         self.timings[phase] += timings
         self.stages[phase].append({name: (after[name] - before[name]) / count * 1000 for name in _STAGES})
-        return seconds
+        return count, seconds
 
     def _sums(self) -> dict[str, float]:
         """Seconds that the server counts for online requests, by stage; NaN where the server is another one."""
@@ -128,28 +131,33 @@ class Phases:
         found = {name: re.search(rf"^{metric}_sum ([0-9.e+-]+)$", text, re.M) for name, metric in _STAGES.items()}
         return {name: float(match[1]) if match else float("nan") for name, match in found.items()}
 
-    def round(self, number: int) -> None:
-        self.online("alone", 2 * number)
+    @contextlib.contextmanager
+    def _batch(self, seed: int) -> Iterator[BatchClient]:
+        """A running batch."""
         batch = BatchClient(self.target.base_url, self.target.model, self.target.api_key)
-        batch.start(self.options.lines, self.shape, number)
+        batch.start(self.options.lines, self.shape, seed)
         try:
             time.sleep(SETTLE_SECONDS)
-            before, started = batch.output_tokens(), time.perf_counter()
-            time.sleep(self.options.seconds / 2)
-            middle, spent = batch.output_tokens(), time.perf_counter() - started
-            seconds = self.online("beside", 2 * number + 1)
-            after = batch.output_tokens()
+            yield batch
         finally:
             batch.cancel()
-        count = len(self.timings["beside"]) // (len(self.batch_rate) + 1)
-        self.capacity.append((middle - before) / spent)
+
+    def batch_alone(self, seconds: float) -> None:
+        with self._batch(seed=-1) as batch:
+            before, started = batch.output_tokens(), time.perf_counter()
+            time.sleep(seconds)
+            self.capacity = (batch.output_tokens() - before) / (time.perf_counter() - started)
+
+    def round(self, number: int) -> None:
+        self.online("alone", 2 * number)
+        with self._batch(seed=number) as batch:
+            before = batch.output_tokens()
+            count, seconds = self.online("beside", 2 * number + 1)
+            self.batch_rate.append((batch.output_tokens() - before) / seconds)
         self.online_rate.append(sum(timing.output_tokens for timing in self.timings["beside"][-count:]) / seconds)
-        self.batch_rate.append((after - middle) / seconds)
 
     def report(self) -> dict[str, Any]:
-        capacity, online, batch = (
-            float(np.mean(rates)) for rates in (self.capacity, self.online_rate, self.batch_rate)
-        )
+        online, batch = float(np.mean(self.online_rate)), float(np.mean(self.batch_rate))
         ttft = {phase: [timing.ttft * 1000 for timing in timings] for phase, timings in self.timings.items()}
         size = len(ttft["alone"]) // self.options.rounds
         p99 = {phase: float(np.percentile(times, 99)) for phase, times in ttft.items()}
@@ -164,8 +172,8 @@ class Phases:
             },
             "ttft_p99_ratio": p99["beside"] / p99["alone"],
             "ttft_mean_ms": {phase: self._means(phase, float(np.mean(times))) for phase, times in ttft.items()},
-            "tokens_per_second": {"batch_alone": capacity, "online": online, "batch_beside": batch},
-            "spare_capacity_used": batch / (capacity - online),
+            "tokens_per_second": {"batch_alone": self.capacity, "online": online, "batch_beside": batch},
+            "spare_capacity_used": batch / (self.capacity - online),
         }
 
     def _means(self, phase: str, client: float) -> dict[str, float]:
@@ -179,9 +187,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = asyncio.run(find_model(options.base_url, options.api_key))
     shape = Shape(options.input_len, options.output_len, options.vocab_size)
     target = Target(options.base_url, model, options.api_key, token_ids=True)
+    phases = Phases(target, shape, options)
+    phases.batch_alone(options.seconds)
     warm_up = poisson(shape.requests(max(1, round(2 * options.rate)), seed=10**6), options.rate, seed=0)
     asyncio.run(run_load(target, warm_up, concurrency=None))
-    phases = Phases(target, shape, options)
     for number in range(options.rounds):
         phases.round(number)
     return {"model": model, "environment": environment(), **phases.report()}
@@ -196,7 +205,7 @@ def main() -> None:
         "--seconds",
         type=float,
         default=24.0,
-        help="of each phase with online requests; a batch runs alone for half of it",
+        help="of each phase",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lines", type=int, default=5000, help="of each batch")

@@ -174,7 +174,7 @@ def test_steps_with_lines_are_small_while_online_requests_are_about() -> None:
     transcripts = Transcripts()
     run_all(core, [make_request("line", list(range(32)), priority=BACKGROUND_PRIORITY, max_tokens=1)], transcripts)
     run_all(core, [make_request("online", [1], max_tokens=1)], transcripts)
-    for later, chunk in ((0.5 * ONLINE_MEMORY, 8), (1.6 * ONLINE_MEMORY, 32)):
+    for later, chunk in ((0.5 * ONLINE_MEMORY, 4), (1.6 * ONLINE_MEMORY, 32)):
         now, begin = later, len(steps)
         salted = {"priority": BACKGROUND_PRIORITY, "namespace": f"{later}", "max_tokens": 1}
         run_all(core, [make_request(f"line{later}", list(range(32)), **salted)])
