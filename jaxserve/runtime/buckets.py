@@ -12,8 +12,8 @@ from dataclasses import dataclass
 # A program costs one to two seconds of a CPU core to compile, whatever the model's size; padding costs arithmetic,
 # which grows with it. So small models get few buckets of rows; a step with prompts is long even in a small model, and
 # all that run wait for it. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the finer steps up to 256 rows
-# pay, and beyond a step is bound by arithmetic. Prompts of a larger model on a CPU are bound by arithmetic from 64 tokens
-# on: 192 and 384 are worth their programs there.
+# pay, and beyond a step is bound by arithmetic. Prompts of a larger model on a CPU are bound by arithmetic from 64
+# tokens on: 192 and 384 are worth their programs there.
 SMALL_MODEL = 50_000_000  # parameters
 _DECODE_SMALL = (1, 4, 16, 64)
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
