@@ -38,9 +38,7 @@ class OutputGroups:
             return output
         before = self._held[request_id]
         if before is not None:
-            output.token_ids = before.token_ids + output.token_ids
-            if before.logprobs is not None:
-                output.logprobs = before.logprobs + (output.logprobs or [])
+            _prepend(before, output)
         if output.finish_reason is not None:
             del self._held[request_id]
             return output
@@ -49,3 +47,16 @@ class OutputGroups:
             return output
         self._held[request_id] = output
         return None
+
+
+def _prepend(before: TokenOutput, output: TokenOutput) -> None:
+    """Put what came earlier of the same request into `output`."""
+    output.token_ids = before.token_ids + output.token_ids
+    if before.logprobs is not None:
+        output.logprobs = before.logprobs + (output.logprobs or [])
+    if before.support is not None:
+        output.support = before.support + (output.support or [])
+    if before.hidden is not None:
+        output.hidden = before.hidden + (output.hidden or b"")
+    output.prompt_logprobs = before.prompt_logprobs or output.prompt_logprobs
+    output.prompt_hidden = before.prompt_hidden or output.prompt_hidden

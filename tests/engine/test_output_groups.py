@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jaxserve.engine.output_groups import GROUP_TOKENS, OutputGroups
-from jaxserve.engine.request import BACKGROUND_PRIORITY, FinishReason, TokenLogprobs, TokenOutput
+from jaxserve.engine.request import BACKGROUND_PRIORITY, FinishReason, Support, TokenLogprobs, TokenOutput
 from tests.fakes import make_request
 
 
@@ -17,7 +17,14 @@ def line(name: str, **changes: object) -> OutputGroups:
 
 def token(name: str, token_id: int, reason: FinishReason | None = None) -> TokenOutput:
     logprobs = [TokenLogprobs(token_id, -1.0, 1)]
-    return TokenOutput(request_id=name, token_ids=[token_id], logprobs=logprobs, finish_reason=reason)
+    return TokenOutput(
+        request_id=name,
+        token_ids=[token_id],
+        logprobs=logprobs,
+        support=[Support(-1.0, [token_id], [-1.0])],
+        hidden=bytes([token_id % 256]),
+        finish_reason=reason,
+    )
 
 
 def test_the_first_output_passes_and_the_last_brings_what_was_held() -> None:
@@ -27,6 +34,8 @@ def test_the_first_output_passes_and_the_last_brings_what_was_held() -> None:
     (last,) = groups.take([token("a", 3, FinishReason.LENGTH)])
     assert (last.token_ids, last.finish_reason) == ([1, 2, 3], FinishReason.LENGTH)
     assert [entry.token_id for entry in last.logprobs or []] == [1, 2, 3]
+    assert [entry.ids for entry in last.support or []] == [[1], [2], [3]]
+    assert last.hidden == bytes([1, 2, 3])
     assert len(groups) == 0
 
 
@@ -47,7 +56,7 @@ def test_an_end_without_a_token_brings_what_was_held() -> None:
     for i in range(3):
         groups.take([token("a", i)])
     (last,) = groups.take([TokenOutput(request_id="a", finish_reason=FinishReason.ABORT)])
-    assert last.token_ids == [1, 2]
+    assert (last.token_ids, last.hidden, len(last.logprobs or [])) == ([1, 2], bytes([1, 2]), 2)
 
 
 def test_any_mixture_of_requests_keeps_its_tokens_in_order() -> None:
@@ -67,3 +76,11 @@ def test_any_mixture_of_requests_keeps_its_tokens_in_order() -> None:
         for output in groups.take(outputs):
             got[output.request_id] += output.token_ids
     assert got == made and len(groups) == 0
+
+
+def test_every_field_of_an_output_is_joined() -> None:
+    """A field that is new must be thought of in `_prepend`, or be one that only a first or a last output has."""
+    joined = {"token_ids", "logprobs", "support", "hidden", "prompt_logprobs", "prompt_hidden"}
+    first = {"queue_seconds", "first_token_seconds"}
+    last = {"finish_reason", "stop_token_id", "embedding", "num_cached_tokens", "error", "error_status"}
+    assert set(TokenOutput.__struct_fields__) == {"request_id", *joined, *first, *last}
