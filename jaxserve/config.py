@@ -120,6 +120,9 @@ class ServerSection(Section):
     port: int = Field(8000, ge=0, le=65535, description="0 takes a free one.")
     api_key: str | None = Field(None, description="Clients must send it as a bearer token.")
     admin_api_key: str | None = Field(None, description="Opens the admin routes.")
+    watermark_key: int | None = Field(
+        None, ge=0, lt=2**63, description="Secret: drawn text carries its watermark unless a request says no."
+    )
     request_timeout: float | None = Field(None, gt=0, description="Seconds a request may take in all.")
     queue_timeout: float | None = Field(None, gt=0, description="Seconds a request may wait in the queue.")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds given to running requests on SIGTERM.")

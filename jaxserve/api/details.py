@@ -62,6 +62,15 @@ def show_hidden(params: SamplingParams, mode: HiddenStates, num_prompt_tokens: i
     return msgspec.structs.replace(params, hidden_states=mode, logprobs=params.logprobs or 0)
 
 
+def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str) -> SamplingParams:
+    """`params` with the server's watermark, unless `asked` is False. Raises InvalidValueError without a key."""
+    if asked and key is None:
+        raise InvalidValueError(f"{param}: the server has no watermark key (server.watermark_key).", param=param)
+    if asked is False or key is None or params.temperature == 0:
+        return params
+    return msgspec.structs.replace(params, watermark_key=key, logprobs=params.logprobs or 0)
+
+
 def check_no_details(params: SamplingParams, shape: str) -> None:
     """Raises InvalidValueError for a way of generating whose tokens have no details."""
     asked = {

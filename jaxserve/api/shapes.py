@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from jaxserve.api.beam_search import MAX_WIDTH, Beam, beam_search
-from jaxserve.api.details import check_no_details
+from jaxserve.api.details import check_no_details, mark
 from jaxserve.api.generation import Generate, Job, Stream, merge
 from jaxserve.api.protocol.common import SamplingFields, SessionParams
 from jaxserve.api.state import ServerState
@@ -32,6 +32,13 @@ def shaped(
     if budget is not None:
         job = replace(job, shape=lambda generate: _budgeted(generate, job, budget))
     return _without_repetitions(job, body)
+
+
+def marked(job: Job, body: SamplingFields, state: ServerState) -> Job:
+    """`job` with the server's watermark in what it draws. Raises InvalidValueError."""
+    param = "watermarking" if body.watermark is None else "watermark"
+    asked = body.watermarking if body.watermark is None else body.watermark
+    return replace(job, params=mark(job.params, asked, state.config.server.watermark_key, param))
 
 
 def _beams(job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Job:

@@ -85,6 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # asked for by few; each needs `logprobs`, 0 at least
     watched_token_ids: tuple[Int32, ...] = ()  # their log-probabilities too, at every position
     support: bool = False  # the candidates that each token was drawn from
+    watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # of text/watermark.py
     hidden_states: HiddenStates = ""  # of the tokens that each token was drawn after; all: and of the whole prompt
     # read by the text side only
     stop: tuple[str, ...] = ()
@@ -97,7 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def detailed(self) -> bool:
         """Whether it asks for more of a token than its log-probabilities: such rows are sampled in a dispatch apart."""
-        return bool(self.watched_token_ids or self.support or self.hidden_states)
+        asked = self.watched_token_ids or self.support or self.hidden_states
+        return bool(asked) or self.watermark_key is not None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):

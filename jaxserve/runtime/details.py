@@ -19,10 +19,13 @@ TokensOf = tuple[Sequence[int], jax.Array]  # the row of each token, a group of 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the rows that sample ask for. watched_ids: int32 [R, MAX_WATCHED], None where no row has any."""
+    """What the rows that sample ask for. watched_ids: int32 [R, MAX_WATCHED], None where no row has any.
+
+    draw: a row asks for its candidates, or has a watermark
+    """
 
     watched_ids: np.ndarray | None = None
-    support: bool = False
+    draw: bool = False
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRow]) -> Asked:
@@ -32,12 +35,12 @@ class Asked:
         watched = any(detail is not None and detail.watched_token_ids for detail in details)
         return cls(
             np.stack([pack_watched(detail) for detail in details]) if watched else None,
-            any(detail is not None and detail.support for detail in details),
+            any(detail is not None and (detail.support or detail.watermark_key is not None) for detail in details),
         )
 
     @property
     def anything(self) -> bool:
-        return self.support or self.watched_ids is not None
+        return self.draw or self.watched_ids is not None
 
 
 def pack_watched(params: SamplingParams | None) -> np.ndarray:

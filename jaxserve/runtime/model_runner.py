@@ -339,7 +339,7 @@ class ModelRunner:
     ) -> Sampled:
         bucket, masked = fit(self.buckets.head, len(row_slots)), bitmask is not None
         packed = step_input.pack_head(
-            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, asked.support
+            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, asked.draw
         )
         mask: jax.Array | np.ndarray = self._no_mask[bucket]
         if bitmask is not None:

@@ -30,7 +30,7 @@ from jaxserve.ops.paged_attention import AttentionMetadata, Backend
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.sampler import Details, Sampled, pack_watching, sample
-from jaxserve.runtime.slots import SlotState, append_tokens
+from jaxserve.runtime.slots import SlotState, append_tokens, remember_tokens
 from jaxserve.runtime.step_input import (
     HeadInput,
     TokenInput,
@@ -183,7 +183,8 @@ class StepPrograms:
     ) -> tuple[SlotState, Sampled]:
         logits = model.logits(hidden, self.linear)
         sampled = sample(logits, head.slots, state, bitmask, head.masked, head.want_logprobs, details)
-        return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
+        state = append_tokens(state, head.slots, sampled.tokens[:, 0])
+        return state if details is None else remember_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
 
 
 def each_token(tokens: TokenInput) -> TokenInput:

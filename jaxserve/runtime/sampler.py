@@ -48,7 +48,8 @@ class Sampled:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Details:
-    """What few requests ask for. wanted: bool scalar, False leaves `support` zero; ids: int32 [R, N] to watch."""
+    """What few requests ask for. wanted: bool scalar, False leaves `support` zero and draws without watermarks;
+    ids: int32 [R, N] to watch."""
 
     wanted: jax.Array
     ids: jax.Array
@@ -110,7 +111,13 @@ def _choose_telling(
     random = valid & (state.temperature[rows] > 0)
     probs = jax.lax.optimization_barrier(_candidates(logits, peak, rows, random, state))
     uniform = random_uniform(state.seed[rows], state.position[rows])
-    tokens = jnp.where(random, inverse_cdf(probs, uniform), first_maximum(logits, peak))
+    drawn = inverse_cdf(probs, uniform)
+    marked = random & (state.has_watermark[rows] > 0)
+    keys, recent = state.watermark[rows], state.recent[rows]
+    drawn = jax.lax.cond(
+        marked.any(), lambda: jnp.where(marked, draw_marked(probs, keys, recent), drawn), lambda: drawn
+    )
+    tokens = jnp.where(random, drawn, first_maximum(logits, peak))
     return tokens, pack_support(probs, tokens, random)
 
 
@@ -305,6 +312,24 @@ def inverse_cdf(probs: jax.Array, uniform: jax.Array) -> jax.Array:
     rest = target - jnp.where(lane > 0, before, 0)
     token = _first_above(jnp.cumsum(column, axis=-1), rest, column) * _LANES + lane
     return jnp.minimum(token, vocab_size - 1)
+
+
+def draw_marked(probs: jax.Array, keys: jax.Array, recent: jax.Array) -> jax.Array:
+    """The token that a key chooses among the candidates, int32 [R]: text/watermark.py tells how, and can tell that.
+
+    probs float32 [R, V]; keys uint32 [R, 2]; recent int32 [R, 4]. By the Gumbel-max trick (Aaronson, 2022): over all
+    keys a token is chosen as often as `probs` says.
+    """
+    words = recent.astype(jnp.uint32)
+    key0, key1 = threefry2x32(keys[:, 0], keys[:, 1], words[:, 0], words[:, 1])
+    key0, key1 = threefry2x32(key0, key1, words[:, 2], words[:, 3])
+    ids = jnp.broadcast_to(jnp.arange(probs.shape[1], dtype=jnp.uint32)[None, :], probs.shape)
+    wide0, wide1 = (jnp.broadcast_to(key[:, None], probs.shape) for key in (key0, key1))
+    bits, _ = threefry2x32(wide0, wide1, ids, jnp.zeros_like(ids))
+    # 23 bits: with 24 the largest would be rounded to 1, whose token wins whatever its probability
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)
+    scores = jnp.log(probs) - jnp.log(-jnp.log(uniform))
+    return first_maximum(scores, scores.max(axis=-1))
 
 
 def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:

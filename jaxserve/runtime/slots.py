@@ -23,7 +23,7 @@ MAX_COUNT = np.iinfo(np.int16).max  # token counts saturate here: a penalty is l
 
 _INT_MAX = np.iinfo(np.int32).max
 _NO_TOKEN = np.int32(_INT_MAX)  # out of every vocabulary: dropped
-_INT_FIELDS = ("top_k", "min_tokens", "num_outputs", "num_bias", "has_allow")
+_INT_FIELDS = ("top_k", "min_tokens", "num_outputs", "num_bias", "has_allow", "has_watermark")
 _FLOAT_FIELDS = (
     "temperature",
     "top_p",
@@ -32,7 +32,11 @@ _FLOAT_FIELDS = (
     "frequency_penalty",
     "presence_penalty",
 )
-ADMIT_WIDTH = 3 + len(_INT_FIELDS) + len(_FLOAT_FIELDS)
+RECENT = 4  # tokens before a token that a watermark depends on
+_FLOATS = 3 + len(_INT_FIELDS)  # the first column of each part of a row of `admit`
+_WATERMARK = _FLOATS + len(_FLOAT_FIELDS)
+_RECENT = _WATERMARK + 2
+ADMIT_WIDTH = _RECENT + RECENT
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +53,8 @@ class SlotState:
     early_mask      bit 1: the token may be sampled before `min_tokens` outputs exist
     token_counts    occurrences in the output, saturating
     in_prompt       the token occurs in the prompt
+    watermark       64 bits of a key, low word first; read where `has_watermark`
+    recent          the last tokens, kept up to date by head_sample alone: rows with a watermark never decode without
     """
 
     last_token: jax.Array  # int32 [S]
@@ -72,6 +78,9 @@ class SlotState:
     early_mask: jax.Array  # int32 [S, W]
     token_counts: jax.Array  # int16 [S, V]
     in_prompt: jax.Array  # bool [S, V]
+    has_watermark: jax.Array  # int32 [S]
+    watermark: jax.Array  # uint32 [S, 2]
+    recent: jax.Array  # int32 [S, RECENT]
 
     @property
     def num_slots(self) -> int:
@@ -119,6 +128,9 @@ def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
         early_mask=array(jnp.int32, words),
         token_counts=array(jnp.int16, vocab_size),
         in_prompt=array(jnp.bool_, vocab_size),
+        has_watermark=array(jnp.int32),
+        watermark=array(jnp.uint32, 2),
+        recent=array(jnp.int32, RECENT),
     )
 
 
@@ -157,12 +169,20 @@ def pack_admit(inits: list[SlotInit], num_slots: int) -> Iterator[np.ndarray]:
 def _pack_admit_row(row: np.ndarray, init: SlotInit) -> None:
     params = init.params
     num_outputs = len(init.token_ids) - init.num_prompt_tokens
-    seed = init.seed & (2**64 - 1)
     row[0] = init.slot
-    row[1:3] = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
-    ints = (params.top_k, params.min_tokens, num_outputs, len(params.logit_bias), _allow_mask_needed(params))
-    row[3:8] = [min(int(value), _INT_MAX) for value in ints]
-    row[8:] = np.array([getattr(params, name) for name in _FLOAT_FIELDS], np.float32).view(np.int32)
+    row[1:3] = _words(init.seed & (2**64 - 1))
+    marked = params.watermark_key is not None
+    ints = (params.top_k, params.min_tokens, num_outputs, len(params.logit_bias), _allow_mask_needed(params), marked)
+    row[3:_FLOATS] = [min(int(value), _INT_MAX) for value in ints]
+    row[_FLOATS:_WATERMARK] = np.array([getattr(params, name) for name in _FLOAT_FIELDS], np.float32).view(np.int32)
+    row[_WATERMARK:_RECENT] = _words(params.watermark_key or 0)
+    recent = init.token_ids[-RECENT:]
+    row[ADMIT_WIDTH - len(recent) :] = recent
+
+
+def _words(value: int) -> np.ndarray:
+    """64 bits as int32 [2], the low word first."""
+    return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32).view(np.int32)
 
 
 def _single_bad_words(params: SamplingParams) -> set[int]:
@@ -230,9 +250,11 @@ def admit(state: SlotState, packed: jax.Array) -> SlotState:
         "seed": jax.lax.bitcast_convert_type(packed[:, 1:3], jnp.uint32),
         "token_counts": jnp.int16(0),
         "in_prompt": jnp.bool_(False),
+        "watermark": jax.lax.bitcast_convert_type(packed[:, _WATERMARK:_RECENT], jnp.uint32),
+        "recent": packed[:, _RECENT:],
     }
     values |= {name: packed[:, 3 + i] for i, name in enumerate(_INT_FIELDS)}
-    floats = jax.lax.bitcast_convert_type(packed[:, 8:], jnp.float32)
+    floats = jax.lax.bitcast_convert_type(packed[:, _FLOATS:_WATERMARK], jnp.float32)
     values |= {name: floats[:, i] for i, name in enumerate(_FLOAT_FIELDS)}
     return state.replace(
         **{name: getattr(state, name).at[slots].set(value, mode="drop") for name, value in values.items()}
@@ -279,3 +301,10 @@ def append_tokens(state: SlotState, slots: jax.Array, tokens: jax.Array) -> Slot
         num_outputs=state.num_outputs.at[slots].add(1, mode="drop"),
         token_counts=state.token_counts.at[slots, tokens].add(room.astype(jnp.int16), mode="drop"),
     )
+
+
+def remember_tokens(state: SlotState, slots: jax.Array, tokens: jax.Array) -> SlotState:
+    """Move `recent` on by one sampled token a row. slots, tokens: int32 [R]."""
+    before = state.recent.at[slots].get(mode="clip")
+    recent = jnp.concatenate([before[:, 1:], tokens[:, None]], axis=1)
+    return state.replace(recent=state.recent.at[slots].set(recent, mode="drop"))

@@ -6,6 +6,8 @@ import numpy as np
 import orjson
 import pytest
 
+from jaxserve.config import Config
+
 from .conftest import LiveServer, reply_with
 from .fakes import logprobs_of, support_of, vector_of
 
@@ -192,6 +194,30 @@ def test_more_hidden_states_than_an_answer_may_have(server: LiveServer, monkeypa
     assert server.post("/generate", body | {"sampling_params": {"max_new_tokens": 7}}).status_code == 200
     error = server.post("/generate", body | {"sampling_params": {"max_new_tokens": 8}}).json()["error"]
     assert error["param"] == "return_hidden_states" and '"last"' in error["message"]
+
+
+def test_a_watermark_with_the_servers_key() -> None:
+    config = Config().replace(server={"watermark_key": 99})
+    with LiveServer(config) as server:
+        body: dict[str, Any]
+        for path, body in (*PATHS.items(), ("/generate", {"text": "x"})):
+            expected: dict[str, int | None] = {"{}": 99, '{"watermark":true}': 99, '{"watermark":false}': None}
+            if path != "/generate":
+                expected |= {'{"watermarking":false}': None, '{"watermarking":true}': 99}
+            for keys, key in expected.items():
+                assert server.post(path, body | orjson.loads(keys)).status_code == 200
+                assert server.link.seen[-1].params.watermark_key == key, (path, keys)
+        server.post("/v1/completions", TEXT | {"temperature": 0})
+        assert server.link.seen[-1].params.watermark_key is None
+        shown = server.http.get("/server_info").json()
+        assert shown["config"]["server"]["watermark_key"] == "set"
+
+
+@pytest.mark.parametrize("param", ["watermark", "watermarking"])
+def test_a_watermark_needs_the_servers_key(server: LiveServer, param: str) -> None:
+    error = server.post("/v1/completions", TEXT | {param: True}).json()["error"]
+    assert error["param"] == param and "watermark_key" in error["message"]
+    assert server.post("/v1/completions", TEXT | {param: False}).status_code == 200
 
 
 def test_greedy_needs_no_cut_for_its_one_candidate(server: LiveServer) -> None:

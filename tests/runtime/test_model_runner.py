@@ -17,6 +17,7 @@ from jaxserve.models.dense import dense_logits
 from jaxserve.models.loader import LoadedModel
 from jaxserve.runtime import sampler, slots
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.text.watermark import watermark_score
 from tests.runtime.hand_scheduler import HandScheduler, Sequence
 
 V = 96
@@ -369,6 +370,23 @@ def test_candidates_of_a_row_beside_a_greedy_one(runner: ModelRunner) -> None:
     assert details is not None and details.support_counts[0] == 3
     ids = details.support_ids[0, :3].tolist()
     assert int(result.token_ids[0, 0]) in ids and np.exp(details.support_top[0, :3]).sum() == pytest.approx(1)
+
+
+def test_a_watermark_is_found_by_its_key_alone(runner: ModelRunner) -> None:
+    scheduler = HandScheduler(runner)
+    marked = SamplingParams(temperature=1.0, logprobs=0, watermark_key=2**40 + 7)
+    seqs = [scheduler.add([5, 6, 7, 8, 9], marked), scheduler.add([5, 6, 7, 8, 9], SamplingParams(), seed=3)]
+    scheduler.generate(seqs, 100)
+    assert watermark_score(seqs[0].tokens, 2**40 + 7).z > 8
+    assert abs(watermark_score(seqs[0].tokens, 2**40 + 6).z) < 5
+    assert abs(watermark_score(seqs[1].tokens, 2**40 + 7).z) < 5
+    again = HandScheduler(runner)
+    again.next_page = 200
+    kept = again.add([5, 6, 7, 8, 9], marked, output=seqs[0].output[:40])  # after a preemption
+    again.step([(kept, 32)])
+    again.step([(kept, 13)])
+    again.generate([kept], 60)
+    assert kept.output == seqs[0].output[:60]
 
 
 # --- pages

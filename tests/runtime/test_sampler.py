@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.engine.request import MAX_LOGIT_BIAS, SamplingParams, SlotInit
 from jaxserve.runtime import sampler, slots
+from jaxserve.text.watermark import token_numbers
 
 V = 200  # more than one block of the inverse CDF, and no multiple of 32 or 128
 S = 8
@@ -493,3 +494,38 @@ def test_watched_ids_have_the_models_own_log_probabilities() -> None:
     logprob, *_ = sampler.unpack_logprobs(np.asarray(with_token.logprobs))
     same = tokens(with_token) == tokens(sampled)
     assert (np.asarray(with_token.watched).view(np.float32)[same, 0] == logprob[same]).all()
+
+
+# --- watermarks
+
+KEY = 2**62 + 12345
+
+
+def test_a_key_chooses_the_candidate_that_the_detector_computes() -> None:
+    logits, prompt = random_logits(3), [5, 9, 199, 0, 77, 3]
+    params = [
+        SamplingParams(temperature=1.2, top_k=30, watermark_key=KEY, logprobs=0),
+        SamplingParams(top_k=30),
+        GREEDY,
+    ]
+    state = state_of([params[0], params[1], params[2]], prompt=prompt)
+    sampled = run_telling(logits, state, np.zeros((3, 1)))
+    assert sampled.support is not None
+    _, counts, ids, top = sampler.unpack_logprobs(np.asarray(sampled.support))
+    candidates = ids[0, : counts[0]]
+    windows = np.array([[*prompt[-4:], token] for token in candidates], np.uint32)
+    scores = top[0, : counts[0]] - np.log(-np.log(token_numbers(windows, KEY)))
+    plain = tokens(run_telling(logits, state_of([SamplingParams(top_k=30)] * 3, prompt=prompt), np.zeros((3, 1))))
+    assert tokens(sampled).tolist() == [candidates[scores.argmax()], plain[1], logits[2].argmax()]
+
+
+def test_over_all_contexts_a_key_draws_as_the_distribution_says() -> None:
+    logits = random_logits(1, vocab=12, scale=1.0)[0]
+    probs = np.exp(logits - logits.max())
+    recent = np.random.default_rng(1).integers(0, 12, (20_000, 4)).astype(np.int32)
+    recent[:, 0] = np.arange(20_000)  # no context twice
+    keys = np.broadcast_to(np.array([KEY & 0xFFFFFFFF, KEY >> 32], np.uint32), (20_000, 2))
+    wide = np.broadcast_to(probs.astype(np.float32), (20_000, 12))
+    drawn = np.bincount(np.asarray(jax.jit(sampler.draw_marked)(wide, keys, recent)), minlength=12)
+    expected = 20_000 * probs / probs.sum()
+    assert ((drawn - expected) ** 2 / expected).sum() < 31.3  # chi-square, 11 degrees of freedom, p = 0.001

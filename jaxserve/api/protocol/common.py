@@ -30,8 +30,6 @@ UNSUPPORTED: dict[str, str] = {
     "bootstrap_room": "prefill and decode run in one engine",
     "disagg_prefill_dp_rank": "prefill and decode run in one engine",
     "return_routed_experts": "expert choices are not returned over HTTP",
-    "watermark": "watermarks are not offered",
-    "watermarking": "watermarks are not offered",
     "lora_path": "no adapter is loaded",
     "lora_name": "no adapter is loaded",
     "image_data": "the model takes text only",
@@ -138,6 +136,8 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     spaces_between_special_tokens: bool | None = Field(None, description="Default true. Fast tokenizers add none.")
 
+    watermark: bool | None = Field(None, description="Default: yes where the server has a watermark key, else a 400.")
+    watermarking: bool | None = Field(None, description="The same as watermark.")
     use_beam_search: bool | None = Field(None, description="The n best outputs by beam search; not streamed.")
     length_penalty: limits.LengthPenalty | None = Field(None, description="Of the beam search. Default 1.")
     repetition_detection: RepetitionDetection | None = Field(None, description="End an output that repeats itself.")

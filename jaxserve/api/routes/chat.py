@@ -23,7 +23,7 @@ from jaxserve.api.prompts import session_context
 from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.sampling import sampling_params
-from jaxserve.api.shapes import remembered, shaped
+from jaxserve.api.shapes import marked, remembered, shaped
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.stream_rules import ThinkingBudget
@@ -70,6 +70,7 @@ async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer
     if body.session_params is not None:
         prompt = replace(prompt, token_ids=session_context(body, state, prompt.token_ids))
     job = Job(prompt.token_ids, _params(body, state, tools, prompt, await _grammar(body, state, tools, prompt)))
+    job = marked(job, body, state)
     budget = _thinking_budget(body, state, prompt)
     job = shaped(job, body, state.engine.tokenizer, state.engine.info.eos_token_ids, budget)
     salt = (body.cache_salt or "") + (body.extra_key or "")

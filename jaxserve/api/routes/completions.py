@@ -23,7 +23,7 @@ from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, se
 from jaxserve.api.protocol.answers import Completion
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.sampling import sampling_params
-from jaxserve.api.shapes import remembered, shaped
+from jaxserve.api.shapes import marked, remembered, shaped
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
@@ -167,7 +167,7 @@ async def _job(
     token_ids = session_context(body, state, token_ids)
     check_length(token_ids, info, "prompt")
     job = Job(token_ids, _params(body, token_ids, max_tokens, state, grammar))
-    return shaped(job, body, tokenizer, info.eos_token_ids)
+    return shaped(marked(job, body, state), body, tokenizer, info.eos_token_ids)
 
 
 def _params(

@@ -49,7 +49,7 @@ async def server_info(request: Request) -> Response:
     state = server_state(request)
     info = state.engine.info
     config = state.config.model_dump(mode="json")
-    for name in ("api_key", "admin_api_key"):
+    for name in ("api_key", "admin_api_key", "watermark_key"):
         config["server"][name] = None if config["server"][name] is None else "set"
     return json_response(
         {

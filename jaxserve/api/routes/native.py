@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jaxserve.api.body import read_body, refuse_unsupported
 from jaxserve.api.constraints import checked_grammar
-from jaxserve.api.details import show_hidden, tell_candidates, watch
+from jaxserve.api.details import mark, show_hidden, tell_candidates, watch
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.native_output import LogprobOptions, NativeChoice
 from jaxserve.api.openapi import documented
@@ -171,4 +171,5 @@ async def _job(
     )
     params = watch(params, options.watched, info, "token_ids_logprob")
     params = tell_candidates(params, options.candidates, options.sampling_mode)
+    params = mark(params, body.watermark, state.config.server.watermark_key, "watermark")
     return Job(token_ids, show_hidden(params, options.hidden, len(token_ids), info))
