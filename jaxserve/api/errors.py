@@ -65,6 +65,9 @@ def as_http_error(error: BaseException) -> HTTPError:
     return error if isinstance(error, HTTPError) else internal_error(error)
 
 
+MAX_NAME = 80  # characters of a client's own key that an error repeats
+
+
 def from_validation(error: ValidationError, root: Any) -> RequestError:
     """One error for a body that failed validation.
 
@@ -75,7 +78,7 @@ def from_validation(error: ValidationError, root: Any) -> RequestError:
     found = [(_path(detail, root), detail) for detail in details]
     deepest = max(len(path) for path, _ in found)
     path, first = next(item for item in found if len(item[0]) == deepest)
-    param = ".".join(map(str, path)) or None
+    param = ".".join(str(part)[:MAX_NAME] for part in path) or None
     reasons = list(dict.fromkeys(detail["msg"] for other, detail in found if other == path))
     return InvalidValueError(f"{param or 'body'}: {' or '.join(reasons[:4])}", param=param, code=_code(first["type"]))
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxserve.api.details import Candidates, SamplingMode, hidden_vectors, matrix
@@ -31,12 +32,13 @@ class LogprobOptions:
 
 @dataclass
 class NativeChoice:
-    """One choice as far as it has come."""
+    """One choice as far as it has come. scoring: no output was asked for, and the engine's one token is nobody's."""
 
     request_id: str
     job: Job
     options: LogprobOptions
     texts: TokenTexts
+    scoring: bool = False
     started: float = field(default_factory=time.perf_counter)
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -47,17 +49,21 @@ class NativeChoice:
     prompt_hidden: bytes | None = None
     hidden: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput) -> RequestOutput:
+        """Take an output in; the output as it is to be shown."""
+        self._add_hidden(output)
+        if self.scoring:
+            output = _unsaid(output)
+        if self.options.candidates:
+            self.candidates.note(output)
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
         self.prompt_logprobs += output.prompt_logprobs or ()
-        self._add_details(output)
         self.last = output
+        return output
 
-    def _add_details(self, output: RequestOutput) -> None:
-        if self.options.candidates:
-            self.candidates.note(output)
+    def _add_hidden(self, output: RequestOutput) -> None:
         self.prompt_hidden = output.prompt_hidden or self.prompt_hidden
         if self.options.hidden == "all":
             self.hidden.extend(hidden_vectors(output))
@@ -99,7 +105,7 @@ class NativeChoice:
         if output.finish_reason is FinishReason.STOP:
             return {"type": "stop", "matched": output.matched_stop}
         if output.finish_reason is FinishReason.LENGTH:
-            return {"type": "length", "length": self.job.params.max_tokens}
+            return {"type": "length", "length": 0 if self.scoring else self.job.params.max_tokens}
         return {"type": "abort", "message": "The request was aborted.", "status_code": None}
 
     def _logprobs(self) -> dict[str, Any]:
@@ -136,3 +142,9 @@ class NativeChoice:
             return None
         pairs = zip(entry.top_ids[: self.options.top], entry.top_logprobs[: self.options.top], strict=True)
         return [self._entry(entry.logprob if i == entry.token_id else value, i) for i, value in pairs]
+
+
+def _unsaid(output: RequestOutput) -> RequestOutput:
+    """The output without what it says."""
+    reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
+    return msgspec.structs.replace(output, text="", token_ids=[], logprobs=None, support=None, finish_reason=reason)

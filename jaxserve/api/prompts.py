@@ -46,6 +46,9 @@ def truncate(token_ids: list[int], keep: int | None, side: Side, max_tokens: int
     """Cut to `keep` tokens; -1 keeps what leaves room for the output; `side` is where it is cut."""
     if keep is None:
         return token_ids
+    if keep == 0:
+        message = "truncate_prompt_tokens is 0: no token of the prompt would be left."
+        raise InvalidValueError(message, param="truncate_prompt_tokens")
     count = keep if keep >= 0 else max(1, limit - (max_tokens or 1))
     if len(token_ids) <= count:
         return token_ids

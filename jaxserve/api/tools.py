@@ -106,6 +106,10 @@ def _check_tool(tool: Tool, param: str) -> None:
     if (tool.function if tool.type == "function" else tool.custom) is None:
         message = f"{param}.{tool.type} is missing."
         raise InvalidValueError(message, param=f"{param}.{tool.type}", code="missing_required_parameter")
+    format_ = tool.custom.format if tool.custom is not None else None
+    if format_ is not None and format_.type == "grammar" and format_.grammar is None:
+        param = f"{param}.custom.format.grammar"
+        raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
 
 
 def _resolve(choice: str | ToolChoice | None, tools: list[Tool], param: str) -> tuple[Mode, list[Tool]]:

@@ -9,6 +9,7 @@ from .fakes import MAX_MODEL_LEN
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"model": "demo", "prompt": "Hi"}
+UNFORMED = {"type": "custom", "custom": {"name": "f", "format": {"type": "grammar"}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
@@ -48,6 +49,11 @@ CASES: list[tuple[str, Any, int, str | None, str | None]] = [
     ("chat/completions", CHAT | {"logit_bias": {"99999999": 1}}, 400, "logit_bias", None),
     ("chat/completions", CHAT | {"logit_bias": {"5": 101}}, 400, "logit_bias.5", None),
     ("chat/completions", CHAT | {"allowed_token_ids": []}, 400, "allowed_token_ids", None),
+    ("chat/completions", CHAT | {"metadata": {"k" * 65: "v"}}, 400, "metadata." + "k" * 65, None),
+    ("chat/completions", CHAT | {"metadata": {"k": "v" * 513}}, 400, "metadata.k", None),
+    ("chat/completions", CHAT | {"safety_identifier": "x" * 129}, 400, "safety_identifier", None),
+    ("chat/completions", CHAT | {"truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens", None),
+    ("chat/completions", CHAT | {"tools": [UNFORMED]}, 400, "tools.0.custom.format.grammar", None),
     ("chat/completions", CHAT | {"stop": ["x"] * 33}, 400, "stop", None),
     ("chat/completions", CHAT | {"stop_regex": "(a"}, 400, "stop_regex", None),
     ("chat/completions", CHAT | {"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", None),

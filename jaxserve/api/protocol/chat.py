@@ -141,11 +141,11 @@ class ChatCompletionRequest(SamplingFields):
         None, description="Given to the chat template: DeepSeek's one-word tasks."
     )
     modalities: list[str] | None = Field(None, description="Only text.")
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Not used.")
+    metadata: limits.Metadata | None = Field(None, description="Not used.")
     store: bool | None = Field(None, description="Not used: nothing is kept.")
     service_tier: str | None = Field(None, description="Not used; the answer says default.")
     prediction: dict[str, Any] | None = Field(None, description="Not used: a hint.")
-    safety_identifier: str | None = Field(None, description="Not used.")
+    safety_identifier: Annotated[str, Field(max_length=128)] | None = Field(None, description="Not used.")
     prompt_cache_key: str | None = Field(None, description="Not used: equal prefixes are found by content.")
     prompt_cache_retention: str | None = Field(None, description="Not used.")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Not used.")

@@ -47,7 +47,9 @@ class GenerateRequest(Body):
     session_params: SessionParams | None = Field(None, description="Go on in a session of /open_session; one prompt.")
     rid: limits.Identifier | list[limits.Identifier] | None = None
     return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = Field(None, description="First prompt position; -1: outputs only.")
+    logprob_start_len: limits.PromptStart | list[limits.PromptStart] | None = Field(
+        None, description="First prompt position, at most their number; -1: outputs only."
+    )
     top_logprobs_num: limits.LogprobsCount | list[limits.LogprobsCount] | None = None
     token_ids_logprob: limits.WatchedIds | list[limits.WatchedIds] | None = Field(
         None, description="Log-probabilities of these tokens, beside the others; needs return_logprob."

@@ -74,10 +74,12 @@ class _Native:
             raise InvalidValueError("extra_key: one for all prompts of a request.", param="extra_key")
         interval = min(each.stream_interval or 1 for each in sampling)
         generation = Generation(state, request_id, jobs, body.priority or 0, salts.pop(), interval)
-        ids = _spread(body.rid or generation.request_id, count, "rid")
+        many = [f"{request_id}_{number}" for number in range(count)]
+        given = body.rid if isinstance(body.rid, list) else many if _is_batch(body) else [request_id]
+        ids = _spread(given, count, "rid")
         choices = [
-            [NativeChoice(rid, job, option, state.token_texts) for _ in range(job.params.n)]
-            for rid, job, option in zip(ids, jobs, options, strict=True)
+            [NativeChoice(rid, job, option, state.token_texts, each.max_new_tokens == 0) for _ in range(job.params.n)]
+            for rid, job, option, each in zip(ids, jobs, options, sampling, strict=True)
         ]
         return cls(body, generation, choices)
 
@@ -86,8 +88,8 @@ class _Native:
         async with aclosing(self._generation.outputs()) as outputs:
             async for number, output in outputs:
                 choice = self._choices[number][output.index]
-                choice.add(output)
-                result = choice.result(output if self._body.incremental else None)
+                shown = choice.add(output)
+                result = choice.result(shown if self._body.incremental else None)
                 if not self._single or len(self._choices[number]) > 1:
                     result["index"] = number * len(self._choices[number]) + output.index
                 yield event(orjson.dumps(result))
@@ -161,6 +163,9 @@ async def _job(
         check_ids(token_ids, info, param)
     token_ids = session_context(body, state, token_ids)
     check_length(token_ids, info, param)
+    if options.start > len(token_ids):
+        message = f"logprob_start_len is {options.start}, and the prompt has {len(token_ids)} tokens."
+        raise InvalidValueError(message, param="logprob_start_len")
     params = native_params(
         sampling,
         info,
