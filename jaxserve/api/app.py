@@ -103,7 +103,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
     return [
         *chain,
         Middleware(Authentication, config=section),
-        Middleware(ReadinessGate, engine=state.engine),
+        Middleware(ReadinessGate, engine=state.engine, metrics=state.metrics),
         Middleware(BodyLimit, max_bytes=section.max_body_bytes, timeout=section.body_timeout),
     ]
 

@@ -53,6 +53,10 @@ class EngineProtocol(Protocol):
         """Raises NotReadyError or EngineDeadError unless requests can be taken."""
         ...
 
+    def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Raises QueueFullError unless `n` more sequences of a prompt so long may wait."""
+        ...
+
     def generate(
         self,
         prompt_token_ids: list[int],

@@ -194,6 +194,17 @@ class AsyncEngine:
         if self.status.phase != "ready":
             raise NotReadyError(f"the server is {self.status.phase} ({self.status.detail or 'please wait'})")
 
+    def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Raises QueueFullError unless `n` more sequences of a prompt so long may wait."""
+        section = self.config.scheduler
+        free = self.info.max_num_seqs + section.max_queued_requests - len(self._live)
+        if n > free:
+            raise QueueFullError(f"the queue is full ({section.max_queued_requests} requests wait)")
+        if section.max_queued_tokens is not None:
+            waiting = self._stats.num_waiting_tokens
+            if waiting and waiting + num_prompt_tokens > section.max_queued_tokens:
+                raise QueueFullError(f"the queue is full ({waiting} prompt tokens wait)")
+
     # -- requests ------------------------------------------------------------------------------------------
 
     async def generate(
@@ -234,7 +245,7 @@ class AsyncEngine:
         deadline: float | None,
     ) -> list[_Live]:
         self.check_ready()
-        self._check_queue(params.n, len(prompt_token_ids))
+        self.check_queue(params.n, len(prompt_token_ids))
         base = request_id or uuid.uuid4().hex
         if f"{base}-0" in self._live:
             raise InvalidValueError(f"a request with the id {base!r} is running", param="request_id")
@@ -271,16 +282,6 @@ class AsyncEngine:
             deadline=deadline,
         )
         return _Live(request, SequenceText(base, index, prompt_token_ids, params, self.tokenizer), outputs)
-
-    def _check_queue(self, n: int, num_prompt_tokens: int) -> None:
-        section = self.config.scheduler
-        free = self.info.max_num_seqs + section.max_queued_requests - len(self._live)
-        if n > free:
-            raise QueueFullError(f"the queue is full ({section.max_queued_requests} requests wait)")
-        if section.max_queued_tokens is not None:
-            waiting = self._stats.num_waiting_tokens
-            if waiting and waiting + num_prompt_tokens > section.max_queued_tokens:
-                raise QueueFullError(f"the queue is full ({waiting} prompt tokens wait)")
 
     def _drop(self, sequences: list[_Live]) -> None:
         """Forget the sequences of one request; those that still run are aborted."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import random
 import time
@@ -28,8 +29,11 @@ from jaxserve.engine.request import (
 )
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.suspects import Suspects
 from jaxserve.engine.token_mask import FillRows, MaskTable, Matcher, TokenMask
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
+
+logger = logging.getLogger(__name__)
 
 MakeMatcher = Callable[[GrammarSpec], Matcher]
 
@@ -69,6 +73,7 @@ class EngineCore:
         self._generates = generates
         self._clock = clock
         self._masks = MaskTable(vocab_size, fill_masks)
+        self._suspects = Suspects()
         self._outputs: list[TokenOutput] = []  # for the next return of `step`
         self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read
         self._rebuilds = 0
@@ -179,7 +184,9 @@ class EngineCore:
         """
         began = self._clock()
         self._deliver(self.scheduler.expire(began))
-        output = self.scheduler.schedule(began)
+        if self._suspects:
+            self._suspects.keep(self.scheduler.live_ids)
+        output = self.scheduler.schedule(began, self._suspects.on_trial)
         self._scheduler_seconds += self._clock() - began
         handle = self._execute(output) if output is not None else None
         self._host_seconds += self._clock() - began
@@ -203,7 +210,9 @@ class EngineCore:
             sampled = handle.result()
         self._previous = None
         began = self._clock()
-        self._deliver(self.scheduler.update(output, sampled, began))
+        outputs = self.scheduler.update(output, sampled, began)
+        self._suspects.take(outputs)
+        self._deliver(outputs)
         spent = self._clock() - began
         self._scheduler_seconds += spent
         self._host_seconds += spent
@@ -241,16 +250,29 @@ class EngineCore:
             outputs += self.step()
         return outputs
 
-    def recover(self) -> None:
+    @property
+    def is_searching(self) -> bool:
+        """Whether it is being found out which request makes the device fail."""
+        return bool(self._suspects)
+
+    def recover(self) -> bool:
         """After a StepError: a new, empty cache on the device, and whatever was running is computed again.
 
         Nothing that was delivered changes: prompts and outputs so far are on the host, and a token depends on them
-        and on its request's seed only. Raises what the runner raises where the device cannot be used any more.
+        and on its request's seed only. A request found to be the cause of repeated failures ends with an error.
+        Whether one was, and others showed that the device is fine.
+
+        Raises what the runner raises where the device cannot be used any more, and NobodyToBlame.
         """
         self._previous = None
         self.runner.rebuild()
-        self.scheduler.recover()
         self._rebuilds += 1
+        guilty = self._suspects.failed(self.scheduler.recover())
+        if guilty is not None:
+            logger.error("request %s ends: the device fails at every step with it and without the others", guilty)
+            end = self.scheduler.fail(guilty, "the device fails whenever it computes this request")
+            self._deliver([end] if end is not None else [])
+        return guilty is not None and self._suspects.has_passed
 
     # --- administration
 

@@ -17,7 +17,7 @@ import copy
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxserve.engine.admission import NewTokenRatio, PrefillsInProgress
 from jaxserve.engine.background import Courtesy
@@ -79,6 +79,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._live or self._in_flight)
+
+    @property
+    def live_ids(self) -> Collection[str]:
+        return self._live.keys()
 
     def check_queue(self, num_requests: int = 1, num_tokens: int = 0) -> None:
         """Raise QueueFullError if so many more requests with so many prompt tokens may not wait."""
@@ -179,8 +183,13 @@ class Scheduler:
         self._prefills.remove(request)
         self.kv.release(request, self._last_read)
 
-    def recover(self) -> None:
-        """The device lost its state: forget the steps in flight and all pages; whatever ran is computed again."""
+    def recover(self) -> list[str]:
+        """The device lost its state: forget the steps in flight and all pages; whatever ran is computed again.
+
+        The ids of the requests in those steps that have not ended.
+        """
+        in_flight = [request.request_id for _, requests in self._in_flight for request in requests]
+        ids = [request_id for request_id in dict.fromkeys(in_flight) if request_id in self._live]
         self._in_flight.clear()
         self._last_read = self._step
         self.kv.cache.flush()
@@ -189,16 +198,21 @@ class Scheduler:
             self._preempt(request)
         for request in self._live.values():
             request.num_inflight_tokens = 0
+        return ids
 
     # --- the next step
 
-    def schedule(self, now: float) -> SchedulerOutput | None:
-        """The next step, or None if nothing can run before a step in flight has been read. now: seconds."""
+    def schedule(self, now: float, only: Collection[str] | None = None) -> SchedulerOutput | None:
+        """The next step, or None if nothing can run before a step in flight has been read.
+
+        now: seconds. only: ids of the waiting requests that may start; None: all.
+        """
         self._running.drop_ended()
         self._make_room()
         step = StepBuilder(self._step + 1, self.config.tokens_per_step, self.kv.window)
         courtesy, decoding, prefilling = self._courtesy, self._running.decoding, self._running.prefilling
-        lines = not courtesy.sit_out(len(self._live), self._waiting.best_priority, prefilling, now)
+        sit_out = courtesy.sit_out(len(self._live), self._waiting.best_priority, prefilling, now)
+        lines = only is not None or not sit_out  # nobody gives way to requests that may not start
         if not lines:
             decoding, prefilling = courtesy.without_lines(decoding), courtesy.without_lines(prefilling)
         short_of_pages = step.add_decodes(decoding, self.kv)
@@ -207,7 +221,7 @@ class Scheduler:
         for request in courtesy.in_order(prefilling):
             step.add_chunk(request)
         if len(self._waiting) and not short_of_pages:
-            self._admit(step, now, lines)
+            self._admit(step, now, lines, only)
         step.fit(self.config.step_sizes)
         self._running.promote()
         return self._dispatch(step) if step.rows else None
@@ -222,14 +236,19 @@ class Scheduler:
             self._ratio.decay()
         return output
 
-    def _admit(self, step: StepBuilder, now: float, lines: bool) -> None:
-        """Start waiting requests, in the order of the policy, until the first that finds no room. lines: them too."""
+    def _admit(self, step: StepBuilder, now: float, lines: bool, only: Collection[str] | None) -> None:
+        """Start waiting requests, in the order of the policy, until the first that finds no room.
+
+        lines: them too. only: as of `schedule`.
+        """
         if not self._running:
             self._ratio.reset()
         reserved = self._reserve(self._running)
         admitted: list[Request] = []
         skipped = 0
         for request in self._waiting.candidates(step.number):
+            if only is not None and request.request_id not in only:
+                continue
             if step.budget <= 0 or skipped >= MAX_SKIPPED or request.slot is not None:
                 break  # with a slot: preempted so lately that a step with it is still in flight
             if not (lines or request.aged) and self._courtesy.is_line(request):

@@ -98,14 +98,21 @@ class EngineServer:
             return []
 
     def _rebuild(self, error: StepError) -> None:
-        """Go on after a failed step. Raises where that has been tried too often, or fails: a new process is next."""
+        """Go on after a failed step. Raises where that has been tried too often, or fails: a new process is next.
+
+        The failures of a search for the request that causes them count as one, and as none once it is found.
+        """
         now = time.monotonic()
-        self._rebuilt = [*(at for at in self._rebuilt if now - at < REBUILD_WINDOW), now]
-        count = len(self._rebuilt)
-        if count > MAX_REBUILDS:
-            raise error
-        logger.error("a step failed; rebuild %d of %d: %s", count, MAX_REBUILDS, error, exc_info=error.__cause__)
-        self._core.recover()
+        if self._core.is_searching:
+            logger.error("a step failed again; the request that makes it fail is looked for: %s", error)
+        else:
+            self._rebuilt = [*(at for at in self._rebuilt if now - at < REBUILD_WINDOW), now]
+            count = len(self._rebuilt)
+            if count > MAX_REBUILDS:
+                raise error
+            logger.error("a step failed; rebuild %d of %d: %s", count, MAX_REBUILDS, error, exc_info=error.__cause__)
+        if self._core.recover() and self._rebuilt:
+            self._rebuilt.pop()
         logger.info("the cache is rebuilt in %.2f s; what was running is computed again", time.monotonic() - now)
 
     def _patience(self) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from jaxserve.api.middleware import GENERATING_PATHS
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
 
@@ -182,3 +183,21 @@ def test_a_full_queue_is_a_429(caplog: pytest.LogCaptureFixture) -> None:
         assert server.post("/v1/completions", TEXT | {"n": 2}).status_code == 200
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split()[:3] for line in lines] == [["POST", "/v1/completions", status] for status in ("429", "200")]
+
+
+@pytest.mark.parametrize("path", sorted(GENERATING_PATHS))
+def test_a_full_queue_refuses_before_the_body_is_read(path: str) -> None:
+    """After the key, and nothing but what would have to wait."""
+    config = Config().replace(scheduler={"max_queued_requests": 1}, server={"api_key": "k"})
+    with LiveServer(config) as server:
+        key = {"authorization": "Bearer k", "content-type": "application/json"}
+        server.link.delay = 0.2
+        full = TEXT | {"n": server.link.info.max_num_seqs + 1, "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=full, headers=key):
+            assert server.http.post(path, content=b"{not json").status_code == 401
+            refused = server.http.post(path, content=b"{not json", headers=key)
+            assert refused.status_code == 429 and refused.json()["error"]["code"] == "rate_limit_exceeded"
+            assert server.http.post("/tokenize", json=TEXT, headers=key).status_code == 200
+            assert server.http.get("/v1/models", headers=key).status_code == 200
+        server.wait(lambda: not server.engine.num_live, "the client's leaving is not seen")
+        assert server.http.post(path, content=b"{not json", headers=key).status_code == 400

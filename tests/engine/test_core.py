@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.core import EngineCore, StepError
-from jaxserve.engine.request import BACKGROUND_PRIORITY, EngineRequest, FinishReason, GrammarSpec, SamplingParams
+from jaxserve.engine.request import (
+    BACKGROUND_PRIORITY,
+    EngineRequest,
+    FinishReason,
+    GrammarSpec,
+    SamplingParams,
+    SchedulerOutput,
+)
 from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.suspects import NobodyToBlame
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from tests.fakes import (
     VOCAB,
@@ -115,7 +124,7 @@ class World:
             self.transcripts.take(core.abort([rng.choice(list(self.requests))]))
         if rng.random() < 0.03:
             core.flush_prefix_cache()
-        if rng.random() < 0.02:
+        if rng.random() < 0.02 and not core.is_searching:  # a second failure might end a request
             core.recover()
 
     def run(self, arrivals: int, abort_rate: float) -> None:
@@ -309,6 +318,79 @@ def test_a_step_that_fails_changes_no_output(kind: str) -> None:
             core.scheduler.check_integrity()
         assert {key: value.token_ids for key, value in transcripts.items()} == expected
         assert core.stats().details["rebuilds"] == 1
+
+
+def poisoned(core: EngineCore, plan: Callable[[SchedulerOutput], str | None]) -> tuple[Transcripts, int]:
+    """What all its requests got from a device that fails as `plan` says, and how often it failed."""
+    core.runner = FaultyRunner(core.runner, plan)
+    transcripts, failures = Transcripts(), 0
+    while core.has_work:
+        try:
+            transcripts.take(core.step())
+        except StepError:
+            core.recover()
+            failures += 1
+            assert failures < 100, "the search does not end"
+        core.scheduler.check_integrity()
+    return transcripts, failures
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "read"])
+@pytest.mark.parametrize("bad", [{"r0"}, {"r11"}, {"r3", "r4"}, {"r2", "r9", "g"}])
+def test_requests_that_always_fail_end_alone(kind: str, bad: set[str]) -> None:
+    """At each step with them, from the moment on that they hold eleven tokens; the others' tokens are as ever."""
+    config = small_config(num_pages=90, max_num_seqs=16, max_num_batched_tokens=40)
+    requests = [make_request(f"r{i}", range(i, i + 9), max_tokens=12, temperature=i % 2, seed=i) for i in range(12)]
+    requests.append(make_request("g", [1, 2], max_tokens=12, grammar=GrammarSpec(kind="regex", source="11")))
+    expected = {key: value.token_ids for key, value in run_all(grammar_core(config), requests).items()}
+    core = grammar_core(config)
+    for request in requests:
+        core.add(request)
+    lengths = {request.request_id: len(request.prompt_token_ids) + 2 for request in requests}
+
+    def plan(output: SchedulerOutput) -> str | None:
+        ends = {row.request_id: row.start + row.num_tokens for row in output.rows}
+        return kind if any(ends.get(name, 0) >= lengths[name] for name in bad) else None
+
+    transcripts, failures = poisoned(core, plan)
+    assert {key for key, value in transcripts.items() if value.reason is FinishReason.ERROR} == bad
+    assert all(value.token_ids == expected[key] for key, value in transcripts.items() if key not in bad)
+    assert failures <= len(bad) * 7 and not core.is_searching
+
+
+def test_a_request_that_always_fails_ends_when_it_is_alone() -> None:
+    core = make_core(small_config())
+    core.add(make_request("a", [1]))
+    transcripts, failures = poisoned(core, lambda output: "read")
+    assert (transcripts["a"].reason, failures) == (FinishReason.ERROR, 2)
+    assert "device" in (transcripts["a"].last.error or "")  # type: ignore[union-attr]
+
+
+def test_a_device_that_fails_for_all_ends_nobody() -> None:
+    core = make_core(small_config())
+    for i in range(8):
+        core.add(make_request(f"r{i}", [i]))
+    with pytest.raises(NobodyToBlame):
+        poisoned(core, lambda output: "read")
+    assert len(core.scheduler.live_ids) == 8
+
+
+def test_who_leaves_while_it_is_tried_is_not_waited_for() -> None:
+    core = make_core(small_config())
+    for i in range(4):
+        core.add(make_request(f"r{i}", [i], max_tokens=9))
+    core.runner = FaultyRunner(core.runner, lambda output: "before" if output.step == 3 else None)
+    transcripts = Transcripts()
+    for _ in range(2):
+        transcripts.take(core.step())
+    with pytest.raises(StepError):
+        core.step()
+    core.recover()
+    core.add(make_request("late", [9], max_tokens=3))
+    core.step()
+    assert core.is_searching and core.stats().num_waiting == 1  # new requests wait for the outcome
+    transcripts.take(core.abort([f"r{i}" for i in range(4)]))
+    assert len(run_all(core, transcripts=transcripts)["late"].token_ids) == 3
 
 
 def test_an_abort_with_a_reason_is_how_a_stop_string_ends_a_request() -> None:

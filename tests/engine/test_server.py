@@ -22,7 +22,7 @@ from jaxserve.engine.messages import (
     Stop,
     ToEngine,
 )
-from jaxserve.engine.request import FinishReason, GrammarSpec, SamplingParams, TokenOutput
+from jaxserve.engine.request import FinishReason, GrammarSpec, SamplingParams, SchedulerOutput, TokenOutput
 from jaxserve.engine.server import MAX_REBUILDS, BuiltEngine, EngineServer
 from tests.fakes import CountingMatcher, alone, make_core, make_request, small_config
 from tests.faults.faulty_runner import FaultyRunner
@@ -155,16 +155,37 @@ def test_failed_steps_are_rebuilt_and_change_nothing() -> None:
 
 
 def test_more_failures_than_allowed_end_the_engine() -> None:
-    failing = set(range(2, 2 + 2 * (MAX_REBUILDS + 1), 2))
+    failing = set(range(2, 2 + 5 * (MAX_REBUILDS + 1), 5))
     channel = ListChannel([Add(make_request("a", [1], max_tokens=20))])
     with pytest.raises(StepError, match="on purpose"):
         serve(channel, faulty_core(failing))
 
 
+def test_requests_that_always_fail_do_not_end_the_engine() -> None:
+    """They are found and end; the failures of their search do not count against the device."""
+    turns: list[list[ToEngine]] = []
+    for i in range(MAX_REBUILDS + 2):
+        turns.append([Add(make_request(f"{kind}{i}", [i], max_tokens=9)) for kind in ("good", "bad", "fine")])
+        turns += [[]] * 40
+    channel, core = ListChannel(*turns), make_core(small_config())
+    faults = iter(range(100))  # then the device is well, and who still looks for a culprit finds none
+
+    def plan(output: SchedulerOutput) -> str | None:
+        bad = any("bad" in row.request_id for row in output.rows)
+        return "read" if bad and next(faults, None) is not None else None
+
+    core.runner = FaultyRunner(core.runner, plan)
+    serve(channel, core)
+    for i in range(MAX_REBUILDS + 2):
+        expected = alone([i], SamplingParams(temperature=0.0, max_tokens=9))[0]
+        assert channel.tokens(f"good{i}") == channel.tokens(f"fine{i}") == expected
+        assert channel.outputs(f"bad{i}")[-1].finish_reason is FinishReason.ERROR
+
+
 def test_old_failures_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "REBUILD_WINDOW", -1.0)
     channel = ListChannel([Add(make_request("a", [1], max_tokens=20))])
-    serve(channel, faulty_core({2, 4, 6, 8, 10}))
+    serve(channel, faulty_core({2, 7, 12, 17, 22}))
     assert len(channel.tokens("a")) == 20
 
 

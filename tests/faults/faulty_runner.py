@@ -16,7 +16,8 @@ MESSAGES = {
 
 
 class FaultsByName:
-    """A plan that clients write: the request named fault-KIND-STEPS befalls its STEPS-th step with KIND, once.
+    """A plan that clients write: the request named fault-KIND-STEPS befalls its STEPS-th step with KIND, once; the
+    one named poison-KIND-STEPS that step and every later one.
 
     Bound to a request and its own steps, so that it comes at the same moment whatever the machine's load.
     """
@@ -26,10 +27,10 @@ class FaultsByName:
 
     def __call__(self, output: SchedulerOutput) -> str | None:
         for row in output.rows:
-            if row.request_id.startswith("fault-"):
-                _, kind, at = row.request_id.rpartition("-")[0].split("-")
+            if row.request_id.startswith(("fault-", "poison-")):
+                name, kind, at = row.request_id.rpartition("-")[0].split("-")
                 self._steps[row.request_id] = count = self._steps.get(row.request_id, 0) + 1
-                if count == int(at):
+                if count == int(at) or (name == "poison" and count > int(at)):
                     return kind
         return None
 

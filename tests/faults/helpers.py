@@ -54,12 +54,25 @@ def client_of(server: RunningServer) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=90)
 
 
-async def ask_all(server: RunningServer, count: int = len(QUESTIONS), first_id: str | None = None) -> list[str]:
-    """The answers to `count` questions asked at once, half of them as streams. first_id: of the first request."""
+async def ask_all(
+    server: RunningServer, count: int = len(QUESTIONS), first_id: str | None = None, *, first_may_fail: bool = False
+) -> list[str]:
+    """The answers to `count` questions asked at once, half of them as streams.
+
+    first_id: of the first request. first_may_fail: its answer is then the message of its error.
+    """
+
+    async def answer(index: int) -> str:
+        named = {} if first_id is None or index else {"request_id": first_id}
+        try:
+            return await ask(client, index, stream=index % 2 == 0, **named)
+        except openai.APIError as error:
+            if index or not first_may_fail:
+                raise
+            return error.message
+
     async with client_of(server) as client:
-        named = {} if first_id is None else {"request_id": first_id}
-        work = [ask(client, i, stream=i % 2 == 0, **(named if i == 0 else {})) for i in range(count)]
-        return list(await asyncio.gather(*work))
+        return list(await asyncio.gather(*(answer(index) for index in range(count))))
 
 
 @functools.cache

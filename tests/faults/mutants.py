@@ -95,6 +95,27 @@ MUTANTS = (
         "tests/faults/test_failed_step.py::test_a_failed_step_changes_no_answer",
     ),
     Mutant(
+        "who fails the device is never found",
+        "jaxserve/engine/suspects.py",
+        "            guilty = rows.pop()\n",
+        "            guilty = None\n",
+        "tests/engine/test_server.py::test_requests_that_always_fail_do_not_end_the_engine",
+    ),
+    Mutant(
+        "everybody runs while a culprit is looked for",
+        "jaxserve/engine/scheduler.py",
+        "if only is not None and request.request_id not in only:",
+        "if False:",
+        CORE + "test_requests_that_always_fail_end_alone",
+    ),
+    Mutant(
+        "a request is blamed where nothing passed",
+        "jaxserve/engine/suspects.py",
+        "if len(rows) == 1 and (self.has_passed or not (absent or self._groups)):",
+        "if len(rows) == 1:",
+        CORE + "test_a_device_that_fails_for_all_ends_nobody",
+    ),
+    Mutant(
         "a row that is not finite is taken for a good one",
         "jaxserve/engine/scheduler.py",
         "elif not ok[i]:",

@@ -41,3 +41,14 @@ def test_where_no_rebuild_helps_a_new_process_does(server: RunningServer, kind: 
     wait_for(server, 200, 30)
     assert engine_process().pid != engine
     check_goldens(server)
+
+
+@pytest.mark.parametrize("kind", ["before", "read"])
+def test_a_request_that_always_fails_the_device_ends_alone(server: RunningServer, kind: str) -> None:
+    """It is told so; the others get their texts, of the same process. (One that has had its rebuilds is not asked.)"""
+    expected, engine = golden(server), engine_process().pid
+    texts = asyncio.run(ask_all(server, first_id=f"poison-{kind}-4", first_may_fail=True))
+    assert "the device fails whenever it computes this request" in texts[0]
+    assert texts[1:] == expected[1:]
+    assert engine_process().pid == engine
+    check_goldens(server)
