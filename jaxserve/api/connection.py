@@ -16,6 +16,7 @@ from jaxserve.config import ServerSection
 
 MAX_HEADER_BYTES = 64 * 1024  # request line and headers together
 MAX_HEADERS = 128
+MAX_IDLE_BYTES = 2**20  # of trailers, or of chunks that say much and bring nothing; more than one read of a socket
 LINGER = 2.0  # seconds in which a client that was answered before its body had come may end the body
 
 
@@ -41,6 +42,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._header_bytes = 0
         self._too_large = False
+        self._idle_bytes = 0  # received since the headers and the last piece of the body
 
     # --- life
 
@@ -68,10 +70,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self._refuse(431, "The request's headers are too large.")
+        else:
+            self._idle_bytes += len(data)
+            if self._idle_bytes > MAX_IDLE_BYTES:
+                self._cut()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # a trailer is no header of a request that has been let in
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
+        super().on_body(body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_headers, self._header_bytes = True, 0
+        self._in_headers, self._header_bytes, self._idle_bytes = True, 0, 0
         if self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_timeout, self._headers_are_late)
 

@@ -13,6 +13,9 @@ from jaxserve.config import Config
 from .conftest import LiveServer, reply_with
 
 TEXT = {"model": "demo", "prompt": "Hi"}
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,27 @@ def test_headers_over_the_limit(server: LiveServer, head: bytes) -> None:
             return
         assert error_of(answer)[0] == 431
     assert server.http.get("/live").status_code == 200
+
+
+@pytest.mark.parametrize("begin", [b"0\r\nx: ", b"0\r\n", b"5;", b"5\r\nabcde\r\n0\r\nx: "])
+def test_trailers_without_an_end(server: LiveServer, begin: bytes) -> None:
+    """What follows a chunked body is no part of the body's limit: its parser would keep it all."""
+    with connect(server) as connection, pytest.raises(OSError):
+        connection.sendall(CHUNKED + begin)
+        for _ in range(64):
+            connection.sendall((b"x" * 1000 if begin != b"0\r\n" else b"name: " + b"x" * 994 + b"\r\n") * 100)
+            time.sleep(0.005)
+
+
+def test_a_chunked_body_with_trailers(server: LiveServer) -> None:
+    """They are read and forgotten; the connection goes on."""
+    data = json.dumps(TEXT).encode()
+    chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in data) + b"0\r\ncontent-type: text/plain\r\n\r\n"
+    with connect(server) as connection:
+        for headers in ({}, {"connection": "close"}):
+            connection.sendall(CHUNKED + chunks + request_of(TEXT, **headers))
+            time.sleep(0.2)
+        assert read_all(connection).count(b"HTTP/1.1 200 OK") == 4
 
 
 def test_a_url_over_the_limit(server: LiveServer) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class _Exchange(asyncio.Protocol):
         self._request = request
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request)
+        cast("asyncio.Transport", transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self.first = self.first or time.monotonic()

@@ -242,6 +242,13 @@ MUTANTS = (
         CONNECTION + "test_headers_that_do_not_come",
     ),
     Mutant(
+        "trailers have no limit",
+        "jaxserve/api/connection.py",
+        "if self._idle_bytes > MAX_IDLE_BYTES:",
+        "if False:",
+        CONNECTION + "test_trailers_without_an_end",
+    ),
+    Mutant(
         "a client that does not read is waited for",
         "jaxserve/api/connection.py",
         "self._send_timer = self.loop.call_later(self.send_timeout, self._cut)",
