@@ -72,6 +72,8 @@ def build_engine(config: Config, send: Send) -> BuiltEngine:
         matchers.warm_up()  # in a thread, while the programs compile
     pooling = read_pooling(directory, loaded.config)
     runner = _runner(config, loaded, pooling, mesh, send)
+    if isinstance(runner, ModelRunner):
+        runner.warm_up()
     phases.end("programs")
     core = EngineCore(
         runner,

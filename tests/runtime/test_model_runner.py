@@ -480,6 +480,17 @@ def test_an_empty_step(runner: ModelRunner) -> None:
     assert HandScheduler(runner).execute([]).result().token_ids.shape == (0, 1)
 
 
+def test_warming_up_leaves_no_trace(runner: ModelRunner) -> None:
+    tokens, before = [1, 2, 3], []
+    for warm in (False, True):
+        if warm:
+            runner.warm_up()
+            assert all(not np.asarray(array).any() for array in jax.tree.leaves((runner.caches, runner.hidden)))
+        scheduler = HandScheduler(runner)
+        before.append(scheduler.generate([scheduler.add(tokens, GREEDY)], 4)[0])
+    assert before[0] == before[1]
+
+
 def test_update_weights(runner: ModelRunner, tiny_model: LoadedModel) -> None:
     other = [np.flip(np.asarray(leaf), axis=0) for leaf in tiny_model.leaves]
     forward = jax.jit(functools.partial(dense_logits, tiny_model.structure))
