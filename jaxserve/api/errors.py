@@ -74,7 +74,7 @@ def from_validation(error: ValidationError, root: Any) -> RequestError:
     `root` is the parsed body: a union's branch names are told from field names by walking it. Of a union's several
     complaints the deepest wins, and equals are joined.
     """
-    details = error.errors(include_url=False, include_context=False)
+    details = error.errors(include_url=False, include_context=False, include_input=False)
     found = [(_path(detail, root), detail) for detail in details]
     deepest = max(len(path) for path, _ in found)
     path, first = next(item for item in found if len(item[0]) == deepest)

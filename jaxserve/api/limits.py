@@ -14,6 +14,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 32
 MAX_PROMPTS = 2048
+MAX_MESSAGES = 4096  # and parts of a message: with 20,000 their checks hold up everybody for 0.3 s
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_LOGIT_BIAS = 4096

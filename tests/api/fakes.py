@@ -60,7 +60,8 @@ def demo_info(tokenizer: Tokenizer) -> EngineInfo:
 
 def vector_of(token_ids: list[int]) -> np.ndarray:
     """The embedding of a text, float32 [VECTOR] of length one: it depends on every token and its position."""
-    vector = np.sin(np.outer(np.arange(1, VECTOR + 1), token_ids) + np.arange(len(token_ids))).sum(axis=1)
+    ids = np.array(token_ids) + 1
+    vector = np.sin(np.outer(np.arange(1, VECTOR + 1), ids) + np.arange(len(ids))).sum(axis=1)
     return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 

@@ -37,8 +37,13 @@ QUESTIONS = [
 ]
 
 
-async def ask(client: openai.AsyncOpenAI, index: int, *, stream: bool, **fields: Any) -> str:
-    """The greedy answer to question `index`. Raises what the client raises; an error event of a stream too."""
+async def ask(
+    client: openai.AsyncOpenAI, index: int, *, stream: bool, begun: set[int] | None = None, **fields: Any
+) -> str:
+    """The greedy answer to question `index`. Raises what the client raises; an error event of a stream too.
+
+    begun: gets `index` when a stream has brought text.
+    """
     messages = [{"role": "user", "content": QUESTIONS[index % len(QUESTIONS)]}]
     arguments = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 100, "extra_body": fields}
     if not stream:
@@ -47,6 +52,8 @@ async def ask(client: openai.AsyncOpenAI, index: int, *, stream: bool, **fields:
     text = ""
     async for chunk in await client.chat.completions.create(stream=True, **arguments):  # type: ignore[call-overload]
         text += chunk.choices[0].delta.content or ""
+        if text and begun is not None:
+            begun.add(index)
     return text
 
 

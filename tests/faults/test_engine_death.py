@@ -36,23 +36,26 @@ def num_engines() -> int:
     return sum(is_engine(process) for process in psutil.Process().children(recursive=True))
 
 
-async def killed_under_load(server: RunningServer, count: int, streamed: float) -> list[str]:
+async def killed_under_load(server: RunningServer, count: int, streaming: int) -> list[str]:
     """Answers of `count` requests, half of them streams. The engine is killed when all were accepted and have either
-    ended or been live for `streamed` seconds."""
+    ended or are live, and `streaming` streams have brought text and not ended."""
     async with client_of(server) as client:
-        tasks = [asyncio.create_task(ask(client, i, stream=i % 2 == 0)) for i in range(count)]
+        begun: set[int] = set()
+        tasks = [asyncio.create_task(ask(client, i, stream=i % 2 == 0, begun=begun)) for i in range(count)]
         while server.launch.engine.num_live + sum(task.done() for task in tasks) < count:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(streamed)
+        while sum(not tasks[i].done() for i in begun) < streaming:
+            assert not all(task.done() for task in tasks), "too quick to be killed in the middle"
+            await asyncio.sleep(0.002)
         engine_process().kill()
         return list(await asyncio.gather(*tasks))
 
 
-@pytest.mark.parametrize("streamed", [0.0, 0.4])
-def test_a_killed_engine_loses_nothing(server: RunningServer, streamed: float) -> None:
+@pytest.mark.parametrize("streaming", [0, 12])
+def test_a_killed_engine_loses_nothing(server: RunningServer, streaming: int) -> None:
     """Each of 64 gets its golden text, those that had begun to stream too; then 20 goldens of the new engine."""
     expected, engines = golden(server), num_engines()
-    texts = asyncio.run(killed_under_load(server, 64, streamed))
+    texts = asyncio.run(killed_under_load(server, 64, streaming))
     assert texts == [expected[i % len(QUESTIONS)] for i in range(64)]
     wait_for(server, 200, 30)
     check_goldens(server)

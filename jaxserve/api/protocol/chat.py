@@ -42,9 +42,9 @@ class ToolCall(Part):
 
 class Message(Part):
     role: Role
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=limits.MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -108,7 +108,7 @@ class Thinking(Part):
 
 class ChatCompletionRequest(SamplingFields):
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     input_ids: limits.TokenIds | None = Field(None, description="Token ids used instead of the rendered messages.")
     max_completion_tokens: limits.TokenCount | None = Field(None, description="Default: the rest of the context.")
     max_tokens: limits.TokenCount | None = Field(None, description="The older name of max_completion_tokens.")

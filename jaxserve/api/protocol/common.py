@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from jaxserve.api import limits
 
@@ -47,16 +48,36 @@ UNSUPPORTED: dict[str, str] = {
 }
 
 
-class Body(BaseModel):
-    """A JSON object from a client. Strict: a number in quotes is no number."""
+def _make_lists_fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        for value in schema.values():
+            _make_lists_fail_fast(value)
+    elif isinstance(schema, list | tuple):
+        for value in schema:
+            _make_lists_fail_fast(value)
+
+
+class _Strict(BaseModel):
+    """A number in quotes is no number. Unknown keys pass. A list is left at its first wrong item: an error for each of
+    a million, in each branch of a union, would hold up the whole server for half a minute."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _make_lists_fail_fast(schema)
+        return schema
 
-class Part(BaseModel):
-    """A nested object. Unknown keys pass."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+class Body(_Strict):
+    """A JSON object from a client."""
+
+
+class Part(_Strict):
+    """A nested object."""
 
 
 class StreamOptions(Part):
