@@ -70,7 +70,7 @@ async def ask_all(
     """
 
     async def answer(index: int) -> str:
-        named = {} if first_id is None or index else {"request_id": first_id}
+        named: dict[str, Any] = {} if first_id is None or index else {"request_id": first_id}
         try:
             return await ask(client, index, stream=index % 2 == 0, **named)
         except openai.APIError as error:
