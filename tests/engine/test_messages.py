@@ -2,7 +2,9 @@
 
 import os
 import random
+from typing import Any
 
+import msgspec
 import pytest
 
 from jaxserve.engine.messages import (
@@ -101,3 +103,15 @@ def test_random_frames_are_refused() -> None:
 def test_a_deep_frame_is_refused() -> None:
     with pytest.raises(MessageError):
         decode_to_engine(b"\x91" * 100_000)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 2**63, 1.5, "1"])
+@pytest.mark.parametrize("name", ["n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"])
+def test_numbers_that_no_array_takes_are_refused(name: str, value: Any) -> None:
+    """They would fail a step of everybody."""
+    params = {"max_tokens": 3, name: value}
+    request = {"request_id": "r", "prompt_token_ids": [1], "params": params}
+    with pytest.raises(MessageError):
+        decode_to_engine(msgspec.msgpack.encode({"type": "add", "request": request}))
+    good = msgspec.msgpack.encode({"type": "add", "request": request | {"params": {name: 1}}})
+    assert isinstance(decode_to_engine(good), Add)

@@ -204,7 +204,7 @@ MUTANTS = (
         "jaxserve/engine/request.py",
         "Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]",
         "Count = int",
-        "tests/faults/test_frames.py::test_random_frames_harm_nobody",
+        "tests/engine/test_messages.py::test_numbers_that_no_array_takes_are_refused",
     ),
     Mutant(
         "pages are freed while a step still writes to them",
