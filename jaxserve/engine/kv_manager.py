@@ -88,13 +88,14 @@ class KVManager:
         return node
 
     def num_new_pages(self, request: Request, node: Node) -> list[int]:
-        """Pages of each group that `take` must find: those to allocate, and those of the prefix that can then not be
-        evicted."""
+        """Pages of each group that `take` must find: those to allocate at least, and those of the prefix that can then
+        not be evicted."""
         full = self.num_pages_for(request.num_tokens) - node.depth + self.cache.num_unlocked(node)
         return [full] if self.window is None else [full, self.window.num_new_pages(request, node)]
 
-    def take(self, request: Request, node: Node) -> None:
-        """Give a slot and the pages of all its known tokens to a request; `node` is its fresh `match`."""
+    def take(self, request: Request, node: Node, surplus: int = 0) -> None:
+        """Give a slot and the pages of all its known tokens to a request; `node` is its fresh `match`. surplus: pages
+        of the last group beyond `num_new_pages` that nobody else is expected to need."""
         self.cache.lock(node)
         total = self.num_pages_for(request.num_tokens)
         request.cache_node = node
@@ -102,7 +103,7 @@ class KVManager:
         request.page_ids = node.page_ids + self.allocate(total - node.depth)
         request.page_capacity = total * self.page_size
         if self.window is not None:
-            self.window.take(request, node)
+            self.window.take(request, node, surplus)
 
     def allocate(self, count: int) -> list[int]:
         """Raises ValueError if fewer than `count` pages are available."""

@@ -263,19 +263,19 @@ class Scheduler:
             if max(missing) > 0 or not self.kv.num_free_slots:
                 self._preempt_for(request, missing)
                 break
-            self._start(step, request, node, now)
+            self._start(step, request, node, -missing[-1] // self.config.page_size, now)
             admitted.append(request)
             reserved = [a + b for a, b in zip(reserved, self._reserve((request,)), strict=True)]
         for request in admitted:
             self._waiting.remove(request)
 
     def _missing_tokens(self, request: Request, node: Node, reserved: list[int]) -> list[int]:
-        """How much room, in tokens of each group, is lacking to admit a request. Alone on the device it needs no
-        reserve to grow."""
+        """How much room, in tokens of each group, is lacking to admit a request (below 0: is left). Alone on the device
+        it needs no reserve to grow."""
         pairs = zip(self.kv.available(), self.kv.num_new_pages(request, node), strict=True)
         room = [(available - new) * self.config.page_size for available, new in pairs]
         if min(room) >= 0 and not self._running:
-            return [0] * len(room)
+            return [-there for there in room]
         groups = zip(reserved, self._reserve((request,)), room, strict=True)
         return [others + own - there for others, own, there in groups]
 
@@ -288,8 +288,8 @@ class Scheduler:
             reserved.append(sum(min(self._ratio.reserve((request,)), room) for request, room in growth if room))
         return reserved
 
-    def _start(self, step: StepBuilder, request: Request, node: Node, now: float) -> None:
-        self.kv.take(request, node)
+    def _start(self, step: StepBuilder, request: Request, node: Node, surplus: int, now: float) -> None:
+        self.kv.take(request, node, surplus)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = node.depth * self.config.page_size
         request.num_prefill_tokens = request.num_tokens

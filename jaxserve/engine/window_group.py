@@ -7,8 +7,9 @@ token to come, or one in a step in flight, can see, and gives back those before 
             |  given back     |  the cache's, locked | own  |
 
 A prompt's pages are taken at once when the request is admitted, as many as two chunks and a window need at most
-(`spare`); a longer prompt goes on with those of its own that have fallen out of the window. So a prompt that has begun
-never waits for pages of this group, and those of a prompt that is short enough are all there for the prefix cache.
+(`spare`), or where they are scarce fewer, down to two windows; a longer prompt goes on with those of its own that have
+fallen out of the window. So a prompt that has begun never waits for pages of this group, and those of a prompt that is
+short enough are all there for the prefix cache.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class WindowGroup:
         # Beside a prefix's last window, which is locked for the first tokens, there must be room for the prompt's own.
         room = num_pages - size.decoding
         self._max_hand = min(size.prefilling, room) if room >= size.decoding else num_pages
+        # Enough for chunks of half a window. More may be long in coming: two chunks can be as many as 16 windows.
+        self._min_hand = min(self._max_hand, 2 * size.decoding)
         assert num_pages >= size.least(longest)
 
     # --- counting
@@ -76,7 +79,7 @@ class WindowGroup:
         return len(held.spare) + sum(node is None or self.index.is_last_user(node) for node in held.nodes)
 
     def num_new_pages(self, request: Request, node: Node) -> int:
-        """Pages that `take` must find: those to allocate, and those of the prefix that can then not be evicted."""
+        """Pages that `take` must find: the fewest to allocate, and those of the prefix that can then not be evicted."""
         return self._hand(request, node) + self.index.num_idle(self.index.path(node))
 
     def num_to_grow(self, request: Request, node: Node) -> int:
@@ -86,13 +89,15 @@ class WindowGroup:
             return max(0, self._most - len(held.pages) - len(held.spare))
         return max(0, self._most - self._hand(request, node) - len(self.index.path(node)))
 
-    def _hand(self, request: Request, node: Node) -> int:
-        return min(-(-request.num_tokens // self.size.page_size) - node.depth, self._max_hand)
+    def _hand(self, request: Request, node: Node, surplus: int = 0) -> int:
+        most = min(self._max_hand, self._min_hand + surplus)
+        return min(-(-request.num_tokens // self.size.page_size) - node.depth, most)
 
     # --- taking
 
-    def take(self, request: Request, node: Node) -> None:
-        """The last window of the prefix `node`, and pages for the tokens behind it."""
+    def take(self, request: Request, node: Node, surplus: int) -> None:
+        """The last window of the prefix `node`, and pages for the tokens behind it: of the `surplus`, available pages
+        beyond `num_new_pages`, as many as a prompt can use."""
         nodes = self.index.path(node)
         pages = [self.index.lock(above) for above in nodes]
         first = node.depth - len(nodes)
@@ -100,7 +105,7 @@ class WindowGroup:
             first,
             pages,
             [*nodes],
-            self._allocate(self._hand(request, node)),
+            self._allocate(self._hand(request, node, surplus)),
             num_sent=first,
             num_read=node.depth * self.size.page_size,
         )

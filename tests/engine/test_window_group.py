@@ -184,6 +184,26 @@ def test_admission_leaves_room_for_windows_to_fill() -> None:
     assert core.scheduler.counters.retractions == 0
 
 
+def test_where_pages_are_scarce_a_long_prompt_begins_with_fewer() -> None:
+    """Twelve windows of pages, ten prompts that could each use seven: they do not wait for so many to come free."""
+    core = make_core(windowed(num_window_pages=60, max_num_seqs=16, max_num_batched_tokens=64), eos_token_ids=(1000,))
+    assert group(core).size.prefilling == 36
+    requests = [make_request(f"r{i}", prompt_of(150, 9 * i), max_tokens=100) for i in range(10)]
+    for request in requests:
+        core.add(request)
+    transcripts, taken, most = Transcripts(), list[int](), 0
+    while core.has_work:
+        transcripts.take(core.step())
+        core.scheduler.check_integrity()
+        now = [len(pages.pages) + len(pages.spare) for request, pages in held(core) if not request.prompt_done]
+        taken, most = taken + now[:1], max(most, len(list(held(core))))
+    assert taken[0] == 36 and min(taken) < 20, "as many as there are, and as few as will do"
+    assert most >= 7, "five, if each waited for 36"
+    for request in requests:
+        expected = alone(request.prompt_token_ids, request.params)[0]
+        assert transcripts[request.request_id].token_ids == expected
+
+
 @pytest.mark.parametrize("pages", [9, 10])
 def test_the_least_number_of_pages(pages: int) -> None:
     sizes = {"num_window_pages": pages, "max_model_len": 512}
