@@ -19,7 +19,9 @@ Side = Literal["left", "right"]
 
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The token ids of a text. Others have a turn before it: a request may bring two thousand."""
     if len(text) <= INLINE_CHARS:
+        await asyncio.sleep(0)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 

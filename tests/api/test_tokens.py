@@ -1,20 +1,25 @@
 """/tokenize, /detokenize, /tokenizer_info and the admin routes."""
 
+import asyncio
 from typing import Any
 
+from jaxserve.api.limits import MAX_CHOICES
+from jaxserve.api.prompts import encode
 from jaxserve.config import Config
+from jaxserve.text.tokenizer import Tokenizer
 
 from .conftest import LiveServer
+from .fakes import DEMO
 
 
 def test_tokenize_and_back(server: LiveServer) -> None:
-    encode = server.link.tokenizer.encode
+    ids_of = server.link.tokenizer.encode
     answer = server.post("/tokenize", {"prompt": "one two", "return_token_strs": True}).json()
-    assert answer["tokens"] == encode("one two") and answer["count"] == len(answer["tokens"])
+    assert answer["tokens"] == ids_of("one two") and answer["count"] == len(answer["tokens"])
     assert "".join(answer["token_strs"]) == "one two" and answer["max_model_len"] == 512
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json()["prompt"] == "one two"
     many = server.post("/tokenize", {"prompt": ["a", "b c"]}).json()
-    assert many["tokens"] == [encode("a"), encode("b c")] and many["count"] == [len(x) for x in many["tokens"]]
+    assert many["tokens"] == [ids_of("a"), ids_of("b c")] and many["count"] == [len(x) for x in many["tokens"]]
     assert server.post("/detokenize", {"tokens": many["tokens"]}).json()["text"] == ["a", "b c"]
 
 
@@ -23,6 +28,33 @@ def test_a_conversation_is_rendered_as_for_chat(server: LiveServer) -> None:
     tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
     server.post("/v1/chat/completions", {"model": "demo", "messages": messages})
     assert tokens == server.link.seen[-1].prompt_token_ids
+
+
+def test_more_tools_than_a_chat_may_have(server: LiveServer) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": [{"role": "user", "content": "Hello"}], "tools": [tool] * (MAX_CHOICES + 1)}
+    answer = server.post("/tokenize", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+
+
+def test_others_have_a_turn_between_two_texts() -> None:
+    """A request of two thousand texts held up the server for two seconds."""
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        other, tokenizer = asyncio.create_task(others()), Tokenizer.from_directory(DEMO)
+        for _ in range(50):
+            await encode(tokenizer, "a few words", add_special_tokens=False)
+        other.cancel()
+
+    asyncio.run(run())
+    assert turns >= 50
 
 
 def test_tokenizer_info_is_what_lm_eval_needs(server: LiveServer) -> None:
