@@ -105,7 +105,7 @@ def plan_memory(
         window_pages = min(num_pages, most) if num_window_pages is None else num_window_pages
     longest = num_pages * sizes.page_size
     if longest < max_model_len and (not shrink_context or longest < sizes.page_size):
-        raise ConfigError(_too_small(sizes, num_pages, max_model_len, budget), fix=_advice(longest))
+        raise ConfigError(_too_small(sizes, num_pages, window_pages, max_model_len, budget), fix=_advice(longest))
     if sizes.window is not None and window_pages < (least := sizes.window.least(min(longest, max_model_len))):
         raise ConfigError(
             f"the layers with a sliding window have {window_pages} pages, and one request may need {least}",
@@ -135,7 +135,8 @@ def split_pool(
     The windowed group gets what all requests at once can hold, twice (the rest serves prefix hits), and the others
     what is left. Where memory is short of that it gets half as many pages as the others, as if a request had two
     windows of context; more where no request can have so much. Where all layers have a window the other pages are
-    numbers without bytes, and there are as many as the requests whose windows fit could fill.
+    numbers without bytes, and there are as many as the requests whose windows fit could fill. Where not even a full
+    context and its windows fit, all layers keep all, for a context that is shorter.
     """
     longest = -(-max_model_len // sizes.page_size)
     most = 2 * sizes.max_num_seqs * longest
@@ -149,9 +150,12 @@ def split_pool(
         window_pages = min(sizes.window.for_requests(sizes.max_num_seqs), affordable)
         window_pages = max(window_pages, sizes.window.least(max_model_len))
     left = num_bytes - window_pages * sizes.window_page_bytes
-    if left < 0:
-        return 0, window_pages
-    pages = left // sizes.page_bytes if sizes.page_bytes else max(longest, window_pages * longest // one)
+    pages = 0
+    if left >= 0:
+        pages = left // sizes.page_bytes if sizes.page_bytes else max(longest, window_pages * longest // one)
+    kept = num_bytes // (sizes.page_bytes + sizes.window_page_bytes)
+    if num_window_pages is None and pages < min(kept, longest):
+        return kept, kept
     return min(pages, most), window_pages
 
 
@@ -172,11 +176,12 @@ def plan_without_cache(
     )
 
 
-def _too_small(sizes: Sizes, num_pages: int, max_model_len: int, budget: int) -> str:
+def _too_small(sizes: Sizes, num_pages: int, window_pages: int, max_model_len: int, budget: int) -> str:
+    pool = num_pages * sizes.page_bytes + window_pages * sizes.window_page_bytes
     return (
         f"the KV cache has room for {num_pages * sizes.page_size} tokens, and one request may have {max_model_len} "
         f"(budget {_mib(budget)}: weights {_mib(sizes.weight_bytes)}, slots {_mib(sizes.state_bytes)}, "
-        f"programs {_mib(sizes.scratch_bytes)}, {_mib(num_pages * sizes.page_bytes)} for pages)"
+        f"programs {_mib(sizes.scratch_bytes)}, {_mib(pool)} for pages)"
     )
 
 

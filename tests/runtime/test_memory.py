@@ -113,6 +113,12 @@ def test_windowed_pages_as_configured() -> None:
     assert f"cache.num_window_pages to at least {2 * ONE}" in str(caught.value.fix)
 
 
-def test_too_little_for_windows_is_too_little() -> None:
-    with pytest.raises(ConfigError, match="room for 0 tokens"):
-        plan(ALTERNATING, device_bytes=21 * GIB + 200 * MIB)
+@pytest.mark.parametrize(("page_bytes", "pages"), [(MIB, 38), (0, 77)])
+def test_too_little_for_a_context_and_its_windows_is_a_shorter_context(page_bytes: int, pages: int) -> None:
+    """77 MiB; two windows of a page's group alone are 132. A context of 77 pages needs no more than these."""
+    sizes = dataclasses.replace(ALTERNATING, page_bytes=page_bytes)
+    tight = {"device_bytes": 21 * GIB + 200 * MIB}
+    result = plan(sizes, **tight, shrink_context=True)
+    assert (result.num_pages, result.num_window_pages, result.max_model_len) == (pages, pages, pages * 16)
+    with pytest.raises(ConfigError, match=f"room for {pages * 16} tokens.*{pages * (page_bytes + MIB) // MIB} MiB for"):
+        plan(sizes, **tight)
