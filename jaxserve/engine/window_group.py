@@ -136,11 +136,12 @@ class WindowGroup:
     # --- sharing and giving back
 
     def commit(self, request: Request, node: Node) -> None:
-        """The cache has the request's tokens up to `node`: give it the windowed pages that it lacks."""
+        """The cache has the request's tokens up to `node`: give it the windowed pages that it lacks, and those that
+        nobody uses: its own would go first, and the others without it are no prefix."""
         held: WindowPages = request.window
         while node.depth > held.first:
             i = node.depth - 1 - held.first
-            if i < len(held.pages) and held.nodes[i] is None and node.alive and node not in self.index:
+            if i < len(held.pages) and held.nodes[i] is None and node.alive and not self.index.in_use(node):
                 self.index.put(node, held.pages[i])
                 held.nodes[i] = node
             assert node.parent is not None

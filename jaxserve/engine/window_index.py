@@ -67,9 +67,13 @@ class WindowIndex:
 
     # --- use
 
+    def in_use(self, node: Node) -> bool:
+        return node in self._locks
+
     def put(self, node: Node, page_id: int) -> None:
-        """A page for a node that has none; locked by the caller."""
-        assert node.alive and node not in self._pages
+        """A page for a node that has none, or one that nobody uses and that makes way; locked by the caller."""
+        assert node.alive and not self.in_use(node)
+        self.forget(node)
         self._pages[node], self._locks[node] = page_id, 1
 
     def lock(self, node: Node) -> int:

@@ -141,6 +141,18 @@ def test_of_a_prefix_with_a_gap_the_part_before_it_is_used() -> None:
     assert cached(core, long[:100]) == 96, "but its own request has left one since"
 
 
+def test_a_prefix_computed_again_is_as_good_as_new() -> None:
+    """Of the first prompt's ten pages three are left; beside those computed again they must not go before others."""
+    core = make_core(windowed())
+    for first in (1, 50):
+        assert cached(core, prompt_of(40, first)) == 0
+    group(core).index.evict(7)
+    assert cached(core, prompt_of(40, 1)) == 0
+    assert group(core).index.num_pages == 20
+    group(core).index.evict(10)
+    assert cached(core, prompt_of(40, 1)) == 36
+
+
 def test_eviction_takes_windowed_pages_and_leaves_the_nodes() -> None:
     core = make_core(windowed(num_window_pages=24))
     for i in range(12):
