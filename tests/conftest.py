@@ -20,6 +20,16 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 SMALL: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 
 
+TIMED = ("faults", "e2e")  # folders whose tests wait for processes and signals, with deadlines of seconds
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `-n N --dist loadgroup`: a file's tests stay together, and those that are timed are never side by side."""
+    for item in items:
+        folder, *_ = item.path.relative_to(Path(__file__).parent).parts
+        item.add_marker(pytest.mark.xdist_group("timed" if folder in TIMED else item.path.stem))
+
+
 class SharedData:
     """Public data that the project does not carry; a test that needs a missing file is skipped by name."""
 
@@ -42,7 +52,11 @@ def shared_data() -> SharedData:
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Compiled programs shared by the servers and engines of the session; kept in JAXSERVE_TEST_CACHE if it is set."""
-    return os.environ.get("JAXSERVE_TEST_CACHE") or str(tmp_path_factory.mktemp("xla"))
+    if given := os.environ.get("JAXSERVE_TEST_CACHE"):
+        return given
+    base = tmp_path_factory.getbasetemp()
+    several = "PYTEST_XDIST_WORKER" in os.environ  # whose folders lie side by side in one
+    return str((base.parent if several else base) / "xla")
 
 
 @pytest.fixture(scope="session")
