@@ -15,7 +15,7 @@ from dataclasses import dataclass
 # pay, and beyond a step is bound by arithmetic. Prompts of a larger model on a CPU are bound by arithmetic from 64
 # tokens on: 192 and 384 are worth their programs there.
 SMALL_MODEL = 50_000_000  # parameters
-_DECODE_SMALL = (1, 4, 16, 64)
+_DECODE_SMALL = (1, 4, 16, 32, 64)
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
 _DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then from 32 on by factors of two
