@@ -186,10 +186,10 @@ MUTANTS = (
         "tests/faults/test_overload.py::test_ten_times_overload",
     ),
     Mutant(
-        "ended requests are remembered",
-        "jaxserve/engine/async_engine.py",
-        "            del self._live[output.request_id]\n",
-        "            pass\n",
+        "an ended request keeps its pages",
+        "jaxserve/engine/kv_manager.py",
+        "        self.pool.free(request.page_ids[node.depth :])\n",
+        "",
         "tests/faults/test_soak.py::test_mixed_traffic_leaves_nothing_behind",
     ),
     Mutant(
