@@ -5,6 +5,7 @@ From a body's fields to those of SamplingParams, and from outputs to the forms o
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from jaxserve.errors import InvalidValueError
 
 MAX_CANDIDATES = 256  # of a token: what the device gives
 MAX_HIDDEN_NUMBERS = 2**22  # of one answer: 4 million, some 80 MB of JSON
+MAX_EXPERT_NUMBERS = 2**24  # of one answer, 64 MiB
 
 SamplingMode = Literal["selected", "support"]
 
@@ -62,6 +64,24 @@ def show_hidden(params: SamplingParams, mode: HiddenStates, num_prompt_tokens: i
     return msgspec.structs.replace(params, hidden_states=mode, logprobs=params.logprobs or 0)
 
 
+def route(
+    params: SamplingParams, wanted: bool | None, start: int | None, num_prompt_tokens: int, info: EngineInfo
+) -> SamplingParams:
+    """`params` with the experts of every token. Raises InvalidValueError where there are none, or too many."""
+    if start is not None and not (wanted and start <= num_prompt_tokens):
+        message = "routed_experts_start_len goes with return_routed_experts and is at most the prompt's length."
+        raise InvalidValueError(message, param="routed_experts_start_len")
+    if not wanted:
+        return params
+    layers, each = info.routed
+    if not layers:
+        raise InvalidValueError("return_routed_experts: the model has no experts.", param="return_routed_experts")
+    if (num_prompt_tokens + (params.max_tokens or 0)) * layers * each * params.n > MAX_EXPERT_NUMBERS:
+        message = "return_routed_experts: too many numbers for one answer; ask for fewer tokens."
+        raise InvalidValueError(message, param="return_routed_experts")
+    return msgspec.structs.replace(params, experts=True, logprobs=params.logprobs or 0)
+
+
 def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str) -> SamplingParams:
     """`params` with the server's watermark, unless `asked` is False. Raises InvalidValueError without a key."""
     if asked and key is None:
@@ -77,6 +97,7 @@ def check_no_details(params: SamplingParams, shape: str) -> None:
         "logprob_token_ids": params.watched_token_ids,
         "return_sampling_mask": params.support,
         "return_hidden_states": params.hidden_states,
+        "return_routed_experts": params.experts,
     }
     for name, value in asked.items():
         if value:
@@ -117,6 +138,23 @@ class Candidates:
                 for each in self._found
             ],
         }
+
+
+class RoutedExperts:
+    """The experts of one choice: of every token but the last, which nothing was computed of."""
+
+    def __init__(self) -> None:
+        self._prompt = b""
+        self._output = b""  # of the token before each one of the output; the first of them is the prompt's last
+
+    def note(self, output: RequestOutput) -> None:
+        self._prompt = output.prompt_experts or self._prompt
+        self._output += output.experts or b""
+
+    def encoded(self, start: int, num_prompt_tokens: int) -> str:
+        """SGLang's form: base64 of int32 [tokens from `start` on, sparse layers, experts each]."""
+        size = len(self._prompt) // num_prompt_tokens
+        return base64.b64encode((self._prompt + self._output[size:])[start * size :]).decode()
 
 
 def _floored(values: list[float]) -> list[float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.api.details import Candidates
+from jaxserve.api.details import Candidates, RoutedExperts
 from jaxserve.api.generation import Job
 from jaxserve.api.protocol.common import SamplingFields
 from jaxserve.engine.output import RequestOutput
@@ -23,10 +23,12 @@ class Extras:
         self._request_id = request_id
         self._output_ids: dict[tuple[int, int], list[int]] = {}
         self._candidates: dict[tuple[int, int], Candidates] = {}
+        self._experts: dict[tuple[int, int], RoutedExperts] = {}
         self.wanted = any(
             (
                 body.return_meta_info,
                 body.return_sampling_mask,
+                body.return_routed_experts,
                 body.return_weight_versions,
                 body.return_cached_tokens_details,
                 body.return_spec_tokens_details,
@@ -41,6 +43,8 @@ class Extras:
         self._output_ids.setdefault(key, []).extend(output.token_ids)
         if self._body.return_sampling_mask:
             self._candidates.setdefault(key, Candidates()).note(output)
+        if self._body.return_routed_experts:
+            self._experts.setdefault(key, RoutedExperts()).note(output)
 
     def finish(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
         """The fields for the last chunk of a choice."""
@@ -69,6 +73,9 @@ class Extras:
             found["cached_tokens_details"] = {"device": output.num_cached_tokens, "host": 0}
         if self._body.return_spec_tokens_details:
             found["spec_tokens_details"] = None  # no tokens are drafted
+        if self._body.return_routed_experts:
+            experts, start = self._experts[number, output.index], self._body.routed_experts_start_len or 0
+            found["routed_experts"] = experts.encoded(start, len(job.prompt_token_ids))
         if self._body.return_input_ids_in_sglext:
             found["input_ids"] = job.prompt_token_ids
         if self._body.return_output_ids_in_sglext:

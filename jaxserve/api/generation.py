@@ -164,6 +164,8 @@ def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         support=None if second.support is None else [*(first.support or ()), *second.support],
         hidden=None if second.hidden is None else (first.hidden or b"") + second.hidden,
         prompt_hidden=first.prompt_hidden or second.prompt_hidden,
+        experts=None if second.experts is None else (first.experts or b"") + second.experts,
+        prompt_experts=first.prompt_experts or second.prompt_experts,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.api.details import Candidates, SamplingMode, hidden_vectors, matrix
+from jaxserve.api.details import Candidates, RoutedExperts, SamplingMode, hidden_vectors, matrix
 from jaxserve.api.generation import Job
 from jaxserve.api.logprobs import TokenTexts, floor
 from jaxserve.engine.output import RequestOutput
@@ -28,6 +28,7 @@ class LogprobOptions:
     candidates: bool = False
     sampling_mode: SamplingMode | None = None
     hidden: HiddenStates = ""
+    experts_from: int | None = None  # first prompt position; None: not asked for
 
 
 @dataclass
@@ -46,12 +47,14 @@ class NativeChoice:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     last: RequestOutput | None = None
     candidates: Candidates = field(default_factory=Candidates)
+    experts: RoutedExperts = field(default_factory=RoutedExperts)
     prompt_hidden: bytes | None = None
     hidden: list[np.ndarray] = field(default_factory=list)
 
     def add(self, output: RequestOutput) -> RequestOutput:
         """Take an output in; the output as it is to be shown."""
         self._add_hidden(output)
+        self.experts.note(output)
         if self.scoring:
             output = _unsaid(output)
         if self.options.candidates:
@@ -90,6 +93,8 @@ class NativeChoice:
             meta |= self.candidates.as_dict(self.options.sampling_mode)
         if self.options.hidden and self.last.finish_reason is not None:
             meta["hidden_states"] = self._hidden_states()
+        if self.options.experts_from is not None and self.last.finish_reason is not None:
+            meta["routed_experts"] = self.experts.encoded(self.options.experts_from, len(self.job.prompt_token_ids))
         return meta | self._logprobs() if self.options.wanted else meta
 
     def _hidden_states(self) -> list[Any]:

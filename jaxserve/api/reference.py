@@ -169,7 +169,12 @@ def _number(value: float) -> str:
 
 def _unsupported() -> str:
     rows = [f"| `{name}` | {why} |" for name, why in sorted(UNSUPPORTED.items())]
-    return "\n".join(["## Known fields that are refused", "", "| field | why |", "|---|---|", *rows, ""])
+    reason = (
+        "Each of them says something only beside what is not offered: media, hosted tools, tensors, templates and\n"
+        "code from clients, adapters, an engine in several parts. A null, false or empty value passes."
+    )
+    heading = ["## Known fields that are refused", "", reason, "", "| field | why |", "|---|---|"]
+    return "\n".join([*heading, *rows, ""])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.api.details import show_hidden, tell_candidates, watch
+from jaxserve.api.details import route, show_hidden, tell_candidates, watch
 from jaxserve.api.limits import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS
 from jaxserve.api.protocol.common import SamplingFields
 from jaxserve.api.protocol.generate import NativeSampling
@@ -53,6 +53,7 @@ def sampling_params(
     )
     params = watch(params, body.logprob_token_ids, info, "logprob_token_ids")
     params = tell_candidates(params, body.return_sampling_mask, body.sampling_logprobs_mode)
+    params = route(params, body.return_routed_experts, body.routed_experts_start_len, num_prompt_tokens, info)
     return show_hidden(params, "last" if body.return_hidden_states else "", num_prompt_tokens, info)
 
 

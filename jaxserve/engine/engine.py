@@ -46,6 +46,8 @@ class Completion:
     support: list[Support] = field(default_factory=list)  # where params.support asked for it; aligned with token_ids
     hidden: bytes = b""  # float32, little endian, [tokens, D], where params.hidden_states asked for them
     prompt_hidden: bytes | None = None  # likewise of the prompt
+    experts: bytes = b""  # int32, little endian, [tokens, L, K], where params.experts asked: of the token before each
+    prompt_experts: bytes | None = None  # likewise of the prompt
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
@@ -61,6 +63,8 @@ class Completion:
         self.support += output.support or ()
         self.hidden += output.hidden or b""
         self.prompt_hidden = output.prompt_hidden or self.prompt_hidden
+        self.experts += output.experts or b""
+        self.prompt_experts = output.prompt_experts or self.prompt_experts
         self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens

@@ -21,6 +21,7 @@ from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.grammar.bitmask import BitmaskFiller
 from jaxserve.grammar.matcher import MatcherFactory
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.hf_config import read_config
 from jaxserve.models.hub import resolve
 from jaxserve.models.loader import LoadedModel, load_model
@@ -90,6 +91,7 @@ def build_engine(config: Config, send: Send) -> BuiltEngine:
         info,
         is_embedding=embedder,
         embedding_size=loaded.config.hidden_size,
+        routed=_routed(loaded.config),
         embedding_normalized=pooling.normalize,
     )
     return BuiltEngine(core, info, matchers.submit)
@@ -100,6 +102,11 @@ def locate(config: Config) -> Path:
     if config.model.path is None:
         return Path(str(files("jaxserve") / "assets" / "demo"))
     return resolve(config.model.path, revision=config.model.revision)
+
+
+def _routed(config: ModelConfig) -> tuple[int, int]:
+    """See EngineInfo.routed."""
+    return (0, 0) if config.moe is None else (sum(config.moe.sparse_layers), config.moe.experts_per_token)
 
 
 def _tokenizer_dir(config: Config, directory: Path) -> Path:

@@ -72,24 +72,34 @@ def add_details(result: TokenOutput, row: ScheduledRow, index: int, sampled: Sam
         result.support = [Support(float(details.support_logprobs[index]), ids, top)]
     if params.hidden_states and sampled.hidden is not None:
         result.hidden = sampled.hidden[index][-1:].tobytes()
+    if params.experts and sampled.experts is not None:
+        result.experts = sampled.experts[index][-1:].tobytes()
 
 
 def _watching(entry: TokenLogprobs, watched: list[float]) -> TokenLogprobs:
     return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top_ids, entry.top_logprobs, watched)
 
 
-def gather_prompt_hidden(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
-    """Keep a chunk's hidden states until the prompt is complete."""
-    if request.prompt_hidden is not None and sampled.hidden is not None and index in sampled.hidden:
-        request.prompt_hidden[row.start] = sampled.hidden[index]
+def gather_prompt_details(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
+    """Keep a chunk's hidden states and experts until the prompt is complete."""
+    pairs = (request.prompt_hidden, sampled.hidden), (request.prompt_experts, sampled.experts)
+    for kept, found in pairs:
+        if kept is not None and found is not None and index in found:
+            kept[row.start] = found[index]
 
 
-def take_prompt_hidden(request: Request) -> bytes | None:
-    """All that was gathered, once: float32 [prompt tokens, D]."""
-    chunks, request.prompt_hidden = request.prompt_hidden, None
+def take_prompt_details(request: Request, result: TokenOutput) -> None:
+    """All that was gathered, once, into `result`: of every prompt token its hidden state and its experts."""
+    result.prompt_hidden = _joined(request.prompt_hidden, request.num_prompt_tokens)
+    result.prompt_experts = _joined(request.prompt_experts, request.num_prompt_tokens)
+    request.prompt_hidden = request.prompt_experts = None
+
+
+def _joined(chunks: dict[int, np.ndarray] | None, count: int) -> bytes | None:
     if not chunks:
         return None
-    states = np.zeros((request.num_prompt_tokens, next(iter(chunks.values())).shape[1]), np.float32)
+    first = next(iter(chunks.values()))
+    whole = np.zeros((count, *first.shape[1:]), first.dtype)
     for start, chunk in chunks.items():
-        states[start : start + len(chunk)] = chunk[: max(0, len(states) - start)]
-    return states.tobytes()
+        whole[start : start + len(chunk)] = chunk[: max(0, count - start)]
+    return whole.tobytes()

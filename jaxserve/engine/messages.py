@@ -44,6 +44,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_embedding: bool = False  # made for embeddings: no text is generated
     embedding_size: int = 0
     embedding_normalized: bool = True  # embeddings have length one
+    routed: tuple[int, int] = (0, 0)  # sparse layers, and the experts that each of them gives a token to
 
     @property
     def num_kv_tokens(self) -> int:

@@ -28,6 +28,8 @@ class RequestOutput(msgspec.Struct):
     support: list[Support] | None = None  # aligned with token_ids
     hidden: bytes | None = None  # float32, little endian, [tokens, D]
     prompt_hidden: bytes | None = None  # likewise of the prompt; once
+    experts: bytes | None = None  # int32, little endian, [tokens, L, K]: of the token before each
+    prompt_experts: bytes | None = None  # likewise of the prompt; once
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None  # the token id or the string that ended it
     num_prompt_tokens: int = 0
@@ -80,6 +82,7 @@ class SequenceText:
             self.index,
             prompt_logprobs=output.prompt_logprobs,
             prompt_hidden=output.prompt_hidden,
+            prompt_experts=output.prompt_experts,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             queue_seconds=output.queue_seconds,
@@ -90,8 +93,8 @@ class SequenceText:
         result.token_ids = output.token_ids[:used]
         result.logprobs = None if output.logprobs is None else output.logprobs[:used]
         result.support = None if output.support is None else output.support[:used]
-        if output.hidden is not None:
-            result.hidden = output.hidden[: len(output.hidden) // len(output.token_ids) * used]
+        result.hidden = _first_rows(output.hidden, used, len(output.token_ids))
+        result.experts = _first_rows(output.experts, used, len(output.token_ids))
         self.output_token_ids += result.token_ids
         result.num_output_tokens = len(self.output_token_ids)
         if matched is not None:
@@ -123,3 +126,8 @@ class SequenceText:
             result.text += text + ("" if matched is not None else self._stops.flush())
             return len(output.token_ids), matched
         return len(output.token_ids), None
+
+
+def _first_rows(data: bytes | None, used: int, count: int) -> bytes | None:
+    """Those of the first `used` of `count` tokens."""
+    return data if data is None or used == count else data[: len(data) // count * used]

@@ -85,6 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # asked for by few; each needs `logprobs`, 0 at least
     watched_token_ids: tuple[Int32, ...] = ()  # their log-probabilities too, at every position
     support: bool = False  # the candidates that each token was drawn from
+    experts: bool = False  # the experts that each token was given to, of a model that has some
     watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # of text/watermark.py
     hidden_states: HiddenStates = ""  # of the tokens that each token was drawn after; all: and of the whole prompt
     # read by the text side only
@@ -98,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def detailed(self) -> bool:
         """Whether it asks for more of a token than its log-probabilities: such rows are sampled in a dispatch apart."""
-        asked = self.watched_token_ids or self.support or self.hidden_states
+        asked = self.watched_token_ids or self.support or self.hidden_states or self.experts
         return bool(asked) or self.watermark_key is not None
 
 
@@ -148,6 +149,8 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     support: list[Support] | None = None  # aligned with token_ids
     hidden: bytes | None = None  # float32, little endian, [tokens, D]: each token's logits are made of its row
     prompt_hidden: bytes | None = None  # likewise of the prompt's tokens; once
+    experts: bytes | None = None  # int32, little endian, [tokens, L, K]: of the token before each
+    prompt_experts: bytes | None = None  # likewise of the prompt's tokens; once
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the token that ended it; it is the last of token_ids
     embedding: bytes | None = None  # float32, little endian; with finish_reason, of a request that asked for it
@@ -206,12 +209,14 @@ class Request:
     prompt_done: bool = False  # since the last admission a good token was read: its pages hold no garbage
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered so far; None: not asked or delivered
     prompt_hidden: dict[int, np.ndarray] | None = None  # likewise: first position -> float32 [n, D]
+    prompt_experts: dict[int, np.ndarray] | None = None  # likewise: first position -> int32 [n, L, K]
     detail: SamplingParams | None = None  # params, where they are detailed
 
     @property
     def reads_whole_prompt(self) -> bool:
         """Something is asked of every prompt token, so that none may be taken from the prefix cache."""
-        return self.prompt_logprobs is not None or self.prompt_hidden is not None
+        gathered = self.prompt_logprobs, self.prompt_hidden, self.prompt_experts
+        return any(each is not None for each in gathered)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -334,6 +339,7 @@ class SampledTokens:
     details: Details | None = None  # of steps that sample a row with a detail
     prompt_watched: dict[int, np.ndarray] | None = None  # row index -> float32 [n, MAX_WATCHED], as prompt_logprobs
     hidden: Mapping[int, np.ndarray] | None = None  # row index -> float32 [n, D]: of all its tokens, or of the last
+    experts: Mapping[int, np.ndarray] | None = None  # row index -> int32 [n, L, K] of all its tokens
 
 
 class StepHandle(Protocol):

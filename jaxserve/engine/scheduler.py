@@ -24,10 +24,10 @@ from jaxserve.engine.background import Courtesy
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.logprobs import (
     add_details,
-    gather_prompt_hidden,
+    gather_prompt_details,
     gather_prompt_logprobs,
     output_logprobs,
-    take_prompt_hidden,
+    take_prompt_details,
     too_many_candidates,
 )
 from jaxserve.engine.radix_cache import Node
@@ -107,6 +107,7 @@ class Scheduler:
             request.prompt_logprobs = unknown * request.num_prompt_tokens
         request.detail = params if params.detailed else None
         request.prompt_hidden = {} if params.hidden_states == "all" else None
+        request.prompt_experts = {} if params.experts else None
         request.queued_step = self._step
         request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
@@ -378,7 +379,7 @@ class Scheduler:
             if row.prompt_logprobs is not None:
                 gather_prompt_logprobs(request, row, i, sampled)
             if row.detail is not None:
-                gather_prompt_hidden(request, row, i, sampled)
+                gather_prompt_details(request, row, i, sampled)
             if not row.samples:
                 continue
             request.num_inflight_tokens -= per_step
@@ -455,7 +456,7 @@ class Scheduler:
     def _report_first(self, request: Request, result: TokenOutput, now: float) -> None:
         result.num_cached_tokens = request.num_cached_tokens
         result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-        result.prompt_hidden = take_prompt_hidden(request)
+        take_prompt_details(request, result)
         if request.first_token is None:
             assert request.admitted is not None
             request.first_token = now

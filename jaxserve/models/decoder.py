@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.choices import KeepsChoices, take_choices
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.layers import (
     MLP,
@@ -106,7 +107,7 @@ class SandwichLayer(Layer):
         return x + self.post_feedforward_layernorm(out), cache
 
 
-class Decoder(nnx.Module):
+class Decoder(KeepsChoices):
     """The part that checkpoints call `model`."""
 
     def __init__(self, config: ModelConfig, layers: Sequence[Layer], dtype: jnp.dtype) -> None:
@@ -127,7 +128,9 @@ class Decoder(nnx.Module):
         ropes, specs = self.config.ropes, self.config.attention_layers
         tables = {rope: rope_table(rope, positions) for rope in ropes if rope is not None}
         frames = [LayerFrame(spec, rope, rope and tables[rope]) for spec, rope in zip(specs, ropes, strict=True)]
-        x, new_caches = run_layers(self.layers, x, frames, caches, attend, linear)
+        x, new_caches, choices = run_layers(self.layers, x, frames, caches, attend, linear)
+        if choices:
+            self.keep_choices(jnp.stack(choices, axis=1))
         return self.norm(x), new_caches
 
 
@@ -147,25 +150,29 @@ def run_layers(
     caches: Sequence[Cache],
     attend: AttendLayer,
     linear: LinearFn,
-) -> tuple[jax.Array, tuple[Cache, ...]]:
-    """Every layer in turn. Layers of one kind share one trace and one lowering: a nested jit, keyed by the layer's
-    graphdef and attention, which takes a quarter off the start of a 32-layer model; XLA inlines the calls."""
+) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
+    """Every layer in turn; what each sparse one chose is int32 [T, K].
+
+    Layers of one kind share one trace and one lowering: a nested jit, keyed by the layer's graphdef and attention,
+    which takes a quarter off the start of a 32-layer model; XLA inlines the calls.
+    """
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def call(
         graphdef: nnx.GraphDef, index: int, state: nnx.State, x: jax.Array, rope: RopeTable | None, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Cache, jax.Array | None]:
         layer = nnx.merge(graphdef, state)
-        return layer(x, rope, cache, functools.partial(attend, index), linear)
+        return *layer(x, rope, cache, functools.partial(attend, index), linear), take_choices(layer)
 
     first_of_kind: dict[tuple[nnx.GraphDef, AttentionLayer, RopeConfig | None], int] = {}
-    new_caches = []
+    new_caches, choices = [], []
     for index, (layer, frame, cache) in enumerate(zip(layers, frames, caches, strict=True)):
         graphdef, state = nnx.split(layer)
         first = first_of_kind.setdefault((graphdef, frame.spec, frame.rope), index)
-        x, cache = call(graphdef, first, state, x, frame.table, cache)
+        x, cache, chosen = call(graphdef, first, state, x, frame.table, cache)
         new_caches.append(cache)
-    return x, tuple(new_caches)
+        choices += [] if chosen is None else [chosen]
+    return x, tuple(new_caches), choices
 
 
 class CausalLM(nnx.Module):

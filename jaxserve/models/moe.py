@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.choices import KeepsChoices
 from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.layers import MLP, GatedActivation, LinearFn
 from jaxserve.models.weights import Part, param
@@ -18,7 +19,7 @@ from jaxserve.ops.moe import moe
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-class Router(nnx.Module):
+class Router(KeepsChoices):
     """weight [E, D]; what else it has follows from the config's router."""
 
     def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
@@ -30,7 +31,12 @@ class Router(nnx.Module):
         self.e_score_correction_bias = param((count,), (None,), jnp.dtype(jnp.float32), "zeros") if sigmoid else None
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [T, D] -> (int32 expert ids [T, K], float32 weights [T, K])."""
+        """x [T, D] -> (int32 expert ids [T, K], float32 weights [T, K]). The ids are kept (`choices`)."""
+        ids, weights = self._route(x)
+        self.keep_choices(ids)
+        return ids, weights
+
+    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight = self.weight[...].astype(jnp.float32)
         scores = jax.lax.dot_general(x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())))
         if self.bias is not None:

@@ -64,6 +64,15 @@ def hidden_places(rows: Sequence[ScheduledRow], ends: np.ndarray) -> list[tuple[
     return places
 
 
+def expert_places(rows: Sequence[ScheduledRow], ends: np.ndarray) -> dict[int, slice]:
+    """By row that asks for its experts: its tokens in the step."""
+    return {
+        i: slice(int(ends[i]) - row.num_tokens, int(ends[i]))
+        for i, row in enumerate(rows)
+        if row.detail is not None and row.detail.experts
+    }
+
+
 def fetch_hidden(groups: Sequence[TokensOf]) -> dict[int, np.ndarray]:
     """By row, float32 [its tokens, D]."""
     found: dict[int, list[np.ndarray]] = {}

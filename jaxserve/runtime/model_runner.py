@@ -27,7 +27,7 @@ from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory, slots, step_input
 from jaxserve.runtime.buckets import Buckets, fit, make_buckets
 from jaxserve.runtime.compiler import CompileCounter, Progress, compile_all, enable_persistent_cache
-from jaxserve.runtime.details import Asked, TokensOf, hidden_places, pack_watched
+from jaxserve.runtime.details import Asked, TokensOf, expert_places, hidden_places, pack_watched
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.program_set import (
@@ -335,10 +335,10 @@ class ModelRunner:
         program = self._by_size["extend"][bucket]
         self.num_dispatches += 1
         arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
-        self.caches, self.state, self.hidden = arrays
-        return self._run_head(rows, output.masked)
+        self.caches, self.state, self.hidden, experts = arrays
+        return self._run_head(rows, output.masked, experts)
 
-    def _run_head(self, rows: Sequence[ScheduledRow], masked: bool) -> DeviceStep:
+    def _run_head(self, rows: Sequence[ScheduledRow], masked: bool, experts: jax.Array | None) -> DeviceStep:
         ends = np.cumsum([row.num_tokens for row in rows])
         sampling = [i for i, row in enumerate(rows) if row.samples and not row.embed]
         pooled = self._dispatch_pool([i for i, row in enumerate(rows) if row.samples and row.embed], ends)
@@ -346,7 +346,13 @@ class ModelRunner:
         asked = Asked.of([rows[i] for i in sampling])
         prompt = self._dispatch_prompt_logprobs(rows, ends)
         step = functools.partial(
-            DeviceStep, len(rows), prompt=prompt, pooled=pooled, hidden=self._dispatch_hidden(rows, ends)
+            DeviceStep,
+            len(rows),
+            prompt=prompt,
+            pooled=pooled,
+            hidden=self._dispatch_hidden(rows, ends),
+            experts=experts,
+            expert_rows=None if experts is None else expert_places(rows, ends),
         )
         if not sampling:
             return step([], None, False)

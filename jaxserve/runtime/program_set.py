@@ -122,7 +122,7 @@ class ProgramSet:
         size = step_input.extend_size(tokens, rows, self.extend_updates(tokens))
         function = functools.partial(self.steps.extend, num_tokens=tokens, num_rows=rows)
         args = (s.leaves, s.caches, s.state, s.hidden, s.ints(size))
-        out = (s.cache_shardings, s.replicated, s.replicated)
+        out = (s.cache_shardings, s.replicated, s.replicated, s.replicated)
         return self._program(f"extend[{tokens}]", function, args, (1, 2, 3), out, weight=20_000 + tokens)
 
     def head_sample(self, rows: int) -> Program:

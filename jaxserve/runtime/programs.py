@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxserve.models.choices import take_choices
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.layers import LinearFn
 from jaxserve.models.pooling import normalized
@@ -90,11 +91,14 @@ class StepPrograms:
         *,
         num_tokens: int,
         num_rows: int,
-    ) -> tuple[Caches, SlotState, jax.Array]:
-        """packed: int32 [extend_size(T, R, U)]; hidden [max T, D] gets the step's hidden states in its first T rows."""
+    ) -> tuple[Caches, SlotState, jax.Array, jax.Array | None]:
+        """packed: int32 [extend_size(T, R, U)]; hidden [max T, D] gets the step's hidden states in its first T rows.
+
+        Last come the experts that each token was given to, int32 [T, L, K] of the L sparse layers; None without."""
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
-        new, caches, state = self._forward(self.bind(leaves), caches, state, tokens, decode_only=False)
-        return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0))
+        model = self.bind(leaves)
+        new, caches, state = self._forward(model, caches, state, tokens, decode_only=False)
+        return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), take_choices(model)
 
     def head_sample(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ class DeviceStep:
     prompt          row -> the chunks of its log-probabilities, in order
     pooled          [(rows, embeddings on the device [n and more, D], of these rows in order)]
     hidden          [(rows, hidden states on the device), likewise; a row may have several]
+    experts         int32 [T, L, K] on the device, of which the slices of expert_rows (row -> tokens) are asked for
     detailed        whether `Sampled.watched` and `Sampled.support` are asked for
     """
 
@@ -47,6 +48,8 @@ class DeviceStep:
         pooled: Sequence[Pooled] = (),
         hidden: Sequence[TokensOf] = (),
         detailed: bool = False,
+        experts: jax.Array | None = None,
+        expert_rows: Mapping[int, slice] | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._sampling = sampling
@@ -56,6 +59,9 @@ class DeviceStep:
         self._pooled = pooled
         self._hidden = hidden
         self._detailed = detailed
+        self._experts = experts if expert_rows else None
+        self._expert_rows = expert_rows or {}
+        _copy_async(self._experts)
         self._sampled = sampled
         self._copy_async()
         for chunks in self._prompt.values():
@@ -116,7 +122,14 @@ class DeviceStep:
             details=details,
             prompt_watched={row: w for row, chunks in self._prompt.items() if (w := _join_watched(chunks)) is not None},
             hidden=fetch_hidden(self._hidden),
+            experts=self._fetch_experts(),
         )
+
+    def _fetch_experts(self) -> dict[int, np.ndarray] | None:
+        if self._experts is None:
+            return None
+        experts = np.asarray(self._experts)
+        return {row: experts[tokens] for row, tokens in self._expert_rows.items()}
 
     def _spread_logprobs(self, packed: np.ndarray) -> tuple[np.ndarray, ...]:
         rows = spread(packed, self._sampling, self._num_rows)

@@ -74,6 +74,11 @@ def logprobs_of(token_id: int, vocab_size: int, top: int, watched: Sequence[int]
     return TokenLogprobs(token_id, values[place], place + 1, ids[:top], values[:top], [-float(i) for i in watched])
 
 
+def experts_of(token_ids: list[int]) -> bytes:
+    """Two layers with three experts each: ids that depend on the token, the layer and the place."""
+    return (np.array(token_ids)[:, None, None] + 10 * np.arange(6).reshape(2, 3)).astype("<i4").tobytes()
+
+
 def support_of(token_id: int) -> Support:
     """The token and, if it is odd, one other candidate."""
     other = [token_id + 1] * (token_id % 2)
@@ -177,6 +182,10 @@ class FakeLink:
                 output.logprobs = [logprobs_of(token_id, self.info.vocab_size, params.logprobs, watched)]
             if params.support:
                 output.support = [support_of(token_id)]
+            if params.experts:
+                sequence = [*prompt, *token_ids]
+                output.experts = experts_of(sequence[len(prompt) + count - 2 : len(prompt) + count - 1])
+                output.prompt_experts = experts_of(prompt) if count == 1 else None
             if params.hidden_states:
                 output.hidden = vector_of([*prompt, *token_ids[: count - 1]]).tobytes()
             if token_id in ends:

@@ -1,7 +1,9 @@
 """Log-probabilities of chosen ids, candidates of a draw, hidden states: over the wire, whole and streamed."""
 
+import base64
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from jaxserve.config import Config
 
 from .conftest import LiveServer, reply_with
-from .fakes import logprobs_of, support_of, vector_of
+from .fakes import experts_of, logprobs_of, support_of, vector_of
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT: dict[str, Any] = {"model": "demo", "prompt": [7, 8, 9]}
@@ -152,6 +154,24 @@ def test_what_vllm_says_of_a_chats_prompt_stands_beside_the_choices(server: Live
     assert not {"prompt_logprobs", "prompt_text"} & set(first["choices"][0])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("start", [None, 2, 3])
+def test_the_experts_of_every_token(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool, start: int | None
+) -> None:
+    info = msgspec.structs.replace(server.link.info, routed=(2, 3))
+    monkeypatch.setattr(server.engine, "_info", info)
+    reply_with(server, TOKENS)
+    keys = {"return_routed_experts": True, "routed_experts_start_len": start}
+    expected = base64.b64encode(experts_of([7, 8, 9, *TOKENS][start or 0 :])).decode()
+    assert last_choice(server, "/v1/completions", stream, **keys)["sglext"]["routed_experts"] == expected
+    assert native(server, stream, **keys)["routed_experts"] == expected
+    chat = last_choice(server, "/v1/chat/completions", stream, **keys, stream_interval=2)["sglext"]["routed_experts"]
+    assert base64.b64decode(chat).endswith(experts_of(TOKENS))
+    error = server.post("/v1/completions", TEXT | {"return_routed_experts": True, "routed_experts_start_len": 4})
+    assert error.json()["error"]["param"] == "routed_experts_start_len"
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", CHAT | {"logprob_token_ids": [5]}, "logprob_token_ids"),
     ("/v1/completions", TEXT | {"logprob_token_ids": [5]}, "logprob_token_ids"),
@@ -170,6 +190,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", CHAT | {"return_hidden_states": "first"}, "return_hidden_states"),
     ("/v1/chat/completions", CHAT | {"return_hidden_states": 1}, "return_hidden_states"),
     ("/v1/completions", TEXT | {"return_hidden_states": True, "use_beam_search": True}, "return_hidden_states"),
+    ("/v1/chat/completions", CHAT | {"return_routed_experts": True}, "return_routed_experts"),
+    ("/v1/chat/completions", CHAT | {"return_routed_experts": "yes"}, "return_routed_experts"),
+    ("/v1/chat/completions", CHAT | {"routed_experts_start_len": 1}, "routed_experts_start_len"),
+    ("/generate", {"text": "x", "return_routed_experts": True}, "return_routed_experts"),
     ("/v1/chat/completions", CHAT | {"task": "poem"}, "task"),
     ("/generate", {"text": "x", "token_ids_logprob": [5]}, "token_ids_logprob"),
     ("/generate", {"text": "x", "return_logprob": True, "token_ids_logprob": [[5], [6]]}, "token_ids_logprob"),

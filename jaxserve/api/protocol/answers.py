@@ -261,6 +261,7 @@ class MetaInfo(Answer):
     output_token_sampling_mask: list[list[int] | None] | None = None
     output_token_sampling_logprobs: list[float | list[float] | None] | None = None
     hidden_states: list[list[float] | list[list[float]]] | None = None
+    routed_experts: str | None = None
 
 
 class Generated(Answer):

@@ -30,7 +30,6 @@ UNSUPPORTED: dict[str, str] = {
     "bootstrap_port": "prefill and decode run in one engine",
     "bootstrap_room": "prefill and decode run in one engine",
     "disagg_prefill_dp_rank": "prefill and decode run in one engine",
-    "return_routed_experts": "expert choices are not returned over HTTP",
     "lora_path": "no adapter is loaded",
     "lora_name": "no adapter is loaded",
     "image_data": "the model takes text only",
@@ -175,6 +174,12 @@ class SamplingFields(Body):
     )
     return_hidden_states: bool | Literal["last"] | None = Field(
         None, description="hidden_states: what the last token was drawn after, normed as the head takes it."
+    )
+    return_routed_experts: bool | None = Field(
+        None, description="routed_experts in the choice's sglext: base64 of int32 [tokens, sparse layers, experts]."
+    )
+    routed_experts_start_len: limits.TokenCountOrZero | None = Field(
+        None, description="First prompt position of them. Default 0."
     )
     stream: bool | None = Field(None, description="Server-sent events. Default false.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")

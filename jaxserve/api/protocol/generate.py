@@ -61,6 +61,12 @@ class GenerateRequest(Body):
     sampling_logprobs_mode: Literal["selected", "support"] | None = Field(
         None, description="With return_sampling_mask: log-probabilities of the token, or of every candidate."
     )
+    return_routed_experts: bool | None = Field(
+        None, description="In meta_info: base64 of int32 [tokens, sparse layers, experts]."
+    )
+    routed_experts_start_len: limits.TokenCountOrZero | None = Field(
+        None, description="First prompt position of them. Default 0."
+    )
     watermark: bool | None = Field(None, description="Default: yes where the server has a watermark key, else a 400.")
     return_hidden_states: bool | Literal["last"] | list[bool | Literal["last"]] | None = Field(
         None, description="What each token was drawn after, normed as the head takes it; first of the whole prompt."

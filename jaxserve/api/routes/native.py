@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jaxserve.api.body import read_body, refuse_unsupported
 from jaxserve.api.constraints import checked_grammar
-from jaxserve.api.details import mark, show_hidden, tell_candidates, watch
+from jaxserve.api.details import mark, route, show_hidden, tell_candidates, watch
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.native_output import LogprobOptions, NativeChoice
 from jaxserve.api.openapi import documented
@@ -132,8 +132,9 @@ def _options(body: GenerateRequest, count: int) -> list[LogprobOptions]:
     watched = _watched(body, count)
     masks = _spread(body.return_sampling_mask or False, count, "return_sampling_mask")
     hidden = _spread(body.return_hidden_states or False, count, "return_hidden_states")
+    experts = (body.routed_experts_start_len or 0) if body.return_routed_experts else None
     return [
-        LogprobOptions(want, start, top, text, ids, mask, mode, _HIDDEN[shown])
+        LogprobOptions(want, start, top, text, ids, mask, mode, _HIDDEN[shown], experts)
         for want, start, top, ids, mask, shown in zip(wanted, starts, tops, watched, masks, hidden, strict=True)
     ]
 
@@ -176,5 +177,6 @@ async def _job(
     )
     params = watch(params, options.watched, info, "token_ids_logprob")
     params = tell_candidates(params, options.candidates, options.sampling_mode)
+    params = route(params, body.return_routed_experts, body.routed_experts_start_len, len(token_ids), info)
     params = mark(params, body.watermark, state.config.server.watermark_key, "watermark")
     return Job(token_ids, show_hidden(params, options.hidden, len(token_ids), info))
