@@ -67,16 +67,14 @@ class Session:
         for name in ("replace", "drop_previous_output", "offset"):
             if getattr(wanted, name):
                 raise _wrong(name, "a streaming session only goes on")
-        turn = next(iter(self.turns.values()), None)
-        if turn is not None and not turn.finished:
-            raise _wrong("id", f"the request {turn.request_id!r} of this streaming session has not ended")
-        return turn
+        turns = list(self.turns.values())
+        for turn in turns:
+            if not turn.finished:
+                raise _wrong("id", f"the request {turn.request_id!r} of this streaming session has not ended")
+        return turns[-1] if turns else None
 
     def forget(self, wanted: SessionParams, before: Turn | None) -> list[Turn]:
         """Drop what the new request takes the place of; the turns that must be ended for it."""
-        if self.streaming:
-            self.turns.clear()
-            return []
         if not wanted.replace:
             return []
         dropped = [turn for turn in self.turns.values() if before is None or _descends(turn, before)]
@@ -150,6 +148,17 @@ class Sessions:
         for each in replaced:
             await abort(each.request_id)
         return turn
+
+    def end(self, wanted: SessionParams, turn: Turn, *, failed: bool) -> None:
+        """The turn's request is over. One that failed before it said anything never was."""
+        turn.finished = True
+        session = self._sessions.get(wanted.id)
+        if session is None or session.turns.get(turn.request_id) is not turn:
+            return
+        if failed and len(turn.tokens) == turn.num_prompt:
+            del session.turns[turn.request_id]
+        elif session.streaming:
+            session.turns = {turn.request_id: turn}
 
     def _find(self, session_id: str) -> Session:
         self._drop_expired()

@@ -123,8 +123,13 @@ def _without_repetitions(job: Job, body: SamplingFields) -> Job:
     return replace(job, shape=shape)
 
 
-def remembered(job: Job, state: ServerState, wanted: SessionParams | None, request_id: str) -> Job:
-    """`job`, whose tokens its session keeps. Raises InvalidValueError for more than one choice."""
+def remembered(
+    job: Job, state: ServerState, wanted: SessionParams | None, request_id: str, *, silent: bool = False
+) -> Job:
+    """`job`, whose tokens its session keeps; silent: not the output, which nobody asked for.
+
+    Raises InvalidValueError for more than one choice.
+    """
     if wanted is None:
         return job
     if job.params.n > 1:
@@ -134,12 +139,14 @@ def remembered(job: Job, state: ServerState, wanted: SessionParams | None, reque
     async def shape(generate: Generate) -> Stream:
         turn = await state.sessions.begin(wanted, request_id, job.prompt_token_ids, state.engine.abort)
         stream = generate(job.prompt_token_ids, job.params, "") if inner is None else inner(generate)
+        failed = True
         try:
             async with aclosing(stream):
                 async for output in stream:
-                    turn.tokens.extend(output.token_ids)
+                    turn.tokens.extend(() if silent else output.token_ids)
+                    failed = failed and output.finish_reason is None
                     yield output
         finally:
-            turn.finished = True
+            state.sessions.end(wanted, turn, failed=failed)
 
     return replace(job, shape=shape)

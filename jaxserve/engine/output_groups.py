@@ -58,5 +58,8 @@ def _prepend(before: TokenOutput, output: TokenOutput) -> None:
         output.support = before.support + (output.support or [])
     if before.hidden is not None:
         output.hidden = before.hidden + (output.hidden or b"")
+    if before.experts is not None:
+        output.experts = before.experts + (output.experts or b"")
     output.prompt_logprobs = before.prompt_logprobs or output.prompt_logprobs
     output.prompt_hidden = before.prompt_hidden or output.prompt_hidden
+    output.prompt_experts = before.prompt_experts or output.prompt_experts

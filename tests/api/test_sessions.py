@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.api import sessions
+from jaxserve.errors import QueueFullError
 
 from .conftest import LiveServer, reply_with
 
@@ -97,6 +98,36 @@ def test_a_turn_that_runs(server: LiveServer, session: str) -> None:
         prompt = server.link.seen[-1].prompt_token_ids
         assert prompt[:3] == A and prompt[-2:] == B and 0 < len(prompt) - 5 < 3
         assert '"type":"abort"' in "".join(response.iter_text())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_request_that_fails_can_be_sent_again(server: LiveServer, streaming: bool) -> None:
+    reply_with(server, REPLY)
+    name = server.post("/open_session", {"streaming": streaming}).json()
+    said(server, "a", A, id=name)
+    wanted = {"input_ids": B, "rid": "b", "session_params": {"id": name} | ({} if streaming else {"rid": "a"})}
+    engine: Any = server.engine
+    generate = engine.generate
+
+    async def full(*args: Any, **keys: Any) -> Any:
+        raise QueueFullError("full")
+        yield
+
+    server.call(lambda: setattr(engine, "generate", full))
+    assert server.post("/generate", wanted).status_code == 429
+    server.call(lambda: setattr(engine, "generate", generate))
+    assert server.post("/generate", wanted).status_code == 200
+    assert server.link.seen[-1].prompt_token_ids == A + output(server) + B
+    server.post("/close_session", {"session_id": name})
+
+
+def test_what_was_only_scored_leaves_no_output(server: LiveServer, session: str) -> None:
+    body = {"input_ids": A, "rid": "a", "session_params": {"id": session}, "sampling_params": {"max_new_tokens": 0}}
+    assert server.post("/generate", body).status_code == 200
+    assert said(server, "b", B, id=session, rid="a") == A + B
+    text = {"model": "demo", "prompt": A, "max_tokens": 0, "rid": "c", "session_params": {"id": session}}
+    assert server.post("/v1/completions", text).status_code == 200
+    assert said(server, "d", B, id=session, rid="c") == A + B
 
 
 BAD: list[tuple[str, Any, str]] = [

@@ -23,6 +23,7 @@ def token(name: str, token_id: int, reason: FinishReason | None = None) -> Token
         logprobs=logprobs,
         support=[Support(-1.0, [token_id], [-1.0])],
         hidden=bytes([token_id % 256]),
+        experts=bytes([token_id % 256]),
         finish_reason=reason,
     )
 
@@ -35,7 +36,7 @@ def test_the_first_output_passes_and_the_last_brings_what_was_held() -> None:
     assert (last.token_ids, last.finish_reason) == ([1, 2, 3], FinishReason.LENGTH)
     assert [entry.token_id for entry in last.logprobs or []] == [1, 2, 3]
     assert [entry.ids for entry in last.support or []] == [[1], [2], [3]]
-    assert last.hidden == bytes([1, 2, 3])
+    assert last.hidden == last.experts == bytes([1, 2, 3])
     assert len(groups) == 0
 
 
@@ -81,6 +82,7 @@ def test_any_mixture_of_requests_keeps_its_tokens_in_order() -> None:
 def test_every_field_of_an_output_is_joined() -> None:
     """A field that is new must be thought of in `_prepend`, or be one that only a first or a last output has."""
     joined = {"token_ids", "logprobs", "support", "hidden", "prompt_logprobs", "prompt_hidden"}
+    joined |= {"experts", "prompt_experts"}
     first = {"queue_seconds", "first_token_seconds"}
     last = {"finish_reason", "stop_token_id", "embedding", "num_cached_tokens", "error", "error_status"}
     assert set(TokenOutput.__struct_fields__) == {"request_id", *joined, *first, *last}

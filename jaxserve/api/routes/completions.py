@@ -83,7 +83,7 @@ class _Answer:
         generation = Generation(
             state,
             request_id,
-            [remembered(job, state, body.session_params, request_id) for job in jobs],
+            [remembered(job, state, body.session_params, request_id, silent=body.max_tokens == 0) for job in jobs],
             body.priority or 0,
             (body.cache_salt or "") + (body.extra_key or ""),
             body.stream_interval or 1,

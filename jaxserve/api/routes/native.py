@@ -65,10 +65,9 @@ class _Native:
             raise InvalidValueError("A request of a session has one prompt.", param="session_params")
         rid = body.rid if isinstance(body.rid, str) else (body.rid[0] if body.rid else None)
         request_id = new_id("gen", rid)
-        jobs = [
-            remembered(await _job(body, *each, state), state, body.session_params, request_id)
-            for each in zip(prompts, sampling, options, strict=True)
-        ]
+        jobs = [await _job(body, *each, state) for each in zip(prompts, sampling, options, strict=True)]
+        silent = sampling[0].max_new_tokens == 0
+        jobs = [remembered(job, state, body.session_params, request_id, silent=silent) for job in jobs]
         salts = set(_spread(body.extra_key or "", count, "extra_key"))
         if len(salts) > 1:
             raise InvalidValueError("extra_key: one for all prompts of a request.", param="extra_key")
