@@ -29,6 +29,9 @@ def shaped(
         return _beams(job, body, tokenizer, frozenset(eos_token_ids))
     if body.length_penalty is not None:
         raise InvalidValueError("length_penalty needs use_beam_search.", param="length_penalty")
+    if budget is not None and job.params.experts:
+        message = "thinking_token_budget does not go with return_routed_experts."
+        raise InvalidValueError(message, param="return_routed_experts")
     if budget is not None:
         job = replace(job, shape=lambda generate: _budgeted(generate, job, budget))
     return _without_repetitions(job, body)

@@ -118,6 +118,8 @@ async def _after_thinking(
         text=budget.end_text,
         token_ids=budget.end_token_ids,
         logprobs=None,  # nothing predicted these tokens
+        support=None,
+        hidden=None,
         prompt_logprobs=None,
         num_output_tokens=spent,
         finish_reason=None if room > 0 else FinishReason.LENGTH,

@@ -172,6 +172,21 @@ def test_the_experts_of_every_token(
     assert error.json()["error"]["param"] == "routed_experts_start_len"
 
 
+def test_tokens_written_by_a_thinking_budget_have_no_candidates(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = server.link.tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
+    server.link.script = lambda prompt, params: "It is 4." if prompt[-len(end) :] == end else "<think>\n" + "go " * 50
+    keys = MASK | {"thinking_token_budget": 10, "return_token_ids": True}
+    choice = last_choice(server, "/v1/chat/completions", False, **keys)
+    mask = choice["meta_info"]["output_token_sampling_mask"]
+    assert len(mask) == len(choice["token_ids"]) and mask[10 : 10 + len(end)] == [None] * len(end)
+    assert all(token in ids for token, ids in zip(choice["token_ids"], mask, strict=True) if ids is not None)
+    monkeypatch.setattr(server.engine, "_info", msgspec.structs.replace(server.link.info, routed=(2, 3)))
+    error = server.post("/v1/chat/completions", CHAT | keys | {"return_routed_experts": True}).json()["error"]
+    assert error["param"] == "return_routed_experts"
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", CHAT | {"logprob_token_ids": [5]}, "logprob_token_ids"),
     ("/v1/completions", TEXT | {"logprob_token_ids": [5]}, "logprob_token_ids"),
