@@ -1,0 +1,93 @@
+"""What a step's arrays become: details of a token, and what is gathered of a prompt over chunks and preemptions."""
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.logprobs import add_details, gather_prompt_details, take_prompt_details, too_many_candidates
+from jaxserve.engine.request import (
+    Details,
+    Request,
+    SampledTokens,
+    SamplingParams,
+    ScheduledRow,
+    TokenLogprobs,
+    TokenOutput,
+)
+
+ALL = SamplingParams(logprobs=0, watched_token_ids=(4, 9), support=True, hidden_states="all", experts=True)
+
+
+def row(start: int, count: int, params: SamplingParams = ALL) -> ScheduledRow:
+    return ScheduledRow("r", 0, start, count, True, [1] * count, 0, [], logprobs=0, detail=params)
+
+
+def states(start: int, count: int) -> np.ndarray:
+    """float32 [count, 2]: a position and its negative."""
+    positions = np.arange(start, start + count, dtype=np.float32)
+    return np.stack([positions, -positions], axis=1)
+
+
+def experts(start: int, count: int) -> np.ndarray:
+    """int32 [count, 2, 1]"""
+    return np.arange(start, start + count, dtype=np.int32)[:, None, None] + np.array([[0], [100]], np.int32)
+
+
+def sampled(start: int, count: int, num_candidates: int = 2) -> SampledTokens:
+    details = Details(
+        watched=np.array([[-4.0, -9.0, 0.0]], np.float32),
+        support_logprobs=np.array([-0.5], np.float32),
+        support_counts=np.array([num_candidates], np.int32),
+        support_ids=np.array([[7, 8, 0]], np.int32),
+        support_top=np.array([[-0.5, -1.0, -np.inf]], np.float32),
+    )
+    one = np.ones(1, np.int32)
+    return SampledTokens(
+        one[:, None],
+        one,
+        one > 0,
+        details=details,
+        hidden={0: states(start, count)},
+        experts={0: experts(start, count)},
+    )
+
+
+def request(num_prompt: int) -> Request:
+    made = Request("r", list(range(num_prompt)), ALL, 0.0, 0, 4)
+    made.prompt_hidden, made.prompt_experts = {}, {}
+    return made
+
+
+def test_the_details_of_one_token() -> None:
+    result = TokenOutput(request_id="r", token_ids=[7], logprobs=[TokenLogprobs(7, -0.7, 1)])
+    add_details(result, row(3, 2), 0, sampled(3, 2))
+    assert result.logprobs == [TokenLogprobs(7, -0.7, 1, [], [], [-4.0, -9.0])]
+    assert result.support is not None and result.support[0].ids == [7, 8] and result.support[0].logprob == -0.5
+    assert result.hidden == states(4, 1).tobytes() and result.experts == experts(4, 1).tobytes()
+
+
+def test_a_token_that_was_cut_off_has_none() -> None:
+    result = TokenOutput(request_id="r")
+    add_details(result, row(3, 1), 0, sampled(3, 1))
+    assert result == TokenOutput(request_id="r")
+
+
+@pytest.mark.parametrize("chunks", [[(0, 6)], [(0, 4), (4, 2)], [(0, 4), (0, 3), (3, 5)]])
+def test_a_prompt_is_gathered_over_chunks_and_preemptions(chunks: list[tuple[int, int]]) -> None:
+    """The last case begins again after a preemption, and computes two tokens of the output with the prompt."""
+    made, result = request(6), TokenOutput(request_id="r")
+    for start, count in chunks:
+        gather_prompt_details(made, row(start, count), 0, sampled(start, count))
+    take_prompt_details(made, result)
+    assert result.prompt_hidden == states(0, 6).tobytes() and result.prompt_experts == experts(0, 6).tobytes()
+    again = TokenOutput(request_id="r")
+    gather_prompt_details(made, row(0, 6), 0, sampled(0, 6))
+    take_prompt_details(made, again)
+    assert again == TokenOutput(request_id="r") and not made.reads_whole_prompt
+
+
+def test_more_candidates_than_there_is_room_for() -> None:
+    assert too_many_candidates(row(0, 1), 0, sampled(0, 1, num_candidates=3)) is None
+    message = too_many_candidates(row(0, 1), 0, sampled(0, 1, num_candidates=4))
+    assert message is not None and "4 candidates" in message and "at most 3" in message
+    plain = SamplingParams(logprobs=0, experts=True)
+    assert too_many_candidates(row(0, 1, plain), 0, sampled(0, 1, num_candidates=4)) is None
