@@ -230,7 +230,7 @@ class ModelRunner:
             rows, updates = self._programs.extend_rows(tokens), self._programs.extend_updates(tokens)
             packed = zeros(step_input.extend_size(tokens, rows, updates))
             arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
-            self.caches, self.state, self.hidden = arrays
+            self.caches, self.state, self.hidden, _ = arrays
             yield
 
     def rebuild(self) -> None:
