@@ -50,6 +50,11 @@ def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     return _named((_present(axis, mesh) or None for axis in spec.axes), mesh)
 
 
+def vocab_axes(size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes over which a vocabulary of `size` tokens is split: none where it cannot be, evenly."""
+    return _present("vocab", mesh) if size % _count("vocab", mesh) == 0 else ()
+
+
 def _named(axes: object, mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes))  # type: ignore[misc]
 

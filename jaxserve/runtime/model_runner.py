@@ -44,6 +44,7 @@ from jaxserve.runtime.sampler import Sampled
 from jaxserve.runtime.slots import SlotState
 from jaxserve.runtime.step_handle import DeviceStep, Pooled, PromptChunk
 from jaxserve.runtime.step_input import PageUpdates
+from jaxserve.runtime.vocab import Vocab
 
 WARM_UP_SECONDS = 5.0
 
@@ -125,7 +126,9 @@ class ModelRunner:
     def _plan(self) -> MemoryPlan:
         config, num_devices = self.config, len(self.mesh.devices)
         width = self._table_width(config.max_model_len)
-        state = slots.state_bytes(config.max_num_seqs, self.structure.config.vocab_size, width)
+        vocab_size = self.structure.config.vocab_size
+        parts = Vocab.of(vocab_size, self.mesh.mesh).parts
+        state = slots.state_bytes(config.max_num_seqs, vocab_size, width, parts=parts)
         hidden = self.buckets.max_tokens * self.structure.config.hidden_size * self._dtype.itemsize
         probe = config.num_pages is None and self.mesh.platform != "cpu"
         sizes = memory.Sizes(

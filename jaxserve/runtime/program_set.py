@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jaxserve.engine.request import MAX_WATCHED
 from jaxserve.runtime import programs, slots, step_input
@@ -21,6 +22,7 @@ from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.slots import SlotState
+from jaxserve.runtime.vocab import Vocab
 
 PAGE_GROUP = 64  # pages a dispatch of copy, export and import
 POOL_GROUP = 32  # tokens a dispatch of pool
@@ -40,7 +42,7 @@ class Shapes:
     caches: tuple[jax.ShapeDtypeStruct, ...]
     state: SlotState
     hidden: jax.ShapeDtypeStruct  # [largest extend, D]
-    replicated: jax.sharding.NamedSharding
+    replicated: NamedSharding
 
     @classmethod
     def of(
@@ -57,9 +59,11 @@ class Shapes:
         dtype: jnp.dtype,
     ) -> Shapes:
         """num_pages: by group of layers. max_pages: width of a row of page tables, all groups together."""
+        state = slots.state_shapes(num_slots, vocab_size, max_pages)
         state = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=mesh.replicated),
-            slots.state_shapes(num_slots, vocab_size, max_pages),
+            lambda s, cut: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh.mesh, cut)),
+            state,
+            slots.state_partition(state, Vocab.of(vocab_size, mesh.mesh).columns),
         )
         return cls(
             leaves=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves),
@@ -76,6 +80,10 @@ class Shapes:
     @property
     def cache_shardings(self) -> tuple[Any, ...]:
         return tuple(cache.sharding for cache in self.caches)
+
+    @property
+    def state_shardings(self) -> SlotState:
+        return jax.tree.map(lambda array: array.sharding, self.state)
 
     def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.replicated)
@@ -114,7 +122,7 @@ class ProgramSet:
     def decode(self, rows: int) -> Program:
         s = self.shapes
         args = (s.leaves, s.caches, s.state, s.ints(step_input.decode_size(rows, self.steps.num_groups)))
-        out = (s.cache_shardings, s.replicated, s.replicated)
+        out = (s.cache_shardings, s.state_shardings, s.replicated)
         return self._program(f"decode[{rows}]", self.steps.decode, args, (1, 2), out, weight=10_000 + rows)
 
     def extend(self, tokens: int) -> Program:
@@ -122,14 +130,15 @@ class ProgramSet:
         size = step_input.extend_size(tokens, rows, self.extend_updates(tokens))
         function = functools.partial(self.steps.extend, num_tokens=tokens, num_rows=rows)
         args = (s.leaves, s.caches, s.state, s.hidden, s.ints(size))
-        out = (s.cache_shardings, s.replicated, s.replicated, s.replicated)
+        out = (s.cache_shardings, s.state_shardings, s.replicated, s.replicated)
         return self._program(f"extend[{tokens}]", function, args, (1, 2, 3), out, weight=20_000 + tokens)
 
     def head_sample(self, rows: int) -> Program:
         s = self.shapes
         packed, bitmask = s.ints(step_input.head_size(rows)), s.ints(rows, s.mask_words)
         args = (s.leaves, s.state, s.hidden, packed, bitmask, s.ints(rows, MAX_WATCHED))
-        return self._program(f"head_sample[{rows}]", self.steps.head_sample, args, (1,), s.replicated, weight=rows)
+        out = (s.state_shardings, s.replicated)
+        return self._program(f"head_sample[{rows}]", self.steps.head_sample, args, (1,), out, weight=rows)
 
     def _small(self) -> Iterator[Program]:
         s, words = self.shapes, self.shapes.mask_words
@@ -141,7 +150,7 @@ class ProgramSet:
             ("set_pages", step_input.set_pages, (3, step_input.PAGE_GROUP)),
         ]
         for name, function, shape in state_programs:
-            yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.replicated)
+            yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.state_shardings)
         args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_WATCHED))
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
         yield self._program("pool", self.steps.pool, (s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)

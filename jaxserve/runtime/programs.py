@@ -16,12 +16,14 @@ Arguments everywhere: `leaves`, the model's flat parameters; `caches`, one array
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.choices import take_choices
 from jaxserve.models.decoder import CausalLM
@@ -31,7 +33,7 @@ from jaxserve.ops.paged_attention import AttentionMetadata, Backend
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.sampler import Details, Sampled, pack_watching, sample
-from jaxserve.runtime.slots import SlotState, append_tokens, remember_tokens
+from jaxserve.runtime.slots import SlotState, append_tokens, remember_tokens, state_partition
 from jaxserve.runtime.step_input import (
     HeadInput,
     TokenInput,
@@ -39,6 +41,7 @@ from jaxserve.runtime.step_input import (
     unpack_extend,
     unpack_head,
 )
+from jaxserve.runtime.vocab import Vocab
 
 Leaves = tuple[jax.Array, ...]
 Caches = tuple[jax.Array, ...]
@@ -130,7 +133,9 @@ class StepPrograms:
         indices, targets = packed
         logits = self.bind(leaves).logits(hidden.at[indices].get(mode="clip"), self.linear)
         watch = jnp.broadcast_to(watched_ids, (targets.shape[0], watched_ids.shape[0]))
-        return pack_watching(logits, targets, watch)
+        vocab = Vocab.of(logits.shape[1], self.mesh)
+        pack = functools.partial(pack_watching, vocab=vocab)
+        return vocab.call(pack, (vocab.columns, P(), P()), logits, targets, watch)
 
     def export_pages(self, caches: Caches, page_ids: jax.Array) -> Caches:
         """Pages [n] of every layer in the form common to all backends, [n, page_size, 2 * KH, H] each."""
@@ -186,7 +191,10 @@ class StepPrograms:
         details: Details | None = None,
     ) -> tuple[SlotState, Sampled]:
         logits = model.logits(hidden, self.linear)
-        sampled = sample(logits, head.slots, state, bitmask, head.masked, head.want_logprobs, details)
+        vocab = Vocab.of(state.vocab_size, self.mesh)
+        cuts = (vocab.columns, P(), state_partition(state, vocab.columns), P(), P(), P(), P())
+        args = (logits, head.slots, state, bitmask, head.masked, head.want_logprobs, details)
+        sampled = vocab.call(functools.partial(sample, vocab=vocab), cuts, *args)
         state = append_tokens(state, head.slots, sampled.tokens[:, 0])
         return state if details is None else remember_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.runtime.slots import SlotState
+from jaxserve.runtime.vocab import WHOLE, Vocab, first_above
 
 TOP_LOGPROBS = 20
 MAX_SUPPORT = 256  # candidates of a token that can be told; `Support`
@@ -63,79 +64,86 @@ def sample(
     masked: jax.Array,
     want_logprobs: jax.Array,
     details: Details | None = None,
+    vocab: Vocab = WHOLE,
 ) -> Sampled:
     """Sample one token for each of R slots.
 
     logits: float32 [R, V]; slots: int32 [R], max_num_seqs and above for padding; bitmask: int32 [R, W], read only
-    if the scalar `masked`; want_logprobs: bool scalar, False leaves `Sampled.logprobs` and `watched` zero.
+    if the scalar `masked`; want_logprobs: bool scalar, False leaves `Sampled.logprobs` and `watched` zero. Where
+    `vocab` is split, of V the logits and the state's token counts have this device's columns; see `Vocab.call`.
     """
     valid = slots < state.num_slots
     rows = jnp.minimum(slots, state.num_slots - 1)
-    shaped = shape_logits(logits, rows, valid, state, bitmask, masked)
-    peak = shaped.max(axis=-1)
-    ok = jnp.isfinite(logits.max(axis=-1)) & jnp.isfinite(peak)
-    draw = functools.partial(_choose, shaped, peak, rows, valid, state)
+    shaped = shape_logits(logits, rows, valid, state, bitmask, masked, vocab)
+    peak = vocab.max(shaped)
+    ok = jnp.isfinite(vocab.max(logits)) & jnp.isfinite(peak)
+    draw = functools.partial(_choose, shaped, peak, rows, valid, state, vocab)
     if details is None:
         tokens, support = draw(), None
     else:
-        draw_telling = functools.partial(_choose_telling, shaped, peak, rows, valid, state)
-        width = 2 + 2 * min(MAX_SUPPORT, logits.shape[1])
+        draw_telling = functools.partial(_choose_telling, shaped, peak, rows, valid, state, vocab)
+        width = 2 + 2 * min(MAX_SUPPORT, vocab.size(logits))
         silent = jnp.zeros((logits.shape[0], width), jnp.int32)
         tokens, support = jax.lax.cond(details.wanted, draw_telling, lambda: (draw(), silent))
     watch = jnp.zeros((logits.shape[0], 0), jnp.int32) if details is None else details.ids
+    logprobs_width = 2 + 2 * _top_k_width(vocab.size(logits))
     logprobs, watched = jax.lax.cond(
         want_logprobs,
-        lambda: pack_watching(logits, tokens, watch),
-        lambda: (jnp.zeros((logits.shape[0], 2 + 2 * _top_k_width(logits.shape[1])), jnp.int32), jnp.zeros_like(watch)),
+        lambda: pack_watching(logits, tokens, watch, vocab),
+        lambda: (jnp.zeros((logits.shape[0], logprobs_width), jnp.int32), jnp.zeros_like(watch)),
     )
     packed = jnp.stack([tokens, ok.astype(jnp.int32)], axis=1)
     return Sampled(packed, logprobs, None if details is None else watched, support)
 
 
-def _choose(logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState) -> jax.Array:
-    greedy = first_maximum(logits, peak)
+def _choose(
+    logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState, vocab: Vocab
+) -> jax.Array:
+    greedy = first_maximum(logits, peak, vocab)
     random = valid & (state.temperature[rows] > 0)
 
     def draw() -> jax.Array:
-        probs = _candidates(logits, peak, rows, random, state)
+        probs = _candidates(logits, peak, rows, random, state, vocab)
         uniform = random_uniform(state.seed[rows], state.position[rows])
-        return jnp.where(random, inverse_cdf(probs, uniform), greedy)
+        return jnp.where(random, inverse_cdf(probs, uniform, vocab), greedy)
 
     return jax.lax.cond(random.any(), draw, lambda: greedy)
 
 
 def _choose_telling(
-    logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState
+    logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState, vocab: Vocab
 ) -> tuple[jax.Array, jax.Array]:
     """`_choose`, and what it chose from: exactly the weights of the draw, which is why both are one function."""
     random = valid & (state.temperature[rows] > 0)
-    probs = jax.lax.optimization_barrier(_candidates(logits, peak, rows, random, state))
+    probs = jax.lax.optimization_barrier(_candidates(logits, peak, rows, random, state, vocab))
     uniform = random_uniform(state.seed[rows], state.position[rows])
-    drawn = inverse_cdf(probs, uniform)
+    drawn = inverse_cdf(probs, uniform, vocab)
     marked = random & (state.has_watermark[rows] > 0)
     keys, recent = state.watermark[rows], state.recent[rows]
     drawn = jax.lax.cond(
-        marked.any(), lambda: jnp.where(marked, draw_marked(probs, keys, recent), drawn), lambda: drawn
+        marked.any(), lambda: jnp.where(marked, draw_marked(probs, keys, recent, vocab), drawn), lambda: drawn
     )
-    tokens = jnp.where(random, drawn, first_maximum(logits, peak))
-    return tokens, pack_support(probs, tokens, random)
+    tokens = jnp.where(random, drawn, first_maximum(logits, peak, vocab))
+    return tokens, pack_support(probs, tokens, random, vocab)
 
 
-def _candidates(logits: jax.Array, peak: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState) -> jax.Array:
+def _candidates(
+    logits: jax.Array, peak: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState, vocab: Vocab
+) -> jax.Array:
     """float32 [R, V]: the weights that the random rows draw from, the largest of a row is 1."""
     divisor = jnp.where(random, state.temperature[rows], 1)
     probs = jnp.exp((logits - peak[:, None]) / divisor[:, None])
-    return filter_probs(probs, state.top_k[rows], state.top_p[rows], state.min_p[rows], random)
+    return filter_probs(probs, state.top_k[rows], state.top_p[rows], state.min_p[rows], random, vocab)
 
 
-def first_maximum(logits: jax.Array, peak: jax.Array) -> jax.Array:
+def first_maximum(logits: jax.Array, peak: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
     """argmax, of equals the first, int32 [R]; any token where the peak is NaN.
 
     As two plain maxima: XLA on a CPU takes 40 times longer over an argmax, whose loop it does not vectorise.
     """
-    vocab_size = logits.shape[1]
-    from_end = vocab_size - jnp.arange(vocab_size, dtype=jnp.float32)  # exact below 2**24 tokens
-    found = jnp.where(logits == peak[:, None], from_end[None, :], 1).max(axis=-1)
+    vocab_size = vocab.size(logits)
+    from_end = vocab_size - vocab.ids(logits, jnp.float32)  # exact below 2**24 tokens
+    found = vocab.max(jnp.where(logits == peak[:, None], from_end[None, :], 1))
     return (vocab_size - found).astype(jnp.int32)
 
 
@@ -149,6 +157,7 @@ def shape_logits(
     state: SlotState,
     bitmask: jax.Array,
     masked: jax.Array,
+    vocab: Vocab = WHOLE,
 ) -> jax.Array:
     """Penalties, bias, min_tokens and masks, each under its own condition. float32 [R, V] -> float32 [R, V]."""
     repetition, frequency, presence = (
@@ -169,11 +178,11 @@ def shape_logits(
         ),
         (
             (num_bias > 0).any(),
-            lambda x: add_bias(x, state.bias_ids[rows], state.bias_values[rows], num_bias),
+            lambda x: add_bias(x, state.bias_ids[rows], state.bias_values[rows], num_bias, vocab),
         ),
-        (early.any(), lambda x: ban(x, state.early_mask[rows], early, BANNED)),
-        (static.any(), lambda x: ban(x, state.allow_mask[rows], static, np.float32(-np.inf))),
-        (masked, lambda x: ban(x, bitmask, valid, np.float32(-np.inf))),
+        (early.any(), lambda x: ban(x, state.early_mask[rows], early, BANNED, vocab)),
+        (static.any(), lambda x: ban(x, state.allow_mask[rows], static, np.float32(-np.inf), vocab)),
+        (masked, lambda x: ban(x, bitmask, valid, np.float32(-np.inf), vocab)),
     ]
 
     def all_steps(logits: jax.Array) -> jax.Array:
@@ -203,7 +212,7 @@ def penalize(
     return logits - frequency[:, None] * times - jnp.where(times > 0, presence[:, None], 0)
 
 
-def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array, num: jax.Array) -> jax.Array:
+def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array, num: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
     """Add sparse biases: ids int32, values float32 [R, N]; the first num[r] of row r count, N a multiple of 256."""
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
 
@@ -212,15 +221,15 @@ def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array, num: jax.Arra
         index = first + jnp.arange(_BIAS_GROUP, dtype=jnp.int32)
         chosen = jax.lax.dynamic_slice_in_dim(ids, first, _BIAS_GROUP, axis=1)
         added = jax.lax.dynamic_slice_in_dim(values, first, _BIAS_GROUP, axis=1)
-        chosen = jnp.where(index[None, :] < num[:, None], chosen, logits.shape[1])
+        chosen = jnp.where(index[None, :] < num[:, None], vocab.column(logits, chosen), logits.shape[1])
         return logits.at[row, chosen].add(added, mode="drop")
 
     return jax.lax.fori_loop(0, (num.max() + _BIAS_GROUP - 1) // _BIAS_GROUP, add_group, logits)
 
 
-def ban(logits: jax.Array, words: jax.Array, active: jax.Array, value: np.float32) -> jax.Array:
+def ban(logits: jax.Array, words: jax.Array, active: jax.Array, value: np.float32, vocab: Vocab = WHOLE) -> jax.Array:
     """Set tokens whose bit in words (int32 [R, W]) is 0 to `value`, in the rows where `active` (bool [R])."""
-    allowed = unpack_bits(words, logits.shape[1])
+    allowed = vocab.own(logits, unpack_bits(words, vocab.size(logits)))
     return jnp.where(allowed | ~active[:, None], logits, value)
 
 
@@ -234,7 +243,12 @@ def unpack_bits(words: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def filter_probs(
-    probs: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, active: jax.Array
+    probs: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    active: jax.Array,
+    vocab: Vocab = WHOLE,
 ) -> jax.Array:
     """Zero what top-k, top-p and min-p exclude, in the rows where `active`.
 
@@ -243,13 +257,13 @@ def filter_probs(
     left reaches top_p, and all that tie with the last. min-p: at least min_p times the largest.
     """
     some_k, some_p = active & (top_k > 0), active & (top_p < 1)
-    counts = jnp.minimum(top_k, probs.shape[1]).astype(jnp.float32)
+    counts = jnp.minimum(top_k, vocab.size(probs)).astype(jnp.float32)
 
     def stage(index: jax.Array, probs: jax.Array) -> jax.Array:
         by_mass = index == 1  # one loop body for both: half the code to compile
-        shares = jnp.maximum(top_p * probs.sum(axis=-1), np.finfo(np.float32).tiny)
+        shares = jnp.maximum(top_p * vocab.sum(probs), np.finfo(np.float32).tiny)
         target, wanted = jnp.where(by_mass, shares, counts), jnp.where(by_mass, some_p, some_k)
-        return jnp.where(probs >= _border(probs, by_mass, target, wanted)[:, None], probs, 0)
+        return jnp.where(probs >= _border(probs, by_mass, target, wanted, vocab)[:, None], probs, 0)
 
     def floor(probs: jax.Array) -> jax.Array:
         return jnp.where(probs >= jnp.where(active, min_p, 0)[:, None], probs, 0)
@@ -259,7 +273,7 @@ def filter_probs(
     return jax.lax.cond(needed[1], floor, lambda p: p, probs)
 
 
-def _border(probs: jax.Array, by_mass: jax.Array, target: jax.Array, active: jax.Array) -> jax.Array:
+def _border(probs: jax.Array, by_mass: jax.Array, target: jax.Array, active: jax.Array, vocab: Vocab) -> jax.Array:
     """The largest t for which the tokens with probs >= t reach target, float32 [R]; 0 in rows that are not active.
 
     They reach the sum of their probabilities, or if not by_mass (a scalar) their number. Bisection on the bits of t:
@@ -280,7 +294,7 @@ def _border(probs: jax.Array, by_mass: jax.Array, target: jax.Array, active: jax
         low, high, reached_low, reached_high = carry
         middle = low + (high - low) // 2
         kept = jnp.where(probs >= jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None], weights, 0)
-        reached = jax.lax.optimization_barrier(kept).sum(axis=-1)  # apart: XLA on a CPU has a kernel for plain sums
+        reached = vocab.sum(jax.lax.optimization_barrier(kept))  # apart: XLA on a CPU has a kernel for plain sums
         enough, open_row = reached >= target, undecided(carry)
         up, down = open_row & enough, open_row & ~enough
         return (
@@ -295,26 +309,25 @@ def _border(probs: jax.Array, by_mass: jax.Array, target: jax.Array, active: jax
     return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
-def inverse_cdf(probs: jax.Array, uniform: jax.Array) -> jax.Array:
+def inverse_cdf(probs: jax.Array, uniform: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
     """The token at which the cumulative sum passes uniform * total. probs float32 [R, V], uniform [R] -> int32 [R].
 
     Two levels: the lane in which it passes (tokens equal modulo 128), then the token in the lane; the order in which
     tokens are summed does not matter. A token of probability 0 is never chosen, whatever the rounding of the sums.
     """
-    num_rows, vocab_size = probs.shape
-    table = jnp.pad(probs, ((0, 0), (0, -vocab_size % _LANES))).reshape(num_rows, -1, _LANES)
-    sums = jax.lax.optimization_barrier(table).sum(axis=1)
+    table = vocab.table(probs, _LANES)
+    sums = vocab.total(jax.lax.optimization_barrier(table).sum(axis=1))
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
-    lane = _first_above(ends, target, sums)
+    lane = first_above(ends, target, sums)
     before = jnp.take_along_axis(ends, jnp.maximum(lane - 1, 0)[:, None], axis=1)[:, 0]
     column = jnp.take_along_axis(table, lane[:, None, None], axis=2)[:, :, 0]
     rest = target - jnp.where(lane > 0, before, 0)
-    token = _first_above(jnp.cumsum(column, axis=-1), rest, column) * _LANES + lane
-    return jnp.minimum(token, vocab_size - 1)
+    token = vocab.passing_row(probs, column, rest, _LANES) * _LANES + lane
+    return jnp.minimum(token, vocab.size(probs) - 1)
 
 
-def draw_marked(probs: jax.Array, keys: jax.Array, recent: jax.Array) -> jax.Array:
+def draw_marked(probs: jax.Array, keys: jax.Array, recent: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
     """The token that a key chooses among the candidates, int32 [R]: text/watermark.py tells how, and can tell that.
 
     probs float32 [R, V]; keys uint32 [R, 2]; recent int32 [R, 4]. By the Gumbel-max trick (Aaronson, 2022): over all
@@ -323,21 +336,13 @@ def draw_marked(probs: jax.Array, keys: jax.Array, recent: jax.Array) -> jax.Arr
     words = recent.astype(jnp.uint32)
     key0, key1 = threefry2x32(keys[:, 0], keys[:, 1], words[:, 0], words[:, 1])
     key0, key1 = threefry2x32(key0, key1, words[:, 2], words[:, 3])
-    ids = jnp.broadcast_to(jnp.arange(probs.shape[1], dtype=jnp.uint32)[None, :], probs.shape)
+    ids = jnp.broadcast_to(vocab.ids(probs, jnp.uint32)[None, :], probs.shape)
     wide0, wide1 = (jnp.broadcast_to(key[:, None], probs.shape) for key in (key0, key1))
     bits, _ = threefry2x32(wide0, wide1, ids, jnp.zeros_like(ids))
     # 23 bits: with 24 the largest would be rounded to 1, whose token wins whatever its probability
     uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)
     scores = jnp.log(probs) - jnp.log(-jnp.log(uniform))
-    return first_maximum(scores, scores.max(axis=-1))
-
-
-def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
-    """Index of the first end above target, but no further than the last positive weight. int32 [R]."""
-    passed = (ends <= target[:, None]).sum(axis=-1, dtype=jnp.int32)
-    indices = jnp.arange(weights.shape[1], dtype=jnp.int32)
-    last = jnp.where(weights > 0, indices[None, :], 0).max(axis=-1)
-    return jnp.minimum(passed, last)
+    return first_maximum(scores, vocab.max(scores), vocab)
 
 
 def random_uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -370,37 +375,39 @@ def _top_k_width(vocab_size: int) -> int:
     return min(TOP_LOGPROBS, vocab_size)
 
 
-def pack_watching(logits: jax.Array, tokens: jax.Array, watch: jax.Array) -> tuple[jax.Array, jax.Array]:
+def pack_watching(
+    logits: jax.Array, tokens: jax.Array, watch: jax.Array, vocab: Vocab = WHOLE
+) -> tuple[jax.Array, jax.Array]:
     """(packed `token_logprobs`, int32 [R, N]: bits of the log-probabilities of the ids in `watch`, int32 [R, N])"""
-    norm = jax.nn.logsumexp(logits, axis=-1)
-    watched = jnp.take_along_axis(logits, watch, axis=1, mode="clip") - norm[:, None]
-    return pack_logprobs(*token_logprobs(logits, tokens, norm)), jax.lax.bitcast_convert_type(watched, jnp.int32)
+    norm = vocab.logsumexp(logits)
+    watched = vocab.take(logits, watch, mode="clip") - norm[:, None]
+    return pack_logprobs(*token_logprobs(logits, tokens, norm, vocab)), jax.lax.bitcast_convert_type(watched, jnp.int32)
 
 
-def pack_support(probs: jax.Array, tokens: jax.Array, random: jax.Array) -> jax.Array:
+def pack_support(probs: jax.Array, tokens: jax.Array, random: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
     """int32 [R, 2 + 2K], K = min(256, V), as `pack_logprobs`: what a token was drawn from, likeliest first.
 
     probs: float32 [R, V], 0 where excluded. A greedy row has one candidate. Of more than K the first K are told.
     """
-    scale = jnp.log(probs.sum(axis=-1))
-    top, ids = jax.lax.top_k(probs, min(MAX_SUPPORT, probs.shape[1]))
-    count = (probs > 0).sum(axis=-1, dtype=jnp.int32)
-    chosen = jnp.take_along_axis(probs, tokens[:, None], axis=1)[:, 0]
+    scale = jnp.log(vocab.sum(probs))
+    top, ids = vocab.top_k(probs, min(MAX_SUPPORT, vocab.size(probs)))
+    count = vocab.sum(probs > 0, jnp.int32)
+    chosen = vocab.take(probs, tokens[:, None])[:, 0]
     ids = jnp.where(random[:, None], ids.astype(jnp.int32), tokens[:, None])
     logprobs = jnp.where(random[:, None], jnp.log(top) - scale[:, None], 0)
     return pack_logprobs(jnp.where(random, jnp.log(chosen) - scale, 0), jnp.where(random, count, 1), ids, logprobs)
 
 
 def token_logprobs(
-    logits: jax.Array, tokens: jax.Array, norm: jax.Array
+    logits: jax.Array, tokens: jax.Array, norm: jax.Array, vocab: Vocab = WHOLE
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Of the model's own distribution: (logprob float32 [R], rank int32 [R], top ids int32 [R, K], top logprobs).
 
     norm: float32 [R], logsumexp of the logits
     """
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    rank = 1 + (logits > chosen).sum(axis=-1, dtype=jnp.int32)
-    top, ids = jax.lax.top_k(logits, _top_k_width(logits.shape[1]))
+    chosen = vocab.take(logits, tokens[:, None])
+    rank = 1 + vocab.sum(logits > chosen, jnp.int32)
+    top, ids = vocab.top_k(logits, _top_k_width(vocab.size(logits)))
     return chosen[:, 0] - norm, rank, ids.astype(jnp.int32), top - norm[:, None]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.engine.request import MAX_LOGIT_BIAS, SamplingParams, SlotInit
 
@@ -36,6 +37,7 @@ RECENT = 4  # tokens before a token that a watermark depends on
 _FLOATS = 3 + len(_INT_FIELDS)  # the first column of each part of a row of `admit`
 _WATERMARK = _FLOATS + len(_FLOAT_FIELDS)
 _RECENT = _WATERMARK + 2
+_BY_TOKEN = ("token_counts", "in_prompt")  # [S, V]
 ADMIT_WIDTH = _RECENT + RECENT
 
 
@@ -134,15 +136,22 @@ def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
     )
 
 
+def state_partition(state: SlotState, columns: P) -> SlotState:
+    """How each array is cut: those by token as `columns` says of [R, V], all others whole on every device."""
+    cuts = {name: columns if name in _BY_TOKEN else P() for name in vars(state)}
+    return SlotState(**cuts)  # type: ignore[arg-type]  # stand for arrays
+
+
 def empty_state(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
     """All slots free: zeros everywhere."""
     shapes = state_shapes(num_slots, vocab_size, max_pages)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
-def state_bytes(num_slots: int, vocab_size: int, max_pages: int) -> int:
-    leaves = jax.tree.leaves(state_shapes(num_slots, vocab_size, max_pages))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def state_bytes(num_slots: int, vocab_size: int, max_pages: int, *, parts: int = 1) -> int:
+    """Of one device, where `parts` devices share the arrays by token."""
+    shapes = vars(state_shapes(num_slots, vocab_size, max_pages))
+    return sum(leaf.nbytes // (parts if name in _BY_TOKEN else 1) for name, leaf in shapes.items())
 
 
 # --- host: SlotInit -> packed int32 groups
