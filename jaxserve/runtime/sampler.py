@@ -25,7 +25,7 @@ from jaxserve.runtime.vocab import WHOLE, Vocab, first_above
 TOP_LOGPROBS = 20
 MAX_SUPPORT = 256  # candidates of a token that can be told; `Support`
 BANNED = np.float32(-1e30)  # min_tokens: below any logit, yet above the -inf of a mask that allows nothing else
-_LANES = 128  # sums of the first level of the inverse CDF
+LANES = 128  # sums of the first level of the inverse CDF
 _BIAS_GROUP = 256  # logit_bias entries added at once
 _ONE_BITS = 0x3F800000  # float32 1.0: positive floats are ordered as their bits are
 
@@ -76,7 +76,8 @@ def sample(
     rows = jnp.minimum(slots, state.num_slots - 1)
     shaped = shape_logits(logits, rows, valid, state, bitmask, masked, vocab)
     peak = vocab.max(shaped)
-    ok = jnp.isfinite(vocab.max(logits)) & jnp.isfinite(peak)
+    # by a sum, in which -inf may be: XLA's maximum of a long row on a CPU passes over NaN
+    ok = (vocab.sum(logits) < np.inf) & jnp.isfinite(peak)
     draw = functools.partial(_choose, shaped, peak, rows, valid, state, vocab)
     if details is None:
         tokens, support = draw(), None
@@ -315,7 +316,7 @@ def inverse_cdf(probs: jax.Array, uniform: jax.Array, vocab: Vocab = WHOLE) -> j
     Two levels: the lane in which it passes (tokens equal modulo 128), then the token in the lane; the order in which
     tokens are summed does not matter. A token of probability 0 is never chosen, whatever the rounding of the sums.
     """
-    table = vocab.table(probs, _LANES)
+    table = vocab.table(probs, LANES)
     sums = vocab.total(jax.lax.optimization_barrier(table).sum(axis=1))
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
@@ -323,7 +324,7 @@ def inverse_cdf(probs: jax.Array, uniform: jax.Array, vocab: Vocab = WHOLE) -> j
     before = jnp.take_along_axis(ends, jnp.maximum(lane - 1, 0)[:, None], axis=1)[:, 0]
     column = jnp.take_along_axis(table, lane[:, None, None], axis=2)[:, :, 0]
     rest = target - jnp.where(lane > 0, before, 0)
-    token = vocab.passing_row(probs, column, rest, _LANES) * _LANES + lane
+    token = vocab.passing_row(probs, column, rest, LANES) * LANES + lane
     return jnp.minimum(token, vocab.size(probs) - 1)
 
 

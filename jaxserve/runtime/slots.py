@@ -151,7 +151,7 @@ def empty_state(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
 def state_bytes(num_slots: int, vocab_size: int, max_pages: int, *, parts: int = 1) -> int:
     """Of one device, where `parts` devices share the arrays by token."""
     shapes = vars(state_shapes(num_slots, vocab_size, max_pages))
-    return sum(leaf.nbytes // (parts if name in _BY_TOKEN else 1) for name, leaf in shapes.items())
+    return sum(x.size * x.dtype.itemsize // (parts if name in _BY_TOKEN else 1) for name, x in shapes.items())
 
 
 # --- host: SlotInit -> packed int32 groups

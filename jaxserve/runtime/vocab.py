@@ -5,7 +5,7 @@ its reductions. What crosses devices is by row a value, 128 sums or a top-k's ca
 Where rows are whole each method is the plain operation. Knows nothing of requests or of what is sampled.
 
 Partial results are gathered and reduced in one order everywhere, not left to an all-reduce: every device gets the same
-bits, on which its loops and branches depend, and a NaN survives a maximum, which it does not in every collective.
+bits, on which its loops and branches depend, whatever a collective's algorithm.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Vocab:
         return self.total(x.sum(axis=-1, dtype=dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
-        """[R]; NaN where there is one."""
+        """[R]"""
         most = x.max(axis=-1)
         return self.gather(most).max(axis=0) if self.axes else most
 

@@ -21,18 +21,21 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve import Engine, SamplingParams
+from jaxserve.engine.request import MAX_WATCHED
 from jaxserve.errors import ModelLoadError
 from jaxserve.models import orbax
 from jaxserve.models.hf_config import from_hf
 from jaxserve.models.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
+from jaxserve.runtime.program_set import PROMPT_CHUNK
+from jaxserve.runtime.sampler import LANES, MAX_SUPPORT, TOP_LOGPROBS
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
 from tests.models.families import CASES
 
 AXES = ("data", "tensor", "expert")
 FLOAT32 = jnp.dtype("float32")
-WIDE = TINY_LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3, "vocab_size": 96}
+WIDE = TINY_LLAMA | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3, "vocab_size": 2056}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": WIDE,
     "odd_vocab": WIDE | {"vocab_size": 97},
@@ -69,7 +72,7 @@ def abstract_mesh(tensor: int, expert: int) -> AbstractMesh:
 
 
 def on_devices(folder: Path, runs: dict[str, list[Run]]) -> dict[str, Any]:
-    """Greedy tokens of each run beside those of one device, and the engine's decode program over four devices."""
+    """Greedy tokens of each run beside those of one device, and the engine's programs over four devices."""
     prompt = np.random.default_rng(0).integers(3, 90, 21).tolist()
     names = sorted({name for kind in runs.values() for name, _, _ in kind} | {"llama"})
     one = {}
@@ -86,13 +89,13 @@ def on_devices(folder: Path, runs: dict[str, list[Run]]) -> dict[str, Any]:
         tokens[f"{name}-{tensor}-{expert} alone"] = one[name], paged.greedy(sharded, prompt, 12, 8)
     return {
         "tokens": tokens,
-        "program": programs.get(("llama", 4), ""),
+        "programs": programs.get(("llama", 4), {}),
         "converted": converted_equal(folder / "llama", folder / "converted"),
     }
 
 
-def through_engine(directory: Path, tensor: int, expert: int, prompt: list[int]) -> tuple[list[int], str]:
-    """Greedy tokens by scheduler, pages, prefill in chunks and sampler; and the text of the decode program."""
+def through_engine(directory: Path, tensor: int, expert: int, prompt: list[int]) -> tuple[list[int], dict[str, str]]:
+    """Greedy tokens by scheduler, pages, prefill in chunks and sampler; and the text of the programs that sample."""
     engine = Engine(
         str(directory),
         tensor=tensor,
@@ -104,7 +107,8 @@ def through_engine(directory: Path, tensor: int, expert: int, prompt: list[int])
         num_pages=8,
     )
     [[answer]] = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
-    return answer.token_ids, engine.runner.compiled["decode[1]"].as_text()
+    sampling = ("decode[1]", "head_sample[1]", "prompt_logprobs")
+    return answer.token_ids, {name: engine.runner.compiled[name].as_text() for name in sampling}
 
 
 def converted_equal(source: Path, target: Path) -> dict[str, bool]:
@@ -142,22 +146,41 @@ def test_on_eight_devices(form: str, tmp_path: Path) -> None:
         assert one == many and len(set(one)) > 3, name
     assert all(result["converted"].values()), result["converted"]
     if form == "short":
-        check_collectives(result["program"])
+        check_decode(result["programs"]["decode[1]"])
+        check_head(result["programs"]["head_sample[1]"], rows=1, told=MAX_SUPPORT)
+        check_head(result["programs"]["prompt_logprobs"], rows=PROMPT_CHUNK, told=TOP_LOGPROBS)
 
 
-def check_collectives(program: str) -> None:
-    """Of a decode step of one row: each layer adds up its two outputs, and what is gathered are rows of logits."""
-    found = [(name.removesuffix("-start"), shape) for shape, name in re.findall(r"= \(?(\S+) ([a-z-]+)\(", program)]
-    sizes: dict[str, list[int]] = {}
-    for name, shape in found:
-        match = re.match(r"\w+\[([\d,]*)\]", shape)
-        sizes.setdefault(name, []).append(math.prod(map(int, filter(None, match[1].split(","))))) if match else None
-    hidden = WIDE["hidden_size"]
-    assert sizes["all-reduce"].count(hidden) == 2 * WIDE["num_hidden_layers"] + 1  # and the sharded embedding's
-    assert max(sizes["all-reduce"]) == hidden
-    smallest_weight = hidden * hidden
-    assert max(sizes.get("all-gather", [0])) < smallest_weight and not sizes.get("reduce-scatter")
-    assert max(sizes.get("all-to-all", [0]) + sizes.get("collective-permute", [0])) <= WIDE["vocab_size"]
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+
+def collectives(program: str) -> dict[str, list[tuple[int, ...]]]:
+    """The shapes of the results of each collective in a program's text, those in branches and loops included."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for results, name in re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", program):
+        for dims in re.findall(r"\w+\[([\d,]*)\]", results):
+            found.setdefault(name, []).append(tuple(map(int, filter(None, dims.split(",")))))
+    return found
+
+
+def check_decode(program: str) -> None:
+    """A step of one row: each layer adds up its two outputs, and sampling gathers values, lanes and candidates."""
+    found, hidden = collectives(program), WIDE["hidden_size"]
+    reduced = [math.prod(shape) for shape in found["all-reduce"]]
+    assert reduced.count(hidden) == 2 * WIDE["num_hidden_layers"] + 1  # and the sharded embedding's
+    assert max(reduced) == hidden
+    check_head(program, rows=1, told=TOP_LOGPROBS)
+
+
+def check_head(program: str, *, rows: int, told: int) -> None:
+    """Over four devices nothing crosses but, by row and device: a value, watched ids' values, 128 lanes' sums and as
+    many candidates as are told; never a row or a device's part of it, a weight or a cache."""
+    found = collectives(program)
+    assert found.keys() <= {"all-reduce", "all-gather"}
+    widths = (1, LANES, MAX_WATCHED)
+    allowed = {(4, rows)} | {(4, rows, width) for width in widths} | {(rows, 4 * k) for k in (TOP_LOGPROBS, told)}
+    assert found["all-gather"] and set(found["all-gather"]) <= allowed
+    assert 4 * max(*widths, told) < WIDE["vocab_size"] and max(widths) < WIDE["vocab_size"] // 4
 
 
 # --- by shape --------------------------------------------------------------------------------------------------

@@ -214,15 +214,16 @@ def test_a_row_with_nothing_allowed_is_not_ok() -> None:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_fail_their_row_alone(poison: float, temperature: float) -> None:
+@pytest.mark.parametrize("vocab", [V, 2056])
+def test_logits_that_are_not_finite_fail_their_row_alone(poison: float, temperature: float, vocab: int) -> None:
     params = [SamplingParams(temperature=temperature, top_k=50, top_p=0.9)] * 3
-    logits = random_logits(3)
-    clean = tokens(run(logits, state_of(params)))
+    logits = random_logits(3, vocab=vocab)
+    clean = tokens(run(logits, state_of(params, vocab=vocab)))
     logits[1, 17] = poison
-    sampled = np.asarray(run(logits, state_of(params)).tokens)
+    sampled = np.asarray(run(logits, state_of(params, vocab=vocab)).tokens)
     assert sampled[:, 1].tolist() == [1, 0, 1]
     assert sampled[[0, 2], 0].tolist() == clean[[0, 2]].tolist()
-    assert 0 <= sampled[1, 0] < V
+    assert 0 <= sampled[1, 0] < vocab
 
 
 def test_minus_infinity_in_the_logits_is_no_error() -> None:
