@@ -279,7 +279,8 @@ def _border(probs: jax.Array, by_mass: jax.Array, target: jax.Array, active: jax
 
     They reach the sum of their probabilities, or if not by_mass (a scalar) their number. Bisection on the bits of t:
     at most 30 passes over the probabilities, without sorting them, and usually half as many: a row is decided once
-    what lies between its bounds is less than two tokens can be. A decided row stands still while others go on.
+    what lies between its bounds is less than two tokens can be, with room for the rounding of sums. A decided row
+    stands still while others go on.
     """
     low = jnp.zeros(probs.shape[0], jnp.int32)
     high = jnp.where(active, _ONE_BITS + 1, 1).astype(jnp.int32)
@@ -289,7 +290,7 @@ def _border(probs: jax.Array, by_mass: jax.Array, target: jax.Array, active: jax
     def undecided(carry: tuple[jax.Array, ...]) -> jax.Array:
         low, high, reached_low, reached_high = carry
         least = jnp.where(by_mass, jax.lax.bitcast_convert_type(low, jnp.float32), 1)
-        return (high - low > 1) & (reached_low - reached_high >= 2 * least)
+        return (high - low > 1) & (reached_low - reached_high >= 1.5 * least)
 
     def halve(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         low, high, reached_low, reached_high = carry
