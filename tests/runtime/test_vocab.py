@@ -75,7 +75,7 @@ def sampler_over(vocab: Vocab, vocab_size: int) -> Any:
     return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def compared(vocab_size: int, tensor: int, expert: int) -> dict[str, float]:
+def compared(vocab_size: int, tensor: int, expert: int) -> dict[str, int]:
     """How often one device and many differ in each part of the result, rows with top-p apart; and how many different
     tokens were drawn."""
     state = state_for(vocab_size)
