@@ -32,7 +32,7 @@ def struct(*shape: int, dtype: DTypeLike = jnp.int32) -> Any:
 
 def lower(backend: Backend, platform: str, rows: int, tokens: int | None, page_size: int, **layer) -> str:
     """StableHLO of one layer's attention, in bfloat16; tokens None: decode only."""
-    sizes = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "window": None, "sinks": False} | layer
+    sizes = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "window": None, "sinks": False, "latent": False} | layer
     kv_heads, heads, head_dim = sizes["num_kv_heads"], sizes["num_kv_heads"] * sizes["group"], sizes["head_dim"]
 
     total = tokens or rows
@@ -41,7 +41,9 @@ def lower(backend: Backend, platform: str, rows: int, tokens: int | None, page_s
     )
     spec = AttentionSpec(head_dim**-0.5, kv_heads, sizes["window"], 30.0 if sizes["window"] else None)
     q = struct(total, heads, head_dim, dtype=jnp.bfloat16)
-    cache = struct(*backend.cache_shape(2000, page_size, kv_heads, head_dim), dtype=jnp.bfloat16)
+    cache = struct(
+        *backend.cache_shape(2000, page_size, kv_heads, head_dim, latent=sizes["latent"]), dtype=jnp.bfloat16
+    )
     sinks = struct(heads, dtype=jnp.bfloat16) if sizes["sinks"] else None
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[platform])):
         traced = jax.jit(backend.attend, static_argnums=3).trace(q, cache, metadata, spec, sinks)
@@ -54,6 +56,7 @@ LAYERS = {
     "group-7": {"num_kv_heads": 2, "group": 7, "head_dim": 64},
     "head-dim-80": {"num_kv_heads": 32, "group": 1, "head_dim": 80},
     "head-dim-256": {"num_kv_heads": 4, "group": 2, "head_dim": 256},
+    "latent": {"num_kv_heads": 1, "group": 16, "head_dim": 576, "latent": True},
 }
 
 
@@ -72,9 +75,10 @@ def test_triton_splits_follow_the_batch(rows: int) -> None:
     assert f"tensor<{rows}x{splits}x8x4x128x" in lower(TritonBackend(), "cuda", rows, None, 16)
 
 
+@pytest.mark.parametrize("layer", [{}, {"num_kv_heads": 1, "group": 16, "latent": True}], ids=["llama-8b", "latent"])
 @pytest.mark.parametrize("rows", [1, 100])
-def test_mosaic_lowers_for_hopper(rows: int) -> None:
-    assert "mosaic_gpu" in lower(MosaicGpuBackend(), "cuda", rows, None, 16)
+def test_mosaic_lowers_for_hopper(rows: int, layer: dict) -> None:
+    assert "mosaic_gpu" in lower(MosaicGpuBackend(), "cuda", rows, None, 16, **layer)
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)

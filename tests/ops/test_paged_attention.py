@@ -125,7 +125,7 @@ def test_pages_have_one_common_form(name: str) -> None:
     np.testing.assert_array_equal(moved, pages[np.array([0, 2])])
 
 
-@pytest.mark.parametrize("name", ["reference", "xla", "triton"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_a_latent_row_is_kept_once(name: str) -> None:
     backend = BACKENDS[name]
     assert backend.cache_shape(9, 16, 1, 576, latent=True)[0] == 9

@@ -64,7 +64,7 @@ class MosaicGpuBackend(InterleavedLayout):
             page_size % HEAD_ALIGN == 0 and self.tuning.tile % page_size == 0,
             f"a page_size of 8, 16, 32 or 64, not {page_size}",
         )
-        return super().cache_shape(num_pages, page_size, num_kv_heads, head_dim)  # a latent row twice
+        return super().cache_shape(num_pages, page_size, num_kv_heads, head_dim, latent=latent)
 
     def attend(
         self,
@@ -132,7 +132,7 @@ def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, k
 
 def _kernel(
     q_ref,  # [R, KH, G padded, D]
-    kv_ref,  # [P, page_size, 2 * KH, D]
+    kv_ref,  # [P, page_size, 2 * KH, D]; where V is K, [P, page_size, KH, D]
     table_ref,  # int32 [R, max_pages]
     len_ref,  # int32 [R]
     out_ref,  # [R, S, KH, G padded, D]
@@ -155,6 +155,7 @@ def _kernel(
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     stages, tile, head_dim = k_smem.shape
     page_size = kv_ref.shape[1]
+    kept = kv_ref.shape[2] // q_ref.shape[1]  # rows of a kv head; a single one is copied to both places, V's is cleared
     kv_len = len_ref[row]
     oldest = 0 if spec.sliding_window is None else jnp.maximum(kv_len - spec.sliding_window, 0)
     first, last = oldest // tile, pl.cdiv(kv_len, tile)
@@ -172,8 +173,9 @@ def _kernel(
                 column = (begin + step) * (tile // page_size) + page_of_tile
                 page = table_ref[row, jnp.minimum(column, (kv_len - 1) // page_size)]
                 place = pl.ds(page_of_tile * page_size, page_size)
-                plgpu.copy_gmem_to_smem(kv_ref.at[page, :, 2 * head], k_smem.at[slot, place], k_ready.at[slot])
-                plgpu.copy_gmem_to_smem(kv_ref.at[page, :, 2 * head + 1], v_smem.at[slot, place], v_ready.at[slot])
+                plgpu.copy_gmem_to_smem(kv_ref.at[page, :, kept * head], k_smem.at[slot, place], k_ready.at[slot])
+                v_row = kept * head + kept - 1
+                plgpu.copy_gmem_to_smem(kv_ref.at[page, :, v_row], v_smem.at[slot, place], v_ready.at[slot])
 
         @pl.loop(0, jnp.minimum(steps, stages))
         def _fill(step: jax.Array) -> None:

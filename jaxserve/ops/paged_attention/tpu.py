@@ -52,12 +52,12 @@ class TpuBackend:
     def cache_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
     ) -> tuple[int, ...]:
-        return num_pages, 2, num_kv_heads, page_size, head_dim
+        return num_pages, 1 if latent else 2, num_kv_heads, page_size, head_dim
 
     def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[3])
-        rows = jnp.stack([k, v], axis=1).astype(cache.dtype)  # [T, 2, KH, D]
-        return cache.at[page, :, :, offset].set(rows, mode="drop", unique_indices=True)
+        rows = jnp.stack([k, v][: cache.shape[1]], axis=1)  # [T, 2, KH, D]
+        return cache.at[page, :, :, offset].set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
 
     def attend(
         self,
@@ -74,17 +74,18 @@ class TpuBackend:
 
     def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
         pages = cache.at[page_ids].get(mode="clip")  # [n, 2, KH, page_size, D]
-        num, _, _, page_size, head_dim = pages.shape
-        return pages.transpose(0, 3, 2, 1, 4).reshape(num, page_size, 2 * num_kv_heads, head_dim)
+        num, kept, _, page_size, head_dim = pages.shape
+        return pages.transpose(0, 3, 2, 1, 4).reshape(num, page_size, kept * num_kv_heads, head_dim)
 
     def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
         num, page_size, rows, head_dim = pages.shape
-        halves = pages.reshape(num, page_size, rows // 2, 2, head_dim).transpose(0, 3, 2, 1, 4)
-        return cache.at[page_ids].set(halves.astype(cache.dtype), mode="drop")
+        kept = cache.shape[1]
+        parts = pages.reshape(num, page_size, rows // kept, kept, head_dim).transpose(0, 3, 2, 1, 4)
+        return cache.at[page_ids].set(parts.astype(cache.dtype), mode="drop")
 
 
 class _Layer(NamedTuple):
-    cache: jax.Array  # [P, 2, KH, page_size, D]
+    cache: jax.Array  # [P, 2, KH, page_size, D]; where V is K, [P, 1, ...]
     page_table: jax.Array  # int32 [R, max_pages]
     spec: AttentionSpec
     sinks: jax.Array | None  # [N]
@@ -204,7 +205,7 @@ def _kernel(
     block = pl.program_id(0)
     row, position, end = row_ref[block], position_ref[block], end_ref[block]
     kv_len = kv_len_ref[row]
-    _, pages, _, kv_heads, page_size, head_dim = kv_buffer.shape
+    _, pages, kept, kv_heads, page_size, head_dim = kv_buffer.shape
     tile = pages * page_size
     oldest = 0 if spec.sliding_window is None else jnp.maximum(position - spec.sliding_window + 1, 0)
     begin, stop = oldest // tile, (end + tile - 1) // tile
@@ -241,7 +242,7 @@ def _kernel(
             live &= place >= oldest
         for head in range(kv_heads):
             k = kv_buffer[slot, :, 0, head].reshape(tile, head_dim)
-            v = kv_buffer[slot, :, 1, head].reshape(tile, head_dim)
+            v = kv_buffer[slot, :, kept - 1, head].reshape(tile, head_dim)
             v = jnp.where(live, v, jnp.zeros_like(v))  # 0 * NaN: another request's page may have held one
             _add_head(head, q_ref[head], k, v, seen, spec, values_ref, top_ref, total_ref)
 
