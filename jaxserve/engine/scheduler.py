@@ -211,9 +211,18 @@ class Scheduler:
         self._running.drop_ended()
         self._make_room()
         step = StepBuilder(self._step + 1, self.config.tokens_per_step, self.kv.window)
+        prefilling, best_waiting = self._running.prefilling, self._waiting.best_priority
+        sit_out = self._courtesy.sit_out(len(self._live), best_waiting, prefilling, now)
+        # Nobody gives way to requests that may not start, or that find no room and none about to come free.
+        if only is not None or not sit_out or not (self._fill(step, now, False, only) or self.kv.has_leaving):
+            self._fill(step, now, True, only)
+        step.fit(self.config.step_sizes)
+        self._running.promote()
+        return self._dispatch(step) if step.rows else None
+
+    def _fill(self, step: StepBuilder, now: float, lines: bool, only: Collection[str] | None) -> bool:
+        """Add the rows of a step; whether there are any. lines: theirs too. only: as of `schedule`."""
         courtesy, decoding, prefilling = self._courtesy, self._running.decoding, self._running.prefilling
-        sit_out = courtesy.sit_out(len(self._live), self._waiting.best_priority, prefilling, now)
-        lines = only is not None or not sit_out  # nobody gives way to requests that may not start
         if not lines:
             decoding, prefilling = courtesy.without_lines(decoding), courtesy.without_lines(prefilling)
         short_of_pages = step.add_decodes(decoding, self.kv)
@@ -223,9 +232,7 @@ class Scheduler:
             step.add_chunk(request)
         if len(self._waiting) and not short_of_pages:
             self._admit(step, now, lines, only)
-        step.fit(self.config.step_sizes)
-        self._running.promote()
-        return self._dispatch(step) if step.rows else None
+        return bool(step.rows)
 
     def _dispatch(self, step: StepBuilder) -> SchedulerOutput:
         output = step.build()

@@ -48,6 +48,20 @@ def test_an_online_request_takes_the_place_of_a_line(policy: str, changes: dict[
         assert transcripts[f"line{number}"].token_ids == alone(prompt_of(number), params)[0]
 
 
+def test_lines_that_cannot_make_room_do_not_stand_still() -> None:
+    transcripts = Transcripts()
+    core = busy_core("priority", transcripts)
+    for number in range(LINES):
+        core.scheduler._live[f"line{number}"].aged = True  # as if it had waited long
+    before = [len(transcripts[f"line{number}"].token_ids) for number in range(LINES)]
+    core.add(make_request("online", prompt_of(60), max_tokens=3))
+    for _ in range(8):
+        transcripts.take(core.step())
+    assert [len(transcripts[f"line{number}"].token_ids) for number in range(LINES)] == [n + 8 for n in before]
+    run_all(core, transcripts=transcripts)
+    assert len(transcripts["online"].token_ids) == 3
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_waiting_online_requests_come_before_waiting_lines(policy: str) -> None:
     core = make_core(small_config(policy=policy, max_num_seqs=1))
