@@ -153,5 +153,5 @@ def test_a_body_of_many_mistakes_holds_up_nobody(
     data = json.dumps({"model": "demo"} | fields).encode()
     started = time.process_time()
     response = server.http.post(f"/v1/{route}", content=data, headers={"content-type": "application/json"})
-    assert time.process_time() - started < 1.5
+    assert time.process_time() - started < 5  # CPU seconds, beside whatever else runs; about 0.5 alone
     check(response, 400, param)

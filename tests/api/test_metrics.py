@@ -115,7 +115,7 @@ def test_spans_of_a_request(spans: InMemorySpanExporter, stream: bool) -> None:
         server.post("/v1/completions", TEXT | {"stream": stream}, headers=headers)
         server.post("/v1/completions", TEXT | {"n": 1000}, headers=headers)
     finished: Any = spans.get_finished_spans()
-    generation, request, refused = finished
+    request, generation, refused = sorted(finished, key=lambda span: span.start_time)
     assert (request.name, refused.name, generation.name) == (*["POST /v1/completions"] * 2, "generate")
     assert generation.parent.span_id == request.context.span_id
     assert {format(span.context.trace_id, "032x") for span in (generation, request, refused)} == {trace_id}
