@@ -13,6 +13,9 @@ ONLINE_MEMORY = 30.0  # seconds after the last online request in which another o
 # Meanwhile a step with lines has at most this fraction of the tokens, since an arrival waits for two steps to end. On a
 # CPU that is 32: the demo model computes 14 tokens a millisecond so, 19 in steps of 512.
 SMALL_STEP = 16
+# Or this part of an average online prompt, where that is more: the wait is felt beside the prompt's own time.
+PROMPT_SHARE = 0.25
+_MEMORY = 1 / 16  # weight of the newest prompt in that average
 
 
 class Courtesy:
@@ -26,6 +29,7 @@ class Courtesy:
         self._num_lines = 0
         self._steps_sat_out = 0
         self._last_online = float("-inf")
+        self._online_prompt = 0.0  # tokens to compute of an online prompt, on average
 
     def is_line(self, request: Request) -> bool:
         """request.priority: as ranked."""
@@ -35,6 +39,11 @@ class Courtesy:
         """A request came (1) or ended (-1)."""
         if request.priority >= self._line_priority:
             self._num_lines += change
+
+    def started(self, request: Request, num_tokens: int) -> None:
+        """A request has its slot, and so many tokens of its prompt are to be computed."""
+        if request.priority < self._line_priority:
+            self._online_prompt += _MEMORY * (num_tokens - self._online_prompt)
 
     def sit_out(self, num_live: int, best_waiting: int | None, prefilling: list[Request], now: float) -> bool:
         """Whether lines have no part in the next step, being asked once for each.
@@ -63,4 +72,5 @@ class Courtesy:
         small = self._small_step
         if not (lines and self._num_lines) or small is None or now - self._last_online > ONLINE_MEMORY:
             return self._budget
-        return min(self._budget, max(small // 4, small - num_decode_rows))
+        step = max(small, int(PROMPT_SHARE * self._online_prompt))
+        return min(self._budget, max(step // 4, step - num_decode_rows))

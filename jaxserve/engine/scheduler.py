@@ -306,6 +306,7 @@ class Scheduler:
             request.admitted = now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         self.counters.count_admission(request)
+        self._courtesy.started(request, request.num_prefill_tokens - request.num_computed_tokens)
         self._prefills.add(request, node)
         self._running.prefilling.append(request)
         step.add_first_chunk(request, self._eos_token_ids)

@@ -195,6 +195,22 @@ def test_steps_with_lines_are_small_while_online_requests_are_about() -> None:
         assert steps[begin] == [(f"line{later}", chunk)]
 
 
+def test_longer_online_prompts_allow_larger_steps_with_lines() -> None:
+    courtesy = Courtesy(small_config(max_num_batched_tokens=512))
+    line = Request("line", [1], SamplingParams(), 0.0, 0, 1, priority=1)
+    online = Request("online", [1], SamplingParams(), 0.0, 0, 1, priority=0)
+    courtesy.count(line, 1)
+    courtesy.sit_out(2, None, [], now=0.0)
+    budgets = []
+    for length, times in ((64, 1), (400, 200), (16, 200)):
+        for _ in range(times):
+            courtesy.started(online, length)
+            courtesy.started(line, 10**6)
+        budgets.append(courtesy.budget(0, lines=True, now=0.0))
+    assert budgets == [32, 99, 32]
+    assert courtesy.budget(20, lines=True, now=0.0) == 12
+
+
 def test_a_text_that_runs_whole_or_not_at_all_is_not_cut() -> None:
     courtesy = Courtesy(small_config(whole_prompts=True, max_num_batched_tokens=128))
     courtesy.count(Request("a", [1], SamplingParams(), 0.0, 0, 1, priority=1), 1)

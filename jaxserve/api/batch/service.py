@@ -46,7 +46,7 @@ def line_limit(engine: EngineProtocol, lines: int) -> int:
         rows = min(engine.info.max_num_seqs, engine.info.useful_rows)
     except NotReadyError:
         return 0
-    return spare_slots(rows, max(0, engine.num_live - lines), engine.stats().num_waiting, lines)
+    return spare_slots(rows, max(0, engine.num_live - lines))
 
 
 @contextlib.asynccontextmanager

@@ -49,15 +49,11 @@ class Window:
         return self.lines < self._limit(self.lines) and self._bytes + size <= self._max_bytes
 
 
-def spare_slots(rows: int, num_online: int, num_waiting: int, lines: int) -> int:
+def spare_slots(rows: int, num_online: int) -> int:
     """Lines that fill what online requests leave of the engine, but for an eighth of it.
 
-    The eighth is for the next online requests: they find a slot at once, and lines give way as they come. While the
-    engine has requests that wait, nothing is added to them.
+    The eighth is for the next online requests: they find a slot at once, and lines give way as they come.
 
-    rows: requests with which the engine is busy; num_online, lines: requests there now; num_waiting: of both,
-    without a slot
+    rows: requests with which the engine is busy; num_online: those there now
     """
-    if num_waiting:
-        return lines
     return rows - max(1, rows // 8) - num_online

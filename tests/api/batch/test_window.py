@@ -79,9 +79,6 @@ def test_giving_up_takes_no_place() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("online", "waiting", "lines", "limit"),
-    [(0, 0, 0, 56), (10, 0, 5, 46), (64, 0, 5, -8), (10, 3, 20, 20)],
-)
-def test_lines_take_what_online_requests_leave(online: int, waiting: int, lines: int, limit: int) -> None:
-    assert spare_slots(64, online, waiting, lines) == limit
+@pytest.mark.parametrize(("rows", "online", "limit"), [(64, 0, 56), (64, 10, 46), (64, 64, -8), (4, 1, 2)])
+def test_lines_take_what_online_requests_leave(rows: int, online: int, limit: int) -> None:
+    assert spare_slots(rows, online) == limit
