@@ -1,6 +1,8 @@
 """The engine at token level: a scheduler and a runner, one step ahead of what the host has read. No text, no sockets.
 
 step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which need them
+
+While lines of batches run beside online requests no step is dispatched ahead: see `Courtesy.expects_online`.
 """
 
 from __future__ import annotations
@@ -183,6 +185,9 @@ class EngineCore:
         Raises StepError where the device failed; `recover` then makes the next call possible.
         """
         began = self._clock()
+        if self._previous is not None and self.scheduler.expects_online(began):
+            self._read_previous()
+            return self._take_outputs()
         self._deliver(self.scheduler.expire(began))
         if self._suspects:
             self._suspects.keep(self.scheduler.live_ids)
@@ -195,6 +200,9 @@ class EngineCore:
             if output.masked:
                 self._sample(output, handle)
             self._previous = (output, handle)
+        return self._take_outputs()
+
+    def _take_outputs(self) -> list[TokenOutput]:
         outputs, self._outputs = self._outputs, []
         return outputs
 

@@ -201,6 +201,10 @@ class Scheduler:
             request.num_inflight_tokens = 0
         return ids
 
+    def expects_online(self, now: float) -> bool:
+        """Whether lines run that online requests should not have to wait for. now: seconds"""
+        return self._courtesy.expects_online(now)
+
     # --- the next step
 
     def schedule(self, now: float, only: Collection[str] | None = None) -> SchedulerOutput | None:
@@ -223,8 +227,11 @@ class Scheduler:
     def _fill(self, step: StepBuilder, now: float, lines: bool, only: Collection[str] | None) -> bool:
         """Add the rows of a step; whether there are any. lines: theirs too. only: as of `schedule`."""
         courtesy, decoding, prefilling = self._courtesy, self._running.decoding, self._running.prefilling
+        apart = lines and courtesy.keeps_apart(now)
+        if apart or not lines:
+            decoding = courtesy.without_lines(decoding)
         if not lines:
-            decoding, prefilling = courtesy.without_lines(decoding), courtesy.without_lines(prefilling)
+            prefilling = courtesy.without_lines(prefilling)
         short_of_pages = step.add_decodes(decoding, self.kv)
         room = self.config.max_num_batched_tokens - step.num_decode_rows
         step.budget = min(room, courtesy.budget(step.num_decode_rows, lines, now))
@@ -232,6 +239,8 @@ class Scheduler:
             step.add_chunk(request)
         if len(self._waiting) and not short_of_pages:
             self._admit(step, now, lines, only)
+        if apart and len(step.rows) == step.num_decode_rows:
+            step.add_decodes(courtesy.only_lines(self._running.decoding), self.kv)
         return bool(step.rows)
 
     def _dispatch(self, step: StepBuilder) -> SchedulerOutput:
