@@ -55,9 +55,9 @@ def test_lines_that_cannot_make_room_do_not_stand_still() -> None:
         core.scheduler._live[f"line{number}"].aged = True  # as if it had waited long
     before = [len(transcripts[f"line{number}"].token_ids) for number in range(LINES)]
     core.add(make_request("online", prompt_of(60), max_tokens=3))
-    for _ in range(8):
+    for _ in range(1 + 2 * 8):  # from the second turn on a step is dispatched in one and read in the next
         transcripts.take(core.step())
-    assert [len(transcripts[f"line{number}"].token_ids) for number in range(LINES)] == [n + 8 for n in before]
+    assert [len(transcripts[f"line{number}"].token_ids) for number in range(LINES)] == [n + 9 for n in before]
     run_all(core, transcripts=transcripts)
     assert len(transcripts["online"].token_ids) == 3
 
@@ -188,11 +188,55 @@ def test_steps_with_lines_are_small_while_online_requests_are_about() -> None:
     transcripts = Transcripts()
     run_all(core, [make_request("line", list(range(32)), priority=BACKGROUND_PRIORITY, max_tokens=1)], transcripts)
     run_all(core, [make_request("online", [1], max_tokens=1)], transcripts)
-    for later, chunk in ((0.5 * ONLINE_MEMORY, 4), (1.6 * ONLINE_MEMORY, 32)):
+    for later, chunk in ((0.5 * ONLINE_MEMORY, 8), (1.6 * ONLINE_MEMORY, 32)):
         now, begin = later, len(steps)
         salted = {"priority": BACKGROUND_PRIORITY, "namespace": f"{later}", "max_tokens": 1}
         run_all(core, [make_request(f"line{later}", list(range(32)), **salted)])
         assert steps[begin] == [(f"line{later}", chunk)]
+
+
+def test_an_online_request_has_a_part_in_the_step_after_the_one_it_came_in() -> None:
+    """Beside lines nothing is dispatched ahead, once an online request has been seen."""
+    core, steps = recording(max_num_batched_tokens=16)
+    waiting, transcripts = lines(3), Transcripts()
+    for line in waiting:
+        core.add(line)
+    for _ in range(6):
+        transcripts.take(core.step())
+    assert len(core.scheduler._in_flight) == 1  # and one more while `step` waits: lines alone are dispatched ahead
+    core.add(make_request("online0", prompt_of(9), max_tokens=3))
+    transcripts.take(core.step())
+    for number in range(1, 5):
+        begin = len(steps)
+        if not core.scheduler._in_flight:
+            transcripts.take(core.step())  # dispatches a step; what comes while it runs:
+        core.add(make_request(f"online{number}", prompt_of(number + 9), max_tokens=3))
+        for _ in range(2):  # it is read, then the next is dispatched
+            assert len(core.scheduler._in_flight) <= 1
+            transcripts.take(core.step())
+        assert (f"online{number}", 6) in steps[-1] and len(steps) <= begin + 2
+    run_all(core, transcripts=transcripts)
+    check_lines(transcripts, waiting)
+
+
+def test_where_tokens_cost_alike_a_prompt_of_a_line_has_its_own_step() -> None:
+    core, steps = recording(max_num_batched_tokens=32, step_sizes=(8, 16, 32), max_num_seqs=8)
+    transcripts = Transcripts()
+    core.add(make_request("online", prompt_of(50), max_tokens=40))
+    waiting = lines(6, length=12, max_tokens=9)
+    for line in waiting:
+        core.add(line)
+        for _ in range(5):
+            transcripts.take(core.step())
+        core.scheduler.check_integrity()
+    run_all(core, transcripts=transcripts)
+    check_lines(transcripts, waiting)
+    for rows in steps:
+        prompts = [name for name, tokens in rows if name.startswith("line") and tokens > 1]
+        decoding = [name for name, tokens in rows if name.startswith("line") and tokens == 1]
+        assert not (prompts and decoding), rows
+    mixed = [rows for rows in steps if ("online", 1) in rows and any(tokens > 1 for _, tokens in rows)]
+    assert len(mixed) > 3  # online requests go on decoding meanwhile
 
 
 def test_longer_online_prompts_allow_larger_steps_with_lines() -> None:
@@ -202,13 +246,13 @@ def test_longer_online_prompts_allow_larger_steps_with_lines() -> None:
     courtesy.count(line, 1)
     courtesy.sit_out(2, None, [], now=0.0)
     budgets = []
-    for length, times in ((64, 1), (400, 200), (16, 200)):
+    for length, times in ((64, 1), (800, 200), (16, 200)):
         for _ in range(times):
             courtesy.started(online, length)
             courtesy.started(line, 10**6)
         budgets.append(courtesy.budget(0, lines=True, now=0.0))
-    assert budgets == [32, 99, 32]
-    assert courtesy.budget(20, lines=True, now=0.0) == 12
+    assert budgets == [128, 199, 128]
+    assert courtesy.budget(20, lines=True, now=0.0) == 108
 
 
 def test_a_text_that_runs_whole_or_not_at_all_is_not_cut() -> None:
