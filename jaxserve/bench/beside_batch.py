@@ -2,9 +2,9 @@
 
     python -m jaxserve.bench.beside_batch --base-url http://127.0.0.1:8000 --rate 6 --seconds 24 --rounds 3
 
-First a batch alone, at a server that has had no online request for half a minute (the batch takes larger steps then);
-then rounds of online requests alone and beside a batch. So a drift of the machine meets both. The p99 is one of all
-rounds together: take rounds, rate and seconds such that it is not that of the slowest few requests. Reported are the
+Each round: a batch alone, at a server that has had no online request for half a minute (the batch takes larger steps
+then), online requests alone, and both together. So a drift of the machine meets all three. The p99 is one of all rounds
+together: take rounds, rate and seconds such that it is not that of the slowest few requests. Reported are the
 online time to first token with and without the batch, where its mean goes by the server's own histograms (what is left
 is the client's and the network's), and the share of the capacity left by the online requests that the batch used.
 """
@@ -30,6 +30,7 @@ from jaxserve.bench.report import environment
 from jaxserve.bench.workload import LoadRequest, poisson, random_workload
 
 SETTLE_SECONDS = 3.0  # a batch runs so long before anything is measured beside it
+QUIET_SECONDS = 31.0  # without online requests, after which a server expects none
 _STAGES = {
     "queue": "jaxserve:request_queue_time_seconds",
     "prefill": "jaxserve:request_prefill_time_seconds",
@@ -106,7 +107,7 @@ class Phases:
     options: argparse.Namespace
     timings: dict[str, list[Timing]] = field(default_factory=lambda: {"alone": [], "beside": []})
     stages: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {"alone": [], "beside": []})
-    capacity: float = float("nan")
+    capacity: list[float] = field(default_factory=list)
     online_rate: list[float] = field(default_factory=list)
     batch_rate: list[float] = field(default_factory=list)
 
@@ -142,13 +143,16 @@ class Phases:
         finally:
             batch.cancel()
 
-    def batch_alone(self, seconds: float) -> None:
-        with self._batch(seed=-1) as batch:
+    def batch_alone(self, number: int) -> None:
+        with self._batch(seed=-1 - number) as batch:
             before, started = batch.output_tokens(), time.perf_counter()
-            time.sleep(seconds)
-            self.capacity = (batch.output_tokens() - before) / (time.perf_counter() - started)
+            time.sleep(self.options.seconds)
+            self.capacity.append((batch.output_tokens() - before) / (time.perf_counter() - started))
 
     def round(self, number: int) -> None:
+        if number:
+            time.sleep(QUIET_SECONDS)
+        self.batch_alone(number)
         self.online("alone", 2 * number)
         with self._batch(seed=number) as batch:
             before = batch.output_tokens()
@@ -157,7 +161,8 @@ class Phases:
         self.online_rate.append(sum(timing.output_tokens for timing in self.timings["beside"][-count:]) / seconds)
 
     def report(self) -> dict[str, Any]:
-        online, batch = float(np.mean(self.online_rate)), float(np.mean(self.batch_rate))
+        capacity, online, batch = map(np.asarray, (self.capacity, self.online_rate, self.batch_rate))
+        used = batch / (capacity - online)
         ttft = {phase: [timing.ttft * 1000 for timing in timings] for phase, timings in self.timings.items()}
         size = len(ttft["alone"]) // self.options.rounds
         p99 = {phase: float(np.percentile(times, 99)) for phase, times in ttft.items()}
@@ -172,8 +177,13 @@ class Phases:
             },
             "ttft_p99_ratio": p99["beside"] / p99["alone"],
             "ttft_mean_ms": {phase: self._means(phase, float(np.mean(times))) for phase, times in ttft.items()},
-            "tokens_per_second": {"batch_alone": self.capacity, "online": online, "batch_beside": batch},
-            "spare_capacity_used": batch / (self.capacity - online),
+            "tokens_per_second_of_rounds": {
+                "batch_alone": capacity.tolist(),
+                "online": online.tolist(),
+                "batch_beside": batch.tolist(),
+            },
+            "spare_capacity_used_of_rounds": used.tolist(),
+            "spare_capacity_used": float(np.mean(batch) / np.mean(capacity - online)),
         }
 
     def _means(self, phase: str, client: float) -> dict[str, float]:
@@ -188,9 +198,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     shape = Shape(options.input_len, options.output_len, options.vocab_size)
     target = Target(options.base_url, model, options.api_key, token_ids=True)
     phases = Phases(target, shape, options)
-    phases.batch_alone(options.seconds)
-    warm_up = poisson(shape.requests(max(1, round(2 * options.rate)), seed=10**6), options.rate, seed=0)
-    asyncio.run(run_load(target, warm_up, concurrency=None))
     for number in range(options.rounds):
         phases.round(number)
     return {"model": model, "environment": environment(), **phases.report()}
