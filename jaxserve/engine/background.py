@@ -11,7 +11,7 @@ from jaxserve.engine.scheduler_config import SchedulerConfig
 PATIENCE = 16  # steps; under a stream of online prompts without a gap lines run in one of so many
 ONLINE_MEMORY = 30.0  # seconds after the last online request in which another one is expected
 # Meanwhile a step with lines has at most this fraction of the tokens, since an arrival waits for its end: 128 on a CPU.
-SMALL_STEP = 8
+SMALL_STEP = 4
 # Or this part of an average online prompt, where that is more: the wait is felt beside the prompt's own time.
 PROMPT_SHARE = 0.25
 _MEMORY = 1 / 16  # weight of the newest prompt in that average
@@ -61,8 +61,8 @@ class Courtesy:
         return False
 
     def expects_online(self, now: float) -> bool:
-        """Whether lines are about, and online requests have been of late: what comes while a step runs is then to have
-        a part in the next one, so that must not have been dispatched yet."""
+        """Whether lines are about, and online requests have been of late: what comes while a step runs should not find
+        many dispatched already."""
         return bool(self._num_lines) and now - self._last_online <= ONLINE_MEMORY
 
     def keeps_apart(self, now: float) -> bool:

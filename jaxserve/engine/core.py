@@ -2,7 +2,8 @@
 
 step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which need them
 
-While lines of batches run beside online requests no step is dispatched ahead: see `Courtesy.expects_online`.
+While lines of batches run beside online requests (`Courtesy.expects_online`) an arrival waits for two decode steps or
+one with a prompt, and no more: a step is dispatched ahead only of a decode step that was not.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class EngineCore:
         self._suspects = Suspects()
         self._outputs: list[TokenOutput] = []  # for the next return of `step`
         self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read
+        self._read_first = False  # see the file's docstring; of the step in flight
         self._rebuilds = 0
         self._scheduler_seconds = 0.0
         self._host_seconds = 0.0
@@ -185,7 +187,7 @@ class EngineCore:
         Raises StepError where the device failed; `recover` then makes the next call possible.
         """
         began = self._clock()
-        if self._previous is not None and self.scheduler.expects_online(began):
+        if self._previous is not None and self._read_first and self.scheduler.expects_online(began):
             self._read_previous()
             return self._take_outputs()
         self._deliver(self.scheduler.expire(began))
@@ -195,11 +197,13 @@ class EngineCore:
         self._scheduler_seconds += self._clock() - began
         handle = self._execute(output) if output is not None else None
         self._host_seconds += self._clock() - began
+        ahead = self._previous is not None
         self._read_previous()
         if output is not None and handle is not None:
             if output.masked:
                 self._sample(output, handle)
             self._previous = (output, handle)
+            self._read_first = ahead or output.num_decode_rows < len(output.rows)
         return self._take_outputs()
 
     def _take_outputs(self) -> list[TokenOutput]:
