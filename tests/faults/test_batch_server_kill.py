@@ -121,8 +121,7 @@ def check(tmp_path: Path, compile_cache: str, *, count: int, kills: int) -> None
         assert texts(server, batch) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("count", "kills"), [(200, 2), (1000, 100)])
+@pytest.mark.parametrize(("count", "kills"), [(200, 2), pytest.param(1000, 100, marks=pytest.mark.slow)])
 def test_a_server_killed_in_a_batch(tmp_path: Path, compile_cache: str, count: int, kills: int) -> None:
     check(tmp_path, compile_cache, count=count, kills=kills)
