@@ -188,7 +188,7 @@ def test_steps_with_lines_are_small_while_online_requests_are_about() -> None:
     transcripts = Transcripts()
     run_all(core, [make_request("line", list(range(32)), priority=BACKGROUND_PRIORITY, max_tokens=1)], transcripts)
     run_all(core, [make_request("online", [1], max_tokens=1)], transcripts)
-    for later, chunk in ((0.5 * ONLINE_MEMORY, 8), (1.6 * ONLINE_MEMORY, 32)):
+    for later, chunk in ((0.5 * ONLINE_MEMORY, 4), (1.6 * ONLINE_MEMORY, 32)):
         now, begin = later, len(steps)
         salted = {"priority": BACKGROUND_PRIORITY, "namespace": f"{later}", "max_tokens": 1}
         run_all(core, [make_request(f"line{later}", list(range(32)), **salted)])
@@ -245,8 +245,9 @@ def test_where_tokens_cost_alike_a_prompt_of_a_line_has_its_own_step() -> None:
     assert len(mixed) > 3  # online requests go on decoding meanwhile
 
 
-def test_longer_online_prompts_allow_larger_steps_with_lines() -> None:
-    courtesy = Courtesy(small_config(max_num_batched_tokens=512))
+@pytest.mark.parametrize(("step_sizes", "small"), [((), 32), ((128, 512), 128)])
+def test_longer_online_prompts_allow_larger_steps_with_lines(step_sizes: tuple[int, ...], small: int) -> None:
+    courtesy = Courtesy(small_config(max_num_batched_tokens=512, step_sizes=step_sizes))
     line = Request("line", [1], SamplingParams(), 0.0, 0, 1, priority=1)
     online = Request("online", [1], SamplingParams(), 0.0, 0, 1, priority=0)
     courtesy.count(line, 1)
@@ -257,8 +258,8 @@ def test_longer_online_prompts_allow_larger_steps_with_lines() -> None:
             courtesy.started(online, length)
             courtesy.started(line, 10**6)
         budgets.append(courtesy.budget(0, lines=True, now=0.0))
-    assert budgets == [128, 199, 128]
-    assert courtesy.budget(20, lines=True, now=0.0) == 108
+    assert budgets == [small, 199, small]
+    assert courtesy.budget(20, lines=True, now=0.0) == small - 20
 
 
 def test_a_text_that_runs_whole_or_not_at_all_is_not_cut() -> None:
