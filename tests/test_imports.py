@@ -34,7 +34,7 @@ RANKS = {
     "jaxserve.engine.window_index": 5,
     "jaxserve.engine.window_group": 6,
     "jaxserve.engine.kv_manager": 7,
-    "jaxserve.engine.admission": 6,
+    "jaxserve.engine.admission": 8,
     "jaxserve.engine.step_builder": 8,
     "jaxserve.engine.scheduler": 9,
     "jaxserve.text": 10,

@@ -1,6 +1,7 @@
-"""What admission estimates: how many tokens running requests will still need, and which prefill is worth waiting for.
+"""What admission estimates: how many tokens running requests will still need, whether there is room for one more, and
+which prefill is worth waiting for.
 
-Pure arithmetic over Requests; takes and changes nothing.
+Pure arithmetic over Requests and what they hold; takes and changes nothing.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.radix_cache import Node
 from jaxserve.engine.request import Request
 
@@ -54,6 +56,33 @@ class NewTokenRatio:
             else:
                 likely += left if left < CLIP_NEW_TOKENS else CLIP_NEW_TOKENS
         return certain + math.ceil(likely * self.value)
+
+
+class Room:
+    """Tokens of each group of layers, those that see everything first: what requests will take, and what is lacking."""
+
+    def __init__(self, ratio: NewTokenRatio, kv: KVManager) -> None:
+        self._ratio = ratio
+        self._kv = kv
+
+    def reserve(self, requests: Iterable[Request]) -> list[int]:
+        """What requests are expected to grow by; with a window no further than it reaches."""
+        reserved = [self._ratio.reserve(requests)]
+        if (window := self._kv.window) is not None:
+            size = self._kv.page_size
+            growth = [(request, window.num_to_grow(request, request.cache_node) * size) for request in requests]
+            reserved.append(sum(min(self._ratio.reserve((request,)), room) for request, room in growth if room))
+        return reserved
+
+    def missing(self, request: Request, node: Node, reserved: list[int], *, alone: bool) -> list[int]:
+        """What is lacking to admit a request beside those that `reserved` is for (below 0: is left). Alone on the
+        device it needs no reserve to grow."""
+        pairs = zip(self._kv.available(), self._kv.num_new_pages(request, node), strict=True)
+        room = [(available - new) * self._kv.page_size for available, new in pairs]
+        if min(room) >= 0 and alone:
+            return [-there for there in room]
+        groups = zip(reserved, self.reserve((request,)), room, strict=True)
+        return [others + own - there for others, own, there in groups]
 
 
 class PrefillsInProgress:

@@ -10,8 +10,8 @@ from jaxserve.engine.scheduler_config import SchedulerConfig
 
 PATIENCE = 16  # steps; under a stream of online prompts without a gap lines run in one of so many
 ONLINE_MEMORY = 30.0  # seconds after the last online request in which another one is expected
-# Meanwhile a step with lines has at most this fraction of the tokens, since an arrival waits for its end. Prompts alone,
-# as on a CPU (see `keeps_apart`), are done sooner, and 128 of their tokens at once cost less than twice 64.
+# Meanwhile a step with lines has at most this fraction of the tokens, since an arrival waits for its end. Prompts
+# alone, as on a CPU (see `keeps_apart`), are done sooner, and 128 of their tokens at once cost less than twice 64.
 SMALL_STEP, SMALL_STEP_APART = 16, 4
 # Or this part of an average online prompt, where that is more: the wait is felt beside the prompt's own time.
 PROMPT_SHARE = 0.25

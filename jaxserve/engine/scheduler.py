@@ -17,9 +17,9 @@ import copy
 import itertools
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
-from jaxserve.engine.admission import NewTokenRatio, PrefillsInProgress
+from jaxserve.engine.admission import NewTokenRatio, PrefillsInProgress, Room
 from jaxserve.engine.background import Courtesy
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.logprobs import (
@@ -71,6 +71,7 @@ class Scheduler:
         self._step = 0  # the last one scheduled
         self._last_read = 0  # the last one whose tokens are here
         self._ratio = NewTokenRatio(config.new_token_ratio)
+        self._room = Room(self._ratio, self.kv)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
         self._courtesy = Courtesy(config)
 
@@ -260,7 +261,7 @@ class Scheduler:
         """
         if not self._running:
             self._ratio.reset()
-        reserved = self._reserve(self._running)
+        reserved = self._room.reserve(self._running)
         admitted: list[Request] = []
         skipped = 0
         for request in self._waiting.candidates(step.number):
@@ -276,34 +277,15 @@ class Scheduler:
             if not request.aged and self._prefills.worth_waiting(request, node):
                 skipped += 1
                 continue
-            missing = self._missing_tokens(request, node, reserved)
+            missing = self._room.missing(request, node, reserved, alone=not self._running)
             if max(missing) > 0 or not self.kv.num_free_slots:
                 self._preempt_for(request, missing)
                 break
             self._start(step, request, node, -missing[-1] // self.config.page_size, now)
             admitted.append(request)
-            reserved = [a + b for a, b in zip(reserved, self._reserve((request,)), strict=True)]
+            reserved = [a + b for a, b in zip(reserved, self._room.reserve((request,)), strict=True)]
         for request in admitted:
             self._waiting.remove(request)
-
-    def _missing_tokens(self, request: Request, node: Node, reserved: list[int]) -> list[int]:
-        """How much room, in tokens of each group, is lacking to admit a request (below 0: is left). Alone on the device
-        it needs no reserve to grow."""
-        pairs = zip(self.kv.available(), self.kv.num_new_pages(request, node), strict=True)
-        room = [(available - new) * self.config.page_size for available, new in pairs]
-        if min(room) >= 0 and not self._running:
-            return [-there for there in room]
-        groups = zip(reserved, self._reserve((request,)), room, strict=True)
-        return [others + own - there for others, own, there in groups]
-
-    def _reserve(self, requests: Iterable[Request]) -> list[int]:
-        """Tokens of each group that requests are expected to grow by; with a window no further than it reaches."""
-        reserved = [self._ratio.reserve(requests)]
-        if (window := self.kv.window) is not None:
-            size = self.config.page_size
-            growth = [(request, window.num_to_grow(request, request.cache_node) * size) for request in requests]
-            reserved.append(sum(min(self._ratio.reserve((request,)), room) for request, room in growth if room))
-        return reserved
 
     def _start(self, step: StepBuilder, request: Request, node: Node, surplus: int, now: float) -> None:
         self.kv.take(request, node, surplus)
@@ -362,7 +344,7 @@ class Scheduler:
             if self._is_enough(missing, victims) or victim.aged or victim.priority <= request.priority:
                 break
             victims.append(victim)
-            freed = zip(missing, self.kv.num_reclaimable(victim), self._reserve((victim,)), strict=True)
+            freed = zip(missing, self.kv.num_reclaimable(victim), self._room.reserve((victim,)), strict=True)
             missing = [m - pages * self.config.page_size - growth for m, pages, growth in freed]
         if self._is_enough(missing, victims):
             for victim in victims:
