@@ -34,7 +34,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 DEMO_NAME = "demo"
 # The demo model on 2 cores: no more tokens a second with 56 rows that decode than with 16, and a quarter less with 8.
-# Beside those that decode some wait for their prompt or for the disk: with 16 in all, 10 decoded beside online requests.
+# Besides, some wait for their prompt or for the disk: with 16 in all, 10 decoded beside online requests.
 CPU_ROWS = 24
 
 Send = Callable[[FromEngine], None]
