@@ -28,9 +28,10 @@ import numpy as np
 from jaxserve.bench.load import Target, Timing, find_model, run_load
 from jaxserve.bench.report import environment
 from jaxserve.bench.workload import LoadRequest, poisson, random_workload
+from jaxserve.engine.background import ONLINE_MEMORY
 
 SETTLE_SECONDS = 3.0  # a batch runs so long before anything is measured beside it
-QUIET_SECONDS = 31.0  # without online requests, after which a server expects none
+QUIET_SECONDS = ONLINE_MEMORY + 1.0  # without online requests, after which the server expects none
 _STAGES = {
     "queue": "jaxserve:request_queue_time_seconds",
     "prefill": "jaxserve:request_prefill_time_seconds",

@@ -3,7 +3,7 @@
 step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which need them
 
 While lines of batches run beside online requests (`Courtesy.expects_online`) an arrival waits for two decode steps or
-one with a prompt, and no more: a step is dispatched ahead only of a decode step that was not.
+one with a prompt, and no more: a step that has a prompt, or was dispatched ahead, is read before the next is made.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then read the one before it; what ended or gained tokens since the last call.
 
+        Only reads where the step in flight is to be read before the next is made: see the file's docstring.
         Raises StepError where the device failed; `recover` then makes the next call possible.
         """
         began = self._clock()
