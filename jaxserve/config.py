@@ -103,7 +103,7 @@ class SchedulerSection(Section):
 class RuntimeSection(Section):
     """The device side."""
 
-    attention: Literal["auto", "reference", "xla", "triton", "mosaic_gpu", "tpu"] = Field(
+    attention: Literal["auto", "reference", "xla", "native", "triton", "mosaic_gpu", "tpu"] = Field(
         "auto", description="Attention backend. An explicit choice never falls back."
     )
     deterministic: bool = Field(False, description="Bitwise the same output whatever else is running.")

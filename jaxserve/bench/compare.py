@@ -160,7 +160,7 @@ def show_floors(
     records: Sequence[dict[str, object]], machine: Machine, model: ModelSize, options: argparse.Namespace
 ) -> None:
     """A line for each server and concurrency: medians over the rounds beside the floor."""
-    print(f"machine: {machine.bandwidth / 1e9:.1f} GB/s, {machine.rate / 1e9:.0f} GFLOP/s (XLA, float32)")
+    print(f"machine: {machine.bandwidth / 1e9:.1f} GB/s, {machine.rate / 1e9:.0f} GFLOP/s (float32, the best product)")
     for concurrency in sorted({int(str(record["concurrency"])) for record in records}):
         floor = floor_rate(machine, model, concurrency, options)
         step = decode_floor(machine, model, concurrency, options.input_len + options.output_len // 2) * 1e3

@@ -1,10 +1,11 @@
-"""What a machine allows: memory bandwidth and matrix rate as XLA reaches them, and the least time a step can take.
+"""What a machine allows: memory bandwidth and matrix rate as products reach them, and the least time a step can take.
 
 Owns the measurement of both and the arithmetic of the floors. Knows a model by its sizes only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxserve.errors import ConfigError
 from jaxserve.models.hf_config import read_config
 from jaxserve.models.loader import build
+from jaxserve.ops import native
 
 _READ_BYTES = 2**28  # several times any cache
 _SQUARE = 2048
@@ -39,11 +42,16 @@ class ModelSize:
 
 
 def measure_machine() -> Machine:
-    """The best of some repeats: what else the machine does can only lower them."""
-    matrix = jnp.ones((_READ_BYTES // 4 // _SQUARE, _SQUARE), jnp.float32)
-    read = _best(jax.jit(lambda w, x: w @ x), matrix, jnp.ones(_SQUARE, jnp.float32))
+    """The best of XLA's products and, on a CPU, ours, and of some repeats: other work can only lower them."""
+    matrix, vector = jnp.ones((_READ_BYTES // 4 // _SQUARE, _SQUARE), jnp.float32), jnp.ones((1, _SQUARE), jnp.float32)
     square = jnp.ones((_SQUARE, _SQUARE), jnp.float32)
-    product = _best(jax.jit(lambda a, b: a @ b), square, square)
+    forms = {"xla": (lambda x, w: w @ x[0], lambda x, w: x @ w)}
+    if jax.default_backend() == "cpu":
+        with contextlib.suppress(ConfigError):
+            native.load()
+            forms["native"] = native.matvec, native.matmul
+    read = min(_best(jax.jit(reader), vector, matrix) for reader, _ in forms.values())
+    product = min(_best(jax.jit(multiplier), square, square) for _, multiplier in forms.values())
     return Machine(_READ_BYTES / read, 2 * _SQUARE**3 / product)
 
 

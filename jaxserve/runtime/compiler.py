@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from jax import monitoring
+from jax.experimental.compilation_cache import compilation_cache
 
 Progress = Callable[[str, int, int], None]  # (program just finished, how many are done, how many in all)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -95,6 +96,7 @@ def compile_all(
 def enable_persistent_cache(directory: Path) -> None:
     """Keep compiled programs on disk, whatever their size. Process-wide, as JAX's cache is; safe to call again."""
     directory.mkdir(parents=True, exist_ok=True)
+    compilation_cache.reset_cache()  # JAX would stay with the first directory that it used
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

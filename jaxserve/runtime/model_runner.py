@@ -100,7 +100,7 @@ class ModelRunner:
             backend=self.backend,
             layers=self._layers,
             page_size=config.page_size,
-            linear=functools.partial(linear, deterministic=config.deterministic),
+            linear=functools.partial(linear, deterministic=config.deterministic, native=self._native_products()),
             mesh=mesh.mesh,
             normalize_embeddings=normalize_embeddings,
             per_token=config.deterministic,
@@ -151,6 +151,10 @@ class ModelRunner:
             shrink_context=config.shrink_context,
             num_window_pages=config.num_window_pages,
         )
+
+    def _native_products(self) -> bool:
+        """Whether linear layers go through the CPU's own kernels too: they are for one device."""
+        return self.backend.name == "native" and len(self.mesh.devices) == 1
 
     def _window_size(self) -> WindowSize | None:
         if self._window is None:
@@ -232,6 +236,7 @@ class ModelRunner:
         for tokens, program in self._by_size["extend"].items():
             rows, updates = self._programs.extend_rows(tokens), self._programs.extend_updates(tokens)
             packed = zeros(step_input.extend_size(tokens, rows, updates))
+            packed[2 * rows] = min(tokens, self.plan.max_model_len)  # in one row: without one no attention would run
             arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
             self.caches, self.state, self.hidden, _ = arrays
             yield

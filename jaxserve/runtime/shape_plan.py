@@ -121,7 +121,7 @@ def _kv_token_bytes(
 ) -> tuple[int, int]:
     """Of all layers, and of those with a sliding window."""
     platform = {"triton": "gpu", "mosaic_gpu": "gpu", "tpu": "tpu"}.get(attention, "cpu")
-    backend = get_backend(attention, platform)
+    backend = get_backend("xla" if attention in ("auto", "native") else attention, platform)  # by shape: all are alike
     total = windowed = 0
     for layer in config.attention_layers:
         heads = layer.num_kv_heads // tensor if layer.num_kv_heads % tensor == 0 else layer.num_kv_heads

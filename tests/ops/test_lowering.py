@@ -76,9 +76,10 @@ def test_triton_splits_follow_the_batch(rows: int) -> None:
 
 
 @pytest.mark.parametrize("layer", [{}, {"num_kv_heads": 1, "group": 16, "latent": True}], ids=["llama-8b", "latent"])
-@pytest.mark.parametrize("rows", [1, 100])
-def test_mosaic_lowers_for_hopper(rows: int, layer: dict) -> None:
-    assert "mosaic_gpu" in lower(MosaicGpuBackend(), "cuda", rows, None, 16, **layer)
+@pytest.mark.parametrize(("rows", "tokens"), [(1, None), (100, None), (100, 2048)])
+def test_mosaic_lowers_for_hopper(rows: int, tokens: int | None, layer: dict) -> None:
+    text = lower(MosaicGpuBackend(), "cuda", rows, tokens, 16, **layer)
+    assert text.count("custom_call @mosaic_gpu") == (1 if tokens is None else 2)
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)

@@ -1,4 +1,4 @@
-"""The Mosaic decode kernel in its interpreter, which came with jax 0.11, and what the backend refuses."""
+"""The Mosaic kernel in its interpreter, which came with jax 0.11, and what the backend refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.ops.attention_cases import Case, expected, filled_cache, make_batch, 
 CASES = [
     Case("decode", ((1, 37), (0, 0), (1, 150)), group=4, dtype="bfloat16", decode_only=True),
     Case("options", ((1, 130),), 1, 7, 128, dtype="bfloat16", window=70, soft_cap=5.0, sinks=True, decode_only=True),
-    Case("mixed", ((1, 40), (5, 20)), num_kv_heads=1, dtype="bfloat16"),
+    Case("mixed", ((1, 40), (5, 20), (0, 0), (40, 100)), num_kv_heads=1, group=4, dtype="bfloat16", padding=3),
+    Case("prompt-options", ((21, 150),), 1, 7, 64, dtype="bfloat16", window=70, soft_cap=5.0, sinks=True),
+    Case("prompt-latent", ((9, 70),), 1, 16, 128, dtype="bfloat16", latent=True),
 ]
 
 
@@ -28,7 +30,7 @@ def test_matches_dense_attention(case: Case) -> None:
     backend = MosaicGpuBackend(
         interpret=True,
         tuning=MosaicTuning(stages=2),
-        triton=TritonTuning(programs=8, decode_tile=16, extend_rows=16, extend_tile=16),
+        triton=TritonTuning(programs=8, decode_tile=16),
     )
     batch = make_batch(case)
     np.testing.assert_allclose(run(backend, batch), expected(batch), rtol=2e-2, atol=2e-2)

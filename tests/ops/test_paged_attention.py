@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.ops.paged_attention.native import NativeBackend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.tpu import TpuBackend, TpuTuning
 from jaxserve.ops.paged_attention.triton import TritonBackend, TritonTuning
@@ -25,6 +27,8 @@ BACKENDS: dict[str, Backend] = {
     "triton": TritonBackend(interpret=True, tuning=SMALL_TILES),
     "tpu": TpuBackend(interpret=True, tuning=TpuTuning(tile=32, rows=16)),
 }
+with contextlib.suppress(ConfigError):  # a machine without a C compiler: test_native.py says so
+    BACKENDS["native"] = NativeBackend()
 INTERPRETED = ("triton", "tpu")
 EDGES = ((1, 1), (1, 15), (1, 16), (0, 0), (1, 17), (1, 255), (1, 256), (1, 257), (1, 300))
 MIXED = ((1, 40), (1, 1), (0, 0), (5, 5), (17, 33), (70, 300), (64, 64), (2, 258), (1, 256))
@@ -53,6 +57,7 @@ CASES = [
     Case("mixed-soft-cap-sinks", MIXED, soft_cap=3.0, sinks=True, padding=5),
     Case("mixed-group-4-head-256", ((1, 30), (9, 20)), group=4, head_dim=256),
     Case("decode-latent", EDGES, num_kv_heads=1, group=8, head_dim=72, latent=True, decode_only=True),
+    Case("decode-latent-of-whole-vectors", EDGES, num_kv_heads=1, group=6, head_dim=80, latent=True, decode_only=True),
     Case("mixed-latent", MIXED, num_kv_heads=1, group=4, head_dim=72, latent=True, padding=2),
     Case("mixed-head-96-page-128", ((1, 130), (130, 140)), group=1, head_dim=96, page_size=128),
     Case("chunk-before-single", ((3, 3), (1, 20), (2, 9), (1, 5)), kernels=False),
@@ -75,11 +80,12 @@ def test_matches_dense_attention(case: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_row_that_is_not_finite_spoils_no_other(alone: bool) -> None:
+@pytest.mark.parametrize("name", [name for name in ("xla", "native") if name in BACKENDS])
+def test_a_row_that_is_not_finite_spoils_no_other(name: str, alone: bool) -> None:
     """On a CPU tiles of several rows are taken in one product; 0 * NaN must not cross from row to row."""
     batch = make_batch(Case("", ((1, 40), (1, 100), (0, 0), (1, 70), (1, 900)), decode_only=True))
     metadata = dataclasses.replace(batch.metadata, alone=alone)
-    backend, spec = BACKENDS["xla"], batch.case.spec
+    backend, spec = BACKENDS[name], batch.case.spec
     attend = jax.jit(backend.attend, static_argnums=3)
     cache = filled_cache(backend, batch)
     good = np.asarray(attend(batch.q, cache, metadata, spec))
@@ -161,7 +167,7 @@ def test_step_writes_in_place(name: str) -> None:
     assert memory.temp_size_in_bytes < size / 8
 
 
-@pytest.mark.parametrize(("platform", "name"), [("cpu", "xla"), ("gpu", "triton"), ("tpu", "tpu")])
+@pytest.mark.parametrize(("platform", "name"), [("cpu", "native"), ("gpu", "triton"), ("tpu", "tpu")])
 def test_auto_takes_the_best_of_the_platform(platform: str, name: str) -> None:
     assert get_backend("auto", platform).name == name
 
@@ -174,7 +180,8 @@ def test_auto_goes_on_where_a_kernel_cannot_be_loaded(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "platform"), [("triton", "cpu"), ("mosaic_gpu", "tpu"), ("tpu", "gpu"), ("flash", "gpu")]
+    ("name", "platform"),
+    [("triton", "cpu"), ("mosaic_gpu", "tpu"), ("tpu", "gpu"), ("native", "gpu"), ("flash", "gpu")],
 )
 def test_explicit_backend_that_cannot_serve_is_an_error(name: str, platform: str) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -491,6 +491,17 @@ def test_warming_up_leaves_no_trace(runner: ModelRunner) -> None:
     assert before[0] == before[1]
 
 
+def test_warming_up_attends_in_every_size(runner: ModelRunner) -> None:
+    """A kernel first run by a request costs that 80 ms; a step without rows would leave the loops over them alone."""
+    attended = 0
+    for _ in runner._first_runs():
+        if np.asarray(runner.caches[0]).any():
+            attended += 1
+            runner.rebuild()
+    assert attended == len(runner.buckets.decode) + len(runner.buckets.extend)
+    runner.rebuild()
+
+
 def test_update_weights(runner: ModelRunner, tiny_model: LoadedModel) -> None:
     other = [np.flip(np.asarray(leaf), axis=0) for leaf in tiny_model.leaves]
     forward = jax.jit(functools.partial(dense_logits, tiny_model.structure))

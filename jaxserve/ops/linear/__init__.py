@@ -1,4 +1,4 @@
-"""Linear layers: x @ W.T in the form that XLA runs best on the platform at hand.
+"""Linear layers: x @ W.T in the form that is best on the platform at hand, XLA's or, on a CPU, our own kernel.
 
 Weights stand as in the checkpoint, [out, in]. Measurements behind the choice: BENCHMARKS.md, "Tried and rejected".
 """
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxserve.ops import native as kernels
+
 WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T beats x @ W.T on CPU, which repacks W at every call
 
 
@@ -21,16 +23,22 @@ def linear(
     bias: jax.Array | None = None,
     *,
     deterministic: bool = False,
+    native: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """x [T, in] times w [*out, in], plus bias [*out]: [T, *out] in `out_dtype` (default: x's dtype).
 
     The form follows the platform that the program is lowered for and the static number of rows T. With
     `deterministic` a row's result depends on nothing but that row, given the compiler options of
-    runtime.compiler: one form for all T, and never the kernel for a single row, which sums in another order.
+    runtime.compiler: one form for all T, and never XLA's kernel for a single row, which sums in another order.
+
+    `native`: ops.native is loaded, and the program is for one CPU. What is float32 goes through its kernels then.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    if deterministic:
+    if native and x.dtype == w.dtype == out_dtype == jnp.float32:
+        product = kernels.matvec if x.shape[0] == 1 and not deterministic else kernels.matmul
+        y = product(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:-1])
+    elif deterministic:
         y = _at_least_two_rows(x, w, out_dtype)
     elif x.shape[0] <= WEIGHT_FIRST_ROWS:
         on_cpu, elsewhere = partial(_weight_first, out_dtype=out_dtype), partial(_plain, out_dtype=out_dtype)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import logging
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, Backend
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["AttentionMetadata", "AttentionSpec", "Backend", "get_backend"]
 
@@ -14,11 +17,12 @@ __all__ = ["AttentionMetadata", "AttentionSpec", "Backend", "get_backend"]
 _BACKENDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "reference": ("reference", "ReferenceBackend", ()),
     "xla": ("xla", "XlaBackend", ()),
+    "native": ("native", "NativeBackend", ("cpu",)),
     "triton": ("triton", "TritonBackend", ("gpu",)),
     "mosaic_gpu": ("mosaic_gpu", "MosaicGpuBackend", ("gpu",)),
     "tpu": ("tpu", "TpuBackend", ("tpu",)),
 }
-_AUTO = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("tpu", "xla")}
+_AUTO = {"cpu": ("native", "xla"), "gpu": ("triton", "xla"), "tpu": ("tpu", "xla")}
 
 
 def get_backend(name: str, platform: str) -> Backend:
@@ -34,8 +38,8 @@ def get_backend(name: str, platform: str) -> Backend:
     for candidate in better:
         try:
             return _make(candidate, platform)
-        except ConfigError:
-            continue
+        except ConfigError as error:
+            logger.warning("%s; %s serves instead", error, last)
     return _make(last, platform)
 
 

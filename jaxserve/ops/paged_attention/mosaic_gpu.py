@@ -1,11 +1,11 @@
-"""Paged decode attention for Hopper in Pallas Mosaic GPU: tensor memory accelerator copies and wgmma products.
+"""Paged attention for Hopper in Pallas Mosaic GPU: tensor memory accelerator copies and wgmma products.
 
-Owns the decode kernel. Chunks of prompts go through the extend kernel of `triton`, with which it shares pages, splits
-and the joining of splits: the two are one backend, by design and not as a fallback.
+One kernel for blocks of queries: consecutive tokens of one row, and the G query heads that share a kv head, as the 64
+rows that a wgmma takes, token after token. A block of decode has one token and leaves the other rows empty, which costs
+nothing, for it is bound by memory; its context is cut into splits. A block of a prompt has 64 / G tokens and no splits.
 
 One program has two warpgroups. The memory warpgroup copies K and V of a tile, page by page, into a ring of `stages`
-slots in shared memory; the compute warpgroup multiplies from there. The G query heads of a kv head stand in the first
-rows of the 64 that a wgmma takes: the kernel is bound by memory, so the empty rows cost nothing.
+slots in shared memory; the compute warpgroup multiplies from there.
 
     memory    wait for slot free -> copy K, V -> (hardware arrives at k_ready, v_ready)
     compute   wait k_ready -> scores -> arrive k_free -> softmax -> wait v_ready -> add values -> arrive v_free
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout
-from jaxserve.ops.paged_attention.ragged import attend_ragged
-from jaxserve.ops.paged_attention.triton import (
-    LOG2E,
-    MASKED,
-    Layer,
-    TritonTuning,
-    attend_long_rows,
-    join_splits,
-)
+from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
+from jaxserve.ops.paged_attention.triton import LOG2E, MASKED, Layer, TritonTuning, join_splits
 
 ROWS = 64  # of a wgmma
 HEAD_ALIGN = 8  # rows of q in shared memory come in eights
@@ -78,7 +72,7 @@ class MosaicGpuBackend(InterleavedLayout):
         _require(q.shape[1] <= spec.num_kv_heads * ROWS, f"at most {ROWS} query heads a kv head")
         layer = Layer(cache, metadata.page_table, spec, sinks)
         decode = functools.partial(_attend_last_tokens, self, layer)
-        extend = functools.partial(attend_long_rows, layer, tuning=self.triton, interpret=self.interpret)
+        extend = functools.partial(_attend_long_rows, self, layer)
         return attend_ragged(q, metadata, decode, extend)
 
 
@@ -87,22 +81,53 @@ def _require(held: bool, what: str) -> None:
         raise ConfigError(f"attention backend 'mosaic_gpu' needs {what}", fix="use runtime.attention: triton")
 
 
+class _Blocks(NamedTuple):
+    """Blocks of queries, int32 [B] each: tokens at the positions first.. of a row, which see those below end."""
+
+    row: jax.Array
+    first: jax.Array
+    end: jax.Array  # 0 where dead
+
+
 def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
     """q [R, N, D], the token at kv_len - 1 of each row: [R, N, D]; zeros where kv_len is 0."""
-    rows, heads, head_dim = q.shape
+    rows = q.shape[0]
+    splits = backend.triton.splits(rows, layer.spec.num_kv_heads, layer.page_table.shape[1] * layer.cache.shape[1])
+    blocks = _Blocks(jnp.arange(rows, dtype=jnp.int32), kv_lens - 1, kv_lens)
+    return _attend_blocks(backend, layer, q[:, None], blocks, splits)[:, 0]
+
+
+def _attend_long_rows(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
+    """q [T, N, D]: attention of the rows with two tokens and more; zeros for all others."""
+    num_tokens, heads, _ = q.shape
+    size = ROWS // (heads // layer.spec.num_kv_heads)
+    work = query_blocks(rows, num_tokens, size, min_tokens=2)
+    index = work.first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]  # [B, size] of a token in its row
+    token = rows.start[work.row][:, None] + index
+    first = rows.kv_len[work.row] - rows.q_len[work.row] + work.first
+    end = jnp.where(work.live, jnp.minimum(first + size, rows.kv_len[work.row]), 0)
+    out = _attend_blocks(backend, layer, q.at[token].get(mode="clip"), _Blocks(work.row, first, end), splits=1)
+    mine = work.live[:, None] & (index < rows.q_len[work.row][:, None])
+    return jnp.zeros_like(q).at[jnp.where(mine, token, num_tokens)].set(out, mode="drop")
+
+
+def _attend_blocks(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, blocks: _Blocks, splits: int) -> jax.Array:
+    """q [B, tokens of a block, N, D]: attention of each, in q's shape; zeros in dead blocks."""
+    num_blocks, size, heads, head_dim = q.shape
     kv_heads, page_size = layer.spec.num_kv_heads, layer.cache.shape[1]
     group = heads // kv_heads
-    padded = pl.cdiv(group, HEAD_ALIGN) * HEAD_ALIGN
-    splits = backend.triton.splits(rows, kv_heads, layer.page_table.shape[1] * page_size)
-    grouped = jnp.pad(q.reshape(rows, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, padded - group), (0, 0)))
+    padded = pl.cdiv(size * group, HEAD_ALIGN) * HEAD_ALIGN
+    grouped = q.reshape(num_blocks, size, kv_heads, group, head_dim).swapaxes(1, 2)
+    grouped = grouped.reshape(num_blocks, kv_heads, size * group, head_dim)
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - size * group), (0, 0)))
     tile, stages, dtype = backend.tuning.tile, backend.tuning.stages, q.dtype
     tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
     page_copies = tile // page_size
     kernel = plgpu.kernel(
-        functools.partial(_kernel, spec=layer.spec, splits=splits),
+        functools.partial(_kernel, spec=layer.spec, splits=splits, group=group if size > 1 else ROWS),
         out_type=[
-            jax.ShapeDtypeStruct((rows, splits, kv_heads, padded, head_dim), dtype),
-            jax.ShapeDtypeStruct((rows, splits, kv_heads, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((num_blocks, splits, kv_heads, padded, head_dim), dtype),
+            jax.ShapeDtypeStruct((num_blocks, splits, kv_heads, ROWS), jnp.float32),
         ],
         scratch_types={
             "q_smem": plgpu.SMEM((ROWS, head_dim), dtype, transforms=tiled),
@@ -117,26 +142,34 @@ def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, k
             "k_free": plgpu.Barrier(num_barriers=stages),
             "v_free": plgpu.Barrier(num_barriers=stages),
         },
-        grid=(rows, kv_heads, splits),
-        grid_names=("row", "head", "split"),
+        grid=(num_blocks, kv_heads, splits),
+        grid_names=("block", "head", "split"),
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         # A class of jax 0.11 and later.
         interpret=plgpu.InterpretGPUParams() if backend.interpret else False,  # pyright: ignore[reportAttributeAccessIssue]
     )
-    out, lse = kernel(grouped, layer.cache, layer.page_table, kv_lens)
-    out = out[:, :, :, :group].reshape(rows, splits, heads, head_dim)
-    return join_splits(out, lse[..., :group].reshape(rows, splits, heads), layer.sinks).astype(dtype)
+    out, lse = kernel(grouped, layer.cache, layer.page_table, *blocks)
+
+    def by_token(rows: jax.Array) -> jax.Array:
+        """[B, S, KH, rows of a block, ...] -> [B * tokens of a block, S, N, ...]"""
+        rows = rows[:, :, :, : size * group]
+        rows = rows.reshape(num_blocks, splits, kv_heads, size, group, *rows.shape[4:])
+        return jnp.moveaxis(rows, 3, 1).reshape(num_blocks * size, splits, heads, *rows.shape[5:])
+
+    return join_splits(by_token(out), by_token(lse), layer.sinks).astype(dtype).reshape(q.shape)
 
 
 def _kernel(
-    q_ref,  # [R, KH, G padded, D]
+    q_ref,  # [B, KH, tokens of a block * G, padded, D]
     kv_ref,  # [P, page_size, 2 * KH, D]; where V is K, [P, page_size, KH, D]
     table_ref,  # int32 [R, max_pages]
-    len_ref,  # int32 [R]
-    out_ref,  # [R, S, KH, G padded, D]
-    lse_ref,  # float32 [R, S, KH, 64]
+    row_ref,  # int32 [B], as the next two: see _Blocks
+    first_ref,
+    end_ref,
+    out_ref,  # [B, S, KH, tokens of a block * G, padded, D]
+    lse_ref,  # float32 [B, S, KH, 64]
     *,
     q_smem,
     k_smem,
@@ -151,14 +184,15 @@ def _kernel(
     v_free,
     spec: AttentionSpec,
     splits: int,
+    group: int,  # rows of a token
 ) -> None:
-    row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+    block, head, split = (lax.axis_index(name) for name in ("block", "head", "split"))
     stages, tile, head_dim = k_smem.shape
     page_size = kv_ref.shape[1]
     kept = kv_ref.shape[2] // q_ref.shape[1]  # rows of a kv head; a single one is copied to both places, V's is cleared
-    kv_len = len_ref[row]
-    oldest = 0 if spec.sliding_window is None else jnp.maximum(kv_len - spec.sliding_window, 0)
-    first, last = oldest // tile, pl.cdiv(kv_len, tile)
+    row, position, end = row_ref[block], first_ref[block], end_ref[block]
+    oldest = 0 if spec.sliding_window is None else jnp.maximum(position + 1 - spec.sliding_window, 0)
+    first, last = oldest // tile, pl.cdiv(end, tile)
     share = pl.cdiv(last - first, splits)
     begin = first + split * share
     steps = jnp.maximum(jnp.minimum(begin + share, last) - begin, 0)
@@ -171,7 +205,7 @@ def _kernel(
             slot = lax.rem(step, stages)
             for page_of_tile in range(tile // page_size):
                 column = (begin + step) * (tile // page_size) + page_of_tile
-                page = table_ref[row, jnp.minimum(column, (kv_len - 1) // page_size)]
+                page = table_ref[row, jnp.minimum(column, (end - 1) // page_size)]
                 place = pl.ds(page_of_tile * page_size, page_size)
                 plgpu.copy_gmem_to_smem(kv_ref.at[page, :, kept * head], k_smem.at[slot, place], k_ready.at[slot])
                 v_row = kept * head + kept - 1
@@ -181,17 +215,24 @@ def _kernel(
         def _fill(step: jax.Array) -> None:
             copy_tile(step)
 
-        @pl.loop(stages, steps)
-        def _refill(step: jax.Array) -> None:
+        def wait_for_slot(step: jax.Array) -> None:
             plgpu.barrier_wait(k_free.at[lax.rem(step, stages)])
             plgpu.barrier_wait(v_free.at[lax.rem(step, stages)])
+
+        @pl.loop(stages, steps)
+        def _refill(step: jax.Array) -> None:
+            wait_for_slot(step)
             copy_tile(step)
+
+        @pl.loop(jnp.maximum(steps - stages, 0), steps)
+        def _drain(step: jax.Array) -> None:  # no arrival is left unseen when the barriers go
+            wait_for_slot(step)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         heads = q_ref.shape[2]
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem.at[pl.ds(0, heads)], q_ready)
+        plgpu.copy_gmem_to_smem(q_ref.at[block, head], q_smem.at[pl.ds(0, heads)], q_ready)
         plgpu.barrier_wait(q_ready)
 
         def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -202,23 +243,27 @@ def _kernel(
             plgpu.barrier_arrive(k_free.at[slot])
             if spec.soft_cap is not None:
                 scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
-            token = _tokens((begin + step) * tile, (ROWS, tile), 1)
-            scores = jnp.where((token < kv_len) & (token >= oldest), scores * LOG2E, MASKED)
+            token = _places((begin + step) * tile, (ROWS, tile), 1)
+            query = position + lax.div(_places(0, (ROWS, tile), 0), jnp.int32(group))
+            seen = (token <= query) & (token < end)
+            if spec.sliding_window is not None:
+                seen &= token > query - spec.sliding_window
+            scores = jnp.where(seen, scores * LOG2E, MASKED)
             new_top = jnp.maximum(top, scores.max(axis=1))
             fade = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
             weights_smem[...] = weights.astype(weights_smem.dtype)  # the interpreter has no wgmma from registers
             plgpu.barrier_wait(v_ready.at[slot])
 
-            partial = (begin + step + 1) * tile > kv_len
+            partial = (begin + step + 1) * tile > end
             if spec.sliding_window is not None:
                 partial |= (begin + step) * tile < oldest
 
             @pl.when(partial)
             def _clear() -> None:  # 0 * NaN: another request's page may have held one
                 v = v_smem[slot]
-                place = _tokens((begin + step) * tile, (tile, head_dim), 0)
-                live = place < kv_len
+                place = _places((begin + step) * tile, (tile, head_dim), 0)
+                live = place < end
                 if spec.sliding_window is not None:
                     live &= place >= oldest
                 v_smem[slot] = jnp.where(live, v, jnp.zeros_like(v))
@@ -240,8 +285,8 @@ def _kernel(
         out_smem[...] = (values / lax.broadcast_in_dim(total, values.shape, [0])).astype(out_smem.dtype)
         lse_smem[...] = top + jnp.log(total) * LOG2E
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, heads)], out_ref.at[row, split, head])
-        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, split, head])
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, heads)], out_ref.at[block, split, head])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[block, split, head])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -255,6 +300,6 @@ def _wgmma(shape: tuple[int, int], a, b) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _tokens(start: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+def _places(start: jax.Array | int, shape: tuple[int, int], axis: int) -> jax.Array:
     """int32 [shape]: start, start + 1, ... along an axis."""
     return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

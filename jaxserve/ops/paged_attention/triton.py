@@ -74,8 +74,8 @@ class TritonBackend(InterleavedLayout):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         layer = Layer(cache, metadata.page_table, spec, sinks)
-        decode = functools.partial(attend_last_tokens, layer, tuning=self.tuning, interpret=self.interpret)
-        extend = functools.partial(attend_long_rows, layer, tuning=self.tuning, interpret=self.interpret)
+        decode = functools.partial(_attend_last_tokens, layer, tuning=self.tuning, interpret=self.interpret)
+        extend = functools.partial(_attend_long_rows, layer, tuning=self.tuning, interpret=self.interpret)
         return attend_ragged(q, metadata, decode, extend)
 
 
@@ -94,7 +94,7 @@ class Layer(NamedTuple):
         return self.cache.reshape(pages * page_size, self.spec.num_kv_heads, -1, head_dim)
 
 
-def attend_last_tokens(
+def _attend_last_tokens(
     layer: Layer, q: jax.Array, kv_lens: jax.Array, *, tuning: TritonTuning, interpret: bool
 ) -> jax.Array:
     """q [R, N, D], the token at kv_len - 1 of each row: [R, N, D]; zeros where kv_len is 0."""
@@ -143,7 +143,7 @@ def join_splits(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.
     return joined / jnp.sum(weights, axis=1)[..., None]
 
 
-def attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool) -> jax.Array:
+def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool) -> jax.Array:
     """q [T, N, D]: attention of the rows with two tokens and more; zeros for all others."""
     num_tokens, heads, head_dim = q.shape
     kv_heads, tokens = layer.spec.num_kv_heads, layer.tokens

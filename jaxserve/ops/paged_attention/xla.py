@@ -66,9 +66,13 @@ class XlaBackend:
         heads, head_dim = q.shape[1:]
         layer = Layer(cache, metadata.page_table, spec, sinks, heads, head_dim, whole_pages(QUERY_TILE, cache.shape[2]))
         scaled = q.astype(jnp.float32) * spec.scale
-        decode = partial(attend_each_alone if metadata.alone else attend_single_tokens, layer)
+        decode = partial(self.decode, layer, alone=metadata.alone)
         extend = partial(_attend_blocks, layer)
         return attend_ragged(scaled, metadata, decode, extend).astype(q.dtype)
+
+    def decode(self, layer: Layer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
+        """Rows with one token: q float32 [R, N, D], scaled; zeros where kv_len is 0."""
+        return (attend_each_alone if alone else attend_single_tokens)(layer, q, kv_lens)
 
     def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
         pages = cache.at[page_ids].get(mode="clip")  # [n, 2 or 1, page_size, KH * D]

@@ -1,0 +1,297 @@
+// Attention of rows with one token each to their pages: scores, softmax and sums in float32, each page read once.
+//
+// A row's context is cut into pieces of PIECE tokens at fixed places. A piece and one kv head are the unit of work: a
+// softmax of its own for each query head of the group. The pieces of a row are then merged by log-sum-exp, in order. So
+// a row's bits depend on nothing but the row, and one long row keeps every core at work as many short ones do.
+//
+// Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
+#include "call.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+  PIECE = 128,  // tokens of context
+  HEADS = 4,   // query heads that meet a token of K or V while it is in registers
+  LANES = 16,
+};
+
+typedef float vector __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t halfwords __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
+
+typedef struct {
+  int32_t row, first;  // the row, and the piece's first token
+} Piece;
+
+// q, out [R, N, D]; cache [P, halves, page_size, KH * D]; page_table [R, max_pages]; kv_lens [R]; sinks [N].
+// Each piece's softmax: top and total [pieces, N], values [pieces, N, D]. Pieces of row r: [ends[r - 1], ends[r]), from
+// 0 for row `from`.
+typedef struct {
+  const float *q, *sinks;
+  const char* cache;
+  const int32_t *page_table, *kv_lens;
+  float* out;
+  int64_t rows, heads, depth, kv_heads, num_pages, halves, page_size, max_pages, window;
+  float soft_cap;
+  int64_t from, until;  // the rows whose pieces are at hand
+  Piece* pieces;
+  int64_t* ends;
+  float *top, *total, *values;
+} Attention;
+
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// A row sees the positions [first_seen, length).
+INLINE int64_t length(const Attention* a, int64_t row) {
+  return max(0, min(a->kv_lens[row], a->max_pages * a->page_size));
+}
+INLINE int64_t first_seen(const Attention* a, int64_t row) {
+  return a->window > 0 ? max(0, length(a, row) - a->window) : 0;
+}
+
+// 16 numbers of the cache from place `index` on, which holds bfloat16 or float32.
+INLINE vector load(const char* cache, int64_t index, bool bfloat16) {
+  if (!bfloat16) return *(const vector*)(cache + index * 4);
+  return (vector)(__builtin_convertvector(*(const halfwords*)(cache + index * 2), words) << 16);
+}
+
+INLINE void prefetch(const char* cache, int64_t index, bool bfloat16) {
+  __builtin_prefetch(cache + index * (bfloat16 ? 2 : 4), 0, 3);
+}
+
+// The sum of each of 16 vectors, in their order: halves are added crosswise, 16 by 16 numbers in four steps.
+#if defined(__clang__) || __GNUC__ >= 12
+#define JOIN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define JOIN(a, b, ...) __builtin_shuffle(a, b, (integers){__VA_ARGS__})
+#endif
+INLINE vector sums_of(const vector* v) {
+  vector a[8], b[4], c[2];
+  UNROLL for (int i = 0; i < 8; i++)
+    a[i] = JOIN(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           JOIN(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  UNROLL for (int i = 0; i < 4; i++)
+    b[i] = JOIN(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           JOIN(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  UNROLL for (int i = 0; i < 2; i++)
+    c[i] = JOIN(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           JOIN(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  return JOIN(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         JOIN(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+// e to the power of x <= 0 within two units in the last place; 0 below -87, NaN of NaN. The whole quotient by ln 2 goes
+// into the exponent's bits, the rest into a polynomial: Cephes' expf.
+INLINE vector exponential(vector x) {
+  integers gone = x <= -87.0f;
+  x = (vector)((integers)x & ~gone);
+  integers quotient = __builtin_convertvector(x * 1.44269504f - 0.5f, integers);
+  vector n = __builtin_convertvector(quotient, vector);
+  vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  vector power = (vector)(((words)quotient + 127) << 23);
+  return (vector)((integers)(p * power) & ~gone);
+}
+
+// Place in the cache, counted in numbers, of K (half 0) or V of a row's token at `position`: [KH, D].
+INLINE int64_t place(const Attention* a, int64_t row, int64_t position, int64_t half) {
+  int64_t page = a->page_table[row * a->max_pages + position / a->page_size];
+  int64_t slab = max(0, min(page, a->num_pages - 1)) * a->halves + half;
+  return (slab * a->page_size + position % a->page_size) * a->kv_heads * a->depth;
+}
+
+// Scores of `heads` queries [heads, D] with the keys at k[0 .. LANES / heads], to scores [heads, PIECE].
+INLINE void score(const Attention* a, const float* q, int heads, const int64_t* k, int64_t at, float* scores,
+                  bool bfloat16) {
+  const int tokens = LANES / heads;
+  vector sums[LANES] = {0};
+  for (int64_t d = 0; d < a->depth; d += LANES) {
+    vector query[HEADS];
+    UNROLL for (int h = 0; h < heads; h++) query[h] = *(const vector*)(q + h * a->depth + d);
+    UNROLL for (int t = 0; t < tokens; t++) {
+      vector key = load(a->cache, k[t] + at + d, bfloat16);
+      prefetch(a->cache, k[t + LANES] + at + d, bfloat16);
+      UNROLL for (int h = 0; h < heads; h++) sums[h * tokens + t] += query[h] * key;
+    }
+  }
+  vector all = sums_of(sums);
+  UNROLL for (int h = 0; h < heads; h++) memcpy(scores + h * PIECE, (float*)&all + h * tokens, tokens * sizeof(float));
+}
+
+// Adds the values at v[0 .. LANES / heads] to `heads` sums [heads, D], by weights [heads, PIECE].
+INLINE void weigh(const Attention* a, const float* weights, int heads, const int64_t* v, int64_t at, float* values,
+                  bool bfloat16) {
+  const int tokens = LANES / heads;
+  for (int64_t d = 0; d < a->depth; d += LANES) {
+    vector sums[HEADS];
+    UNROLL for (int h = 0; h < heads; h++) sums[h] = *(vector*)(values + h * a->depth + d);
+    UNROLL for (int t = 0; t < tokens; t++) {
+      vector value = load(a->cache, v[t] + at + d, bfloat16);
+      prefetch(a->cache, v[t + LANES] + at + d, bfloat16);
+      UNROLL for (int h = 0; h < heads; h++) sums[h] += weights[h * PIECE + t] * value;
+    }
+    UNROLL for (int h = 0; h < heads; h++) *(vector*)(values + h * a->depth + d) = sums[h];
+  }
+}
+
+// Scores of `count` tokens to weights, in place, with zeros up to a whole vector: their maximum and their sum.
+INLINE void soften(const Attention* a, float* scores, int64_t count, float* top, float* total) {
+  if (a->soft_cap > 0)
+    for (int64_t i = 0; i < count; i++) scores[i] = tanhf(scores[i] / a->soft_cap) * a->soft_cap;
+  *top = scores[0];
+  for (int64_t i = 1; i < count; i++) *top = scores[i] > *top ? scores[i] : *top;
+  for (int64_t i = count; i % LANES != 0; i++) scores[i] = -INFINITY;
+  vector sums[LANES] = {0};
+  for (int64_t i = 0; i < count; i += LANES) {
+    vector weights = exponential(*(vector*)(scores + i) - *top);
+    *(vector*)(scores + i) = weights;
+    sums[0] += weights;
+  }
+  *total = sums_of(sums)[0];
+}
+
+// The heads of one group for LANES tokens from `token` on: WORK(query head, how many, first token) until all have met.
+#define MEET(WORK, HEADS_NOW)                                                                          \
+  for (; head + HEADS_NOW <= last; head += HEADS_NOW)                                                  \
+    for (int64_t t = token; t < min(token + LANES, count); t += LANES / HEADS_NOW) WORK(HEADS_NOW);
+#define FOR_EACH(WORK)                                                                                 \
+  for (int64_t token = 0; token < count; token += LANES)                                               \
+    for (int64_t kv_head = 0, group = a->heads / a->kv_heads; kv_head < a->kv_heads; kv_head++) {      \
+      int64_t head = kv_head * group, last = head + group, at = kv_head * a->depth;                    \
+      MEET(WORK, 4) MEET(WORK, 2) MEET(WORK, 1)                                                        \
+    }
+
+// A piece, in the order in which it lies in memory: all of K, then all of V. Tokens behind the last are the last again,
+// and weigh nothing.
+INLINE void attend(const Attention* a, int64_t piece, bool bfloat16) {
+  int64_t row = a->pieces[piece].row, first = max(a->pieces[piece].first, first_seen(a, row));
+  int64_t count = min(a->pieces[piece].first + PIECE, length(a, row)) - first, state = piece * a->heads;
+  const float* q = a->q + row * a->heads * a->depth;
+  float *values = a->values + state * a->depth, scores[a->heads * PIECE];
+  int64_t k[PIECE + LANES], v[PIECE + LANES];
+  for (int64_t token = 0; token < PIECE + LANES; token++) {
+    k[token] = place(a, row, first + min(token, count - 1), 0);
+    v[token] = place(a, row, first + min(token, count - 1), a->halves - 1);
+  }
+#define SCORE(heads) score(a, q + head * a->depth, heads, k + t, at, scores + head * PIECE + t, bfloat16)
+  FOR_EACH(SCORE)
+  for (int64_t head = 0; head < a->heads; head++)
+    soften(a, scores + head * PIECE, count, a->top + state + head, a->total + state + head);
+  memset(values, 0, a->heads * a->depth * sizeof(float));
+#define WEIGH(heads) weigh(a, scores + head * PIECE + t, heads, v + t, at, values + head * a->depth, bfloat16)
+  FOR_EACH(WEIGH)
+}
+
+static void attend_float32(void* job, int64_t first, int64_t last) {
+  for (int64_t piece = first; piece < last; piece++) attend(job, piece, false);
+}
+
+static void attend_bfloat16(void* job, int64_t first, int64_t last) {
+  for (int64_t piece = first; piece < last; piece++) attend(job, piece, true);
+}
+
+// One head of a row: its pieces, and its sink, which is a score without a value. Zeros without a context.
+static void merge_head(const Attention* a, int64_t row, int64_t head) {
+  int64_t first = row > a->from ? a->ends[row - 1] : 0, last = a->ends[row];
+  float* out = a->out + (row * a->heads + head) * a->depth;
+  float top = a->sinks[head], total = 0;
+  for (int64_t d = 0; d < a->depth; d++) out[d] = 0;
+  if (first == last) return;
+  for (int64_t p = first; p < last; p++) top = fmaxf(top, a->top[p * a->heads + head]);
+  for (int64_t p = first; p < last; p++) {
+    int64_t state = p * a->heads + head;
+    float scale = expf(a->top[state] - top);
+    total += scale * a->total[state];
+    for (int64_t d = 0; d < a->depth; d++) out[d] += scale * a->values[state * a->depth + d];
+  }
+  total += expf(a->sinks[head] - top);
+  for (int64_t d = 0; d < a->depth; d++) out[d] /= total;
+}
+
+static void merge(void* job, int64_t first, int64_t last) {
+  Attention* a = job;
+  for (int64_t row = a->from + first; row < a->from + last; row++)
+    for (int64_t head = 0; head < a->heads; head++) merge_head(a, row, head);
+}
+
+INLINE int64_t num_pieces(const Attention* a, int64_t row) {
+  return (length(a, row) + PIECE - 1) / PIECE - first_seen(a, row) / PIECE;
+}
+
+// Lists the pieces of the rows from `from` on, as many rows as fit into `most` pieces: their number. Sets `until`.
+static int64_t cut(Attention* a, int64_t most) {
+  int64_t count = 0;
+  for (a->until = a->from; a->until < a->rows && count + num_pieces(a, a->until) <= most; a->until++) {
+    for (int64_t first = first_seen(a, a->until) / PIECE * PIECE; first < length(a, a->until); first += PIECE)
+      a->pieces[count++] = (Piece){a->until, first};
+    a->ends[a->until] = count;
+  }
+  return count;
+}
+
+// Pieces to hold at a time: those of the longest row at least, and else what 16 MiB are enough for.
+static int64_t pieces_at_once(const Attention* a) {
+  int64_t most = (1 << 22) / (a->heads * (a->depth + 2) + 1), all = 0;
+  for (int64_t row = 0; row < a->rows; row++) {
+    most = max(most, num_pieces(a, row));
+    all += max(0, num_pieces(a, row));
+  }
+  return min(most, all);
+}
+
+// Scratch for so many pieces, in one block; NULL without memory. The caller frees it.
+static void* reserve(Attention* a, int64_t pieces) {
+  int64_t states = pieces * a->heads;
+  int64_t floats = states * (a->depth + 2), bytes = a->rows * sizeof(int64_t) + pieces * sizeof(Piece);
+  float* block = scratch(floats + bytes / 4);
+  if (block == NULL) return NULL;
+  a->values = block;
+  a->top = a->values + states * a->depth;
+  a->total = a->top + states;
+  a->ends = (int64_t*)(block + floats);
+  a->pieces = (Piece*)(a->ends + a->rows);
+  return block;
+}
+
+// Arguments q, cache, page_table, kv_lens, sinks (-inf: none), window [1] (0: none), soft_cap [1] (0: none). D is a
+// multiple of 16. A kv_len of 0 is a row without a token.
+EXPORT XLA_FFI_Error* jaxserve_attend(XLA_FFI_CallFrame* frame) {
+  if (answered_metadata(frame)) return NULL;
+  XLA_FFI_Buffer *q = argument(frame, 0), *cache = argument(frame, 1), *table = argument(frame, 2);
+  Attention a = {
+      .q = q->data,
+      .cache = cache->data,
+      .page_table = table->data,
+      .kv_lens = argument(frame, 3)->data,
+      .sinks = argument(frame, 4)->data,
+      .window = *(int32_t*)argument(frame, 5)->data,
+      .soft_cap = *(float*)argument(frame, 6)->data,
+      .out = result(frame, 0)->data,
+      .rows = q->dims[0],
+      .heads = q->dims[1],
+      .depth = q->dims[2],
+      .num_pages = cache->dims[0],
+      .halves = cache->dims[1],
+      .page_size = cache->dims[2],
+      .kv_heads = cache->dims[3] / q->dims[2],
+      .max_pages = table->dims[1],
+  };
+  int64_t most = pieces_at_once(&a);
+  void* block = reserve(&a, most);
+  if (block == NULL) return out_of_memory(frame);
+  Work* work = cache->dtype == XLA_FFI_DataType_BF16 ? attend_bfloat16 : attend_float32;
+  for (a.from = 0; a.from < a.rows; a.from = a.until) {
+    parallel_for(frame, cut(&a, most), 1, work, &a);
+    parallel_for(frame, a.until - a.from, 16, merge, &a);
+  }
+  free(block);
+  return NULL;
+}

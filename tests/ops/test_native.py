@@ -1,0 +1,258 @@
+"""The C kernels: numbers, bits that depend on no neighbour, every instruction set, and a machine without a compiler."""
+
+import ctypes
+import platform
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.ops import native
+from jaxserve.ops.linear import linear
+from jaxserve.ops.native import library as builder
+from jaxserve.ops.paged_attention import get_backend
+
+RNG = np.random.default_rng(0)
+# Rows of x around the widths of panels, rows of w around the heights of tiles, and depths around a cache line.
+SHAPES = [(1, 1, 1), (2, 24, 48), (3, 3, 17), (5, 25, 64), (8, 100, 33), (17, 47, 16), (32, 23, 100), (33, 31, 5)]
+ROWS = [1, 2, 4, 5, 8, 9, 16, 17, 24, 32, 33, 48, 49, 100]
+
+
+@pytest.fixture(autouse=True)
+def _loaded() -> None:
+    try:
+        native.load()
+    except ConfigError as error:
+        if "no C compiler" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+def _arrays(tokens: int, rows: int, depth: int) -> tuple[jax.Array, jax.Array]:
+    x, w = (RNG.standard_normal((n, depth), np.float32) for n in (tokens, rows))
+    return jnp.asarray(x), jnp.asarray(w)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matmul_is_numpys(shape: tuple[int, int, int]) -> None:
+    x, w = _arrays(*shape)
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(native.matmul(x, w), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(1, 1), (25, 63), (24, 64), (100, 200), (7, 1000)])
+def test_matvec_is_numpys(rows: int, depth: int) -> None:
+    x, w = _arrays(1, rows, depth)
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(native.matvec(x, w), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    x, w = _arrays(max(ROWS), 61, 200)
+    alone = np.concatenate([native.matmul(x[i : i + 1], w) for i in range(len(x))])
+    for rows in ROWS:
+        np.testing.assert_array_equal(native.matmul(x[:rows], w), alone[:rows])
+
+
+def test_linear_takes_the_kernel_for_float32() -> None:
+    def lowered(rows: int, dtype: str = "float32", deterministic: bool = False) -> str:
+        x, w = (jnp.zeros(shape, dtype) for shape in ((rows, 32), (3, 8, 32)))
+        return jax.jit(lambda x, w: linear(x, w, native=True, deterministic=deterministic)).lower(x, w).as_text()
+
+    assert "jaxserve_matmul" in lowered(2) and "jaxserve_matmul" in lowered(600)
+    assert "jaxserve_matmul" in lowered(1, deterministic=True)
+    assert "jaxserve_matvec" in lowered(1)
+    assert "custom_call" not in lowered(8, "bfloat16")
+    x, w = _arrays(7, 24, 32)
+    got = linear(x, w.reshape(3, 8, 32), jnp.ones((3, 8)), native=True)
+    np.testing.assert_allclose(got, np.einsum("tk,abk->tab", x, w.reshape(3, 8, 32)) + 1, rtol=1e-4, atol=1e-4)
+
+
+def test_programs_in_several_threads_at_once() -> None:
+    """The threads share XLA's pool: a call may find no free thread and does all by itself."""
+    x, w = _arrays(16, 400, 300)
+    multiply = jax.jit(native.matmul)
+    want, wrong = np.asarray(multiply(x, w)), []
+
+    def work() -> None:
+        for _ in range(50):
+            if not np.array_equal(multiply(x, w), want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def _attend(rows: list[int], seed: int = 0, scale: float = 1.0, window: int | None = None) -> np.ndarray:
+    """Row i of kv_len rows[i] has numbers of its own: a function of `seed` + i alone."""
+    pages = [-(-length // 16) for length in rows]
+    starts = np.concatenate([[0], np.cumsum(pages)])
+    cache = np.zeros((starts[-1], 2, 16, 2 * 64), np.float32)
+    table = np.zeros((len(rows), max(pages)), np.int32)
+    q = np.zeros((len(rows), 6, 64), np.float32)
+    for i, count in enumerate(pages):
+        rng = np.random.default_rng(seed + i)
+        cache[starts[i] : starts[i + 1]] = rng.standard_normal((count, *cache.shape[1:]))
+        table[i, :count] = np.arange(starts[i], starts[i + 1])
+        q[i] = rng.standard_normal(q.shape[1:]) * scale
+    arrays = [jnp.asarray(array) for array in (q, cache, table, np.array(rows, np.int32))]
+    out = native.attend(arrays[0], arrays[1], arrays[2], arrays[3], None, sliding_window=window, soft_cap=None)
+    return np.asarray(out)
+
+
+def test_many_long_rows_take_turns_for_the_scratch() -> None:
+    """Rows whose pieces are more than 16 MiB hold are taken in runs; shared pages, so that they take little else."""
+    heads, depth = 96, 256
+    cache = jnp.asarray(RNG.standard_normal((16, 2, 128, depth)), jnp.float32)
+    q = jnp.asarray(RNG.standard_normal((60, heads, depth)), jnp.float32)
+    lengths = jnp.asarray(RNG.integers(1900, 2000, 60), jnp.int32)
+    table = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (60, 16))
+
+    def attend(rows: slice) -> np.ndarray:
+        some = (q[rows], cache, table[rows], lengths[rows], None)
+        return np.asarray(native.attend(*some, sliding_window=None, soft_cap=None))
+
+    assert 60 * 16 * heads * (depth + 2) > 2**22
+    everything = attend(slice(None))
+    np.testing.assert_array_equal(everything, np.concatenate([attend(slice(i, i + 1)) for i in range(60)]))
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_attention_of_a_row_does_not_depend_on_the_others(window: int | None) -> None:
+    crowd = _attend([1, 700, 128, 129, 16], window=window)
+    for i, length in enumerate([1, 700, 128, 129, 16]):
+        np.testing.assert_array_equal(_attend([length], seed=i, window=window)[0], crowd[i])
+
+
+def test_scores_that_are_far_apart() -> None:
+    """Weights down to nothing: the exponential's whole range, against one in double precision."""
+    rng = np.random.default_rng(0)
+    keys, values = (
+        rng.standard_normal((16 * 3, 2, 2, 64)).astype(np.float32).reshape(3, 16, 2, 2, 64).transpose(2, 0, 1, 3, 4)
+    )
+    q = np.random.default_rng(1).standard_normal((1, 6, 64)).astype(np.float32) * 8
+    cache = np.stack([keys, values], axis=1).reshape(3, 2, 16, 128)
+    out = native.attend(
+        jnp.asarray(q),
+        jnp.asarray(cache),
+        jnp.arange(3, dtype=jnp.int32)[None],
+        jnp.array([47], jnp.int32),
+        None,
+        sliding_window=None,
+        soft_cap=None,
+    )
+    k, v = (half.reshape(48, 2, 64)[:47].astype(np.float64).repeat(3, axis=1) for half in (keys, values))
+    scores = np.einsum("nd,tnd->nt", q[0].astype(np.float64), k)
+    assert scores.max() - scores.min() > 200
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    want = np.einsum("nt,tnd->nd", weights / weights.sum(axis=1, keepdims=True), v)
+    np.testing.assert_allclose(out[0], want, rtol=2e-5, atol=2e-6)
+
+
+# --- building
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
+def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processors' code, as far as this one runs it: the same tests with registers of another width. Nothing here
+    is jitted by a name that a jit has seen."""
+    features = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if {"x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}.get(level, "") not in features:
+        pytest.skip(f"this processor is no {level}")
+    flags = [f"-march={level}" if flag == "-march=native" else flag for flag in builder.FLAGS]
+    library = ctypes.CDLL(str(builder.build(tmp_path, [*flags, "-Wall", "-Wextra", "-Werror"])))
+    for name in ("_MATMUL", "_MATVEC", "_ATTEND"):
+        target = f"{getattr(native, name)}_{level}"
+        symbol = getattr(library, getattr(native, name))
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(symbol), platform="cpu")
+        monkeypatch.setattr(native, name, target)
+    for shape in SHAPES:
+        test_matmul_is_numpys(shape)
+    test_matvec_is_numpys(100, 200)
+    test_a_row_has_the_same_bits_alone_and_among_others()
+    test_scores_that_are_far_apart()
+
+
+def test_the_library_is_kept(tmp_path: Path) -> None:
+    first = builder.build(tmp_path)
+    made = first.stat().st_mtime_ns
+    assert builder.build(tmp_path) == first and first.stat().st_mtime_ns == made
+    assert builder.build(tmp_path, [*builder.FLAGS, "-DANOTHER"]) != first
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".so", ".so"]
+
+
+def test_no_warnings(tmp_path: Path) -> None:
+    builder.build(tmp_path, [*builder.FLAGS, "-Wall", "-Wextra", "-Werror"])
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no C compiler"):
+        builder.build(tmp_path)
+
+
+def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken-cc"
+    compiler.write_text("#!/bin/sh\necho 'in a file:\nfatal error: no headers' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(ConfigError, match="fatal error: no headers"):
+        builder.build(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_kernels_auto_is_xla_and_native_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ConfigError("there is no C compiler for the CPU's kernels")
+
+    monkeypatch.setattr(native, "load", refuse)
+    assert get_backend("auto", "cpu").name == "xla"
+    with pytest.raises(ConfigError, match="no C compiler"):
+        get_backend("native", "cpu")
+
+
+@pytest.mark.parametrize("spoil", ["a file in its place", "others can write", "no home"])
+def test_a_cache_that_cannot_be_trusted_is_not_used(
+    spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native._kept_directory() == tmp_path / "jaxserve" / "kernels"
+    if spoil == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", _no_home)
+    elif spoil == "others can write":
+        (tmp_path / "jaxserve" / "kernels").chmod(0o777)
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native._kept_directory() is None
+
+
+def _no_home() -> Path:
+    raise RuntimeError("could not determine home directory")
+
+
+def test_a_library_that_was_cut_short_is_made_anew(tmp_path: Path) -> None:
+    builder.build(tmp_path).write_bytes(b"")
+    assert native._open(tmp_path).jaxserve_matmul is not None
+    assert builder.build(tmp_path).stat().st_size > 1000
+
+
+def test_the_compiler_of_cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    with pytest.raises(ConfigError, match="no-such-compiler"):
+        builder.build(tmp_path)
+    monkeypatch.setenv("CC", "env cc")
+    assert builder.build(tmp_path).exists()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert builder.build(tmp_path).exists()  # what is there needs no compiler
