@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 MEBIBYTE = 2**20
 TICK = 0.002  # seconds between two looks at the clock
-REQUEST: dict[str, Any] = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True}
+# So long that ten times the capacity is some 200 requests a second: the queue is tested, not how fast a core accepts.
+REQUEST: dict[str, Any] = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True}
 REQUEST |= {"stream": True, "temperature": 0}
 SHORT = REQUEST | {"max_tokens": 16}
 
