@@ -191,7 +191,7 @@ def test_the_library_is_kept(tmp_path: Path) -> None:
 
 
 def test_no_warnings(tmp_path: Path) -> None:
-    builder.build(tmp_path, [*builder.FLAGS, "-Wall", "-Wextra", "-Werror"])
+    assert builder.build(tmp_path, [*builder.FLAGS, "-Wall", "-Wextra", "-Werror"]).exists()
 
 
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,9 @@ INLINE bool answered_metadata(XLA_FFI_CallFrame* frame) {
   return true;
 }
 
+INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
 INLINE XLA_FFI_Buffer* argument(XLA_FFI_CallFrame* frame, int index) { return frame->args.args[index]; }
 INLINE XLA_FFI_Buffer* result(XLA_FFI_CallFrame* frame, int index) { return frame->rets.rets[index]; }
 

@@ -41,8 +41,6 @@ typedef struct {
   int64_t tokens, rows, depth;
 } Product;
 
-INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Tokens of the panel that starts at `token`, zeros behind the last included.
 INLINE int64_t panel_width(const Product* p, int64_t token) {
   int64_t width = WIDE;

@@ -41,9 +41,6 @@ typedef struct {
   float *top, *total, *values;
 } Attention;
 
-INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // A row sees the positions [first_seen, length).
 INLINE int64_t length(const Attention* a, int64_t row) {
   return max(0, min(a->kv_lens[row], a->max_pages * a->page_size));

@@ -1,6 +1,6 @@
 """Paged attention on a CPU: rows with one token through the C kernel of ops/native, the others through XLA's products.
 
-Pages and writes are the XLA backend's. A row's bits depend on nothing but the row, in every mode.
+Pages and writes are the XLA backend's. In the kernel a row's bits depend on nothing but the row, in every mode.
 """
 
 from __future__ import annotations
