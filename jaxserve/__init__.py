@@ -4,14 +4,16 @@
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # typing's; under `python -m jaxserve` the working directory is still on the import path here
 
 if TYPE_CHECKING:
     from jaxserve.config import Config
     from jaxserve.engine.async_engine import AsyncEngine
-    from jaxserve.engine.engine import Completion, Engine
+    from jaxserve.engine.engine import Completion
     from jaxserve.engine.output import RequestOutput
     from jaxserve.engine.request import GrammarSpec, SamplingParams
+    from jaxserve.in_process import Engine
     from jaxserve.serving import launch_server
 
 __all__ = [
@@ -29,7 +31,7 @@ _HOMES = {
     "AsyncEngine": "jaxserve.engine.async_engine",
     "Completion": "jaxserve.engine.engine",
     "Config": "jaxserve.config",
-    "Engine": "jaxserve.engine.engine",
+    "Engine": "jaxserve.in_process",
     "GrammarSpec": "jaxserve.engine.request",
     "RequestOutput": "jaxserve.engine.output",
     "SamplingParams": "jaxserve.engine.request",
@@ -37,7 +39,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -3,6 +3,7 @@
 JaxserveError
 ├── ConfigError                 the operator's mistake: one line, a cause and a fix, exit code 2
 │   └── ModelLoadError          a checkpoint that cannot be served as it is
+├── UnexpectedEndError          the server ends without having been asked to: one line, a cause and a fix, exit code 1
 ├── RequestError                a client's mistake (4xx); `param` names the field
 │   ├── InvalidValueError           400 invalid_value
 │   ├── UnsupportedParameterError   400 unsupported_parameter
@@ -13,6 +14,7 @@ JaxserveError
 │   ├── NotFoundError               404
 │   │   └── ModelNotFoundError          404 model_not_found
 │   ├── SlowRequestError            408 a body that does not arrive
+│   ├── SlowReaderError             408 a stream that is not read
 │   ├── ConflictError               409
 │   ├── PayloadTooLargeError        413
 │   └── QueueFullError              429 rate_limit_exceeded, Retry-After
@@ -20,10 +22,17 @@ JaxserveError
     ├── NotReadyError               503 while loading or draining, Retry-After
     ├── RequestTimeoutError         504 a deadline passed
     ├── EngineDeadError             503 the engine ended and the request cannot be replayed
-    └── StorageError                507 the store cannot be written
+    ├── StoreUnavailableError       503 the server runs without a store
+    ├── StorageError                507 the store cannot be written
+    │   └── DiskFullError               507 its disk is full
+    └── StoreDamagedError           503 the store's database is damaged; nothing is written any more
 """
 
+from __future__ import annotations
+
 from typing import ClassVar
+
+MAX_LOAD_MESSAGE = 700  # characters of a message about a checkpoint
 
 
 class JaxserveError(Exception):
@@ -39,7 +48,22 @@ class ConfigError(JaxserveError):
 
 
 class ModelLoadError(ConfigError):
-    """A checkpoint that is missing, incomplete, damaged or of an unsupported architecture."""
+    """A checkpoint that is missing, incomplete, damaged or of an unsupported architecture.
+
+    The message may repeat what the checkpoint's files hold: it is made one line of a bounded length.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None) -> None:
+        line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
+        super().__init__(line if len(line) <= MAX_LOAD_MESSAGE else line[: MAX_LOAD_MESSAGE - 3] + "...", fix=fix)
+
+
+class UnexpectedEndError(JaxserveError):
+    """The server ends without having been asked to. `str()` is one line with the cause; `fix` says what to do."""
+
+    def __init__(self, message: str, *, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
 
 
 class HTTPError(JaxserveError):
@@ -82,7 +106,30 @@ class InvalidSchemaError(RequestError):
 
 
 class ContextLengthError(RequestError):
+    """More tokens than the model takes. Clients read the words, which are the union of OpenAI's and Anthropic's."""
+
     code = "context_length_exceeded"
+
+    @classmethod
+    def too_long(cls, num_tokens: int, limit: int, *, param: str) -> ContextLengthError:
+        """A prompt of `num_tokens` for a context of `limit`. One that fills the context leaves no token to generate."""
+        maximum = min(limit, num_tokens - 1)
+        noun = param if param in ("messages", "input") else "prompt"
+        return cls(
+            f"This model's maximum context length is {limit} tokens, and the prompt is too long: "
+            f"{num_tokens} tokens > {maximum} maximum. Please reduce the length of the {noun}.",
+            param=param,
+        )
+
+    @classmethod
+    def no_room(cls, num_tokens: int, max_tokens: int, limit: int) -> ContextLengthError:
+        """A prompt that fits and an output that does not fit after it."""
+        return cls(
+            f"This model's maximum context length is {limit} tokens, and you requested {num_tokens + max_tokens} "
+            f"tokens ({num_tokens} in the prompt, {max_tokens} in the output). "
+            "Please reduce the length of the prompt or max_tokens.",
+            param="max_tokens",
+        )
 
 
 class AuthenticationError(RequestError):
@@ -107,6 +154,11 @@ class SlowRequestError(RequestError):
     code = "request_timeout"
 
 
+class SlowReaderError(RequestError):
+    status = 408
+    code = "stream_not_read"
+
+
 class ConflictError(RequestError):
     status = 409
 
@@ -120,6 +172,11 @@ class QueueFullError(RequestError):
     type = "requests"
     code = "rate_limit_exceeded"
     retry_after = 1.0
+
+    def __init__(self, message: str, *, param: str | None = None, limit: str = "") -> None:
+        """limit: the queue's, max_queued_requests or max_queued_tokens; empty for limits of other kinds."""
+        super().__init__(message, param=param)
+        self.limit = limit
 
 
 class ServerError(HTTPError):
@@ -143,6 +200,22 @@ class EngineDeadError(ServerError):
     retry_after = 5.0
 
 
+class StoreUnavailableError(ServerError):
+    status = 503
+    code = "store_unavailable"
+
+
 class StorageError(ServerError):
     status = 507
     code = "insufficient_storage"
+
+
+class DiskFullError(StorageError):
+    """The store's disk has no room."""
+
+
+class StoreDamagedError(ServerError):
+    """The store's database does not hold what was written into it."""
+
+    status = 503
+    code = "store_damaged"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,13 +16,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.messages import EngineInfo, EngineStats
-from jaxserve.engine.request import BACKGROUND_PRIORITY
+from jaxserve.engine.output import RequestOutput
+from jaxserve.engine.request import BACKGROUND_PRIORITY, SamplingParams
+from jaxserve.engine.scheduler_stats import STEP_SIZES
+from jaxserve.errors import HTTPError, QueueFullError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.075, 0.15, 0.3, 0.6, 1, 2.5, 5)
 _TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_CHOICES_BUCKETS = (1, 2, 5, 10, 20)
+_PREEMPTIONS_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
+_VLLM_LIMITS = {"max_queued_requests": "max_num_queued_reqs", "max_queued_tokens": "max_num_queued_tokens"}
 
 # names in both vocabularies: ours -> vLLM's, old and new where it has changed them
 _ALIASES = {
@@ -45,6 +51,12 @@ _ALIASES = {
     "jaxserve:request_decode_time_seconds": ("vllm:request_decode_time_seconds",),
     "jaxserve:request_prompt_tokens": ("vllm:request_prompt_tokens",),
     "jaxserve:request_generation_tokens": ("vllm:request_generation_tokens",),
+    "jaxserve:request_inference_time_seconds": ("vllm:request_inference_time_seconds",),
+    "jaxserve:request_params_n": ("vllm:request_params_n",),
+    "jaxserve:request_params_max_tokens": ("vllm:request_params_max_tokens",),
+    "jaxserve:request_num_preemptions": ("vllm:request_num_preemptions",),
+    "jaxserve:iteration_tokens": ("vllm:iteration_tokens_total",),
+    "jaxserve:admission_rejections": ("vllm:admission_rejections",),
 }
 
 
@@ -65,13 +77,23 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, descriptors and CPU of the API process
-        self.model = ""  # label of the names that are vLLM's
+        self.model = ""  # label of the names that are vLLM's; known once the engine was ready
+        self._read_engine: EngineReader | None = None
         self.http_responses = self._counter("http_responses", "Answers by status.", ["method", "status"])
         self.requests = self._counter("request_success", "Choices that ended, by reason.", ["finished_reason"])
         self.errors = self._counter("request_errors", "Requests that ended with an error, by code.", ["code"])
+        self.unoffered_calls = self._counter(
+            "unoffered_tool_calls", "Calls of tools that the request did not offer, sent as text.", []
+        )
+        self._rejections = self._counter(
+            "admission_rejections", "Requests refused because the queue was full, by limit.", ["reason"]
+        )
+        for limit in _VLLM_LIMITS.values():
+            self._rejections.labels(limit)
         self._online = Latencies(self, "")
         self._batch = Latencies(self, "batch_")
         self.registry.register(_Copy(self, self.requests))
+        self.registry.register(_Copy(self, self._rejections))
 
     def latencies(self, priority: int) -> Latencies:
         """Those of clients who wait, or, for background work, those of batch lines: one never blurs the other."""
@@ -82,8 +104,19 @@ class Metrics:
 
     def watch_engine(self, read: EngineReader) -> None:
         """Export the engine's own numbers; `read` is called at every scrape."""
+        self._read_engine = read
         self.registry.register(_EngineCollector(self, read))
         self.registry.register(_TaskCollector())
+
+    def watch_gauges(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Export numbers by name; `read` is called at every scrape."""
+        self.registry.register(_GaugeCollector(read))
+
+    def count_error(self, error: HTTPError) -> None:
+        """Count a request that ended with an error."""
+        self.errors.labels(error.code or error.type).inc()
+        if isinstance(error, QueueFullError) and error.limit:
+            self._rejections.labels(_VLLM_LIMITS[error.limit]).inc()
 
     def count_response(self, scope: Mapping[str, Any], status: int) -> None:
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD", "OPTIONS") else "other"
@@ -91,6 +124,8 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text exposition format."""
+        info = self._read_engine().info if self._read_engine is not None else None
+        self.model = info.served_names[0] if info is not None else self.model
         return generate_latest(self.registry)
 
 
@@ -107,6 +142,10 @@ class Latencies:
         self._queue = histogram("request_queue_time_seconds", _LATENCY_BUCKETS)
         self._prefill = histogram("request_prefill_time_seconds", _LATENCY_BUCKETS)
         self._decode = histogram("request_decode_time_seconds", _LATENCY_BUCKETS)
+        self._inference = histogram("request_inference_time_seconds", _LATENCY_BUCKETS)
+        self._choices = histogram("request_params_n", _CHOICES_BUCKETS)
+        self._max_tokens = histogram("request_params_max_tokens", _TOKEN_BUCKETS)
+        self._preemptions = histogram("request_num_preemptions", _PREEMPTIONS_BUCKETS)
         self._prompt_tokens = histogram("request_prompt_tokens", _TOKEN_BUCKETS)
         self._generation_tokens = histogram("request_generation_tokens", _TOKEN_BUCKETS)
 
@@ -116,12 +155,20 @@ class Latencies:
         self._queue.observe(queued)
         self._prefill.observe(prefill)
 
-    def finished(self, seconds: float, decode: float, prompt_tokens: int, generation_tokens: int) -> None:
-        """A choice has ended. decode: seconds since its first token."""
+    def finished(
+        self, output: RequestOutput, params: SamplingParams, seconds: float, decode: float, queued: float
+    ) -> None:
+        """A choice has ended. seconds: since the request came; decode: since its first token; queued: in the queue."""
         self._total.observe(seconds)
         self._decode.observe(decode)
-        self._prompt_tokens.observe(prompt_tokens)
-        self._generation_tokens.observe(generation_tokens)
+        self._inference.observe(max(0.0, seconds - queued))
+        self._prompt_tokens.observe(output.num_prompt_tokens)
+        self._generation_tokens.observe(output.num_output_tokens)
+        self._preemptions.observe(output.num_preemptions)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+        if output.index == 0:
+            self._choices.observe(params.n)
 
 
 class Histogram(Collector):
@@ -143,12 +190,19 @@ class Histogram(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        names = [*map(str, map(float, self._buckets)), "+Inf"]
-        pairs = list(zip(names, accumulate(self._counts), strict=True))
-        for name, labels in _names(self._metrics, self._name):
-            family = HistogramMetricFamily(name, _text(self._name), labels=list(labels))
-            family.add_metric(list(labels.values()), pairs, self._sum)
-            yield family
+        return _histograms(self._metrics, self._name, self._buckets, self._counts, self._sum)
+
+
+def _histograms(
+    metrics: Metrics, name: str, buckets: Sequence[float], counts: Sequence[int], total: float
+) -> Iterable[Metric]:
+    """A histogram under all its names. counts: one more than buckets, each of its own bucket alone."""
+    bounds = [*map(str, map(float, buckets)), "+Inf"]
+    pairs = list(zip(bounds, accumulate(counts), strict=True))
+    for each, labels in _names(metrics, name):
+        family = HistogramMetricFamily(each, _text(name), labels=list(labels))
+        family.add_metric(list(labels.values()), pairs, total)
+        yield family
 
 
 class _Copy(Collector):
@@ -186,6 +240,18 @@ class _TaskCollector(Collector):
         yield GaugeMetricFamily("jaxserve:api_tasks", "tasks of the API process", value=count)
 
 
+class _GaugeCollector(Collector):
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in self._read().items():
+            yield GaugeMetricFamily(name, _text(name), value=value)
+
+
 class _EngineCollector(Collector):
     def __init__(self, metrics: Metrics, read: EngineReader) -> None:
         self._metrics = metrics
@@ -196,14 +262,26 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         reading = self._read()
-        if reading.info is not None:
-            self._metrics.model = reading.info.served_names[0]
         for name, value in _gauges(reading).items():
             yield from self._families(GaugeMetricFamily, name, value)
         for name, value in _counters(reading).items():
             yield from self._families(CounterMetricFamily, name, value)
+        yield from self._step_sizes(reading.stats)
+        yield self._waiting_by_reason(reading.stats)
         if reading.info is not None:
             yield _cache_config(reading.info)
+
+    def _step_sizes(self, stats: EngineStats) -> Iterable[Metric]:
+        counts = stats.step_sizes or [0] * (len(STEP_SIZES) + 1)
+        yield from _histograms(self._metrics, "jaxserve:iteration_tokens", STEP_SIZES, counts, stats.step_tokens)
+
+    def _waiting_by_reason(self, stats: EngineStats) -> Metric:
+        """vLLM's reasons: capacity, and deferred for a request that could not run if there were room."""
+        labels = ["model_name", "reason"]
+        family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "requests that wait", labels=labels)
+        family.add_metric([self._metrics.model, "capacity"], stats.num_waiting - stats.num_compiling)
+        family.add_metric([self._metrics.model, "deferred"], stats.num_compiling)
+        return family
 
     def _families(self, kind: type[Any], name: str, value: float) -> Iterable[Metric]:
         for each, labels in _names(self._metrics, name):
@@ -254,7 +332,12 @@ def _counters(reading: EngineReading) -> dict[str, float]:
 
 
 def _cache_config(info: EngineInfo) -> Metric:
-    labels = {"block_size": str(info.page_size), "num_gpu_blocks": str(info.num_pages)}
+    labels = {
+        "block_size": str(info.page_size),
+        "num_gpu_blocks": str(info.num_pages),
+        "kv_cache_size_tokens": str(info.num_kv_tokens),
+        "kv_cache_max_concurrency": f"{info.memory_plan.get('max_concurrency', 0.0):.2f}",
+    }
     family = GaugeMetricFamily("vllm:cache_config_info", "pages of the KV cache", labels=list(labels))
     family.add_metric(list(labels.values()), 1)
     return family

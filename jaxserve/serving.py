@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.cli.launch import Launch, bind
-from jaxserve.config import Config, StoreSection
+from jaxserve.config import Config
 from jaxserve.engine.link import EngineLink
 from jaxserve.errors import ConfigError, JaxserveError
 
@@ -50,7 +50,7 @@ def launch_server(
     if config is None:
         config = Config.of(model, **({"port": 0} | keys))
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as directory:
-        if config.store == StoreSection():  # type: ignore[call-arg]
+        if config.store.path == "auto":
             config = config.replace(store={"path": directory})
         with bind(config.server) as listener, _Thread(config, listener, make_link) as server:
             yield server

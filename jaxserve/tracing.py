@@ -1,6 +1,6 @@
 """OpenTelemetry spans: one an HTTP request, one below it for each generation. Off unless an endpoint is configured.
 
-The packages are an extra (`jaxserve[otel]`), imported only where they are asked for. Spans carry counts, times and the
+The packages are an extra (`otel`), imported only where they are asked for. Spans carry counts, times and the
 request's id, never a text.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from jaxserve.config import LoggingSection
 from jaxserve.errors import ConfigError
+from jaxserve.installation import install_command
 from jaxserve.version import __version__
 
 
@@ -103,7 +104,7 @@ def make_tracing(section: LoggingSection) -> Tracing:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError:
-        raise ConfigError("logging.otlp_endpoint needs OpenTelemetry", fix="pip install 'jaxserve[otel]'") from None
+        raise ConfigError("logging.otlp_endpoint needs OpenTelemetry", fix=install_command("otel")) from None
     provider = TracerProvider(resource=Resource.create({"service.name": "jaxserve", "service.version": __version__}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=section.otlp_endpoint)))
     return OpenTelemetry(provider)

@@ -1,12 +1,14 @@
 """Strict JAX for every test, and the optional data that tests read from beside the repository."""
 
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import pytest
 
@@ -15,12 +17,15 @@ from tests.audit import hook
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+hypothesis.settings.register_profile("tests", deadline=None)  # an example's time is no claim
+hypothesis.settings.load_profile("tests")
+
 
 # one shape for all servers and engines of the tests: their programs are compiled once and shared by the cache
 SMALL: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 
 
-TIMED = ("faults", "e2e")  # folders whose tests wait for processes and signals, with deadlines of seconds
+TIMED = ("faults", "e2e")  # folders whose tests start servers and load them
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,13 +73,26 @@ def minilm() -> Path:
     return Path(package.origin).parent / "model"
 
 
+@pytest.fixture(autouse=True)
+def fresh_logger() -> Iterator[None]:
+    """A test's own logger of the package, whatever servers of the tests before it have configured."""
+    logger = logging.getLogger("jaxserve")
+    before = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    yield
+    logger.handlers, logger.propagate = before[:2]
+    logger.setLevel(before[2])
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_code_from_requests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The audit hook, here and in every process that a test starts; see tests/audit/hook.py."""
     found = tmp_path_factory.mktemp("audit") / "found"
     site = str(Path(__file__).parent / "audit" / "site")
+    root = str(Path(__file__).parent.parent)  # of engine processes that are modules of these tests
     os.environ[hook.VARIABLE] = str(found)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (site, root, os.environ.get("PYTHONPATH"))))
     sys.addaudithook(hook.hook)
     yield
     assert not found.exists(), found.read_text()

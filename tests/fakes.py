@@ -7,11 +7,15 @@ the host changes after dispatch shows as well.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from jaxserve.engine.core import EngineCore
@@ -19,6 +23,7 @@ from jaxserve.engine.request import (
     EngineRequest,
     FinishReason,
     PageTableUpdate,
+    RowStatus,
     SampledTokens,
     SamplingParams,
     ScheduledRow,
@@ -32,6 +37,7 @@ VOCAB = 97
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # log-probabilities, ranks, top ids, theirs
 
 EMPTY = -1  # of an offset in a page that was never written
+NAN = -2  # of one whose content is not finite
 
 
 def next_token(context: Sequence[int] | np.ndarray, seed: int = 0) -> int:
@@ -77,25 +83,54 @@ class CountingMatcher:
 
     modulus: int
     length: int
+    was_slow: bool = False
+    in_thread: bool = False  # a task of HandExecutor has it, and nobody else may use it
 
     @property
     def is_terminated(self) -> bool:
+        assert not self.in_thread
         return self.length == 0
 
     @property
     def limit_error(self) -> str | None:
+        assert not self.in_thread
         return None
 
     def fill(self, bitmask_row: np.ndarray) -> None:
+        assert not self.in_thread
         allowed = np.zeros(32 * len(bitmask_row), np.uint8)
         allowed[:: self.modulus] = 1
         bitmask_row[:] = np.packbits(allowed, bitorder="little").view(np.int32)
 
     def accept(self, token_id: int) -> bool:
+        assert not self.in_thread
         if token_id % self.modulus or self.is_terminated:
             return False
         self.length -= 1
         return True
+
+
+class HandExecutor(Executor):
+    """Threads that run a task when they are told to. A matcher whose mask is a task's may not be used before."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Future[Any], functools.partial[Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        matcher = args[0].matcher
+        assert not matcher.in_thread
+        matcher.in_thread = True
+        future: Future[Any] = Future()
+        self.tasks.append((future, functools.partial(fn, *args, **kwargs)))
+        return future
+
+    def run(self, count: int) -> None:
+        """The first tasks that were not cancelled, in their order."""
+        tasks, self.tasks = self.tasks[:count], self.tasks[count:]
+        for future, task in tasks:
+            if future.set_running_or_notify_cancel():
+                task.args[0].matcher.in_thread = False
+                future.set_result(task())
 
 
 @dataclass
@@ -118,10 +153,13 @@ class FakeStep:
         self.writes = {page: row.request_id for row in output.rows for page in runner.pages_written(row)}
         self.sampled: SampledTokens | None = None
         self.bitmask: np.ndarray | None = None
+        self.late: Sequence[int] = ()
         self._runner = runner
 
-    def sample(self, bitmask: np.ndarray) -> None:
+    def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
         assert self.output.masked and self.bitmask is None
+        assert all(self.output.rows[row].masked for row in late)
+        self.late = list(late)
         assert bitmask.shape == (len(self.output.rows), -(-VOCAB // 32)) and bitmask.dtype == np.int32
         self.bitmask = bitmask
 
@@ -135,7 +173,7 @@ class FakeStep:
 class FakeRunner:
     """A Runner of `config`'s sizes.
 
-    not_finite   request ids whose logits are NaN
+    not_finite   request ids whose hidden states are NaN from the position `nan_from` on
     count        tokens that a decode row of q tokens at most yields; called once a row
     """
 
@@ -144,14 +182,17 @@ class FakeRunner:
         config: SchedulerConfig,
         *,
         not_finite: Container[str] = (),
+        nan_from: int = 0,
         count: Callable[[int], int] = lambda q: q,
     ) -> None:
         self.config = config
         self.not_finite = not_finite
+        self.nan_from = nan_from
         self.pages = np.full((config.num_pages, config.page_size), EMPTY, np.int64)
         self.window_pages = np.full((config.num_window_pages, config.page_size), EMPTY, np.int64)
         self.slots: dict[int, FakeSlot] = {}
         self.num_steps = 0
+        self.num_read_nan = 0  # rows of other requests that read what is not finite
         self._count = count
         self._tables: dict[int, list[int]] = {}  # as dispatched: ahead of `slots`
         self._window_tables: dict[int, dict[int, int]] = {}
@@ -246,23 +287,32 @@ class FakeRunner:
         rows, per_step = step.output.rows, self.config.tokens_per_step
         tokens = np.full((len(rows), per_step), EMPTY, np.int32)
         valid = np.zeros(len(rows), np.int32)
-        ok = np.ones(len(rows), bool)
+        status = np.zeros(len(rows), np.uint8)
         for i, row in enumerate(rows):
             mask = step.bitmask[i] if row.masked and step.bitmask is not None else None
+            if i in step.late:
+                status[i] = self._run_late(row)
+                continue
             new = self._run_row(row, mask)
             tokens[i, : len(new)], valid[i] = new, len(new)
-            ok[i] = not row.samples or row.request_id not in self.not_finite
+            status[i] = self._status(row, mask)
         logprobs = self._logprobs(tokens) if any(row.logprobs is not None for row in rows) else ()
         step.sampled = SampledTokens(
             tokens,
             valid,
-            ok,
+            status,
             *logprobs,
             prompt_logprobs=self._prompt_logprobs(rows),
             embeddings={
                 i: embedding_of(self._context(self.slots[row.slot])) for i, row in enumerate(rows) if row.embed
             },
         )
+
+    def _status(self, row: ScheduledRow, mask: np.ndarray | None) -> RowStatus:
+        if row.request_id in self.not_finite and self.slots[row.slot].position > self.nan_from:
+            return RowStatus.NOT_FINITE
+        nothing = mask is not None and not np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].any()
+        return RowStatus.NOTHING_ALLOWED if nothing else RowStatus.FINE
 
     def _run_row(self, row: ScheduledRow, mask: np.ndarray | None) -> list[int]:
         slot = self.slots[row.slot]
@@ -271,25 +321,38 @@ class FakeRunner:
             slot.position = row.start
         per_step = 1 if row.token_ids or row.masked else self._count(self.config.tokens_per_step)
         assert slot.position <= row.start and (slot.position == row.start or self.config.tokens_per_step > 1)
-        self._write(slot, row.token_ids or [slot.last_token])
+        nan_from = self.nan_from if row.request_id in self.not_finite else None
+        self._write(slot, row.token_ids or [slot.last_token], nan_from)
+        self.num_read_nan += nan_from is None and NAN in self._context(slot)
         if not row.samples:
             return []
-        if row.token_ids:
+        if row.token_ids and nan_from is None:
             assert self._context(slot).tolist() == slot.init.token_ids
         new = [self._sample(slot, mask)]
         while len(new) < per_step and slot.position < len(slot.page_table) * self.config.page_size:
-            self._write(slot, new[-1:])
+            self._write(slot, new[-1:], nan_from)
             new.append(self._sample(slot, mask))
         slot.last_token = new[-1]
         return new
 
-    def _write(self, slot: FakeSlot, tokens: Iterable[int]) -> None:
+    def _run_late(self, row: ScheduledRow) -> RowStatus:
+        """Pages are written, and the slot stays before its last token. Only of a prompt's chunk is the status known."""
+        slot = self.slots[row.slot]
+        position = row.start + row.num_tokens - 1 if row.token_ids else slot.position
+        before = row.token_ids[-1] if row.token_ids else slot.last_token
+        self._run_row(msgspec.structs.replace(row, samples=False), None)
+        status = self._status(row, None) if row.token_ids else RowStatus.FINE
+        slot.position, slot.last_token = position, before
+        return status
+
+    def _write(self, slot: FakeSlot, tokens: Iterable[int], nan_from: int | None) -> None:
         first = slot.position
         for token in tokens:
             page, offset = divmod(slot.position, self.config.page_size)
-            self.pages[slot.page_table[page], offset] = token
+            content = token if nan_from is None or slot.position < nan_from else NAN
+            self.pages[slot.page_table[page], offset] = content
             if self.config.window is not None:
-                self.window_pages[slot.window_table[page], offset] = token
+                self.window_pages[slot.window_table[page], offset] = content
             slot.position += 1
         if self.config.window is not None:
             self._check_window(slot, first)
@@ -342,7 +405,9 @@ def small_config(**changes: object) -> SchedulerConfig:
 
 def make_core(config: SchedulerConfig, **options: object) -> EngineCore:
     core_options = {
-        key: options.pop(key) for key in ("eos_token_ids", "make_matcher", "clock", "generates") if key in options
+        key: options.pop(key)
+        for key in ("eos_token_ids", "make_matcher", "mask_threads", "clock", "generates")
+        if key in options
     }
     return EngineCore(FakeRunner(config, **options), config, vocab_size=VOCAB, **core_options)  # type: ignore[arg-type]
 

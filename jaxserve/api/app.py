@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -30,6 +31,8 @@ from jaxserve.api.routes import (
     sessions,
     tokens,
 )
+from jaxserve.api.routes.no_store import no_store_router
+from jaxserve.api.start_checks import check_template, check_vocabulary
 from jaxserve.api.state import ServerState
 from jaxserve.config import Config
 from jaxserve.engine.messages import EngineStats
@@ -45,14 +48,19 @@ ROUTERS = (health, models, completions, chat, embeddings, native, sessions, toke
 
 
 def create_app(
-    engine: EngineProtocol, config: Config, metrics: Metrics | None = None, store: Store | None = None
+    engine: EngineProtocol,
+    config: Config,
+    metrics: Metrics | None = None,
+    store: Store | None = None,
+    no_store: str = "This server was started without a store.",
 ) -> FastAPI:
     """The application. The engine may still be loading; it and the store are started and stopped by the caller.
 
-    Without a store there are no files and no batches. Raises ConfigError for an unknown parser's name.
+    Without a store the routes of files and batches answer 503 with the sentence `no_store`.
+    Raises ConfigError for an unknown parser's name.
     """
     choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
-    state = ServerState(engine, config, metrics or Metrics(), make_tracing(config.logging))
+    state = ServerState(engine, config, metrics or Metrics(), make_tracing(config.logging), store)
     state.metrics.watch_engine(lambda: _read_engine(engine))
     app = FastAPI(
         title="jaxserve",
@@ -69,14 +77,28 @@ def create_app(
     install_docs(app)
     for module in ROUTERS if store is None else ROUTERS + STORE_ROUTERS:
         app.include_router(module.router)
-    if store is not None:
+    if store is None:
+        app.include_router(no_store_router(no_store))
+    else:
         install_batches(app, state, store)
     return app
 
 
-async def warm_up(app: FastAPI) -> None:
-    """Start what the first requests would wait for. Call it once the engine is ready."""
+def check_files(app: FastAPI) -> bool:
+    """Try the chat template; whether the tokenizer, which it needs, was loaded yet. Blocks. Raises ConfigError."""
     state: ServerState = app.state.server
+    try:
+        check_template(state)
+    except NotReadyError:
+        return False
+    return True
+
+
+async def warm_up(app: FastAPI) -> None:
+    """Start what the first requests would wait for. Call it once the engine is ready. Raises ConfigError for a
+    tokenizer that is not the model's."""
+    state: ServerState = app.state.server
+    await asyncio.to_thread(check_vocabulary, state)  # renders the chat template
     await state.grammars.start(state.engine)
 
 
@@ -85,8 +107,15 @@ def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(state.grammars.stop)
+            stack.callback(state.text_work.stop)
+            stack.callback(state.body_work.stop)
+            stack.callback(state.stop_rendering)
             if store is not None:
-                await stack.enter_async_context(batches_running(app))
+                try:
+                    await stack.enter_async_context(batches_running(app))
+                except Exception as error:
+                    state.startup_error = error
+                    raise
             yield
 
     return lifespan
@@ -104,7 +133,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
         *chain,
         Middleware(Authentication, config=section),
         Middleware(ReadinessGate, engine=state.engine, metrics=state.metrics),
-        Middleware(BodyLimit, max_bytes=section.max_body_bytes, timeout=section.body_timeout),
+        Middleware(BodyLimit, limits=state.body_limits, held=state.bodies, timeout=section.body_timeout),
     ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -46,7 +46,7 @@ async def beam_search(
     width: int,
     length_penalty: float,
 ) -> list[Beam]:
-    """The `width` best outputs, best first. Ends when so many are complete, or at max_tokens.
+    """The `width` best outputs, best first. Ends when so many are complete, at max_tokens, or by an abort.
 
     score: sum of log-probabilities / length ** length_penalty, over output tokens
     """
@@ -63,16 +63,19 @@ async def beam_search(
     )
     live, complete = [Beam()], list[Beam]()
     for _ in range(params.max_tokens or 1):
-        entries = await asyncio.gather(
-            *(_next(generate, [*prompt_token_ids, *beam.token_ids], step, f"b{i}") for i, beam in enumerate(live))
-        )
+        entries = await asyncio.gather(*(_next(generate, [*prompt_token_ids, *beam.token_ids], step) for beam in live))
+        if None in entries:  # aborted: what there is, and as many as were asked for
+            live = [replace(beam, finish_reason=FinishReason.ABORT) for beam in live] * width
+            break
         candidates = [
-            beam.extended(entry, token_id, logprob, token_id in ends)
+            (beam, entry, token_id, logprob)
             for beam, entry in zip(live, entries, strict=True)
+            if entry is not None
             for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
-        candidates.sort(key=lambda beam: -beam.total)
-        best = candidates[: 2 * width]
+        candidates.sort(key=lambda each: -(each[0].total + each[3]))
+        # Only those that are kept are made: a beam is a copy of all its tokens.
+        best = [beam.extended(entry, i, value, i in ends) for beam, entry, i, value in candidates[: 2 * width]]
         complete += [beam for beam in best if beam.finish_reason is not None]
         live = [beam for beam in best if beam.finish_reason is None][:width]
         if len(complete) >= width or not live:
@@ -81,11 +84,13 @@ async def beam_search(
     return found[:width]
 
 
-async def _next(generate: Generate, token_ids: list[int], params: SamplingParams, name: str) -> TokenLogprobs:
-    """What the model predicts after `token_ids`."""
-    stream = generate(token_ids, params, name)
+async def _next(generate: Generate, token_ids: list[int], params: SamplingParams) -> TokenLogprobs | None:
+    """What the model predicts after `token_ids`; None if the request is aborted."""
+    stream = generate(token_ids, params)
     async with aclosing(stream):
         async for output in stream:
             if output.logprobs:
                 return output.logprobs[0]
+            if output.finish_reason is FinishReason.ABORT:
+                return None
     raise RuntimeError("a step of the beam search made no token")

@@ -55,6 +55,7 @@ class ChatOptions:
     legacy: bool = False  # function_call instead of tool_calls
     echo: str = ""  # text of the last message, given again before the output
     prompt_text: str = ""
+    reasoning_fields: tuple[str, ...] = ("reasoning_content",)  # in every message and delta
 
 
 class ChatChoices:
@@ -83,6 +84,7 @@ class ChatChoices:
         self._running = job.params.n
         self._extras = extras
         self._plain = not (body.logprobs or body.return_token_ids or body.return_hidden_states or extras.wanted)
+        self._no_reasoning = dict.fromkeys(options.reasoning_fields)
         self.about_prompt: dict[str, Any] = {}
 
     @property
@@ -109,7 +111,8 @@ class ChatChoices:
         events = choice.parser.feed(output.text) if output.text else []
         if len(events) == 1 and type(events[0]) is ContentDelta and not (choice.thinking or choice.held_reasoning):
             choice.unsure_tokens = 0
-            delta = {"content": events[0].text}  # nearly every token of nearly every answer ends here
+            # nearly every token of nearly every answer ends here
+            delta = {"content": events[0].text, **self._no_reasoning}
             return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
         self._count_reasoning(choice, events, len(output.token_ids))
         return self._ended(choice, output, self._deltas(choice, events))
@@ -176,7 +179,7 @@ class ChatChoices:
         if self._body.stream_reasoning is False:
             choice.held_reasoning += text
             return None
-        return {"reasoning_content": text, "reasoning": text}
+        return dict.fromkeys(self._options.reasoning_fields, text)
 
     def _start_call(self, choice: _Choice, event: ToolCallStart) -> dict[str, Any]:
         choice.num_calls += 1
@@ -201,7 +204,7 @@ class ChatChoices:
         text = self._options.echo or ("" if content else None)
         chunk: Chunk = {
             "index": choice.index,
-            "delta": {"role": "assistant", "content": text, "refusal": None},
+            "delta": {"role": "assistant", "content": text, "refusal": None, **self._no_reasoning},
             "logprobs": None,
             "finish_reason": None,
         }
@@ -211,10 +214,11 @@ class ChatChoices:
 
     def _chunk(self, choice: _Choice, delta: dict[str, Any]) -> Chunk:
         """A delta, with the log-probabilities and ids of all tokens since the last one."""
-        chunk: Chunk = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        reasoning: dict[str, Any] = self._no_reasoning
         if choice.held_reasoning:
-            held, choice.held_reasoning = choice.held_reasoning, ""
-            chunk["delta"] = {"reasoning_content": held, "reasoning": held} | delta
+            reasoning = dict.fromkeys(self._options.reasoning_fields, choice.held_reasoning)
+            choice.held_reasoning = ""
+        chunk: Chunk = {"index": choice.index, "delta": reasoning | delta, "logprobs": None, "finish_reason": None}
         if choice.logprobs:
             as_ids = bool(self._body.return_tokens_as_token_ids)
             watched, top = self._job.params.watched_token_ids, self._body.top_logprobs or 0
@@ -253,45 +257,64 @@ class ChatChoices:
 
 
 class Joined:
-    """The chunks of one choice, joined to the form of an answer in one piece."""
+    """The chunks of one choice, joined to the form of an answer in one piece. Time is linear in the answer."""
 
     def __init__(self, index: int) -> None:
         self._message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
-        self._message |= {"reasoning_content": None, "reasoning": None}
-        self._choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+        self._choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None, "token_ids": None}
+        self._texts: dict[str, list[str]] = {}  # of the message, by key
+        self._function_call: dict[str, list[str]] = {}
+        self._calls: list[tuple[dict[str, Any], dict[str, dict[str, list[str]]]]] = []  # what is known at once, texts
+        self._logprobs: list[Any] = []
+        self._token_ids: list[int] = []
 
     def add(self, chunk: Chunk) -> None:
         for key, value in chunk["delta"].items():
             if key == "tool_calls":
                 self._add_call(value[0])
+            elif key == "function_call":
+                _extend(self._function_call, value)
             elif key == "hidden_states":
                 self._choice[key] = value
-            elif key == "function_call":
-                self._message[key] = _joined_text(self._message.get(key, {}), value)
-            elif value is not None:
-                self._message[key] = value if key == "role" else (self._message.get(key) or "") + value
+            elif key == "role":
+                self._message[key] = value
+            else:
+                self._message.setdefault(key)
+                if value is not None:
+                    self._texts.setdefault(key, []).append(value)
         if chunk["logprobs"] is not None:
-            known = self._choice["logprobs"]
-            content = [*known["content"], *chunk["logprobs"]["content"]] if known else chunk["logprobs"]["content"]
-            self._choice["logprobs"] = chunk["logprobs"] | {"content": content}
+            self._logprobs += chunk["logprobs"]["content"]
+            self._choice["logprobs"] = chunk["logprobs"] | {"content": self._logprobs}
         if "token_ids" in chunk:
-            self._choice["token_ids"] = [*self._choice.get("token_ids", ()), *chunk["token_ids"]]
+            self._token_ids += chunk["token_ids"]
+            self._choice["token_ids"] = self._token_ids
         apart = ("index", "delta", "logprobs", "token_ids")
         self._choice |= {key: value for key, value in chunk.items() if key not in apart}
 
     def _add_call(self, delta: dict[str, Any]) -> None:
-        calls: list[dict[str, Any]] = self._message.setdefault("tool_calls", [])
-        part = {key: value for key, value in delta.items() if key != "index"}
-        if "id" in part:
-            calls.append(part)
-            return
-        for key, value in part.items():
-            calls[-1][key] = _joined_text(calls[-1][key], value)
+        if "id" in delta:
+            known = {key: value for key, value in delta.items() if key != "index" and not isinstance(value, dict)}
+            self._calls.append((known, {}))
+        for key, value in delta.items():
+            if isinstance(value, dict):
+                _extend(self._calls[-1][1].setdefault(key, {}), value)
 
     def result(self) -> dict[str, Any]:
+        message = self._message | _whole(self._texts)
+        if self._function_call:
+            message["function_call"] = _whole(self._function_call)
+        if self._calls:
+            message["tool_calls"] = [
+                known | {key: _whole(pieces) for key, pieces in texts.items()} for known, texts in self._calls
+            ]
         index = self._choice.pop("index")
-        return {"index": index, "message": self._message} | self._choice
+        return {"index": index, "message": message} | self._choice
 
 
-def _joined_text(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
-    return first | {key: first.get(key, "") + value for key, value in second.items()}
+def _extend(texts: dict[str, list[str]], part: dict[str, str]) -> None:
+    for key, value in part.items():
+        texts.setdefault(key, []).append(value)
+
+
+def _whole(texts: dict[str, list[str]]) -> dict[str, str]:
+    return {key: "".join(pieces) for key, pieces in texts.items()}

@@ -106,14 +106,27 @@ def _without_watched(entry: TokenLogprobs | None) -> TokenLogprobs | None:
     return msgspec.structs.replace(entry, watched=[]) if entry is not None and entry.watched else entry
 
 
-def join(choice: dict[str, Any] | None, delta: dict[str, Any]) -> dict[str, Any]:
-    """A choice and its next delta, as one."""
-    if choice is None:
-        return delta
-    joined = choice | {key: value for key, value in delta.items() if key not in ("text", "logprobs", "token_ids")}
-    joined["text"] = choice["text"] + delta["text"]
-    if choice["logprobs"] is not None:
-        joined["logprobs"] = {name: choice["logprobs"][name] + delta["logprobs"][name] for name in _ARRAYS}
-    if "token_ids" in choice:
-        joined["token_ids"] = choice["token_ids"] + delta["token_ids"]
-    return joined
+class Joined:
+    """The deltas of one choice, joined. Time is linear in the answer."""
+
+    def __init__(self) -> None:
+        self._choice: dict[str, Any] = {}
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: dict[str, list[Any]] = {name: [] for name in _ARRAYS}
+
+    def add(self, delta: dict[str, Any]) -> None:
+        self._choice |= delta
+        self._texts.append(delta["text"])
+        self._token_ids += delta.get("token_ids", ())
+        if delta["logprobs"] is not None:
+            for name, entries in self._logprobs.items():
+                entries += delta["logprobs"][name]
+
+    def result(self) -> dict[str, Any]:
+        joined = self._choice | {"text": "".join(self._texts)}
+        if self._choice["logprobs"] is not None:
+            joined["logprobs"] = self._logprobs
+        if "token_ids" in self._choice:
+            joined["token_ids"] = self._token_ids
+        return joined

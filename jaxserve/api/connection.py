@@ -12,6 +12,8 @@ import orjson
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from jaxserve.api.request_parser import RequestParser
+from jaxserve.api.unread import ClientPace
 from jaxserve.config import ServerSection
 
 MAX_HEADER_BYTES = 64 * 1024  # request line and headers together
@@ -35,10 +37,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **keys: Any) -> None:
         super().__init__(*args, **keys)
+        self.parser = RequestParser(self)
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
+        self._pace = ClientPace()
         self._in_headers = True
         self._header_bytes = 0
         self._too_large = False
@@ -90,6 +94,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(self.header_timeout, self._headers_are_late)
 
     def on_headers_complete(self) -> None:
+        if self.parser.upgrades:
+            return
         self._in_headers = False
         if self._header_timer is not None:
             self._header_timer.cancel()
@@ -98,6 +104,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
             self._too_large = True
             raise ValueError("headers too large")  # ends the parser, which then calls send_400_response
+        self.scope.setdefault("state", {})["pace"] = self._pace
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -143,6 +150,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._linger_timer = self.loop.call_later(LINGER, self.transport.close)
 
     def on_message_complete(self) -> None:
+        if self.parser.upgrades:
+            return
         super().on_message_complete()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
@@ -153,11 +162,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._pace.paused = True
         if self._send_timer is None:
             self._send_timer = self.loop.call_later(self.send_timeout, self._cut)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._pace.paused = False
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None

@@ -20,7 +20,7 @@ from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError, InvalidValueError
 from jaxserve.grammar.compile import GrammarCompiler
 from jaxserve.grammar.structural import structural_tag_spec
-from jaxserve.grammar.translate import choice_spec, grammar_spec, schema_spec
+from jaxserve.grammar.translate import MAX_SOURCE_BYTES, choice_spec, grammar_spec, schema_spec
 from jaxserve.text.output_parser import ParserChoice
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -40,9 +40,9 @@ class GrammarChecks:
         """Start the compiler's process, so that no request waits for it. The engine must be ready."""
         await (await self._made(engine)).start()
 
-    async def check(self, spec: GrammarSpec, param: str, engine: EngineProtocol) -> None:
-        """Raises InvalidSchemaError naming `param` for what cannot be enforced."""
-        await (await self._made(engine)).check(spec, param=param)
+    async def check(self, spec: GrammarSpec, param: str, engine: EngineProtocol) -> GrammarSpec:
+        """The spec as the engine gets it. Raises InvalidSchemaError naming `param` for what cannot be enforced."""
+        return await (await self._made(engine)).check(spec, param=param)
 
     async def _made(self, engine: EngineProtocol) -> GrammarCompiler:
         async with self._making:
@@ -86,10 +86,7 @@ async def checked_grammar(
 ) -> GrammarSpec | None:
     """The constraint of a body, known to be enforceable."""
     found = constraint(body, engine.tokenizer)
-    if found is None:
-        return None
-    await checks.check(*found, engine)
-    return found[0]
+    return None if found is None else await checks.check(*found, engine)
 
 
 def after_reasoning(
@@ -141,18 +138,37 @@ def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
 
 def _response_format(wanted: ResponseFormat | None, tokenizer: Tokenizer) -> list[Constraint]:
     param = "response_format"
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
         return []
-    if wanted.type == "json_object":
-        return [(GrammarSpec(kind="json_object", source=""), param)]
     if wanted.type == "structural_tag":
         tag = wanted.model_extra or {}
         return [(structural_tag_spec(tag, special_tokens(tokenizer)), param)]
+    schemas = _schemas_of(wanted)
+    if wanted.type == "text":
+        if schemas:
+            raise InvalidValueError(f"{next(iter(schemas))} needs type json_schema.", param=f"{param}.type")
+        return []
+    if len(schemas) > 1:
+        raise InvalidValueError(f"{' and '.join(schemas)} exclude each other.", param=list(schemas)[1])
+    if schemas:
+        strict = wanted.strict or (wanted.json_schema is not None and wanted.json_schema.strict)
+        return [(schema_spec(*schemas.values(), strict=bool(strict)), param)]
+    if wanted.type == "json_object":
+        return [(GrammarSpec(kind="json_object", source=""), param)]
+    where = f"{param}.json_schema" + ("" if wanted.json_schema is None else ".schema")
+    raise InvalidValueError(f"{where} is missing.", param=where, code="missing_required_parameter")
+
+
+def _schemas_of(wanted: ResponseFormat) -> dict[str, dict[str, Any] | bool]:
+    """Name of the field to the schema in it. An empty object beside json_object says no more than the type."""
     named = wanted.json_schema
-    if named is None or named.schema_ is None:
-        where = f"{param}.json_schema" + ("" if named is None else ".schema")
-        raise InvalidValueError(f"{where} is missing.", param=where, code="missing_required_parameter")
-    return [(schema_spec(named.schema_, strict=bool(named.strict)), param)]
+    places = {"json_schema.schema": named and named.schema_, "schema": wanted.schema_, "value": wanted.value}
+    empty = ({},) if wanted.type == "json_object" else ()
+    return {
+        f"response_format.{name}": schema
+        for name, schema in places.items()
+        if schema is not None and schema not in empty
+    }
 
 
 def _guided(body: SamplingFields) -> Iterator[Constraint]:
@@ -192,6 +208,8 @@ def _structured_outputs(wanted: StructuredOutputs | None, tokenizer: Tokenizer) 
 def _schema(value: str | dict[str, Any] | bool, param: str) -> dict[str, Any] | bool:
     if not isinstance(value, str):
         return value
+    if len(value) > MAX_SOURCE_BYTES:
+        raise InvalidSchemaError(f"{param} is larger than {MAX_SOURCE_BYTES} bytes.", param=param)
     try:
         schema = json.loads(value)
     except (ValueError, RecursionError) as error:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.prompts import INLINE_CHARS, check_ids, check_length, encode, truncate
+from jaxserve.api.encoding import INLINE_CHARS
+from jaxserve.api.prompts import check_ids, check_length, truncate
 from jaxserve.api.protocol.chat import ChatCompletionRequest, Message, Thinking
 from jaxserve.api.state import ServerState
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
-from jaxserve.text.tokenizer import SHIELD
+from jaxserve.text.shield import SHIELD
+from jaxserve.text.template_worker import Conversation
 
 _TAIL_TOKENS = 64  # enough to see whether a prompt ends inside the thinking
 _TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
@@ -46,20 +47,10 @@ def _check_parts(message: Message, param: str) -> None:
             raise InvalidValueError(f"{where}.text is missing.", param=f"{where}.text")
 
 
-def _shielded(value: Any, shield: Callable[[str], str]) -> Any:
-    """A JSON value from a client in which texts of special tokens will stay text."""
-    if isinstance(value, str):
-        return shield(value)
-    if isinstance(value, list):
-        return [_shielded(item, shield) for item in value]
-    if isinstance(value, dict):
-        return {key: item if key in ("role", "type") else _shielded(item, shield) for key, item in value.items()}
-    return value
-
-
 async def render_messages(
     messages: Sequence[Message],
     state: ServerState,
+    size: int,
     *,
     tools: list[dict[str, Any]] | None = None,
     documents: list[dict[str, Any]] | None = None,
@@ -67,32 +58,23 @@ async def render_messages(
     continue_final_message: bool = False,
     kwargs: dict[str, Any] | None = None,
 ) -> str:
-    """The prompt's text. Raises InvalidValueError for messages that the template refuses."""
+    """The prompt's text. Raises InvalidValueError for messages that the template refuses.
+
+    size: of the body that brings all this; a large one is rendered by the worker
+    """
     template = state.chat_template
     if template is None:
         message = "This model has no chat template; use /v1/completions, or set model.chat_template on the server."
         raise InvalidValueError(message, param="messages")
-    shield = state.engine.tokenizer.shield
-    plain = [_shielded(message.model_dump(exclude_unset=True), shield) for message in messages]
     generation = not continue_final_message if add_generation_prompt is None else add_generation_prompt
 
-    def work() -> str:
-        return template.render(
-            plain,
-            tools=_shielded(tools, shield),
-            documents=_shielded(documents, shield),
-            add_generation_prompt=generation,
-            continue_final_message=continue_final_message,
-            kwargs=kwargs,
-        )
+    def conversation() -> Conversation:
+        given = [message.model_dump(exclude_unset=True) for message in messages]
+        return Conversation(given, tools, documents, generation, continue_final_message, kwargs)
 
-    return work() if _is_small(messages, tools, documents) else await asyncio.to_thread(work)
-
-
-def _is_small(messages: Sequence[Message], *others: list[dict[str, Any]] | None) -> bool:
-    """Whether rendering takes too little time to be worth a thread."""
-    size = sum(len(str(other)) for other in others if other)
-    return size + sum(len(last_text([message])) for message in messages) <= INLINE_CHARS
+    if size <= INLINE_CHARS and (text := template.render_here(conversation())) is not None:
+        return text
+    return await state.template_work.run(lambda: template.render(conversation()), size)
 
 
 @dataclass(frozen=True)
@@ -118,7 +100,9 @@ async def chat_prompt(
         ids, text = body.input_ids, tokenizer.decode(body.input_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     else:
         shielded = await _render(body, state, tools, template_kwargs(body))
-        ids = await encode(tokenizer, shielded, add_special_tokens=bool(body.add_special_tokens))
+        limit = info.max_model_len if body.truncate_prompt_tokens is None else None
+        special = bool(body.add_special_tokens)
+        ids = await state.encoder.encode(shielded, add_special_tokens=special, limit=limit, param="messages")
         text = shielded.replace(SHIELD, "")
     asked, side = body.max_completion_tokens or body.max_tokens, body.truncation_side or "left"
     ids = truncate(ids, body.truncate_prompt_tokens, side, asked, info.max_model_len)
@@ -147,6 +131,7 @@ async def _render(
     return await render_messages(
         body.messages,
         state,
+        body.size,
         tools=tools,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
@@ -156,7 +141,9 @@ async def _render(
 
 
 def last_text(messages: Sequence[Message]) -> str:
-    """The text of the last message."""
+    """The text of the last message; empty without any."""
+    if not messages:
+        return ""
     content = messages[-1].content
     return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from jaxserve.api.growing_json import GrowingArray
 from jaxserve.api.logprobs import floor
 from jaxserve.engine.messages import EngineInfo
 from jaxserve.engine.output import RequestOutput
@@ -88,7 +89,7 @@ def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str
         raise InvalidValueError(f"{param}: the server has no watermark key (server.watermark_key).", param=param)
     if asked is False or key is None or params.temperature == 0:
         return params
-    return msgspec.structs.replace(params, watermark_key=key, logprobs=params.logprobs or 0)
+    return msgspec.structs.replace(params, watermark_key=key)
 
 
 def check_no_details(params: SamplingParams, shape: str) -> None:
@@ -121,22 +122,32 @@ def matrix(data: bytes | None, rows: int) -> np.ndarray:
 
 
 class Candidates:
-    """SGLang's sampling mask of one choice, token by token. A token that was not drawn has none."""
+    """SGLang's sampling mask of one choice, token by token. A token that was not drawn has none.
 
-    def __init__(self) -> None:
-        self._found: list[Support | None] = []
+    mode: "support" gives the log-probabilities of all candidates, else of the token among them
+    """
+
+    def __init__(self, mode: SamplingMode | None) -> None:
+        self._mode = mode
+        self._masks, self._logprobs = GrowingArray(), GrowingArray()
 
     def note(self, output: RequestOutput) -> None:
-        self._found += output.support or [None] * len(output.token_ids)
+        found = output.support or [None] * len(output.token_ids)
+        self._masks.extend([None if each is None else each.ids for each in found])
+        self._logprobs.extend([None if each is None else self._values(each) for each in found])
 
-    def as_dict(self, mode: SamplingMode | None) -> dict[str, Any]:
-        """mode: "support" gives the log-probabilities of all candidates, else of the token among them."""
+    def _values(self, support: Support) -> float | list[float]:
+        return _floored(support.logprobs) if self._mode == "support" else floor(support.logprob)
+
+    def clear(self) -> None:
+        self._masks.clear()
+        self._logprobs.clear()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As values that orjson encodes."""
         return {
-            "output_token_sampling_mask": [None if each is None else each.ids for each in self._found],
-            "output_token_sampling_logprobs": [
-                None if each is None else _floored(each.logprobs) if mode == "support" else floor(each.logprob)
-                for each in self._found
-            ],
+            "output_token_sampling_mask": self._masks.fragment,
+            "output_token_sampling_logprobs": self._logprobs.fragment,
         }
 
 
@@ -145,7 +156,7 @@ class RoutedExperts:
 
     def __init__(self) -> None:
         self._prompt = b""
-        self._output = b""  # of the token before each one of the output; the first of them is the prompt's last
+        self._output = bytearray()  # of the token before each one of the output; the first is the prompt's last
 
     def note(self, output: RequestOutput) -> None:
         self._prompt = output.prompt_experts or self._prompt

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from jaxserve.config import Config
+from jaxserve.engine.abort_signal import AbortSignal
 from jaxserve.engine.messages import EngineInfo, EngineStats
 from jaxserve.engine.output import RequestOutput
 from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.sequence_table import Outbox
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -66,12 +68,13 @@ class EngineProtocol(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         deadline: float | None = None,
+        signal: AbortSignal | None = None,
+        outbox: Outbox | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of all choices of one prompt. Closing the iterator aborts; errors are HTTPErrors."""
-        ...
+        """Outputs of all choices of one prompt. Closing the iterator aborts; errors are HTTPErrors.
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request with finish_reason abort; whether it ran."""
+        signal: ends them with finish_reason abort. outbox: where they wait for the reader.
+        """
         ...
 
     async def flush_cache(self) -> bool:

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import HTTPError, InvalidValueError, PayloadTooLargeError, RequestError, ServerError
@@ -134,13 +135,36 @@ def install_error_handlers(app: FastAPI) -> None:
 def _from_router(request: Request, error: HTTPException) -> HTTPError:
     where = f"{request.method} {request.url.path}"
     if error.status_code == 404:
-        result: HTTPError = _NotFoundRoute(f"There is no route {where}.")
+        nearest = _nearest_path(request)
+        if nearest is None:
+            result: HTTPError = _NotFoundRoute(f"There is no route {where}.")
+        else:
+            result = _NotFoundRoute(
+                f"There is no route {where}. Did you mean {nearest}? The base URL of an OpenAI client ends with /v1, "
+                "that of other clients has no path."
+            )
     elif error.status_code == 405:
         result = MethodNotAllowedError(f"{where}: the method is not allowed here.")
     else:
         kind = _ROUTER_ERRORS.get(error.status_code, RequestError if error.status_code < 500 else ServerError)
         result = kind(str(error.detail))
     return result
+
+
+MAX_SEGMENTS = 12  # of a path that is compared with the routes
+
+
+def _nearest_path(request: Request) -> str | None:
+    """The path that a client with the right base URL would have asked for: an end of this one, with or without /v1."""
+    segments = request.url.path.split("/")[1:]
+    if len(segments) > MAX_SEGMENTS:
+        return None
+    for start in range(len(segments)):
+        rest = "/" + "/".join(segments[start:])
+        for path in (f"/v1{rest}", rest):
+            if any(route.matches({**request.scope, "path": path})[0] is Match.FULL for route in request.app.routes):
+                return path
+    return None
 
 
 class _NotFoundRoute(RequestError):

@@ -42,9 +42,14 @@ class Extras:
         key = number, output.index
         self._output_ids.setdefault(key, []).extend(output.token_ids)
         if self._body.return_sampling_mask:
-            self._candidates.setdefault(key, Candidates()).note(output)
+            self._candidates_of(key).note(output)
         if self._body.return_routed_experts:
             self._experts.setdefault(key, RoutedExperts()).note(output)
+
+    def _candidates_of(self, key: tuple[int, int]) -> Candidates:
+        if key not in self._candidates:
+            self._candidates[key] = Candidates(self._body.sampling_logprobs_mode)
+        return self._candidates[key]
 
     def finish(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
         """The fields for the last chunk of a choice."""
@@ -65,7 +70,7 @@ class Extras:
             "weight_version": WEIGHT_VERSION,
         }
         candidates = self._candidates.get((number, output.index))
-        return meta if candidates is None else meta | candidates.as_dict(self._body.sampling_logprobs_mode)
+        return meta if candidates is None else meta | candidates.as_dict()
 
     def _sglext(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
         found: dict[str, Any] = {}

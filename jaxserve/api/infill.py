@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.api.encoding import TextEncoder
 from jaxserve.errors import UnsupportedParameterError
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -15,17 +16,23 @@ _FAMILIES = (
 )
 
 
-def infill_prompt(tokenizer: Tokenizer, prefix: str | list[int], suffix: str) -> list[int]:
-    """Token ids of prefix and suffix in the order prefix, suffix, middle. Raises UnsupportedParameterError."""
+async def infill_prompt(
+    encoder: TextEncoder, tokenizer: Tokenizer, prefix: str | list[int], suffix: str, limit: int | None
+) -> list[int]:
+    """Token ids of prefix and suffix in the order prefix, suffix, middle. Raises UnsupportedParameterError.
+
+    limit: the longest text that is of use. Raises ContextLengthError for one that is seen to be longer.
+    """
     for family in _FAMILIES:
         marks = [tokenizer.token_to_id(token) for token in family]
         if None not in marks:
             before, between, after = (mark for mark in marks if mark is not None)
-            head = prefix if isinstance(prefix, list) else _plain(tokenizer, prefix)
+            head = prefix if isinstance(prefix, list) else await _plain(encoder, prefix, limit, "prompt")
+            tail = await _plain(encoder, suffix, limit, "suffix")
             start = tokenizer.encode("", add_special_tokens=True)
-            return [*start, before, *head, between, *_plain(tokenizer, suffix), after]
+            return [*start, before, *head, between, *tail, after]
     raise UnsupportedParameterError("suffix: this model has no fill-in-the-middle tokens.", param="suffix")
 
 
-def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False, plain=True)
+async def _plain(encoder: TextEncoder, text: str, limit: int | None, param: str) -> list[int]:
+    return await encoder.encode(text, add_special_tokens=False, plain=True, limit=limit, param=param)

@@ -11,10 +11,14 @@ from typing import Annotated
 from pydantic import Field
 
 MAX_CHOICES = 128
+MAX_TOOLS = 1024  # OpenAI takes 128; agents with several MCP servers offer more, and vLLM has no limit
 MAX_LOGPROBS = 20
 MAX_STOPS = 32
+MAX_STOP_CHARS = 4096  # of all stop strings of a request; to prepare so many takes 4 ms
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096  # and parts of a message: with 20,000 their checks hold up everybody for 0.3 s
+MAX_DOCUMENTS = 1024
+MAX_GRAMMAR_CHOICES = 4096  # texts of guided_choice
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_LOGIT_BIAS = 4096
@@ -49,4 +53,4 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=128)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
-FunctionName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:/-]+$")]
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]

@@ -6,23 +6,23 @@ No BaseHTTPMiddleware: it triples the cost of every streamed chunk.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.api.body_cost import BodyLimits, BodySum
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.errors import ClientDisconnected, as_http_error, send_error
+from jaxserve.api.keys import DEFAULT_CALLER, Caller, KeyRing, set_caller
 from jaxserve.config import ServerSection
 from jaxserve.errors import (
     AuthenticationError,
     HTTPError,
-    PayloadTooLargeError,
     PermissionDeniedError,
     SlowRequestError,
 )
@@ -97,47 +97,39 @@ def _request_id(scope: Scope) -> str:
 
 
 class Authentication:
-    """Bearer keys. The admin key opens everything; without one the admin routes are off."""
+    """Bearer keys. The admin key opens everything; without one the admin routes are off.
+
+    With `server.keys` a key may also abort, by id, requests of its own.
+    """
 
     def __init__(self, app: ASGIApp, config: ServerSection) -> None:
         self.app = app
-        self._key = _digest(config.api_key)
-        self._admin_key = _digest(config.admin_api_key)
+        self._keys = KeyRing(config)
         self._open = OPEN_PATHS | {"/"} | (set() if config.metrics_auth else {"/metrics"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            error = self._refusal(scope)
-            if error is not None:
+            try:
+                set_caller(scope, self._caller(scope))
+            except HTTPError as error:
                 return await send_error(error, scope, receive, send)
         await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> HTTPError | None:
-        path = scope["path"]
-        if path in ADMIN_PATHS:
-            if self._admin_key is None:
-                return PermissionDeniedError("Admin routes are off: server.admin_api_key is not set.")
-            return None if _matches(scope, self._admin_key) else _wrong_key()
-        if self._key is None or path in self._open:
-            return None
-        known = _matches(scope, self._key) or (self._admin_key is not None and _matches(scope, self._admin_key))
-        return None if known else _wrong_key()
-
-
-def _digest(key: str | None) -> bytes | None:
-    return None if key is None else hashlib.sha256(key.encode()).digest()
-
-
-def _matches(scope: Scope, expected: bytes) -> bool:
-    """Constant in time: digests of equal length are compared."""
-    header = Headers(scope=scope).get("authorization", "")
-    scheme, _, key = header.partition(" ")
-    given = hashlib.sha256(key.strip().encode("latin-1")).digest()
-    return hmac.compare_digest(given, expected) and scheme.lower() == "bearer"
-
-
-def _wrong_key() -> HTTPError:
-    return AuthenticationError("Send the server's API key as `Authorization: Bearer KEY`.")
+    def _caller(self, scope: Scope) -> Caller:
+        """Raises HTTPError for a request whose key does not open its path."""
+        path, keys = scope["path"], self._keys
+        if path not in ADMIN_PATHS and (path in self._open or not keys.needed):
+            return DEFAULT_CALLER
+        caller = keys.find(scope)
+        if path not in ADMIN_PATHS or (path == "/abort_request" and keys.isolates):
+            allowed = caller is not None
+        elif keys.has_admin:
+            allowed = caller is not None and caller.admin
+        else:
+            raise PermissionDeniedError("Admin routes are off: server.admin_api_key is not set.")
+        if caller is None or not allowed:
+            raise AuthenticationError("Send the server's API key as `Authorization: Bearer KEY`.")
+        return caller
 
 
 class ReadinessGate:
@@ -166,37 +158,48 @@ class ReadinessGate:
         try:
             self.engine.check_queue()
         except HTTPError as error:
-            self.metrics.errors.labels(error.code or error.type).inc()
+            self.metrics.count_error(error)
             raise
 
 
 class BodyLimit:
     """413 for a body over the limit: at once if its length is announced, else while it streams in. 408 for a slow one.
+    429 where the bodies of all requests in hand are too much.
 
     timeout: seconds for a body, and one more for each SLOWEST_BYTES of it. Uploads have their own limit of bytes.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
+    def __init__(self, app: ASGIApp, limits: Callable[[], BodyLimits], held: BodySum, timeout: float) -> None:
         self.app = app
-        self.max_bytes = max_bytes
+        self.limits = limits
         self.timeout = timeout
+        self.sum = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        max_bytes = None if scope["path"].startswith(UPLOAD_PATHS) else self.max_bytes
+        limits = None if scope["path"].startswith(UPLOAD_PATHS) else self.limits()
         announced = Headers(scope=scope).get("content-length", "")
-        if max_bytes is not None and announced.isdigit() and int(announced) > max_bytes:
-            return await send_error(_too_large(max_bytes), scope, receive, send)
-        await self.app(scope, _LimitedBody(receive, max_bytes, self.timeout), send)
+        if limits is not None and announced.isdigit() and int(announced):
+            try:
+                limits.check_size(int(announced))
+                self.sum.check(int(announced), limits.max_sum)
+            except HTTPError as error:
+                return await send_error(error, scope, receive, send)
+        body = _LimitedBody(receive, limits, self.sum, self.timeout)
+        try:
+            await self.app(scope, body, send)
+        finally:
+            body.forget()
 
 
 class _LimitedBody:
     """A `receive` with limits. Only the time spent in waiting for the client counts."""
 
-    def __init__(self, receive: Receive, max_bytes: int | None, timeout: float) -> None:
+    def __init__(self, receive: Receive, limits: BodyLimits | None, held: BodySum, timeout: float) -> None:
         self._receive = receive
-        self._max_bytes = max_bytes
+        self._limits = limits
+        self._sum = held
         self._timeout = timeout
         self._waited = 0.0
         self._received = 0
@@ -206,11 +209,19 @@ class _LimitedBody:
         if self._complete:  # what comes now is the client's leaving
             return await self._receive()
         message = await self._next_part()
-        self._received += len(message.get("body", b""))
+        size = len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
-        if self._max_bytes is not None and self._received > self._max_bytes:
-            raise _too_large(self._max_bytes)
+        self._received += size
+        if self._limits is not None:
+            self._sum.held += size
+            self._limits.check_size(self._received)
+            self._sum.check(0, self._limits.max_sum)
         return message
+
+    def forget(self) -> None:
+        """The request has ended, and its body with it."""
+        if self._limits is not None:
+            self._sum.held -= self._received
 
     async def _next_part(self) -> Message:
         began = time.monotonic()
@@ -221,7 +232,3 @@ class _LimitedBody:
             raise SlowRequestError("The body did not arrive in time.") from None
         finally:
             self._waited += time.monotonic() - began
-
-
-def _too_large(max_bytes: int) -> HTTPError:
-    return PayloadTooLargeError(f"The body is larger than the limit of {max_bytes} bytes.")

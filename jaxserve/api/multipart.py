@@ -30,8 +30,14 @@ class UploadForm:
         self._name: str | None = None  # of the part that is passing
         self._value: bytearray | None = None  # of the field that is passing; None: the file passes
         self._file_data: list[bytes] = []
-        self._parser = MultipartParser(
-            options[b"boundary"],
+        try:
+            self._parser = self._make_parser(options[b"boundary"])
+        except FormParserError as error:  # a boundary of more than 256 bytes
+            raise InvalidValueError(f"The multipart body is malformed: {error}") from error
+
+    def _make_parser(self, boundary: bytes) -> MultipartParser:
+        return MultipartParser(
+            boundary,
             {
                 "on_part_begin": self._on_part_begin,
                 "on_header_field": lambda data, start, end: self._on_header(0, data[start:end]),

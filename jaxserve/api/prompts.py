@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
+from jaxserve.api.keys import Caller
 from jaxserve.api.protocol.common import SamplingFields
 from jaxserve.api.protocol.generate import GenerateRequest
 from jaxserve.api.state import ServerState
 from jaxserve.engine.messages import EngineInfo
 from jaxserve.errors import ContextLengthError, InvalidValueError
-from jaxserve.text.tokenizer import Tokenizer
-
-# Encoding takes about 1 us a character; longer texts leave the event loop (the library releases the GIL)
-INLINE_CHARS = 4096
 
 Side = Literal["left", "right"]
-
-
-async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The token ids of a text. Others have a turn before it: a request may bring two thousand."""
-    if len(text) <= INLINE_CHARS:
-        await asyncio.sleep(0)
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
 
 def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str) -> list[str | list[int]]:
@@ -57,13 +45,15 @@ def truncate(token_ids: list[int], keep: int | None, side: Side, max_tokens: int
     return token_ids[:count] if side == "right" else token_ids[len(token_ids) - count :]
 
 
-def session_context(body: SamplingFields | GenerateRequest, state: ServerState, token_ids: list[int]) -> list[int]:
+def session_context(
+    body: SamplingFields | GenerateRequest, state: ServerState, token_ids: list[int], caller: Caller
+) -> list[int]:
     """The whole prompt of a request, which goes on in a session or not. Raises a RequestError."""
     if body.session_params is None:
         return token_ids
     if body.session_id is not None:
         raise InvalidValueError("Give session_params or session_id, not both.", param="session_id")
-    context = state.sessions.context(body.session_params, token_ids, state.engine.tokenizer)
+    context = state.sessions.context(body.session_params, token_ids, state.engine.tokenizer, caller.owner)
     check_length(context, state.engine.info, "session_params")
     return context
 
@@ -73,8 +63,4 @@ def check_length(token_ids: list[int], info: EngineInfo, param: str) -> None:
     if not token_ids:
         raise InvalidValueError(f"{param} has no tokens.", param=param)
     if len(token_ids) >= info.max_model_len:
-        raise ContextLengthError(
-            f"This model's context is {info.max_model_len} tokens; {param} has {len(token_ids)}, "
-            "which leaves no room for output.",
-            param=param,
-        )
+        raise ContextLengthError.too_long(len(token_ids), info.max_model_len, param=param)

@@ -65,7 +65,8 @@ Made by `python -m jaxserve.api.reference`; a test holds it to the code.
 | `POST /open_session`, `POST /close_session` | SGLang's sessions: `session_params` goes on in one |
 | `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | the tokenizer; also under `/v1` (the first two) |
 | `GET /model_info`, `GET /server_info`, `GET /version` | what runs here; also `/get_model_info`, `/get_server_info` |
-| `GET /health` | 200 while requests are taken and the engine's loop ticks; else 503 with phase and progress |
+| `GET /health` | 200 while requests are taken and the engine ticks; else 503, phase, progress and `store` |
+| `GET /health_generate` | 200 once the engine has made a token for the probe or others; 503 if not within 20 s |
 | `GET /live` | 200 while the process answers |
 | `GET /metrics` | Prometheus |
 | `GET /docs`, `GET /openapi.json` | this, with the shapes of the answers; needs nothing from elsewhere |

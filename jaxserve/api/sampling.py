@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.api.details import route, show_hidden, tell_candidates, watch
-from jaxserve.api.limits import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS
+from jaxserve.api.limits import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS, MAX_STOP_CHARS
 from jaxserve.api.protocol.common import SamplingFields
 from jaxserve.api.protocol.generate import NativeSampling
 from jaxserve.engine.messages import EngineInfo
 from jaxserve.engine.request import GrammarSpec, SamplingParams
 from jaxserve.errors import InvalidValueError
-from jaxserve.text.patterns import compile_patterns
+from jaxserve.text.patterns import StopPatterns
 from jaxserve.text.tokenizer import Tokenizer
 
 _HARD_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -45,8 +45,8 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
-        stop=_texts(body.stop),
-        stop_regex=_patterns(body.stop_regex, "stop_regex"),
+        stop=_stops(body.stop),
+        stop_regex=_patterns(body.stop_regex, body.n or 1),
         include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False,
         spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
@@ -70,8 +70,8 @@ def native_params(body: NativeSampling, info: EngineInfo, num_prompt_tokens: int
         min_tokens=_min_tokens(body.min_new_tokens, asked, limit, "min_new_tokens"),
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=_vocabulary(body.stop_token_ids, info, "stop_token_ids"),
-        stop=_texts(body.stop),
-        stop_regex=_patterns(body.stop_regex, "stop_regex"),
+        stop=_stops(body.stop),
+        stop_regex=_patterns(body.stop_regex, body.n or 1),
         include_stop_str_in_output=bool(body.no_stop_trim),
         skip_special_tokens=body.skip_special_tokens is not False,
         spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
@@ -147,7 +147,14 @@ def _texts(value: str | list[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-def _patterns(value: str | list[str] | None, param: str) -> tuple[str, ...]:
+def _stops(value: str | list[str] | None) -> tuple[str, ...]:
+    stops = _texts(value)
+    if sum(map(len, stops)) > MAX_STOP_CHARS:
+        raise InvalidValueError(f"stop has more than {MAX_STOP_CHARS} characters in all", param="stop")
+    return stops
+
+
+def _patterns(value: str | list[str] | None, num_choices: int) -> tuple[str, ...]:
     patterns = _texts(value)
-    compile_patterns(patterns, param=param)  # refuses what cannot be searched
+    StopPatterns(patterns, num_choices=num_choices)  # raises for what cannot be searched
     return patterns

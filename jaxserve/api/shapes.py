@@ -1,5 +1,5 @@
-"""Which ways of generating other than one plain engine request a body asks for: beams, a thinking budget, a stop at
-repetitions, a session. A Shape stands in for the engine's stream of one prompt.
+"""Which ways of generating other than one plain engine request a body asks for: beams, a stop at repetitions, a
+session; and a thinking budget, which is the engine's own. A Shape stands in for the engine's stream of one prompt.
 """
 
 from __future__ import annotations
@@ -11,37 +11,42 @@ import msgspec
 
 from jaxserve.api.beam_search import MAX_WIDTH, Beam, beam_search
 from jaxserve.api.details import check_no_details, mark
-from jaxserve.api.generation import Generate, Job, Stream, merge
+from jaxserve.api.generation import Generate, Job, Stream
+from jaxserve.api.keys import Caller
 from jaxserve.api.protocol.common import SamplingFields, SessionParams
 from jaxserve.api.state import ServerState
-from jaxserve.api.stream_rules import RepetitionRule, ThinkingBudget, end_repetitions, think_at_most
+from jaxserve.api.stream_rules import RepetitionRule, end_repetitions
+from jaxserve.config_types import reveal
 from jaxserve.engine.output import RequestOutput
-from jaxserve.engine.request import FinishReason, SamplingParams
+from jaxserve.engine.request import FinishReason, ThinkingBudget
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.tokenizer import Tokenizer
 
 
-def shaped(
-    job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: list[int], budget: ThinkingBudget | None = None
-) -> Job:
+def shaped(job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: list[int]) -> Job:
     """`job` as the body wants it generated. Raises InvalidValueError for what does not go together."""
     if body.use_beam_search:
         return _beams(job, body, tokenizer, frozenset(eos_token_ids))
     if body.length_penalty is not None:
         raise InvalidValueError("length_penalty needs use_beam_search.", param="length_penalty")
-    if budget is not None and job.params.experts:
+    return _without_repetitions(job, body)
+
+
+def budgeted(job: Job, budget: ThinkingBudget | None) -> Job:
+    """`job` with a limit to its thinking. Raises InvalidValueError for what does not go with one."""
+    if budget is None:
+        return job
+    if job.params.experts:
         message = "thinking_token_budget does not go with return_routed_experts."
         raise InvalidValueError(message, param="return_routed_experts")
-    if budget is not None:
-        job = replace(job, shape=lambda generate: _budgeted(generate, job, budget))
-    return _without_repetitions(job, body)
+    return replace(job, params=msgspec.structs.replace(job.params, thinking=budget))
 
 
 def marked(job: Job, body: SamplingFields, state: ServerState) -> Job:
     """`job` with the server's watermark in what it draws. Raises InvalidValueError."""
     param = "watermarking" if body.watermark is None else "watermark"
     asked = body.watermarking if body.watermark is None else body.watermark
-    return replace(job, params=mark(job.params, asked, state.config.server.watermark_key, param))
+    return replace(job, params=mark(job.params, asked, reveal(state.config.server.watermark_key), param))
 
 
 def _beams(job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Job:
@@ -50,8 +55,15 @@ def _beams(job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: 
         raise InvalidValueError("A beam search cannot be streamed.", param="use_beam_search")
     if params.n > MAX_WIDTH:
         raise InvalidValueError(f"n is the width of the beam search, at most {MAX_WIDTH}.", param="n")
-    for name, set_ in (("stop", params.stop), ("stop_regex", params.stop_regex), ("grammar", params.grammar)):
-        if set_:
+    others = {
+        "stop": params.stop,
+        "stop_regex": params.stop_regex,
+        "grammar": params.grammar,
+        "thinking_token_budget": params.thinking,
+        "repetition_detection": body.repetition_detection,
+    }
+    for name, value in others.items():
+        if value:
             raise InvalidValueError(f"use_beam_search does not go with {name}.", param="use_beam_search")
     check_no_details(params, "use_beam_search")
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
@@ -67,7 +79,7 @@ def _beams(job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: 
 
 def _beam_output(index: int, beam: Beam, job: Job, tokenizer: Tokenizer) -> RequestOutput:
     params, ids = job.params, list(beam.token_ids)
-    ended = beam.finish_reason is not None
+    ended = beam.finish_reason is FinishReason.STOP
     shown = ids[:-1] if ended and not params.include_stop_str_in_output else ids
     top = params.logprobs
     entries = [
@@ -87,27 +99,6 @@ def _beam_output(index: int, beam: Beam, job: Job, tokenizer: Tokenizer) -> Requ
     )
 
 
-async def _budgeted(generate: Generate, job: Job, budget: ThinkingBudget) -> Stream:
-    """Each choice alone: they end their thinking at different times."""
-
-    async def choice(index: int) -> Stream:
-        seed = None if job.params.seed is None else (job.params.seed + index) & (2**63 - 1)
-        params = msgspec.structs.replace(job.params, n=1, seed=seed)
-
-        def one(token_ids: list[int], own: SamplingParams, name: str) -> Stream:
-            return generate(token_ids, own, f"{index}{name}")
-
-        stream = think_at_most(one, job.prompt_token_ids, params, budget)
-        async with aclosing(stream):
-            async for output in stream:
-                yield msgspec.structs.replace(output, index=index)
-
-    merged = merge([choice(index) for index in range(job.params.n)])
-    async with aclosing(merged):
-        async for output in merged:
-            yield output
-
-
 def _without_repetitions(job: Job, body: SamplingFields) -> Job:
     wanted = body.repetition_detection
     if wanted is None or not wanted.max_pattern_size:
@@ -120,16 +111,16 @@ def _without_repetitions(job: Job, body: SamplingFields) -> Job:
     inner = job.shape
 
     def shape(generate: Generate) -> Stream:
-        stream = generate(job.prompt_token_ids, job.params, "") if inner is None else inner(generate)
+        stream = generate(job.prompt_token_ids, job.params) if inner is None else inner(generate)
         return end_repetitions(stream, rule, job.params.n)
 
     return replace(job, shape=shape)
 
 
 def remembered(
-    job: Job, state: ServerState, wanted: SessionParams | None, request_id: str, *, silent: bool = False
+    job: Job, state: ServerState, wanted: SessionParams | None, request_id: str, caller: Caller, *, silent: bool = False
 ) -> Job:
-    """`job`, whose tokens its session keeps; silent: not the output, which nobody asked for.
+    """`job`, whose tokens its session keeps; silent: not the output, which was not asked for.
 
     Raises InvalidValueError for more than one choice.
     """
@@ -137,19 +128,19 @@ def remembered(
         return job
     if job.params.n > 1:
         raise InvalidValueError("A request of a session has one choice.", param="n")
-    inner = job.shape
+    inner, sessions = job.shape, state.sessions
 
     async def shape(generate: Generate) -> Stream:
-        turn = await state.sessions.begin(wanted, request_id, job.prompt_token_ids, state.engine.abort)
-        stream = generate(job.prompt_token_ids, job.params, "") if inner is None else inner(generate)
-        failed = True
+        turn = sessions.begin(wanted, request_id, job.prompt_token_ids, job.signal, caller.owner)
+        stream = generate(job.prompt_token_ids, job.params) if inner is None else inner(generate)
+        reason: FinishReason | None = None
         try:
             async with aclosing(stream):
                 async for output in stream:
-                    turn.tokens.extend(() if silent else output.token_ids)
-                    failed = failed and output.finish_reason is None
+                    sessions.extend(turn, [] if silent else output.token_ids)
+                    reason = output.finish_reason
                     yield output
         finally:
-            state.sessions.end(wanted, turn, failed=failed)
+            sessions.end(turn, reason)
 
     return replace(job, shape=shape)

@@ -6,7 +6,7 @@ The events are bytes made by the routes; this file knows nothing of their conten
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.api.errors import ClientDisconnected, as_http_error, error_body
+from jaxserve.api.unread import ClientPace, UnreadStreams
+from jaxserve.errors import HTTPError
 
 T = TypeVar("T")
 
@@ -63,22 +65,57 @@ class EventStream(Response):
 
     The head goes through all layers of the application; the events take the short way, past those that only look at
     heads (three of them, 0.2 us each for every event).
+
+    held_bytes: of the outputs behind `events` that wait to be sent. unread: what ends the stream if they are too many
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], held_bytes: Callable[[], int], unread: UnreadStreams
+    ) -> None:
         self._events = events
+        self._unread = unread
+        self._pace = ClientPace()
+        self._task: asyncio.Task[None] | None = None
+        self._end: HTTPError | None = None
+        self.held_bytes = held_bytes
         self.background = None
         self.status_code = 200
 
+    @property
+    def paused(self) -> bool:
+        return self._pace.paused
+
+    def end_with(self, error: HTTPError) -> None:
+        """Send no more events but one of this error. What makes the events ends now."""
+        self._end = error
+        if self._task is not None:
+            self._task.cancel()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.get("state", {})
+        self._pace = state.get("pace", self._pace)
+        self._unread.add(self)
         try:
-            await _race(self._stream(send, scope.get("state", {}).get("send_body", send)), receive)
+            await _race(self._stream(send, state.get("send_body", send)), receive)
         except ClientDisconnected:
             return
         finally:
+            self._unread.remove(self)
             await self._events.aclose()
 
     async def _stream(self, send: Send, send_body: Send) -> None:
+        self._task = asyncio.current_task()
+        try:
+            await self._all_events(send, send_body)
+        except asyncio.CancelledError:
+            if self._end is None or self._task is None:
+                raise
+            self._task.uncancel()
+            await self._events.aclose()
+            await send_body({"type": "http.response.body", "body": event(error_body(self._end)), "more_body": True})
+        await send_body({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _all_events(self, send: Send, send_body: Send) -> None:
         first = await anext(self._events, DONE)
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS.copy()})
         await send_body({"type": "http.response.body", "body": first, "more_body": True})
@@ -88,4 +125,3 @@ class EventStream(Response):
         except Exception as error:
             data = event(error_body(as_http_error(error)))
             await send_body({"type": "http.response.body", "body": data, "more_body": True})
-        await send_body({"type": "http.response.body", "body": DONE, "more_body": False})

@@ -11,21 +11,43 @@ from functools import cached_property
 
 from starlette.requests import Request
 
+from jaxserve.api.body_cost import BodyLimits, BodySum
 from jaxserve.api.constraints import GrammarChecks
+from jaxserve.api.encoding import TextEncoder, TextWork
 from jaxserve.api.engine_protocol import EngineProtocol
+from jaxserve.api.keys import Caller
 from jaxserve.api.logprobs import TokenTexts
 from jaxserve.api.sessions import Sessions
+from jaxserve.api.unread import UnreadStreams
+from jaxserve.api.work_pool import Waiting, WorkPool
 from jaxserve.config import Config
-from jaxserve.errors import InvalidValueError, ModelNotFoundError
+from jaxserve.engine.abort_signal import AbortSignal
+from jaxserve.errors import InvalidValueError, ModelNotFoundError, NotReadyError
 from jaxserve.metrics import Metrics
-from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.store import Store
 from jaxserve.text.output_parser import ParserChoice, choose_parsers
+from jaxserve.text.renderer import Renderer
 from jaxserve.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FIELDS = 256  # names come from clients; remember no more of them
-_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+MAX_FILE_PIECES = 256  # of uploads and downloads, that wait for asyncio's threads; a connection has one
+MAX_FILE_BYTES = 64 * 2**20  # in them
+MAX_RENDERED_BYTES = 64 * 2**20  # of bodies that wait for the template worker
+_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+_IN_TEMPLATES = ("messages.", "tools.", "functions.")  # rendered with all fields that they have
+
+
+def body_pool() -> WorkPool:
+    """One thread: decoding holds the interpreter's lock, and a second thread would only hold it longer. What the pool
+    may hold is bounded by the sum of bodies."""
+    return WorkPool("bodies", "bodies", threads=1, max_jobs=4096, max_size=2**31)
+
+
+def template_pool() -> WorkPool:
+    """One thread: the template worker takes one conversation at a time."""
+    return WorkPool("templates", "conversations", threads=1, max_jobs=4096, max_size=MAX_RENDERED_BYTES)
 
 
 class UnknownFields:
@@ -39,18 +61,39 @@ class UnknownFields:
             if name in self._seen or len(self._seen) >= MAX_LOGGED_FIELDS or not _FIELD_NAME.fullmatch(name):
                 continue
             self._seen.add(name)
-            logger.warning("%s: the field %r is of no API known here and has no effect", route, name)
+            effect = "no effect unless the chat template reads it" if name.startswith(_IN_TEMPLATES) else "no effect"
+            logger.warning("%s: the field %r is of no API known here and has %s", route, name, effect)
 
 
-class LiveRequests(set[str]):
-    """Engine ids of the requests that run. They begin with the id that the client knows."""
+class LiveRequests:
+    """The requests that run, with the clients' ids, which several may share, and whose they are."""
 
-    @property
-    def count(self) -> int:
-        return len(self)
+    def __init__(self) -> None:
+        self._running: dict[AbortSignal, tuple[str, Caller]] = {}
 
-    def matching(self, prefix: str) -> list[str]:
-        return sorted(each for each in self if each.startswith(prefix))
+    def add(self, signal: AbortSignal, request_id: str, caller: Caller) -> None:
+        self._running[signal] = request_id, caller
+
+    def remove(self, signal: AbortSignal) -> None:
+        self._running.pop(signal, None)
+
+    def matching(self, prefix: str, owner: str | None = None) -> list[str]:
+        """The ids that begin so, of one owner's requests or of all."""
+        return sorted({request_id for _, request_id in self._find(prefix, owner)})
+
+    def abort(self, prefix: str, owner: str | None = None) -> list[str]:
+        """End the requests whose ids begin so, of one owner or of all; the ids."""
+        found = self._find(prefix, owner)
+        for signal, _ in found:
+            signal.set()
+        return sorted({request_id for _, request_id in found})
+
+    def _find(self, prefix: str, owner: str | None) -> list[tuple[AbortSignal, str]]:
+        return [
+            (signal, request_id)
+            for signal, (request_id, caller) in self._running.items()
+            if request_id.startswith(prefix) and owner in (None, caller.owner)
+        ]
 
 
 @dataclass
@@ -61,20 +104,52 @@ class ServerState:
     config: Config
     metrics: Metrics
     tracing: Tracing
+    store: Store | None = None
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    text_work: TextWork = field(default_factory=TextWork)
+    bodies: BodySum = field(default_factory=BodySum)
+    body_work: WorkPool = field(default_factory=body_pool)
+    template_work: WorkPool = field(default_factory=template_pool)
+    file_work: Waiting = field(default_factory=lambda: Waiting("pieces of files", MAX_FILE_PIECES, MAX_FILE_BYTES))
     live: LiveRequests = field(default_factory=LiveRequests)
     sessions: Sessions = field(default_factory=Sessions)
+    startup_error: Exception | None = None  # why the application could not start
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def body_limits(self) -> BodyLimits:
+        """Before the model is known, those of a small one."""
+        try:
+            return self._body_limits
+        except NotReadyError:
+            return BodyLimits.of(self.config.server, 0)
+
+    @cached_property
+    def _body_limits(self) -> BodyLimits:
+        return BodyLimits.of(self.config.server, self.engine.info.max_model_len)
+
+    @cached_property
+    def unread(self) -> UnreadStreams:
+        return UnreadStreams(self.config.server.max_unread_bytes, self.metrics.count_error)
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        return TextEncoder(self.engine.tokenizer, self.text_work, self.engine.info.max_model_len)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.engine.tokenizer)
 
     @cached_property
-    def chat_template(self) -> ChatTemplate | None:
+    def chat_template(self) -> Renderer | None:
         """The operator's template or the model's; None if there is neither."""
-        return ChatTemplate.load(self.engine.tokenizer, self.config.model.chat_template)
+        return Renderer.load(self.engine.tokenizer, self.config.model.chat_template)
+
+    def stop_rendering(self) -> None:
+        self.template_work.stop()
+        template = self.__dict__.get("chat_template")
+        if template is not None:
+            template.stop()
 
     @cached_property
     def parsers(self) -> ParserChoice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from jaxserve.api.constraints import Constraint, special_tokens
 from jaxserve.api.protocol.chat import Tool
@@ -11,20 +12,21 @@ from jaxserve.api.tools import ToolUse
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidValueError
 from jaxserve.grammar.tools import GrammarTool, is_raw_input, tool_grammar
-from jaxserve.grammar.translate import json_schema_part
+
+_FORMATS = ("json_schema", "json_object")  # kinds that say what a text answer is; others hold for the whole output
 
 
 def with_tools(answer: Constraint | None, use: ToolUse, state: ServerState) -> Constraint | None:
     """The constraint of the whole output, of which `answer` is that of its text.
 
-    required: calls and nothing else. auto: the answer or calls; a JSON answer leaves room for calls, a constraint of
-    another kind holds for the whole output.
-    Raises InvalidValueError (tool_choice) for a call that is required beside an answer's format.
+    required: calls and nothing else; there is no text answer for a JSON format to hold for.
+    auto: the answer or calls; a JSON answer leaves room for calls, a constraint of another kind is the whole output's.
+    Raises InvalidValueError (tool_choice) for a call that is required beside a constraint of another kind.
     """
     if use.mode == "none":
         return answer
     if use.mode == "required":
-        if answer is not None:
+        if answer is not None and answer[0].kind not in _FORMATS:
             message = f"{answer[1]} cannot be kept where tool_choice requires a call."
             raise InvalidValueError(message, param="tool_choice")
         spec = _calls(use, state, required=True)
@@ -44,13 +46,16 @@ def raw_input_of(use: ToolUse) -> str | None:
     return custom.name if custom is not None else None
 
 
-def _calls(use: ToolUse, state: ServerState, *, required: bool) -> GrammarSpec | None:
+def _calls(
+    use: ToolUse, state: ServerState, *, required: bool, answer: dict[str, Any] | bool | None = None
+) -> GrammarSpec | None:
     template = state.chat_template
     return tool_grammar(
         state.parsers.tool,
         _grammar_tools(use),
         required=required,
-        parallel=use.parallel or not required,  # in auto mode the answer simply ends with its first call
+        parallel=use.parallel or (answer is None and not required),  # in auto mode the output ends with its first call
+        answer=answer,
         template=template.source if template is not None else "",
         special_tokens=special_tokens(state.engine.tokenizer),
     )
@@ -58,15 +63,12 @@ def _calls(use: ToolUse, state: ServerState, *, required: bool) -> GrammarSpec |
 
 def _either(answer: Constraint, use: ToolUse, state: ServerState) -> Constraint:
     spec, param = answer
-    if spec.kind not in ("json_schema", "json_object"):
+    if spec.kind not in _FORMATS:
         return answer
-    calls = _calls(use, state, required=True)
-    assert calls is not None
     schema = {"type": "object"} if spec.kind == "json_object" else json.loads(spec.source)
-    header, _, rules = calls.source.partition("start:")
-    source = f"{header}start: jaxserve_answer | jaxserve_calls\njaxserve_calls:{rules}\n"
-    source += f"jaxserve_answer: {json_schema_part(schema)}"
-    return GrammarSpec(kind="lark", source=source), param
+    either = _calls(use, state, required=False, answer=schema)
+    assert either is not None
+    return either, param
 
 
 def _grammar_tools(use: ToolUse) -> list[GrammarTool]:

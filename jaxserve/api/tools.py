@@ -23,7 +23,7 @@ class ToolUse:
 
     tools: those that the model may call; none of them with mode "none"
     mode: "required" also for a named tool, which is then the only one here
-    parallel: more than one call in an output
+    parallel: more than one call in an output; never of a named tool
     legacy: asked for with functions and function_call, and to be answered so
     """
 
@@ -86,7 +86,8 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse:
     mode, allowed = _resolve(choice, tools, param)
     if mode == "required" and not tools:
         raise InvalidValueError(f"{param} asks for a call, but there are no tools.", param=param)
-    parallel = body.parallel_tool_calls is not False and not legacy
+    named = isinstance(choice, ToolChoice) and choice.type != "allowed_tools"
+    parallel = body.parallel_tool_calls is not False and not (legacy or named)
     if mode == "none":
         return ToolUse(legacy=legacy)
     shown = [_shown(tool) for tool in allowed]

@@ -25,7 +25,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from jaxserve.bench.load import Target, Timing, find_model, run_load
+from jaxserve.bench.load import Target, Timing, find_model, root_url, run_load
 from jaxserve.bench.report import environment
 from jaxserve.bench.workload import LoadRequest, poisson, random_workload
 from jaxserve.engine.background import ONLINE_MEMORY
@@ -206,7 +206,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="without /v1")
+    parser.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
     parser.add_argument("--api-key")
     parser.add_argument("--rate", type=float, default=6.0, help="online requests a second")
     parser.add_argument(

@@ -33,6 +33,7 @@ from jaxserve.bench.floors import Machine, ModelSize, decode_floor, measure_mach
 from jaxserve.bench.load import Target, find_model, run_load
 from jaxserve.bench.report import LoadReport, environment, summarize
 from jaxserve.bench.workload import random_workload
+from jaxserve.child_process import child_environment, python_command
 from jaxserve.errors import ConfigError
 
 START_TIMEOUT = 600.0  # seconds
@@ -48,7 +49,7 @@ class Server:
 
 
 def jaxserve_server(model: Path, max_len: int) -> Server:
-    command = (sys.executable, "-m", "jaxserve", "launch", "--model", str(model), "--dtype", "float32")
+    command = python_command("jaxserve", "launch", "--model", str(model), "--dtype", "float32")
     store = Path(tempfile.gettempdir()) / "jaxserve-compare"  # its own: another server may use the default one
     return Server("jaxserve", (*command, "--max-model-len", str(max_len), "--store.path", str(store)), {})
 
@@ -74,7 +75,7 @@ def running(server: Server, log: Path) -> Iterator[str]:
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*server.command, "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | server.environment,
+            env=child_environment() | server.environment,
             stdout=output,
             stderr=output,
             start_new_session=True,

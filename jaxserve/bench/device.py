@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxserve.bench.device_rows import Bench, Options, Results, Row, describe
+from jaxserve.child_process import child_environment, python_command
 
 RESULTS = "device.json"
 PREFIX = "ROW "  # of a child's lines that are rows
@@ -56,9 +57,11 @@ def run_section(section: str, options: Options, results: Results, emit: Callable
 
 def _run_child(section: str, options: Options, show: Callable[[str], None]) -> None:
     """A section in a process of its own; it writes its rows itself. Ended when the time is over."""
-    command = [sys.executable, "-m", "jaxserve.bench.device", "--section", section, "--out", str(options.out)]
+    command = python_command("jaxserve.bench.device", "--section", section, "--out", str(options.out))
     command += ["--until", str(options.until), *(["--tiny"] if options.tiny else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+    with subprocess.Popen(
+        command, env=child_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
         # The child stops by itself between two cells; a cell that hangs is ended from here.
         end = threading.Timer(max(1.0, options.until - time.time() + 5), os.killpg, (child.pid, signal.SIGKILL))
         end.start()

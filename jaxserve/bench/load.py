@@ -58,6 +58,11 @@ class Target:
     token_ids: bool = False  # ask for them: a token whose text is empty or held back is then seen when it comes
 
 
+def root_url(text: str) -> str:
+    """A server's address without /v1: people give --base-url as OpenAI's clients want it."""
+    return text.rstrip("/").removesuffix("/v1")
+
+
 async def find_model(base_url: str, api_key: str | None = None) -> str:
     """The first model that the server serves."""
     async with httpx2.AsyncClient(headers=_headers(api_key)) as client:

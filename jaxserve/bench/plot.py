@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxserve.bench.load import Timing
 from jaxserve.errors import ConfigError
+from jaxserve.installation import install_command
 
 
 def plot(timings: Sequence[Timing], path: Path) -> None:
@@ -14,7 +15,7 @@ def plot(timings: Sequence[Timing], path: Path) -> None:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise ConfigError("--plot needs matplotlib", fix="pip install 'jaxserve[bench]'") from None
+        raise ConfigError("--plot needs matplotlib", fix=install_command("bench")) from None
     good = [t for t in timings if t.error is None]
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axis, name, values in zip(

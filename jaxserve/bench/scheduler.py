@@ -46,7 +46,7 @@ def decode_step_seconds(num_rows: int, num_steps: int = 200, window: int | None 
 def fake_tokens(output: SchedulerOutput) -> SampledTokens:
     """An answer that ends no request: token 1 for every row."""
     rows = len(output.rows)
-    return SampledTokens(np.ones((rows, 1), np.int32), np.ones(rows, np.int32), np.ones(rows, bool))
+    return SampledTokens(np.ones((rows, 1), np.int32), np.ones(rows, np.int32), np.zeros(rows, np.uint8))
 
 
 def _decoding_scheduler(num_rows: int, num_steps: int, window: int | None) -> Scheduler:

@@ -29,6 +29,7 @@ import orjson
 
 from jaxserve.bench.compare import Server, running
 from jaxserve.bench.report import environment
+from jaxserve.child_process import child_environment, python_command
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import GrammarSpec, SamplingParams
 from jaxserve.grammar.translate import schema_spec
@@ -152,7 +153,7 @@ def http_streams(model: str | None, streams: int, output_len: int, rounds: int) 
     flags = ["--model", model] if model is not None else []
     inside = _on(engine_cores, lambda: float(_child("in-process", *words, str(rounds), *flags)))
     log = Path(tempfile.gettempdir()) / "jaxserve-surface.log"
-    command = (sys.executable, "-m", "jaxserve", "launch", "--max-num-seqs", str(streams), *flags)
+    command = tuple(python_command("jaxserve", "launch", "--max-num-seqs", str(streams), *flags))
     os.sched_setaffinity(0, engine_cores)  # inherited by the server; its API process is moved below
     with running(Server("jaxserve", command, {}), log) as url:
         os.sched_setaffinity(0, cores)
@@ -183,7 +184,11 @@ def _on(cores: Sequence[int], work: Callable[[], T]) -> T:
 
 def _child(*words: str) -> str:
     return subprocess.run(
-        [sys.executable, "-m", "jaxserve.bench.surface", *words], check=True, capture_output=True, text=True
+        python_command("jaxserve.bench.surface", *words),
+        env=child_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.splitlines()[-1]
 
 

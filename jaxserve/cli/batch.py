@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxserve.api.batch.offline import OfflineBatch, run_offline, validate
+from jaxserve.api.body_cost import max_line_bytes
+from jaxserve.bench.load import root_url
 from jaxserve.cli.progress import StartProgress
 from jaxserve.cli.settings import load_config
 from jaxserve.config import Config
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     cancel.set_defaults(run=_cancel)
 
     for command in (submit, status, cancel):
-        command.add_argument("--base-url", default="http://127.0.0.1:8000", help="without /v1")
+        command.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
         command.add_argument("--api-key", default=os.environ.get("JAXSERVE_SERVER__API_KEY"))
     return parser
 
@@ -82,7 +84,7 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     errors = options.errors or options.output.with_name(f"{options.output.stem}.errors{options.output.suffix}")
     batch = OfflineBatch(options.input, options.output, errors)
     batch.check()
-    endpoint, found = validate(batch, config.server.max_body_bytes)
+    endpoint, found = validate(batch, max_line_bytes(config.server))
     if found.errors:
         _show_errors(found.errors)
         return 1
@@ -150,6 +152,10 @@ class _Bar:
     def __exit__(self, *exc: object) -> None:
         self._progress.stop()
 
+    def note(self, text: str) -> None:
+        """Write a line above the bar."""
+        self._progress.console.print(f"jaxserve: {text}", markup=False, highlight=False, soft_wrap=True)
+
     def show(self, total: int, completed: int, failed: int) -> None:
         note = f"{failed} failed" if failed else ""
         self._progress.update(self._task, total=total or None, completed=completed + failed, failed=note)
@@ -163,7 +169,7 @@ class _Server:
 
     def __init__(self, options: argparse.Namespace) -> None:
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        self._base_url = options.base_url.rstrip("/")
+        self._base_url = options.base_url
         self._http = httpx2.Client(base_url=f"{self._base_url}/v1", headers=headers, timeout=600)
 
     def __enter__(self) -> _Server:
@@ -235,9 +241,14 @@ def _cancel(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _follow(server: _Server, batch: dict[str, Any], options: argparse.Namespace) -> int:
     """Show a batch until its end, then download what there is; 0 if every line succeeded."""
+    waited_for = ""
     with _Bar() as bar:
         while batch["status"] not in TERMINAL:
             bar.show(**batch["request_counts"])
+            waits_for = _waiting_for(batch)
+            if waits_for != waited_for:
+                bar.note(waits_for or "the batch goes on")
+            waited_for = waits_for
             time.sleep(POLL_SECONDS)
             batch = server.call("GET", f"/batches/{batch['id']}")
         bar.show(**batch["request_counts"])
@@ -248,6 +259,11 @@ def _follow(server: _Server, batch: dict[str, Any], options: argparse.Namespace)
             if file_id is not None:
                 server.download(file_id, target)
     return 0 if batch["status"] == "completed" and not batch["request_counts"]["failed"] else 1
+
+
+def _waiting_for(batch: dict[str, Any]) -> str:
+    """What holds up a batch that has not ended; empty if nothing does."""
+    return " ".join(error["message"] for error in (batch["errors"] or {"data": []})["data"])
 
 
 def _show(batch: dict[str, Any]) -> None:

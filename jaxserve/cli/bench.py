@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxserve.bench import engine as bench_engine
-from jaxserve.bench.load import Target, Timing, find_model, run_load
+from jaxserve.bench.load import Target, Timing, find_model, root_url, run_load
 from jaxserve.bench.offline import run_offline
 from jaxserve.bench.plot import plot
 from jaxserve.bench.report import environment, summarize, table
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxserve bench", description=__doc__)
     commands = parser.add_subparsers(required=True)
     serve = commands.add_parser("serve", help="load a server that speaks OpenAI's API")
-    serve.add_argument("--base-url", default="http://127.0.0.1:8000", help="without /v1")
+    serve.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
     serve.add_argument("--model", help="default: the first one served")
     serve.add_argument("--api-key")
     serve.add_argument("--chat", action="store_true", help="use chat/completions; needs --dataset")

@@ -1,52 +1,62 @@
-"""`jaxserve launch`: bind the port, start the engine, serve, drain on SIGTERM.
+"""`jaxserve launch`: bind the port, start the engine, serve, drain on SIGTERM, SIGINT or SIGHUP.
 
 The socket listens before the model loads: until then every route but /health, /live and /metrics answers 503.
+Exit codes: 0 where the end was asked for, 2 for a mistake of the operator, 1 for any other end, 130 after a second
+signal. The last line says why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
 import signal
 import socket
+import sqlite3
+import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from jaxserve.api.app import create_app, warm_up
+from jaxserve.api.app import check_files, create_app, warm_up
 from jaxserve.api.connection import limited_protocol
-from jaxserve.cli.config import dump
-from jaxserve.cli.help import launch_help
 from jaxserve.cli.progress import StartProgress, show_ready
-from jaxserve.cli.settings import load_config
-from jaxserve.config import Config, ServerSection
+from jaxserve.config import Config, ServerSection, StoreSection
 from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.link import EngineLink
-from jaxserve.errors import ConfigError
-from jaxserve.log import configure_logging
+from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
 from jaxserve.store import SqliteStore
+from jaxserve.version import __version__
 
+DEFAULT_STORE = "~/.local/share/jaxserve"
 BACKLOG = 2048  # connections the kernel keeps for us
 KEEP_ALIVE = 75  # seconds; longer than the 60 s of common proxies, so that they close first
+
+_LOOPBACK: dict[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_BIND_FIXES = {
+    errno.EADDRNOTAVAIL: "choose another --host: it is no address of this machine",
+    errno.EACCES: "choose another --port: those below 1024 need the right to use them",
+}
 
 logger = logging.getLogger(__name__)
 
 
-def run(words: Sequence[str]) -> int:
-    if any(word in ("-h", "--help", "--help-all") for word in words):
-        print(launch_help(everything="--help-all" in words))
-        return 0
-    config = load_config(words, os.environ)
-    configure_logging(config.logging)
-    print(f"jaxserve configuration:\n{dump(config)}", file=sys.stderr, flush=True)
+def serve(config: Config) -> int:
+    """Serve until the end that is asked for; the exit code. Raises ConfigError and UnexpectedEndError."""
+    model = config.model.path or "the embedded demo model"
+    print(f"jaxserve {__version__} starts with {model}", file=sys.stderr, flush=True)
     with bind(config.server) as listener:
-        return uvloop.run(_serve(config, listener))
+        try:
+            return uvloop.run(_serve(config, listener))
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while Python ends: no traceback
 
 
 async def _serve(config: Config, listener: socket.socket) -> int:
@@ -61,16 +71,26 @@ def _freeze() -> None:
     gc.freeze()
 
 
+def warn_if_open(section: ServerSection) -> None:
+    """Warn of a server without a key that others can reach, or that was told to have none."""
+    if section.needs_key:
+        return
+    if section.host not in ("127.0.0.1", "localhost", "::1"):
+        logger.warning("listening on %s without an API key: anyone who reaches it can use it", section.host)
+    elif "api_key" in section.model_fields_set:
+        logger.warning("server.api_key is null: the server asks for no key")
+
+
 @contextlib.contextmanager
 def bind(section: ServerSection) -> Iterator[socket.socket]:
     """A listening socket for the section. Raises ConfigError when the port is taken or the host is not ours."""
-    if section.host not in ("127.0.0.1", "localhost", "::1") and section.api_key is None:
-        logger.warning("listening on %s without an API key: anyone who reaches it can use it", section.host)
     try:
         family = socket.getaddrinfo(section.host, section.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"cannot use the host {section.host}: {error.strerror}", fix="set --host") from None
+        raise ConfigError(
+            f"cannot use the host {section.host}: {error.strerror}", fix="choose another --host"
+        ) from None
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -78,8 +98,40 @@ def bind(section: ServerSection) -> Iterator[socket.socket]:
             listener.listen(BACKLOG)
         except OSError as error:
             where = f"{section.host}:{section.port}"
-            raise ConfigError(f"cannot listen on {where}: {error.strerror}", fix="choose another --port") from None
+            fix = _BIND_FIXES.get(error.errno or 0, "choose another --port")
+            raise ConfigError(f"cannot listen on {where}: {error.strerror}", fix=fix) from None
+        warn_if_open(section)
         yield listener
+
+
+def open_store(section: StoreSection) -> tuple[SqliteStore | None, str]:
+    """The store, or None and a sentence for clients that says why. Raises ConfigError for a path that was asked for."""
+    if section.path is None:
+        return None, "This server runs without a store: store.path is null."
+    if isinstance(section.path, Path):
+        return SqliteStore(section.path), ""
+    try:
+        return SqliteStore(Path(DEFAULT_STORE).expanduser()), ""
+    except (JaxserveError, RuntimeError, OSError, sqlite3.Error) as error:  # RuntimeError: a user without a home
+        logger.warning("no files and no batches: %s; --store.path DIR gives this server its own directory", error)
+        return None, "This server runs without a store: its directory cannot be used. The server's log says why."
+
+
+def check_certificates(section: ServerSection) -> None:
+    """Raises ConfigError for TLS files that cannot be used: before the model loads, without asking for a password."""
+    if section.ssl_certfile is None:
+        if section.ssl_keyfile is not None:
+            raise ConfigError("server.ssl_keyfile is set, and server.ssl_certfile is not", fix="set --ssl-certfile")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(section.ssl_certfile, section.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        files = " and ".join(filter(None, (section.ssl_certfile, section.ssl_keyfile)))
+        raise ConfigError(
+            f"the certificate cannot be used ({files}): {error}",
+            fix="set --ssl-certfile to a PEM certificate and --ssl-keyfile to its key, without a password",
+        ) from error
 
 
 def http_config(app: FastAPI, section: ServerSection, graceful_shutdown: int = 5) -> uvicorn.Config:
@@ -117,77 +169,120 @@ class Launch:
         quiet: bool = False,
         make_link: Callable[[Config], EngineLink] | None = None,
     ) -> None:
+        check_certificates(config.server)
         self._quiet = quiet
         self._config = config
         self._listener = listener
         self.engine = AsyncEngine(config, make_link(config) if make_link is not None else None)
-        self._store = SqliteStore(config.store.path)
+        self._store, no_store = open_store(config.store)
         self._stop = asyncio.Event()
         self._signals = 0
-        self._app = create_app(self.engine, config, store=self._store)
+        self._app = create_app(self.engine, config, store=self._store, no_store=no_store)
         self._server = Server(http_config(self._app, config.server))
 
     @property
     def url(self) -> str:
         scheme = "https" if self._config.server.ssl_certfile else "http"
         host, port = self._listener.getsockname()[:2]
+        host = str(_LOOPBACK.get(host, host))  # what a client of this machine writes
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def handle_signals(self) -> None:
-        """Drain on the first SIGINT or SIGTERM, leave at once on the second. Main thread only."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        """Drain on the first SIGINT, SIGTERM or SIGHUP, leave at once on the second. Main thread only."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
     def stop(self) -> None:
         """Drain and end `serve`."""
         self._stop.set()
 
     async def serve(self, on_ready: Callable[[], None] | None = None) -> int:
-        """Serve until `stop` or the engine's end; the exit code. Raises ConfigError if the engine cannot start."""
-        http = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        """Serve until `stop`; the exit code. Raises ConfigError if the engine or the application cannot start, and
+        UnexpectedEndError for any other end that was not asked for."""
+        http = asyncio.create_task(self._serve_http())
         await self.engine.start(wait=False)
         watch = asyncio.create_task(self._watch(on_ready))
-        stop = asyncio.create_task(self._stop.wait())
+        drain = asyncio.create_task(self._drain())
+        tasks = (watch, http, drain)
         try:
-            await asyncio.wait((http, watch, stop), return_when=asyncio.FIRST_COMPLETED)
-            if watch.done() and not self._stop.is_set():
-                return watch.result()
-            await self._drain()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            if self.engine.status.phase == "dead":  # in a drain before `_watch` saw it
+                raise self._engine_failure()
             return 0
         finally:
             self._server.should_exit = True
             await self.engine.stop()
-            for task in (watch, stop):
+            for task in (watch, drain):
                 task.cancel()
-            await asyncio.gather(http, watch, stop, return_exceptions=True)
-            await self._store.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._store is not None:
+                await self._store.close()
 
-    async def _watch(self, on_ready: Callable[[], None] | None) -> int:
-        """Show the start and the ready card; return only when the engine is dead for good."""
+    async def _serve_http(self) -> None:
+        """Returns once the server was told to exit; any other end is an exception."""
+        try:
+            await self._server.serve(sockets=[self._listener])
+        except SystemExit:  # uvicorn's way to say that the application did not start
+            error = self._app.state.server.startup_error
+            if isinstance(error, ConfigError):
+                raise error from None
+            reason = "it did not start" if error is None else f"{type(error).__name__}: {error}"
+        except Exception as error:
+            logger.exception("the HTTP server failed")
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            reason = "it stopped"
+        if not self._server.should_exit:
+            raise UnexpectedEndError(f"the HTTP server ended: {reason}", fix="see the lines above")
+
+    async def _watch(self, on_ready: Callable[[], None] | None) -> None:
+        """Show the start and the ready card; raise once the engine is dead for good, or for files it cannot serve."""
+        checked = False
         with contextlib.nullcontext() if self._quiet else StartProgress() as progress:
             while self.engine.status.phase == "loading":
                 status = await self.engine.next_status()
+                checked = checked or await asyncio.to_thread(check_files, self._app)
                 if progress is not None:
                     progress.show(status)
         if self.engine.status.phase == "ready":
+            await asyncio.to_thread(check_files, self._app)
             await warm_up(self._app)
-            if not self._quiet:
-                show_ready(self.engine.info, self.url, api_key=self._config.server.api_key is not None)
+            if progress is not None:
+                key = self._config.server.needs_key
+                show_ready(self.engine.info, self.url, api_key=key, seconds=progress.seconds)
             if on_ready is not None:
                 on_ready()
         while self.engine.status.phase != "dead":
             await self.engine.next_status()
-        if self.engine.failure is not None:
-            raise self.engine.failure
-        return 1
+        raise self._engine_failure()
 
-    def _on_signal(self) -> None:
+    def _engine_failure(self) -> JaxserveError:
+        """Why the engine is dead for good."""
+        return self.engine.failure or UnexpectedEndError(
+            f"the engine is dead: {self.engine.status.detail}", fix="see the lines above, then start the server again"
+        )
+
+    def _on_signal(self, number: signal.Signals) -> None:
         self._signals += 1
         if self._signals > 1:
             os._exit(130)  # the second signal: at once; the engine sees its stdin end and follows
+        running = self.engine.num_live
+        what = (
+            f"draining: {running} running, at most {self._config.server.drain_timeout:g} s" if running else "stopping"
+        )
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"jaxserve: {number.name}: {what}; a second signal ends it at once", file=sys.stderr, flush=True)
         self.stop()
 
     async def _drain(self) -> None:
+        """Wait for `stop`, then for the running requests."""
+        await self._stop.wait()
         self.engine.drain()
         if not await self.engine.drained(self._config.server.drain_timeout):
             logger.warning("%d requests did not end within the drain timeout", self.engine.num_live)

@@ -1,69 +1,109 @@
 """`jaxserve plan`: how large a model is on 1, 8 or 16 devices, from its config.json alone; no weight is read or held.
 
-Prints a line a mesh: bytes of weights a device, what of them is whole on every device, bytes of a token's K and V, and
-how many tokens and full contexts fit beside the weights. Layers with a sliding window keep the window's pages only;
-the last column is how many tokens would fit if they kept all.
+Prints a line a mesh: bytes of weights a device, what of them is whole on every device, bytes of a token's K and V and
+of a request of the full context, how many tokens and full contexts fit beside the weights, and the largest batch of
+requests of --length tokens. Layers with a sliding window keep the window's pages only; the last column is how many
+tokens would fit if they kept all. A mesh that the model cannot be split over says why. Weights are counted as the
+server holds them: a quantised checkpoint is decoded when it is loaded, and its own size stands above the table.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
-import orjson
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.hf_config import from_hf, read_config
+from jaxserve.models.hf_config import read_config_file
 from jaxserve.models.hub import resolve
+from jaxserve.models.published_size import published_size, read_quantization
+from jaxserve.models.structure import build
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 
 GIB = 2**30
-_HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "K and V of a token", "tokens", "full contexts")
+MESHES = ("1", "8", "16")
+_HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "K and V of a token", "of a full context")
+
+Mesh = tuple[int, int]  # tensor, expert
 
 
 def run(words: Sequence[str]) -> int:
-    options = _parser().parse_args(words)
-    config, dtype = _config(options.model), jnp.dtype(options.dtype)
+    options = _parse(words)
+    path = _config_file(options.model)
+    config, dtype = read_config_file(path), jnp.dtype(options.dtype)
+    if config.bidirectional:
+        raise ConfigError(f"{config.architecture} is an encoder: it keeps no K and V, so there is nothing to plan")
     meshes = [_mesh(text, config) for text in options.mesh]
-    plans = [plan_by_shape(config, dtype, *mesh) for mesh in meshes]
+    plans = [_plan(config, dtype, mesh) for mesh in meshes]
+    if all(isinstance(plan, ModelLoadError) for plan in plans):
+        raise plans[0]  # type: ignore[misc]
     context = options.max_model_len or config.max_position_embeddings
-    print(f"{config.architecture}: {plans[0].num_parameters / 1e9:.3f} billion parameters, as {dtype}")
+    print(_head(config, dtype, path))
     print(f"each device has {options.memory:g} GiB; a full context is {context} tokens\n")
-    print(table(plans, int(options.memory * GIB), context, options.max_num_seqs))
+    columns = _Columns(int(options.memory * GIB), context, options.max_num_seqs, options.length)
+    print(columns.table(meshes, plans))
     return 0
 
 
-def table(plans: Sequence[ShapePlan], device_bytes: int, context: int, max_num_seqs: int) -> str:
-    windowed = any(plan.window is not None for plan in plans)
-    rows: list[tuple[str, ...]] = [(*_HEAD, *(("all kept",) if windowed else ()))]
-    for plan in plans:
-        tokens, contexts = plan.room(device_bytes, context, max_num_seqs)
+def _plan(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> ShapePlan | ModelLoadError:
+    try:
+        return plan_by_shape(config, dtype, *mesh)
+    except ModelLoadError as error:
+        return error
+
+
+def _head(config: ModelConfig, dtype: jnp.dtype, path: Path) -> str:
+    structure = build(config, dtype)
+    lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {dtype}"]
+    size = published_size(structure, read_quantization(path))
+    if size.form:
+        decoded = f"{structure.num_bytes / GIB:.2f} GiB as {dtype}"
+        lines.append(f"the checkpoint is {size.num_bytes / GIB:.2f} GiB of {size.form}, decoded at load to {decoded}")
+    return "\n".join(lines)
+
+
+class _Columns:
+    """length: of the requests whose largest batch is told; None: it is not."""
+
+    def __init__(self, device_bytes: int, context: int, max_num_seqs: int, length: int | None) -> None:
+        self._device_bytes = device_bytes
+        self._context = context
+        self._max_num_seqs = max_num_seqs
+        self._length = length
+
+    def table(self, meshes: Sequence[Mesh], plans: Sequence[ShapePlan | ModelLoadError]) -> str:
+        windowed = any(isinstance(plan, ShapePlan) and plan.window is not None for plan in plans)
+        batch = () if self._length is None else (f"batch of {self._length}",)
+        head = (*_HEAD, "tokens", "full contexts", *batch, *(("all kept",) if windowed else ()))
+        rows = [self._row(plan, windowed) if isinstance(plan, ShapePlan) else () for plan in plans]
+        starts = [(str(tensor * expert), str(tensor), str(expert)) for tensor, expert in meshes]
+        whole = [head, *((*start, *row) for start, row in zip(starts, rows, strict=True))]
+        widths = [max(len(row[n]) for row in whole if n < len(row)) for n in range(len(head))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in whole]
+        for number, plan in enumerate(plans, 1):
+            lines[number] += f"  {plan}" if isinstance(plan, ModelLoadError) else ""
+        return "\n".join(lines)
+
+    def _row(self, plan: ShapePlan, windowed: bool) -> tuple[str, ...]:
+        tokens, contexts = plan.room(self._device_bytes, self._context, self._max_num_seqs)
         size = f"{plan.weight_bytes / GIB:.2f} GiB", f"{plan.whole_bytes / GIB:.3f} GiB", f"{plan.kv_token_bytes} B"
+        request = f"{plan.request_bytes(self._context) / GIB:.3f} GiB"
         fits = (str(tokens), f"{contexts:.1f}") if tokens else ("does not fit", "-")
-        kept = (str(plan.kv_tokens(device_bytes)),) if windowed else ()
-        rows.append((str(plan.num_devices), str(plan.tensor), str(plan.expert), *size, *fits, *kept))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        batch = () if self._length is None else (str(plan.largest_batch(self._device_bytes, self._length)),)
+        kept = (str(plan.kv_tokens(self._device_bytes)),) if windowed else ()
+        return (*size, request, *fits, *batch, *kept)
 
 
-def _config(model: str) -> ModelConfig:
+def _config_file(model: str) -> Path:
     """Of a hub id, a directory or a config.json."""
     path = Path(model).expanduser()
-    if not path.is_file():
-        return read_config(resolve(model))
-    try:
-        return from_hf(orjson.loads(path.read_bytes()))
-    except KeyError as error:
-        raise ConfigError(f"{path}: {error.args[0]!r} is missing") from None
-    except (json.JSONDecodeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return path if path.is_file() else resolve(model) / "config.json"
 
 
-def _mesh(text: str, config: ModelConfig) -> tuple[int, int]:
+def _mesh(text: str, config: ModelConfig) -> Mesh:
     """ "8", or "4x2" for tensor and expert."""
     numbers = text.split("x")
     if not all(number.isdecimal() and int(number) for number in numbers) or len(numbers) > 2:
@@ -71,12 +111,25 @@ def _mesh(text: str, config: ModelConfig) -> tuple[int, int]:
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else default_mesh(config, int(text))
 
 
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(words)
+    if options.model is None and len(options.mesh) > 1:  # plan --mesh 8 MODEL
+        *options.mesh, options.model = options.mesh
+    if options.model is None:
+        parser.error("the model is missing: jaxserve plan MODEL")
+    if options.length is not None and options.length < 1:
+        parser.error("--length is at least 1")
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("jaxserve plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("model", help="hub id, directory or config.json")
-    parser.add_argument("--mesh", nargs="+", default=["1", "8", "16"], metavar="N", help="devices, or TENSORxEXPERT")
+    parser.add_argument("model", nargs="?", help="hub id, directory or config.json")
+    parser.add_argument("--mesh", nargs="+", default=MESHES, metavar="N", help="devices, or TENSORxEXPERT (1 8 16)")
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="of each device (80)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--max-num-seqs", type=int, default=512, help="requests at once (512): windows are set aside")
     parser.add_argument("--max-model-len", type=int, help="a full context (the model's own)")
+    parser.add_argument("--length", type=int, metavar="TOKENS", help="tell the largest batch of requests so long")
     return parser

@@ -1,115 +1,156 @@
-"""What the operator sees of a start: bars on a terminal, a line a phase elsewhere, then the ready card."""
+"""What the operator sees of a start: a line for each phase with its time, then the ready card and a curl line.
+
+Every line fits 80 columns unless a name in it is too long, and none is cut: what is shown can be copied.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+import textwrap
 import time
+from collections import Counter
+from collections.abc import Mapping
 
+import psutil
 from rich.console import Console
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxserve.engine.messages import EngineInfo
 from jaxserve.engine.supervisor import EngineStatus
 
 GIB = 2**30
+COLUMNS = 80  # of a terminal that nobody has made wider
+LABEL = 12  # of these, before the text of a row of the card
+FIRST_PHASE = "engine process"  # until it reports something: Python and JAX are imported
+UNREMARKABLE = 0.5  # seconds; a shorter phase without an amount has no line of its own
 
 
 class StartProgress:
-    """Shows EngineStatus after EngineStatus; use as a context manager around the start."""
+    """Shows EngineStatus after EngineStatus; use as a context manager around the start.
+
+    seconds: of each phase that has ended.
+    """
 
     def __init__(self, *, terminal: bool | None = None) -> None:
+        self.seconds: dict[str, float] = {}
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
-        self._console = Console(stderr=True, soft_wrap=True)
-        self._phase = ""
-        self._phase_started = time.monotonic()
-        self._last = EngineStatus("loading")
-        self._task: TaskID | None = None
-        self._bars = Progress(
-            TextColumn("{task.description:18}"),
-            BarColumn(),
+        self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        self._bar = Progress(
+            TextColumn("  {task.description:16}"),
+            BarColumn(bar_width=24),
             TextColumn("{task.fields[amount]}"),
             TimeElapsedColumn(),
             console=self._console,
+            transient=True,
         )
+        self._task = self._bar.add_task("", total=None, amount="")
 
     def __enter__(self) -> StartProgress:
         if self._terminal:
-            self._bars.start()
+            self._bar.start()
+        self._begin(FIRST_PHASE)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._finish_phase()
-        self._bars.stop()
+        self._end()
+        if self._terminal:
+            self._bar.stop()
 
     def show(self, status: EngineStatus) -> None:
         if status.phase not in ("loading", "restarting") or not status.detail:
             return
         if status.detail != self._phase:
-            self._finish_phase()
-            self._phase, self._phase_started = status.detail, time.monotonic()
-            if self._terminal:
-                self._task = self._bars.add_task(status.detail, total=status.total or None, amount="")
+            self._end()
+            self._begin(status.detail)
         self._last = status
-        if self._task is not None:
-            self._bars.update(
-                self._task, completed=status.done, total=status.total or None, amount=self._amount(status)
-            )
+        self._bar.update(self._task, completed=status.done, total=status.total or None, amount=self._amount())
 
-    def _finish_phase(self) -> None:
-        seconds = time.monotonic() - self._phase_started
-        if self._phase and not self._terminal:
-            print(
-                f"jaxserve: {self._phase}: {self._amount(self._last)} {seconds:.1f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._phase = ""
+    def _begin(self, phase: str) -> None:
+        self._phase, self._started, self._last = phase, time.monotonic(), EngineStatus("loading")
+        self._bar.reset(self._task, description=phase, total=None, amount="")
 
-    def _amount(self, status: EngineStatus) -> str:
-        if status.unit == "bytes":
-            rate = status.done / max(1e-9, time.monotonic() - self._phase_started) / 1e9
-            return f"{status.done / GIB:.2f} GiB, {rate:.2f} GB/s"
-        return f"{status.done}/{status.total} {status.unit}" if status.total else ""
+    def _end(self) -> None:
+        seconds = time.monotonic() - self._started
+        self.seconds[self._phase] = seconds
+        amount = self._amount()
+        if amount or seconds > UNREMARKABLE:
+            self._console.print(f"  {self._phase:16}{amount:28}{seconds:6.1f} s")
+
+    def _amount(self) -> str:
+        last = self._last
+        if last.unit == "bytes" and last.done:
+            rate = last.done / max(1e-9, time.monotonic() - self._started) / 1e9
+            return f"{last.done / GIB:.2f} GiB, {rate:.2f} GB/s"
+        return f"{last.done}/{last.total}" if last.total else ""
 
 
-def ready_card(info: EngineInfo, url: str, *, api_key: bool) -> str:
-    """The text of the card: where, what, how much fits, how long the start took, and a line to try."""
-    phases = " · ".join(f"{name} {seconds:.1f}" for name, seconds in info.seconds.items())
-    concurrency = info.memory_plan.get("max_concurrency")
-    path, body = _example(info)
-    key = ' -H "Authorization: Bearer $KEY"' if api_key else ""
+def ready_card(
+    info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float] | None = None, total: float = 0.0
+) -> str:
+    """The text of the card: where, what, how much fits, how long the start took, and a line to try.
+
+    seconds: of the phases of the start; total: seconds since the command began.
+    """
     rows = {
         "URL": f"{url}/v1",
         "model": f"{', '.join(info.served_names)} ({info.architecture}, {info.dtype})",
-        "devices": f"{', '.join(info.devices)} · attention {info.attention}",
-        "context": f"{info.max_model_len} tokens",
-        "KV cache": f"{info.num_kv_tokens} tokens in {info.num_pages} pages of {info.page_size}",
-        "concurrency": f"{info.max_num_seqs} requests at once, {concurrency} of full context",
-        "memory": " · ".join(f"{k} {v / GIB:.2f} GiB" for k, v in info.memory_plan.items() if k.endswith("bytes")),
-        "start": f"{sum(info.seconds.values()):.1f} s ({phases}); {info.num_programs} programs",
-        "try": f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'",
+        "device": f"{_devices(info.devices)}, attention {info.attention}",
+        "memory": _memory(info),
+        "requests": _requests(info),
     }
-    if (window := info.memory_plan.get("window")) is not None:
-        rows["KV cache"] += f"; {info.memory_plan['num_window_pages']} of the layers with a window of {window}"
-    if not info.num_pages:  # an encoder keeps nothing of a text
-        del rows["KV cache"]
-        rows["concurrency"] = f"{info.max_num_seqs} texts at once"
-    return "\n".join(f"{name:12}{text}" for name, text in rows.items())
+    if seconds:
+        phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
+        rows["start"] = "\n".ljust(LABEL + 1).join(textwrap.wrap(f"{total:.1f} s: {phases}", COLUMNS - LABEL))
+    return "\n".join(
+        [*(f"{name:{LABEL}}{text}" for name, text in rows.items()), "", curl_example(info, url, api_key=api_key)]
+    )
 
 
-def _example(info: EngineInfo) -> tuple[str, str]:
-    """Path and body of a request that works."""
-    name = info.served_names[0]
+def _devices(devices: list[str]) -> str:
+    """ "gpu:0 NVIDIA H200" for one, "8 x NVIDIA H200" for several."""
+    if len(devices) == 1:
+        return devices[0]
+    kinds = Counter(device.partition(" ")[2] for device in devices)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def _memory(info: EngineInfo) -> str:
+    plan = info.memory_plan
+    weights, kv = (plan.get(name, 0) / GIB for name in ("weight_bytes", "kv_bytes"))
+    other = (plan.get("state_bytes", 0) + plan.get("scratch_bytes", 0)) / GIB
+    text = f"{plan.get('device_bytes', 0) / GIB:.1f} GiB: weights {weights:.2f}, "
+    if info.num_pages:  # an encoder keeps nothing of a text
+        text += f"KV cache {kv:.2f} ({info.num_kv_tokens} tokens), "
+    text += f"other {other:.2f}"
+    if plan.get("window") is not None:
+        text += f"; {plan['num_window_pages']} pages for windows of {plan['window']}"
+    return text
+
+
+def _requests(info: EngineInfo) -> str:
+    if not info.num_pages:
+        return f"{info.max_num_seqs} texts at once, of at most {info.max_model_len} tokens"
+    full = info.memory_plan.get("max_concurrency", 0.0)
+    return f"{info.max_num_seqs} at once, {full:.1f} of the full context of {info.max_model_len} tokens"
+
+
+def curl_example(info: EngineInfo, url: str, *, api_key: bool) -> str:
+    """A command that works when it is copied whole into a shell."""
+    name = json.dumps(info.served_names[0])
+    question = "What is the capital of France?"
     if info.is_embedding:
-        return "/v1/embeddings", f'{{"model":"{name}","input":"What is the capital of France?"}}'
-    message = '{"role":"user","content":"What is the capital of France?"}'
-    return "/v1/chat/completions", f'{{"model":"{name}","messages":[{message}]}}'
-
-
-def show_ready(info: EngineInfo, url: str, *, api_key: bool) -> None:
-    card = ready_card(info, url, api_key=api_key)
-    if sys.stdout.isatty():
-        Console().print(Panel(card, title="jaxserve is ready", expand=False), soft_wrap=True, markup=False)
+        path, body = "/v1/embeddings", [f'{{"model": {name},', f' "input": "{question}"}}']
     else:
-        print(f"jaxserve is ready\n{card}", flush=True)
+        message = f'{{"role": "user", "content": "{question}"}}'
+        path, body = "/v1/chat/completions", [f'{{"model": {name},', f' "messages": [{message}]}}']
+    data = "\n".join(body).replace("'", "'\\''")
+    lines = [f"curl {url}{path}", "  -H 'Content-Type: application/json'"]
+    if api_key:
+        lines.append('  -H "Authorization: Bearer $JAXSERVE_SERVER__API_KEY"')
+    return " \\\n".join([*lines, f"  -d '{data}'"])
+
+
+def show_ready(info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float]) -> None:
+    total = time.time() - psutil.Process().create_time()
+    print(f"jaxserve is ready\n{ready_card(info, url, api_key=api_key, seconds=seconds, total=total)}", flush=True)

@@ -11,19 +11,17 @@ again: after an engine death every live sequence is re-sent with the tokens it a
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import random
 import time
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from jaxserve.config import Config
+from jaxserve.engine.abort_signal import AbortSignal
 from jaxserve.engine.link import EngineLink, ProcessLink
 from jaxserve.engine.messages import (
     Abort,
@@ -36,9 +34,13 @@ from jaxserve.engine.messages import (
     Outputs,
     Reply,
 )
-from jaxserve.engine.output import RequestOutput, SequenceText
+from jaxserve.engine.output import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.engine.request import EngineRequest, FinishReason, SamplingParams, TokenOutput
-from jaxserve.engine.supervisor import EngineStatus, Supervisor
+from jaxserve.engine.request_seed import request_seed
+from jaxserve.engine.sequence_sender import SequenceSender
+from jaxserve.engine.sequence_table import LiveSequence, Outbox, SequenceTable
+from jaxserve.engine.siblings import siblings
+from jaxserve.engine.supervisor import Death, EngineStatus, Supervisor
 from jaxserve.errors import (
     ConfigError,
     EngineDeadError,
@@ -46,46 +48,12 @@ from jaxserve.errors import (
     InvalidValueError,
     NotReadyError,
     QueueFullError,
-    RequestTimeoutError,
     ServerError,
 )
+from jaxserve.text.stop import Stops
 from jaxserve.text.tokenizer import Tokenizer
 
-MAX_REPLAYS = 2  # a sequence that was live at more engine deaths than this is ended: it may be their cause
-
 logger = logging.getLogger(__name__)
-
-
-class _Outbox:
-    """Outputs for one reader. An asyncio.Queue does the same at 1.5 us an item more, and every token passes here."""
-
-    __slots__ = ("_items", "_waiter")
-
-    def __init__(self) -> None:
-        self._items: deque[RequestOutput | HTTPError] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: RequestOutput | HTTPError) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> RequestOutput | HTTPError:
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._items.popleft()
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """One sequence on its way: what was sent, its text state, and where its outputs go."""
-
-    request: EngineRequest
-    text: SequenceText
-    outputs: _Outbox
-    started: float = field(default_factory=time.monotonic)
-    replays: int = 0
 
 
 class AsyncEngine:
@@ -99,16 +67,19 @@ class AsyncEngine:
             watchdog=config.server.watchdog_timeout,
             on_message=self._handle,
             on_ready=self._became_ready,
-            on_death=self._fail_calls,
+            on_death=self._died,
             on_end=self._fail_all,
         )
         self._info: EngineInfo | None = None
         self._tokenizer: Tokenizer | None = None
         self._stats = EngineStats()
-        self._live: dict[str, _Live] = {}
+        self._live = SequenceTable()
+        self._sender = SequenceSender(
+            self._live, self._link.send, self._end_with_error, self._supervisor.forget_restarts
+        )
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
-        self._seeds = random.Random(config.runtime.random_seed)
+        self._seeds = random.Random(request_seed(config.runtime.random_seed))
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -131,7 +102,7 @@ class AsyncEngine:
 
     def drain(self) -> None:
         """Refuse new requests from now on; running ones go on."""
-        self._supervisor.set_status(EngineStatus("draining"))
+        self._supervisor.drain()
 
     async def drained(self, timeout: float) -> bool:
         """Wait until no request is live, at most `timeout` seconds; whether none is."""
@@ -195,15 +166,17 @@ class AsyncEngine:
             raise NotReadyError(f"the server is {self.status.phase} ({self.status.detail or 'please wait'})")
 
     def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Raises QueueFullError unless `n` more sequences of a prompt so long may wait."""
+        """Raises QueueFullError unless `n` more sequences of a prompt so long may wait, InvalidValueError if never."""
         section = self.config.scheduler
-        free = self.info.max_num_seqs + section.max_queued_requests - len(self._live)
-        if n > free:
-            raise QueueFullError(f"the queue is full ({section.max_queued_requests} requests wait)")
-        if section.max_queued_tokens is not None:
-            waiting = self._stats.num_waiting_tokens
-            if waiting and waiting + num_prompt_tokens > section.max_queued_tokens:
-                raise QueueFullError(f"the queue is full ({waiting} prompt tokens wait)")
+        limit = self.info.max_num_seqs + section.max_queued_requests
+        if n > limit:
+            raise InvalidValueError(f"{n} sequences are more than the {limit} that the queue holds", param="n")
+        if n > limit - len(self._live):
+            message = f"the queue is full ({section.max_queued_requests} requests wait)"
+            raise QueueFullError(message, limit="max_queued_requests")
+        waiting, limit = self._live.num_waiting_tokens, section.max_queued_tokens
+        if limit is not None and waiting and waiting + n * num_prompt_tokens > limit:
+            raise QueueFullError(f"the queue is full ({waiting} prompt tokens wait)", limit="max_queued_tokens")
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -216,15 +189,31 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         deadline: float | None = None,
+        signal: AbortSignal | None = None,
+        outbox: Outbox | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Generate `params.n` sequences; yields deltas of each as they come. Closing the iterator aborts.
 
         deadline: seconds from now after which the request ends with RequestTimeoutError.
-        Raises NotReadyError, QueueFullError or ContextLengthError before the first output, and any HTTPError later.
+        request_id: for `abort` and logs; other requests may have the same. signal: aborts this request and no other.
+        outbox: where outputs wait for the reader, if someone else wants to know how much does.
+        Raises NotReadyError, QueueFullError or a RequestError before the first output, and any HTTPError later.
         """
-        sequences = self._submit(prompt_token_ids, params, request_id, priority, cache_salt, deadline)
-        outputs = sequences[0].outputs
+        request = EngineRequest(
+            request_id="",
+            client_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            priority=priority,
+            namespace=cache_salt,
+            deadline=deadline,
+        )
+        outputs = Outbox() if outbox is None else outbox
+        sequences = self._submit(request, outputs)
         remaining = len(sequences)
+        abort = functools.partial(self._abort, sequences)
+        if signal is not None:
+            signal.attach(abort)
         try:
             while remaining:
                 output = await outputs.get()
@@ -233,68 +222,60 @@ class AsyncEngine:
                 remaining -= output.finished
                 yield output
         finally:
+            if signal is not None:
+                signal.detach(abort)
             self._drop(sequences)
 
-    def _submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str,
-        deadline: float | None,
-    ) -> list[_Live]:
+    def _submit(self, request: EngineRequest, outputs: Outbox) -> list[LiveSequence]:
+        """Send a request as `params.n` sequences. Nothing was sent and nothing is live if it raises."""
         self.check_ready()
-        self.check_queue(params.n, len(prompt_token_ids))
-        base = request_id or uuid.uuid4().hex
-        if f"{base}-0" in self._live:
-            raise InvalidValueError(f"a request with the id {base!r} is running", param="request_id")
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        outputs = _Outbox()
-        sequences = [
-            self._live_sequence(base, index, seed, prompt_token_ids, params, priority, cache_salt, deadline, outputs)
-            for index in range(params.n)
-        ]
-        for live in sequences:
-            self._live[live.request.request_id] = live
-            self._link.send(Add(live.request))
+        self.check_queue(request.params.n, len(request.prompt_token_ids))
+        seed = request.params.seed
+        own = siblings(request, self._live.new_id, self._seeds.getrandbits(63) if seed is None else seed)
+        message = Add.of(*own)
+        stops = make_stops(request.params)
+        sequences = [LiveSequence(each, self._text(each, index, stops), outputs) for index, each in enumerate(own)]
+        thinks = sequences[0].text.thinks_too_long  # with a budget of 0
+        for sequence in sequences:
+            self._live.add(sequence)
+            if thinks:
+                self._end_thinking(sequence)
+        if not thinks:
+            self._sender.send(sequences, message)
         return sequences
 
-    def _live_sequence(
-        self,
-        base: str,
-        index: int,
-        seed: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str,
-        deadline: float | None,
-        outputs: _Outbox,
-    ) -> _Live:
-        request = EngineRequest(
-            request_id=f"{base}-{index}",
-            prompt_token_ids=prompt_token_ids,
-            params=_with_seed(params, seed + index),
-            priority=priority,
-            namespace=cache_salt,
-            group=base if params.n > 1 else "",
-            deadline=deadline,
-        )
-        return _Live(request, SequenceText(base, index, prompt_token_ids, params, self.tokenizer), outputs)
+    def _text(self, request: EngineRequest, index: int, stops: Stops | None) -> SequenceText:
+        return SequenceText(request.client_id, index, request.prompt_token_ids, request.params, self.tokenizer, stops)
 
-    def _drop(self, sequences: list[_Live]) -> None:
+    def _drop(self, sequences: list[LiveSequence]) -> None:
         """Forget the sequences of one request; those that still run are aborted."""
-        running = [live.request.request_id for live in sequences if self._live.pop(live.request.request_id, None)]
+        running = [sequence.engine_id for sequence in sequences if self._live.remove(sequence)]
         if running:
             self._link.send(Abort(running))
+            self._sender.settle()
 
     async def abort(self, request_id: str) -> bool:
-        """End a running request; its iterator gets a last output with finish_reason abort. Whether it ran."""
-        ids = [key for key in self._live if key.rpartition("-")[0] == request_id]
-        if ids:
-            self._link.send(Abort(ids))
-        return bool(ids)
+        """End all running requests that were given this id; whether there were any.
+
+        The iterator of each gets a last output with finish_reason abort.
+        """
+        return self._abort(self._live.of_client(request_id))
+
+    def _abort(self, sequences: Iterable[LiveSequence]) -> bool:
+        found = [each for each in sequences if self._live.get(each.engine_id) is each]
+        sent = [sequence.engine_id for sequence in found if sequence.is_sent]
+        for sequence in found:
+            sequence.aborted = True
+            if not sequence.is_sent:
+                self._answer_abort(sequence)
+        if sent:
+            self._link.send(Abort(sent))
+        self._sender.settle()
+        return bool(found)
+
+    def _answer_abort(self, sequence: LiveSequence) -> None:
+        """Answer in place of an engine that does not have the sequence."""
+        self._deliver(TokenOutput(request_id=sequence.engine_id, finish_reason=FinishReason.ABORT))
 
     async def flush_cache(self) -> bool:
         """Drop the prefix cache; False if requests are using it."""
@@ -315,9 +296,12 @@ class AsyncEngine:
 
     def _handle(self, message: FromEngine) -> None:
         match message:
-            case Outputs(outputs, stats):
+            case Outputs(outputs, stats, admitted):
+                self._live.admit(admitted)
+                self._sender.take(outputs)
                 for output in outputs:
                     self._deliver(output)
+                self._sender.settle()
                 if stats is not None:
                     self._stats = stats
             case Located(_, tokenizer_dir):
@@ -326,46 +310,65 @@ class AsyncEngine:
             case Reply(call_id, result, error):
                 self._reply(call_id, result, error)
 
+    def _died(self, error: EngineDeadError) -> Death:
+        self._fail_calls(error)
+        death = self._sender.died(self._link.in_work())
+        for sequence in self._live:
+            if sequence.aborted:
+                self._answer_abort(sequence)
+        return death
+
     def _became_ready(self, info: EngineInfo) -> None:
         self._info = info
-        for live in list(self._live.values()):
-            self._replay(live)
-
-    def _replay(self, live: _Live) -> None:
-        """Send a sequence to a new engine: its prompt, its seed, and the tokens it already has."""
-        live.replays += 1
-        if live.replays > MAX_REPLAYS:
-            self._end_with_error(live, EngineDeadError("the engine died while this request ran, more than once"))
-            return
-        self._link.send(Add(_resumed(live)))
+        self._sender.ready()
 
     def _deliver(self, output: TokenOutput) -> None:
-        live = self._live.get(output.request_id)
-        if live is None:
+        sequence = self._live.get(output.request_id)
+        if sequence is None:
             return  # it ended on this side (stop string, disconnect) while the engine made one more token
         if output.finish_reason is FinishReason.ERROR:
-            self._end_with_error(live, _error_of(output))
+            self._end_with_error(sequence, _failure(output, sequence))
             return
-        try:
-            result = live.text.push(output)
-        except Exception as error:  # the boundary of one request: its text must not end the others
-            logger.exception("request %s failed", output.request_id)
-            self._link.send(Abort([output.request_id]))
-            self._end_with_error(live, ServerError(f"the output could not be decoded: {type(error).__name__}"))
-            return
-        if result.finished:
-            del self._live[output.request_id]
-        if live.text.stopped_by_text:
-            self._link.send(Abort([output.request_id]))
-        live.outputs.put(result)
+        self._deliver_text(sequence, sequence.text.push, output)
+        sequence.is_answered = True
+        if sequence.text.thinks_too_long and not sequence.aborted and self._live.get(sequence.engine_id) is sequence:
+            self._link.send(Abort([sequence.engine_id]))
+            self._end_thinking(sequence)
 
-    def _end_with_error(self, live: _Live, error: HTTPError) -> None:
-        self._live.pop(live.request.request_id, None)
-        live.outputs.put(error)
+    def _end_thinking(self, sequence: LiveSequence) -> None:
+        """Go on after the end of the thinking as if the model had chosen it: all tokens so far are output.
+
+        The engine gets the sequence under a new id: what it still sends of the old one belongs to no sequence.
+        """
+        self._live.renew_id(sequence)
+        self._deliver_text(sequence, sequence.text.end_thinking)
+        if self._live.get(sequence.engine_id) is not None:
+            self._sender.send([sequence])
+
+    def _deliver_text(self, sequence: LiveSequence, take: Callable[..., RequestOutput], *outputs: TokenOutput) -> None:
+        """Deliver what `take` makes of tokens; it may find the end of the sequence."""
+        try:
+            result = take(*outputs)
+        except Exception as error:  # the boundary of one request: its text must not end the others
+            logger.exception("request %s failed", sequence.request.client_id)
+            self._link.send(Abort([sequence.engine_id]))
+            self._end_with_error(sequence, ServerError(f"the output could not be decoded: {type(error).__name__}"))
+            return
+        if sequence.waiting:
+            self._live.started(sequence)
+        if result.finished:
+            self._live.remove(sequence)
+        if sequence.text.stopped_by_text:
+            self._link.send(Abort([sequence.engine_id]))
+        sequence.outputs.put(result)
+
+    def _end_with_error(self, sequence: LiveSequence, error: HTTPError) -> None:
+        self._live.remove(sequence)
+        sequence.outputs.put(error)
 
     def _fail_all(self, error: HTTPError) -> None:
-        for live in list(self._live.values()):
-            self._end_with_error(live, error)
+        for sequence in self._live:
+            self._end_with_error(sequence, error)
         self._fail_calls(error)
 
     def _fail_calls(self, error: HTTPError) -> None:
@@ -383,21 +386,9 @@ class AsyncEngine:
             future.set_exception(InvalidValueError(error))
 
 
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return msgspec.structs.replace(params, seed=seed & (2**63 - 1), n=1)
-
-
-def _resumed(live: _Live) -> EngineRequest:
-    deadline = live.request.deadline
-    if deadline is not None:
-        deadline = max(0.0, deadline - (time.monotonic() - live.started))
-    tokens = list(live.text.output_token_ids)
-    return msgspec.structs.replace(live.request, resumed_token_ids=tokens, deadline=deadline)
-
-
-def _error_of(output: TokenOutput) -> HTTPError:
+def _failure(output: TokenOutput, sequence: LiveSequence) -> HTTPError:
     """The exception that a failed output means."""
-    message = output.error or "the request failed"
-    if 400 <= output.error_status < 500:
-        return InvalidValueError(message)
-    return RequestTimeoutError(message) if output.error_status == 504 else ServerError(message)
+    error = error_of(output)
+    if sequence.was_admitted and error.status < 500:  # an engine took it, and the one after its death does not
+        return ServerError(f"the engine was restarted and cannot go on with this request: {error.message}")
+    return error

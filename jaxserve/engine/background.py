@@ -1,94 +1,127 @@
-"""How background work, the lines of batches, gives way to online requests that have no token yet.
+"""How batch requests take part in steps beside online requests. There is one policy for each kind of platform.
 
-Decides per step and holds counts only; what is queued and what runs is the scheduler's.
+PriorityOnly    GPU and TPU: batch requests are in every step, and their prompts come after those of online requests.
+                A decode row in a step with a prompt costs almost nothing there.
+YieldToOnline   CPU: every token of a step makes it longer, so batch requests sit out while online prompts are computed.
+
+Both hold counts only. What waits and what runs is the scheduler's.
 """
 
 from __future__ import annotations
 
-from jaxserve.engine.request import BACKGROUND_PRIORITY, Request
+from jaxserve.engine.request import BACKGROUND_PRIORITY, Request, SchedulerOutput
 from jaxserve.engine.scheduler_config import SchedulerConfig
 
-PATIENCE = 16  # steps; under a stream of online prompts without a gap lines run in one of so many
-ONLINE_MEMORY = 30.0  # seconds after the last online request in which another one is expected
-# Meanwhile a step with lines has at most this fraction of the tokens, since an arrival waits for its end. Prompts
-# alone, as on a CPU (see `keeps_apart`), are done sooner, and 128 of their tokens at once cost less than twice 64.
-SMALL_STEP, SMALL_STEP_APART = 16, 4
-# Or this part of an average online prompt, where that is more: the wait is felt beside the prompt's own time.
+PATIENCE = 16  # steps; while online prompts follow each other without a gap, batch requests run in one of so many
+# Seconds after the last online request in which the next one is expected. It is the pause of a client between two
+# requests and does not depend on the model.
+ONLINE_MEMORY = 30.0
+# A step of batch requests takes at most as long as so many of the decode steps that an arrival waits for anyway, or
+# this part of the time that an average online prompt takes itself, whichever is longer.
+DECODE_STEPS = 2
 PROMPT_SHARE = 0.25
-_MEMORY = 1 / 16  # weight of the newest prompt in that average
+UNTIMED_SHARE = 4  # without step times, a step of batch requests has at most one of so many of a step's tokens
+_WEIGHT = 1 / 16  # of the newest prompt in the average
 
 
-class Courtesy:
-    """Tells lines from online requests, and when lines sit a step out or keep it small."""
+class PriorityOnly:
+    """Batch requests take part in every step. The order of prompts puts them after online requests."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._line_priority = config.rank(BACKGROUND_PRIORITY)
+        self._batch_priority = config.rank(BACKGROUND_PRIORITY)
         self._budget = config.prefill_budget
-        self._apart = bool(config.step_sizes)
-        fraction = SMALL_STEP_APART if self._apart else SMALL_STEP
-        # a text that runs in one step or not at all has to find room for all of it
-        self._small_step = None if config.whole_prompts else max(4, config.max_num_batched_tokens // fraction)
-        self._num_lines = 0
+        self.num_batch = 0  # batch requests that wait or run
+
+    def is_batch(self, request: Request) -> bool:
+        """Whether the request gives way to online requests. An aged batch request does not."""
+        return request.priority >= self._batch_priority and not request.aged
+
+    def online(self, requests: list[Request]) -> list[Request]:
+        """Those that do not give way."""
+        return [request for request in requests if not self.is_batch(request)] if self.num_batch else requests
+
+    def batch(self, requests: list[Request]) -> list[Request]:
+        """Those that give way."""
+        return [request for request in requests if self.is_batch(request)] if self.num_batch else []
+
+    def count(self, request: Request, change: int) -> None:
+        """A request came (1) or ended (-1)."""
+        if request.priority >= self._batch_priority:
+            self.num_batch += change
+
+    def started(self, request: Request, num_tokens: int) -> None:
+        """A request got its slot, and so many tokens of its prompt are to be computed."""
+
+    def joins(self, num_live: int, online_prompts: bool, now: float) -> bool:
+        """Whether batch requests take part in the next step whatever online requests do in it. Asked once a step.
+
+        num_live: requests of both kinds. online_prompts: whether online requests wait or compute their prompts.
+        """
+        return True
+
+    def budget(self, num_decode_rows: int, *, batch: bool, now: float) -> int:
+        """Prompt tokens that a step may have. batch: whether prompts of batch requests are among them."""
+        return self._budget
+
+    def runs_ahead(self, in_flight: SchedulerOutput, now: float) -> bool:
+        """Whether a step may be dispatched while this one is still running."""
+        return True
+
+
+class YieldToOnline(PriorityOnly):
+    """Batch requests sit out a step that computes an online prompt, but for one step in PATIENCE.
+
+    While online requests run or are expected, the other steps with batch requests are kept short, because an arrival
+    waits for their end. Such a step computes prompts of batch requests or decodes batch requests. Small steps of one
+    kind are better filled: the demo model's 64 prompt tokens take 3.1 ms, 20 decode rows 2.6, 16 of each together 3.4.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._times = config.step_times
+        self._decode_seconds = DECODE_STEPS * self._times.decode_seconds(config.num_slots)
+        # A text that is computed in one step or not at all needs a step that holds all of it.
+        untimed = config.max_num_batched_tokens // UNTIMED_SHARE
+        self._untimed = config.prefill_budget if config.whole_prompts else max(4, untimed)
+        self._whole = config.whole_prompts
         self._steps_sat_out = 0
         self._last_online = float("-inf")
         self._online_prompt = 0.0  # tokens to compute of an online prompt, on average
 
-    def is_line(self, request: Request) -> bool:
-        """request.priority: as ranked."""
-        return request.priority >= self._line_priority
-
-    def count(self, request: Request, change: int) -> None:
-        """A request came (1) or ended (-1)."""
-        if request.priority >= self._line_priority:
-            self._num_lines += change
-
     def started(self, request: Request, num_tokens: int) -> None:
-        """A request has its slot, and so many tokens of its prompt are to be computed."""
-        if request.priority < self._line_priority:
-            self._online_prompt += _MEMORY * (num_tokens - self._online_prompt)
+        if request.priority < self._batch_priority:
+            self._online_prompt += _WEIGHT * (num_tokens - self._online_prompt)
 
-    def sit_out(self, num_live: int, best_waiting: int | None, prefilling: list[Request], now: float) -> bool:
-        """Whether lines have no part in the next step, being asked once for each.
-
-        num_live: requests of both kinds; best_waiting: the best priority in the queue
-        """
-        if num_live > self._num_lines:
+    def joins(self, num_live: int, online_prompts: bool, now: float) -> bool:
+        if num_live > self.num_batch:
             self._last_online = now
-        if 0 < self._num_lines < num_live:
-            waits = best_waiting is not None and best_waiting < self._line_priority
-            if waits or not all(map(self.is_line, prefilling)):
-                self._steps_sat_out += 1
-                return self._steps_sat_out % PATIENCE != 0
-        self._steps_sat_out = 0
-        return False
+        if not self._expects_online(now):
+            return True
+        if not online_prompts:
+            self._steps_sat_out = 0
+            return False
+        self._steps_sat_out += 1
+        return self._steps_sat_out % PATIENCE == 0
 
-    def expects_online(self, now: float) -> bool:
-        """Whether lines are about, and online requests have been of late: what comes while a step runs should not find
-        many dispatched already."""
-        return bool(self._num_lines) and now - self._last_online <= ONLINE_MEMORY
+    def _expects_online(self, now: float) -> bool:
+        """Whether there are batch requests, and online requests run or came lately."""
+        return self.num_batch > 0 and now - self._last_online <= ONLINE_MEMORY
 
-    def keeps_apart(self, now: float) -> bool:
-        """Whether lines that decode sit out a step with a line's prompt.
-
-        So where a token costs the same whatever else a step has: small steps of one kind are better filled then. The
-        demo model's 64 prompt tokens take 3.1 ms and 20 decode rows 2.6; 16 of each in one step take 3.4.
-        """
-        return self._apart and self.expects_online(now)
-
-    def in_order(self, prefilling: list[Request]) -> list[Request]:
-        """Online prompts first."""
-        return sorted(prefilling, key=self.is_line) if self._num_lines else prefilling
-
-    def without_lines(self, requests: list[Request]) -> list[Request]:
-        return [request for request in requests if request.priority < self._line_priority]
-
-    def only_lines(self, requests: list[Request]) -> list[Request]:
-        return [request for request in requests if request.priority >= self._line_priority]
-
-    def budget(self, num_decode_rows: int, lines: bool, now: float) -> int:
-        """Prompt tokens that a step may have; lines: whether they take part in it."""
-        small = self._small_step
-        if not (lines and self.expects_online(now)) or small is None:
+    def budget(self, num_decode_rows: int, *, batch: bool, now: float) -> int:
+        if not (batch and self._expects_online(now)) or self._whole:
             return self._budget
-        step = max(small, int(PROMPT_SHARE * self._online_prompt))
-        return min(self._budget, max(step // 4, step - num_decode_rows))
+        small = self._times.tokens_within(self._longest_step()) or self._untimed
+        return min(self._budget, max(small // 4, small - num_decode_rows, 1))
+
+    def _longest_step(self) -> float:
+        """Seconds that an arrival may wait for a step of batch requests."""
+        return max(self._decode_seconds, PROMPT_SHARE * self._times.prefill_seconds(round(self._online_prompt)))
+
+    def runs_ahead(self, in_flight: SchedulerOutput, now: float) -> bool:
+        """Two decode steps may be in flight; a step with a prompt is read before the next one is made."""
+        return in_flight.num_decode_rows == len(in_flight.rows) or not self._expects_online(now)
+
+
+def make_policy(config: SchedulerConfig) -> PriorityOnly:
+    """The policy that the configuration names."""
+    return YieldToOnline(config) if config.batch_policy == "yield" else PriorityOnly(config)

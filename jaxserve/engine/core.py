@@ -2,43 +2,46 @@
 
 step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which need them
 
-While lines of batches run beside online requests (`Courtesy.expects_online`) an arrival waits for two decode steps or
-one with a prompt, and no more: a step that has a prompt, or was dispatched ahead, is read before the next is made.
+Where batch requests give way to online ones (`Scheduler.waits_for_read`), a step with a prompt is read before the next
+one is made. So an arrival waits for two decode steps or for one step with a prompt.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import math
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 
+import numpy as np
+
+from jaxserve.engine.compiling import CompilingRequests, Prepare
+from jaxserve.engine.mask_budget import MaskBudget
+from jaxserve.engine.mask_table import FillRows, MaskTable
 from jaxserve.engine.messages import EngineStats
 from jaxserve.engine.request import (
-    MAX_LOGIT_BIAS,
-    MAX_WATCHED,
     EngineRequest,
     FinishReason,
     GrammarSpec,
     Request,
     Runner,
-    SamplingParams,
     SchedulerOutput,
     StepHandle,
     TokenOutput,
 )
+from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.suspects import Suspects
-from jaxserve.engine.token_mask import FillRows, MaskTable, Matcher, TokenMask
-from jaxserve.errors import InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
+from jaxserve.engine.token_mask import Matcher, TokenMask
+from jaxserve.errors import HTTPError, InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
 
 logger = logging.getLogger(__name__)
 
 MakeMatcher = Callable[[GrammarSpec], Matcher]
+MAX_RESUMED = 256  # tokens of an output from before a restart that the loop shows to its grammar; more: a thread does
+MASK_WAIT = 0.002  # seconds of a call of `step` that can do nothing before a thread has made a mask
 
 
 class StepError(JaxserveError):
@@ -53,6 +56,7 @@ class EngineCore:
     make_matcher                 compiles a grammar; None: requests with a grammar are refused
     generates                    whether the model makes tokens; else embeddings only
     fill_masks                   fills the masks of many grammars at once; None: one after the other
+    mask_threads                 make the masks that are slow; None: every step waits for its masks
     """
 
     def __init__(
@@ -66,30 +70,55 @@ class EngineCore:
         make_matcher: MakeMatcher | None = None,
         generates: bool = True,
         fill_masks: FillRows | None = None,
+        mask_threads: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.scheduler = Scheduler(config, tuple(eos_token_ids))
-        self._vocab_size = vocab_size
-        self._seeds = random.Random(seed)
+        self._requests = RequestFactory(config, vocab_size, generates, seed, clock)
         self._make_matcher = make_matcher
-        self._generates = generates
         self._clock = clock
-        self._masks = MaskTable(vocab_size, fill_masks)
+        self._masks = MaskTable(vocab_size, fill_masks, mask_threads)
         self._suspects = Suspects()
+        self._compiling = CompilingRequests(config.queue_timeout)
+        self.admitted: list[str] = []  # ids of the requests that the last call of `step` gave a slot
         self._outputs: list[TokenOutput] = []  # for the next return of `step`
         self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read
-        self._read_first = False  # see the file's docstring; of the step in flight
         self._rebuilds = 0
         self._scheduler_seconds = 0.0
         self._host_seconds = 0.0
 
     # --- requests
 
-    def add(self, request: EngineRequest) -> None:
-        """Queue a sequence. Raises RequestError; the limits of the queue are asked of `scheduler.check_queue`."""
-        record = self._record(request)
-        mask = self._mask(request)
+    def add(self, *requests: EngineRequest, prompt: np.ndarray | None = None, prepare: Prepare | None = None) -> None:
+        """Queue sequences: all of them, or none. Raises RequestError. The queue's limits are AsyncEngine's.
+
+        prompt: int32 [n], the token ids of the one prompt that the sequences share, if they are at hand as an array
+        prepare: compiles the grammar of such sequences in a thread, and they wait for it; None: it is compiled here
+        """
+        self._check_ids([request.request_id for request in requests])
+        records = self._requests.make(requests, prompt)
+        grammar, budget = requests[0].params.grammar, MaskBudget()
+        for record in records:
+            record.mask_budget = budget
+        if prepare is not None and grammar is not None and self._make_matcher is not None:
+            for record in records:
+                self._compiling.add(record, prepare(grammar))
+            return
+        masks = [self._mask(record, self._make_matcher) for record in records]
+        for record, mask in zip(records, masks, strict=True):
+            self._queue(record, mask)
+
+    def _check_ids(self, ids: list[str]) -> None:
+        for request_id in ids:
+            if request_id in self._compiling or self.scheduler.find(request_id) is not None:
+                raise InvalidValueError(f"request id {request_id} is in use", param="request_id")
+        if len(set(ids)) < len(ids):
+            raise InvalidValueError("a request id is there twice", param="request_id")
+
+    def _queue(self, record: Request, mask: TokenMask | None) -> None:
+        if record.max_tokens == 0:
+            mask = None  # the one token that is sampled is dropped
         record.masked = mask is not None
         self.scheduler.add(record)
         if mask is not None:
@@ -97,84 +126,71 @@ class EngineCore:
         if record.output_token_ids:
             self._resume(record)
 
-    def _check_logit_bias(self, bias: dict[int, float]) -> None:
-        if len(bias) > MAX_LOGIT_BIAS or not all(0 <= token < self._vocab_size for token in bias):
-            message = f"logit_bias takes at most {MAX_LOGIT_BIAS} token ids in [0, {self._vocab_size})"
-            raise InvalidValueError(message, param="logit_bias")
-
-    def _check_details(self, params: SamplingParams) -> None:
-        if not params.detailed:
-            return
-        watched = params.watched_token_ids
-        if len(watched) > MAX_WATCHED or not all(0 <= token < self._vocab_size for token in watched):
-            message = f"at most {MAX_WATCHED} token ids in [0, {self._vocab_size}) can be watched"
-            raise InvalidValueError(message, param="logprob_token_ids")
-        if params.logprobs is None or params.embed:
-            raise InvalidValueError("details are given with log-probabilities only", param="logprobs")
-
-    def _record(self, request: EngineRequest) -> Request:
-        params, prompt = request.params, request.prompt_token_ids
-        if not (params.embed or self._generates):
-            raise InvalidValueError("the model makes embeddings and generates no text", param="model")
-        if params.max_tokens is not None and params.max_tokens < 0:
-            raise InvalidValueError(f"max_tokens is {params.max_tokens}", param="max_tokens")
-        if request.deadline is not None and not math.isfinite(request.deadline):
-            raise InvalidValueError(f"the deadline is {request.deadline} s", param="timeout")
-        max_tokens = 0 if params.embed else params.max_tokens
-        self.scheduler.config.check_fits(len(prompt), 0 if max_tokens == 0 else 1)
-        for ids in (prompt, request.resumed_token_ids):
-            if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
-                raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
-        self._check_logit_bias(params.logit_bias)
-        self._check_details(params)
-        room = self.scheduler.config.max_sequence_tokens - len(prompt)
-        now = self._clock()
-        return Request(
-            request_id=request.request_id,
-            prompt_token_ids=prompt,
-            params=params,
-            arrival=now,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            max_tokens=room if max_tokens is None else min(max_tokens, room),
-            priority=request.priority,
-            namespace=request.namespace,
-            group=request.group,
-            deadline=None if request.deadline is None else now + request.deadline,
-            output_token_ids=list(request.resumed_token_ids),
-        )
-
-    def _mask(self, request: EngineRequest) -> TokenMask | None:
-        grammar = request.params.grammar
-        if grammar is None:
-            return TokenMask.of(request.params, None)
-        if self._make_matcher is None:
+    def _mask(self, record: Request, make_matcher: MakeMatcher | None) -> TokenMask | None:
+        params = record.params
+        if params.grammar is None:
+            return TokenMask.of(params, None)
+        if make_matcher is None:
             raise UnsupportedParameterError("this engine has no grammars", param="response_format")
         try:
-            return TokenMask.of(request.params, self._make_matcher(grammar))
-        except JaxserveError:
+            return TokenMask.of(params, make_matcher(params.grammar), record.mask_budget)
+        except HTTPError:
             raise
         except Exception as error:  # whatever a grammar makes its compiler do, it is that request's fault alone
             raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
+
+    def _queue_compiled(self, now: float) -> None:
+        """Queue the requests whose grammars are compiled by now; end those that failed or whose time is over."""
+        for record, matcher in self._compiling.take_compiled():
+            try:
+                self._queue(record, self._mask(record, lambda _, matcher=matcher: matcher.result()))
+            except HTTPError as error:
+                end = self._ended(record, FinishReason.ERROR, error.message, error.status)
+                end.error_param = error.param
+                self._outputs.append(end)
+        for record, message in self._compiling.take_overdue(now):
+            self._outputs.append(self._ended(record, FinishReason.ERROR, message, 504))
+
+    def _ended(
+        self, record: Request, reason: FinishReason, error: str | None = None, error_status: int = 500
+    ) -> TokenOutput:
+        """The last output of a request that never came to the scheduler."""
+        self.scheduler.counters.count_end(reason)
+        return TokenOutput(request_id=record.request_id, finish_reason=reason, error=error, error_status=error_status)
 
     def _resume(self, record: Request) -> None:
         """Take up an output begun before a restart, which may turn out to be complete."""
         output = self.scheduler.end_resumed(record.request_id)
         if output is None:
             output = TokenOutput(request_id=record.request_id, token_ids=record.output_token_ids)
-            self._end_by_mask(output)
+            self._end_by_mask(output, here=len(output.token_ids) <= MAX_RESUMED)
             output.token_ids = []  # the client has them
         if output.finish_reason is not None:
             self._deliver([output])
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
         """End requests; the last outputs of those that had not ended by themselves."""
-        ended = [self.scheduler.abort(request_id, reason) for request_id in request_ids]
+        ended = [self._abort(request_id, reason) for request_id in request_ids]
         outputs = [output for output in ended if output is not None]
         for output in outputs:
             self._masks.drop(output.request_id)
         return outputs
 
+    def _abort(self, request_id: str, reason: FinishReason) -> TokenOutput | None:
+        record = self._compiling.remove(request_id)
+        return self._ended(record, reason) if record is not None else self.scheduler.abort(request_id, reason)
+
     # --- the loop
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether requests wait for their grammars; `step` queues them, and does not wait."""
+        return len(self._compiling) > 0
+
+    @property
+    def compiling_ids(self) -> list[str]:
+        """Ids of the requests that wait for their grammars."""
+        return self._compiling.ids
 
     @property
     def has_work(self) -> bool:
@@ -184,27 +200,32 @@ class EngineCore:
     def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then read the one before it; what ended or gained tokens since the last call.
 
-        Only reads where the step in flight is to be read before the next is made: see the file's docstring.
+        Only reads if the step in flight is to be read before the next one is made: see the file's docstring.
         Raises StepError where the device failed; `recover` then makes the next call possible.
         """
         began = self._clock()
-        if self._previous is not None and self._read_first and self.scheduler.expects_online(began):
+        self.admitted = []
+        if self._compiling:
+            self._queue_compiled(began)
+        if self._previous is not None and self.scheduler.waits_for_read(began):
             self._read_previous()
             return self._take_outputs()
+        self._take_masks()
         self._deliver(self.scheduler.expire(began))
         if self._suspects:
             self._suspects.keep(self.scheduler.live_ids)
         output = self.scheduler.schedule(began, self._suspects.on_trial)
         self._scheduler_seconds += self._clock() - began
         handle = self._execute(output) if output is not None else None
+        self.admitted = _admitted(output)
         self._host_seconds += self._clock() - began
-        ahead = self._previous is not None
+        if output is None and self._previous is None:
+            self._masks.wait(MASK_WAIT)
         self._read_previous()
         if output is not None and handle is not None:
             if output.masked:
                 self._sample(output, handle)
             self._previous = (output, handle)
-            self._read_first = ahead or output.num_decode_rows < len(output.rows)
         return self._take_outputs()
 
     def _take_outputs(self) -> list[TokenOutput]:
@@ -224,7 +245,7 @@ class EngineCore:
         self._previous = None
         began = self._clock()
         outputs = self.scheduler.update(output, sampled, began)
-        self._suspects.take(outputs)
+        self._suspects.take((output.request_id, output.finish_reason is not None) for output in outputs)
         self._deliver(outputs)
         spent = self._clock() - began
         self._scheduler_seconds += spent
@@ -236,9 +257,11 @@ class EngineCore:
                 self._end_by_mask(output)
         self._outputs += outputs
 
-    def _end_by_mask(self, output: TokenOutput) -> None:
-        """A grammar that is complete ends its request; so does one that the tokens have left, with an error."""
-        reason = self._masks.advance(output)
+    def _end_by_mask(self, output: TokenOutput, *, here: bool = True) -> None:
+        """A grammar that is complete ends its request; so does one that the tokens have left, with an error.
+
+        here: as of `MaskTable.advance`."""
+        reason = self._masks.advance(output, here=here)
         if reason is FinishReason.ERROR:
             output.error, output.error_status = self._masks.failure(output.request_id)
             self.scheduler.fail(output.request_id, output.error, output.error_status)
@@ -250,11 +273,28 @@ class EngineCore:
 
     def _sample(self, output: SchedulerOutput, handle: StepHandle) -> None:
         """Finish a masked step, now that the tokens before it are known."""
-        bitmask, failed = self._masks.bitmask(output)
+        masks = self._masks.of_step(output)
         with _device_work():
-            handle.sample(bitmask)
-        ended = [self.scheduler.fail(request_id, *self._masks.failure(request_id)) for request_id in failed]
-        self._deliver([end for end in ended if end is not None])
+            handle.sample(masks.bits, masks.late)
+        self.scheduler.take_back(output, masks.late)
+        self.scheduler.rest(output, masks.resting)
+        for request_id, reason in masks.ended:
+            self._end_masked(request_id, reason)
+
+    def _take_masks(self) -> None:
+        """Requests whose masks are made can be in a step again; some are found to end."""
+        for request_id, reason in self._masks.take_ready():
+            self.scheduler.wake(request_id)
+            if reason is not None:
+                self._end_masked(request_id, reason)
+
+    def _end_masked(self, request_id: str, reason: FinishReason) -> None:
+        if reason is FinishReason.ERROR:
+            end = self.scheduler.fail(request_id, *self._masks.failure(request_id))
+        else:
+            end = self.scheduler.abort(request_id, reason)
+        self._masks.drop(request_id)
+        self._outputs += [end] if end is not None else []
 
     def drain(self) -> list[TokenOutput]:
         """Step until nothing is left to do."""
@@ -282,12 +322,18 @@ class EngineCore:
         self._rebuilds += 1
         guilty = self._suspects.failed(self.scheduler.recover())
         if guilty is not None:
-            logger.error("request %s ends: the device fails at every step with it and without the others", guilty)
+            record = self.scheduler.find(guilty)
+            client_id = record.client_id if record is not None else ""
+            logger.error("request %s (%s) ends: every step with it fails and others do not", guilty, client_id)
             end = self.scheduler.fail(guilty, "the device fails whenever it computes this request")
             self._deliver([end] if end is not None else [])
         return guilty is not None and self._suspects.has_passed
 
     # --- administration
+
+    def close(self) -> None:
+        """Make no more masks in threads: the interpreter's end would wait for those that are queued."""
+        self._masks.close()
 
     def flush_prefix_cache(self) -> bool:
         """Forget all cached prefixes; pages in use are freed when their requests end."""
@@ -297,11 +343,11 @@ class EngineCore:
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()
         counters = stats.counters
-        details = {name: float(value) for name, value in dataclasses.asdict(counters).items()}
         return EngineStats(
             num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_waiting_tokens=stats.num_waiting_tokens,
+            num_waiting=stats.num_waiting + len(self._compiling),
+            num_compiling=len(self._compiling),
+            num_waiting_tokens=stats.num_waiting_tokens + self._compiling.num_tokens,
             num_pages_free=stats.num_pages_free,
             num_pages_cached=stats.num_pages_cached,
             num_pages_used=stats.num_pages - stats.num_pages_free - stats.num_pages_evictable,
@@ -313,6 +359,8 @@ class EngineCore:
             preemptions=counters.retractions + counters.priority_preemptions,
             compiles=self.runner.num_compiles(),
             host_seconds=self._host_seconds,
+            step_tokens=counters.step_tokens,
+            step_sizes=list(counters.step_sizes),
             details={
                 "rebuilds": self._rebuilds,
                 "requests_preempted": stats.num_preempted,
@@ -320,9 +368,16 @@ class EngineCore:
                 "window_pages_used": stats.num_window_pages_used,
                 "new_token_ratio": stats.new_token_ratio,
                 "scheduler_seconds": self._scheduler_seconds,
-                **{name: details[name] for name in _DETAILS},
+                **{name: float(getattr(counters, name)) for name in _DETAILS},
             },
         )
+
+
+def _admitted(output: SchedulerOutput | None) -> list[str]:
+    if output is None or not output.slot_inits:
+        return []
+    slots = {init.slot for init in output.slot_inits}
+    return [row.request_id for row in output.rows if row.slot in slots]
 
 
 @contextlib.contextmanager

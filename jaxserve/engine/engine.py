@@ -10,17 +10,16 @@ its programs are plain functions over pytrees.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from jaxserve.config import Config
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.factory import build_engine
-from jaxserve.engine.messages import EngineInfo, FromEngine, Located
-from jaxserve.engine.output import RequestOutput, SequenceText
+from jaxserve.engine.messages import Add, EngineInfo, FromEngine, Located
+from jaxserve.engine.output import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.engine.request import (
     EngineRequest,
     FinishReason,
@@ -29,10 +28,15 @@ from jaxserve.engine.request import (
     TokenLogprobs,
     TokenOutput,
 )
-from jaxserve.errors import ServerError
+from jaxserve.engine.request_seed import request_seed
+from jaxserve.engine.siblings import siblings
+from jaxserve.errors import HTTPError, InvalidValueError, ServerError
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | list[int]
+Sink = Callable[[RequestOutput], None]  # takes the outputs of a sequence as they come
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ class Completion:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     embedding: bytes | None = None  # float32, little endian, where params.embed asked for it
+    error: HTTPError | None = None  # why it failed, with finish_reason error
 
     def add(self, output: RequestOutput) -> None:
         self.text += output.text
@@ -69,6 +74,7 @@ class Completion:
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens
         self.embedding = output.embedding
+        self.error = output.error
 
 
 class Engine:
@@ -81,12 +87,14 @@ class Engine:
     def __init__(self, model: str | None = None, *, config: Config | None = None, **keys: Any) -> None:
         self.config = config or Config.of(model, **keys)
         self._tokenizer_dir = ""
-        built = build_engine(self.config, self._on_message)
+        built = build_engine(self.config, self._on_message, seed=request_seed(self.config.runtime.random_seed))
         self.core: EngineCore = built.core
         self.info: EngineInfo = built.info
         self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir)
-        self._sequences: dict[str, SequenceText] = {}
+        self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
+        self._unread: list[RequestOutput] = []  # for the next return of `step`
         self._ids = itertools.count()
+        self._names = itertools.count()
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Located):
@@ -102,16 +110,21 @@ class Engine:
     ) -> list[list[Completion]]:
         """Run prompts to their end, batched: for each prompt (text or token ids) its n completions.
 
-        Raises ServerError if a sequence failed on the device, RequestError for a prompt that cannot be run.
+        A completion that failed has an `error`; the others are whole. Raises RequestError for a prompt that cannot be
+        run, before any is queued. What still runs when this raises or is interrupted is aborted.
         """
         batch = _as_list(prompts)
         each = _params_for(batch, params)
-        ids = [self.add_request(prompt, one) for prompt, one in zip(batch, each, strict=True)]
-        results = {key: [Completion() for _ in range(one.n)] for key, one in zip(ids, each, strict=True)}
-        while self.has_unfinished:
-            for output in self.step():
-                results[output.request_id][output.index].add(output)
-        return [results[key] for key in ids]
+        pairs = list(zip(batch, each, strict=True))
+        groups = [self._siblings(prompt, one, f"request-{next(self._names)}") for prompt, one in pairs]
+        results = {each.request_id: Completion() for group in groups for each in group}
+        self._queue(groups, lambda request: results[request.request_id].add)
+        try:
+            while not self._sequences.keys().isdisjoint(results):
+                self._turn()
+        finally:
+            self._abort(results)
+        return [[results[each.request_id] for each in group] for group in groups]
 
     def add_request(
         self,
@@ -122,53 +135,98 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> str:
-        """Queue a prompt; the id that its outputs will carry."""
-        params = params or SamplingParams()
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        base = request_id or f"request-{next(self._ids)}"
-        for index in range(params.n):
-            seed = None if params.seed is None else params.seed + index
-            self.core.add(
-                EngineRequest(
-                    request_id=f"{base}-{index}",
-                    prompt_token_ids=token_ids,
-                    params=msgspec.structs.replace(params, n=1, seed=seed),
-                    priority=priority,
-                    namespace=cache_salt,
-                    group=base if params.n > 1 else "",
-                )
-            )
-            self._sequences[f"{base}-{index}"] = SequenceText(base, index, token_ids, params, self.tokenizer)
-        return base
+        """Queue a prompt; the id that its outputs will carry. Raises RequestError."""
+        name = request_id or f"request-{next(self._names)}"
+        group = self._siblings(prompt, params or SamplingParams(), name, priority, cache_salt)
+        self._queue([group], lambda _: self._keep)
+        return name
+
+    def _keep(self, output: RequestOutput) -> None:
+        self._unread.append(output)
+
+    def _siblings(
+        self, prompt: Prompt, params: SamplingParams, name: str, priority: int = 0, cache_salt: str = ""
+    ) -> list[EngineRequest]:
+        """The n sequences of a prompt, checked as those that cross a socket are. Raises InvalidValueError."""
+        if params.thinking is not None:
+            raise InvalidValueError("a budget for thinking needs an AsyncEngine", param="thinking")
+        request = EngineRequest(
+            request_id="",
+            client_id=name,
+            prompt_token_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            params=params,
+            priority=priority,
+            namespace=cache_salt,
+        )
+        return Add.of(*siblings(request, lambda: format(next(self._ids), "x"), params.seed)).requests()
+
+    def _queue(self, groups: list[list[EngineRequest]], sink: Callable[[EngineRequest], Sink]) -> None:
+        """Queue the sequences of several prompts, all or none; `sink` tells where the outputs of each go."""
+        sequences = {
+            each.request_id: (text, sink(each))
+            for group in groups
+            for each, text in zip(group, self._texts(group), strict=True)
+        }
+        self.core.add(*itertools.chain.from_iterable(groups))
+        self._sequences |= sequences
+
+    def _texts(self, group: list[EngineRequest]) -> list[SequenceText]:
+        prompt, params = group[0].prompt_token_ids, group[0].params
+        stops = make_stops(params)
+        return [
+            SequenceText(each.client_id, index, prompt, params, self.tokenizer, stops)
+            for index, each in enumerate(group)
+        ]
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences or self._unread)
 
     def step(self) -> list[RequestOutput]:
-        """One turn of the engine: dispatches the next step and returns what the previous one produced."""
-        return [result for output in self.core.step() if (result := self._text(output)) is not None]
+        """One turn of the engine: dispatches the next step and returns what the previous one produced.
 
-    def _text(self, output: TokenOutput) -> RequestOutput | None:
-        sequence = self._sequences.get(output.request_id)
-        if sequence is None:
-            return None  # it ended by a stop string; the engine made one more token meanwhile
+        A sequence that failed has a last output with an `error`. A step that fails on the device is computed again.
+        Raises what leaves no device to go on with.
+        """
+        self._turn()
+        outputs, self._unread = self._unread, []
+        return outputs
+
+    def _turn(self) -> None:
+        """A step of the core. Its outputs go to the sinks of their sequences."""
+        try:
+            outputs = self.core.step()
+        except StepError as error:
+            logger.error("a step failed, and is computed again: %s", error, exc_info=error.__cause__)
+            self.core.recover()
+            return
+        except BaseException:  # an interrupt leaves half a step behind
+            self.core.recover()
+            raise
+        for output in outputs:
+            self._deliver(output)
+
+    def _deliver(self, output: TokenOutput) -> None:
+        if output.request_id not in self._sequences:
+            return  # it ended by a stop string; the engine made one more token meanwhile
+        sequence, sink = self._sequences[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
-            del self._sequences[output.request_id]
-            raise ServerError(f"{output.request_id}: {output.error}")
-        result = sequence.push(output)
+            result = sequence.fail(error_of(output))
+        else:
+            result = _pushed(sequence, output)
         if result.finished:
             del self._sequences[output.request_id]
-            if sequence.stopped_by_text:
+            if output.finish_reason is None:
                 self.core.abort([output.request_id])
-        return result
+        sink(result)
 
     def abort(self, request_id: str) -> None:
-        """End all sequences of a request now; it yields nothing more."""
-        ids = [key for key in self._sequences if key.rpartition("-")[0] == request_id]
-        for key in ids:
-            del self._sequences[key]
-        self.core.abort(ids)
+        """End all sequences of the requests with this id now; they yield nothing more."""
+        self._abort([key for key, (sequence, _) in self._sequences.items() if sequence.request_id == request_id])
+        self._unread = [output for output in self._unread if output.request_id != request_id]
+
+    def _abort(self, ids: Iterable[str]) -> None:
+        self.core.abort([each for each in ids if self._sequences.pop(each, None) is not None])
 
     def update_weights(self, leaves: Any) -> None:
         """Replace the weights by a pytree of the same structure, shapes and dtypes; nothing is compiled.
@@ -183,11 +241,22 @@ class Engine:
         self.core.flush_prefix_cache()
 
 
+def _pushed(sequence: SequenceText, output: TokenOutput) -> RequestOutput:
+    try:
+        return sequence.push(output)
+    except Exception as error:  # the boundary of one request: its text must not end the others
+        logger.exception("request %s failed", sequence.request_id)
+        return sequence.fail(ServerError(f"the output could not be decoded: {type(error).__name__}"))
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [[int(token) for token in prompts if isinstance(token, int)]]
+    token_ids = [int(each) for each in prompts if isinstance(each, int)]
+    if token_ids and len(token_ids) == len(prompts):
+        return [token_ids]
+    if token_ids:
+        raise InvalidValueError("prompts are one text, one list of token ids, or a list of these", param="prompt")
     return [prompt for prompt in prompts if not isinstance(prompt, int)]
 
 

@@ -15,9 +15,11 @@ import msgspec
 
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.mask_table import mask_threads
 from jaxserve.engine.messages import EngineInfo, FromEngine, Located, Progress
 from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.server import BuiltEngine
+from jaxserve.engine.step_times import UNTIMED, StepTimes
 from jaxserve.errors import ConfigError
 from jaxserve.grammar.bitmask import BitmaskFiller
 from jaxserve.grammar.matcher import MatcherFactory
@@ -33,9 +35,9 @@ from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
 from jaxserve.text.tokenizer import Tokenizer
 
 DEMO_NAME = "demo"
-# The demo model on 2 cores beside online requests: with 16 in all 10 decoded, since some wait for their prompt or for
-# the disk; with 48 the wait of online requests grew by half.
-CPU_ROWS = 24
+# On a CPU, of the rows that fill a step: so many lines of batches are kept in work. All of them lengthen the steps of
+# online requests: with twice as many lines the demo model on 2 cores made them wait half as long again.
+CPU_SHARE = 0.75
 
 Send = Callable[[FromEngine], None]
 
@@ -52,18 +54,25 @@ class Phases:
         self.seconds[name], self._last = now - self._last, now
 
 
-def build_engine(config: Config, send: Send) -> BuiltEngine:
-    """A ready engine and what it is. Raises ConfigError with a cause and a fix."""
+def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
+    """A ready engine and what it is. Raises ConfigError with a cause and a fix.
+
+    seed: of the requests that bring none; those of AsyncEngine always do
+    """
     phases = Phases()
     if config.mesh.replicas > 1:
         raise ConfigError("mesh.replicas above 1 is not served yet", fix="start one server a replica")
+    send(Progress("model files"))
     directory = locate(config)
     tokenizer_dir = _tokenizer_dir(config, directory)
     send(Located(str(directory), str(tokenizer_dir)))
+    send(Progress("devices"))
     mesh = make_mesh(config.mesh.device, data=config.mesh.data, tensor=config.mesh.tensor, expert=config.mesh.expert)
     phases.end("devices")
+    send(Progress("weights", unit="bytes"))
     loaded = _load(config, directory, mesh, send)
     phases.end("weights")
+    send(Progress("programs", unit="programs"))
     matchers = MatcherFactory(
         Tokenizer.from_directory(tokenizer_dir).to_json(),
         vocab_size=loaded.config.vocab_size,
@@ -74,20 +83,20 @@ def build_engine(config: Config, send: Send) -> BuiltEngine:
         matchers.warm_up()  # in a thread, while the programs compile
     pooling = read_pooling(directory, loaded.config)
     runner = _runner(config, loaded, pooling, mesh, send)
-    if isinstance(runner, ModelRunner):
-        runner.warm_up()
+    times = runner.warm_up() if isinstance(runner, ModelRunner) else UNTIMED
     phases.end("programs")
     core = EngineCore(
         runner,
-        _scheduler_config(config, runner),
+        _scheduler_config(config, runner, times),
         generates=not embedder,
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=loaded.config.eos_token_ids,
-        seed=config.runtime.random_seed,
+        seed=seed,
         make_matcher=matchers,
         fill_masks=BitmaskFiller().fill,
+        mask_threads=mask_threads(),
     )
-    info = _info(config, loaded, runner, phases.seconds)
+    info = _info(config, loaded, runner, times, phases.seconds)
     info = msgspec.structs.replace(
         info,
         is_embedding=embedder,
@@ -126,7 +135,7 @@ def _load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> Load
         mesh=mesh.mesh,
         progress=lambda done, total: send(Progress("weights", done, total, "bytes")),
         load_format=config.model.load_format,
-        seed=config.runtime.random_seed,
+        seed=config.runtime.random_seed or 0,
     )
 
 
@@ -154,7 +163,7 @@ def served_names(config: Config) -> list[str]:
     return [Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else path]
 
 
-def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner) -> SchedulerConfig:
+def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times: StepTimes) -> SchedulerConfig:
     section, encoder = config.scheduler, isinstance(runner, EncoderRunner)
     return SchedulerConfig(
         # an encoder keeps no pages: one of a whole text's size for each slot is never short
@@ -168,9 +177,9 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner) -> Sc
         policy=section.policy,
         prefix_cache=config.cache.prefix_cache and not encoder,
         step_sizes=_step_sizes(runner),
+        batch_policy="yield" if runner.mesh.platform == "cpu" else "priority",
+        step_times=times,
         whole_prompts=encoder,
-        max_queued_requests=section.max_queued_requests,
-        max_queued_tokens=section.max_queued_tokens,
         new_token_ratio=section.new_token_ratio,
         prefill_chunk_size=section.prefill_chunk_size,
         aging_steps=section.aging_steps,
@@ -186,7 +195,11 @@ def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:
 
 
 def _info(
-    config: Config, loaded: LoadedModel, runner: ModelRunner | EncoderRunner, seconds: dict[str, float]
+    config: Config,
+    loaded: LoadedModel,
+    runner: ModelRunner | EncoderRunner,
+    times: StepTimes,
+    seconds: dict[str, float],
 ) -> EngineInfo:
     model = loaded.config
     defaults = dataclasses.asdict(model.generation)
@@ -201,7 +214,7 @@ def _info(
         num_pages=runner.plan.num_pages,
         max_num_seqs=runner.config.max_num_seqs,
         max_num_batched_tokens=runner.config.max_num_batched_tokens,
-        useful_rows=CPU_ROWS if runner.mesh.platform == "cpu" else runner.config.max_num_seqs,
+        useful_rows=_useful_rows(runner, times),
         attention=runner.backend.name if isinstance(runner, ModelRunner) else "dense",
         devices=[f"{device.platform}:{device.id} {device.device_kind}" for device in runner.mesh.devices],
         num_programs=runner.num_programs,
@@ -210,3 +223,9 @@ def _info(
         memory_plan=runner.plan.as_dict(),
         seconds=seconds,
     )
+
+
+def _useful_rows(runner: ModelRunner | EncoderRunner, times: StepTimes) -> int:
+    """See EngineInfo.useful_rows."""
+    most = runner.config.max_num_seqs
+    return most if runner.mesh.platform != "cpu" else max(1, round(CPU_SHARE * times.full_rows(most)))

@@ -102,6 +102,7 @@ class KVManager:
         request.slot = self._slots.pop()
         request.page_ids = node.page_ids + self.allocate(total - node.depth)
         request.page_capacity = total * self.page_size
+        request.num_read_tokens = node.depth * self.page_size
         if self.window is not None:
             self.window.take(request, node, surplus)
 
@@ -118,17 +119,26 @@ class KVManager:
         request.page_capacity += count * self.page_size
         return pages
 
+    def prompt_reach(self, request: Request, end: int) -> int:
+        """Position up to `end` that a running prompt has pages for now. Those of windowed layers come free as steps are
+        read."""
+        return end if self.window is None else self.window.reach(request, end)
+
     # --- sharing and giving back
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """Offer the full pages of the first `num_tokens` tokens, which have been computed and read, to the cache."""
-        num_pages = num_tokens // self.page_size
-        if self._prefix_cache and num_pages > request.cache_node.depth:
-            tokens = request.token_ids(0, num_pages * self.page_size)
-            request.cache_node, duplicates = self.cache.insert(request.cache_node, tokens, request.page_ids, num_pages)
+        """Offer the full pages of the first `num_tokens` tokens, which have been computed and read, to the cache.
+
+        The cost is that of the pages that were not offered before.
+        """
+        num_pages, start = num_tokens // self.page_size, request.cache_node
+        if self._prefix_cache and num_pages > start.depth:
+            tokens = request.token_ids(start.depth * self.page_size, num_pages * self.page_size)
+            pages = request.page_ids[start.depth : num_pages]
+            request.cache_node, duplicates = self.cache.insert(start, tokens, pages, num_pages)
             request.duplicate_page_ids += duplicates
             if self.window is not None:
-                self.window.commit(request, request.cache_node)
+                self.window.commit(request, request.cache_node, start.depth)
 
     def merge_duplicates(self, requests: Iterable[Request]) -> None:
         """Free pages held twice: by a request, and by the cache where nobody else uses them any more."""

@@ -7,29 +7,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
+import logging
 import signal
-import sys
-import tempfile
-from pathlib import Path
 from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
+from jaxserve.child_process import child_environment, python_command
 from jaxserve.config import Config
-from jaxserve.engine.messages import FromEngine, MessageError, Stop, ToEngine, decode_from_engine, encode
+from jaxserve.engine.messages import (
+    EngineInfo,
+    FromEngine,
+    MessageError,
+    Ready,
+    Stop,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from jaxserve.engine.shared_state import Pulse
+from jaxserve.engine.socket_directory import SocketDirectory, sweep
 from jaxserve.errors import EngineDeadError
 
 STOP_TIMEOUT = 5.0  # seconds a child is given to end by itself
+
+logger = logging.getLogger(__name__)
 
 
 class EngineLink(Protocol):
     """A way to reach one engine. After EngineDeadError it can be started again."""
 
-    @property
-    def beats(self) -> bool:
-        """Whether the engine sends Beat messages."""
+    def pulse(self) -> Pulse | None:
+        """What the engine counted since its start; None for one that lives and dies with this process."""
+        ...
+
+    def in_work(self) -> list[str]:
+        """Ids of the requests that the engine is computing or taking in, or was when it died; [] if not known."""
         ...
 
     async def start(self) -> None: ...
@@ -51,18 +65,29 @@ class EngineLink(Protocol):
     async def stop(self) -> None: ...
 
 
+def with_plan(config: Config, info: EngineInfo) -> Config:
+    """The configuration of an engine that takes the place of one: as many pages, even if less memory is free just now.
+
+    With fewer it would refuse requests that the other one had accepted. While the memory is short its start fails,
+    and is tried again after the delays between restarts.
+    """
+    pages = {"num_pages": info.num_pages, "num_window_pages": info.memory_plan.get("num_window_pages")}
+    planned = {name: number for name, number in pages.items() if number}  # an encoder has none
+    return config.model_copy(update={"cache": config.cache.model_copy(update=planned)})
+
+
 class ProcessLink:
     """An engine in a child process. module: what the child runs."""
-
-    beats = True
 
     def __init__(self, config: Config, module: str = "jaxserve.engine.process") -> None:
         self._config = config
         self._module = module
-        self._directory: Path | None = None
+        self._directory: SocketDirectory | None = None
         self._context: zmq.asyncio.Context | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ended: asyncio.Task[int] | None = None
+        self._is_ready = False
+        self._has_swept = False
 
     @property
     def pid(self) -> int | None:
@@ -70,27 +95,34 @@ class ProcessLink:
 
     async def start(self) -> None:
         await self.stop()
-        self._directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))  # mode 0700
+        self._sweep()
+        self._is_ready = False
+        self._directory = SocketDirectory()
         self._context = zmq.asyncio.Context()
         self._outgoing = self._bind(self._context, zmq.PUSH, "to-engine")
         self._incoming = self._bind(self._context, zmq.PULL, "from-engine")
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
-            str(self._directory),
+            *python_command(self._module, str(self._directory.path)),
+            env=child_environment(),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(self._config.model_dump_json().encode() + b"\n")
+        self._process.stdin.write(self._config.without_secrets().model_dump_json().encode() + b"\n")
         self._ended = asyncio.ensure_future(self._process.wait())
 
+    def _sweep(self) -> None:
+        if not self._has_swept:
+            self._has_swept = True
+            if swept := sweep():
+                logger.info("removed %d directories of killed servers", len(swept))
+
     def _bind(self, context: zmq.asyncio.Context, kind: int, name: str) -> zmq.asyncio.Socket:
+        assert self._directory is not None
         socket = context.socket(kind)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(f"ipc://{self._directory}/{name}")
+        socket.bind(f"ipc://{self._directory.path}/{name}")
         return socket
 
     def send(self, message: ToEngine) -> None:
@@ -110,9 +142,19 @@ class ProcessLink:
                 frame.cancel()
                 raise EngineDeadError(f"the engine process ended with status {self._ended.result()}")
             try:
-                return decode_from_engine(await frame)
+                message = decode_from_engine(await frame)
             except MessageError:
                 continue
+            if isinstance(message, Ready):
+                self._is_ready = True
+                self._config = with_plan(self._config, message.info)
+            return message
+
+    def pulse(self) -> Pulse | None:
+        return Pulse(0, 0) if self._directory is None else self._directory.state.pulse
+
+    def in_work(self) -> list[str]:
+        return [] if self._directory is None else self._directory.state.in_work
 
     def dump_stacks(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -124,7 +166,10 @@ class ProcessLink:
 
     async def stop(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            self.send(Stop())
+            if self._is_ready:
+                self.send(Stop())
+            else:  # it reads no messages while it loads
+                self._process.kill()
             try:
                 await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT)
             except TimeoutError:
@@ -138,5 +183,5 @@ class ProcessLink:
         if self._context is not None:
             self._context.destroy(linger=0)
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
         self._process = self._context = self._directory = None

@@ -146,7 +146,8 @@ class RadixCache:
         """Give the cache the pages of a sequence whose path up to `start` the caller has locked.
 
             [0, start.depth)           in the tree already
-            [start.depth, num_pages)   page_ids[i] holds the K and V of tokens [i * page_size, (i + 1) * page_size)
+            [start.depth, num_pages)   the caller's: tokens and page_ids begin here, and page_ids[i] holds the K and V
+                                       of tokens [i * page_size, (i + 1) * page_size)
 
         Returns the node of `num_pages`, to which the lock now reaches, and those of the pages that the tree has a
         copy of already, in use by others: they stay the caller's. A copy that nobody uses makes way for the caller's.
@@ -156,7 +157,7 @@ class RadixCache:
         if not start.alive:
             return start, duplicates
         node, size = start, self.page_size
-        for i in range(start.depth, num_pages):
+        for i in range(num_pages - start.depth):
             key = tuple(tokens[i * size : (i + 1) * size])
             child = node.children.get(key)
             if child is None:

@@ -7,12 +7,14 @@ Everything that crosses the socket between the API process and the engine proces
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
+
+from jaxserve.engine.mask_budget import MaskBudget
 
 # Requests of this priority or more are background work (batches): under every policy they run after all others and
 # give way to them.
@@ -34,6 +36,14 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+class RowStatus(enum.IntEnum):
+    """What became of a row of a step."""
+
+    FINE = 0
+    NOT_FINITE = 1  # NaN or infinity in a hidden state or in the model's logits
+    NOTHING_ALLOWED = 2  # the logits are finite, and the request's parameters exclude every token
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence or stop token (or, found by the text side, a stop string)
     LENGTH = "length"  # max_tokens or the context is used up
@@ -46,14 +56,32 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: "json_object" | "json_schema" | "regex" | "lark" (structural tags and tool calls too) | "ebnf" | "choice"
     source: the schema as JSON text, the pattern, the grammar text, the JSON list of choices
+    checked: what the grammar compiler made of it, for the engine to use as it is; empty: not checked
     """
 
     kind: str
     source: str
+    checked: str = ""
     # output token ids after whose last occurrence the grammar begins (e.g. </think>); empty: at once
     begin_after: tuple[Int32, ...] = ()
     # with begin_after: the grammar begins at once unless the first output token is this one (e.g. <think>)
     begin_unless: tuple[Int32, ...] = ()
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an output may think; then the end of its thinking is written for the model.
+
+    tokens: that the output may have while it thinks
+    family: of reasoning, a name of text/reasoning; inside: the prompt leaves the model within its thinking
+    tools: names of the request's tools, whose calls end the thinking too
+    end_token_ids: tokens of the end, which become a part of the output
+    """
+
+    tokens: Count
+    family: str
+    inside: bool = False
+    tools: tuple[str, ...] = ()
+    end_token_ids: tuple[Int32, ...]
 
 
 HiddenStates = Literal["", "last", "all"]
@@ -82,11 +110,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: Count | None = None
     grammar: GrammarSpec | None = None
     embed: bool = False  # no tokens: the prompt's pooled hidden state
+    watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # of text/watermark.py
     # asked for by few; each needs `logprobs`, 0 at least
     watched_token_ids: tuple[Int32, ...] = ()  # their log-probabilities too, at every position
     support: bool = False  # the candidates that each token was drawn from
     experts: bool = False  # the experts that each token was given to, of a model that has some
-    watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # of text/watermark.py
     hidden_states: HiddenStates = ""  # of the tokens that each token was drawn after; all: and of the whole prompt
     # read by the text side only
     stop: tuple[str, ...] = ()
@@ -95,26 +123,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     visible_token_ids: tuple[Int32, ...] = ()  # special tokens that stay in the text: a parser of the output reads them
     spaces_between_special_tokens: bool = True
+    thinking: ThinkingBudget | None = None
 
     @property
     def detailed(self) -> bool:
         """Whether it asks for more of a token than its log-probabilities: such rows are sampled in a dispatch apart."""
-        asked = self.watched_token_ids or self.support or self.hidden_states or self.experts
-        return bool(asked) or self.watermark_key is not None
+        return bool(self.watched_token_ids or self.support or self.hidden_states or self.experts)
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate, as it enters the engine (n > 1 has been expanded: one each, same `group`)."""
 
-    request_id: str  # made by the server, unique among live requests
+    request_id: str  # made by the server and never used again
+    client_id: str = ""  # what the client calls the request, for logs: other requests may have the same
     prompt_token_ids: list[Int32]
     params: SamplingParams
     priority: Int32 = 0  # lower runs earlier
     namespace: str = ""  # prefix-cache namespace: adapter and cache salt
-    group: str = ""  # siblings of one n > 1 request share it
+    group: str = ""  # siblings of one n > 1 request share it; made by the server, no other request has it
     deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None  # seconds from arrival; then it ends with an error
     # tokens already delivered to the client before an engine restart; they continue the output, not the prompt
     resumed_token_ids: list[Int32] = []
+    is_answered: bool = False  # by an engine that died: what comes once, with the first token, does not come again
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -157,8 +187,10 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     queue_seconds: float = 0.0  # arrival to admission; on the first output with a token
     first_token_seconds: float = 0.0  # arrival to the first token on the host; on that output
+    num_preemptions: int = 0  # with finish_reason
     error: str | None = None
     error_status: int = 500  # HTTP status to answer with when nothing was streamed yet
+    error_param: str | None = None  # the field at fault
 
 
 @dataclass(slots=True, eq=False)
@@ -179,10 +211,14 @@ class Request:
     priority: int = 0
     namespace: str = ""
     group: str = ""
+    client_id: str = ""
+    is_answered: bool = False  # by an engine before this one
     deadline: float | None = None  # absolute, time.monotonic()
     stop_token_ids: frozenset[int] = frozenset()  # resolved: those of params, and end of sequence unless ignored
     max_computed_tokens: int = 0  # resolved by the scheduler: all but the last token need their K and V
     masked: bool = False  # its samples need a bitmask computed on the host
+    mask_budget: MaskBudget | None = None  # shared with its siblings
+    rests: bool = False  # no decode row until `Scheduler.wake`: a thread makes its mask
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -200,12 +236,14 @@ class Request:
     page_ids: list[int] = field(default_factory=list)
     page_capacity: int = 0  # tokens that fit its pages
     duplicate_page_ids: list[int] = field(default_factory=list)  # of page_ids: the cache has its own copy
+    shared_with: tuple[str, int] | None = None  # id of another request, and how many pages both prompts begin with
     cache_node: Any = None  # RadixCache's handle of the locked prefix; opaque here
     window: Any = None  # WindowGroup's record of the pages of layers with a window; opaque here
     num_computed_tokens: int = 0
     num_inflight_tokens: int = 0  # sampled on the device, not yet read by the host
     last_step: int = 0  # the last step that has a row of it
     num_prefill_tokens: int = 0  # host literals to compute since the last admission; then decode begins
+    num_read_tokens: int = 0  # of these, from the first on: read and finite, so their pages may be shared
     prompt_done: bool = False  # since the last admission a good token was read: its pages hold no garbage
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered so far; None: not asked or delivered
     prompt_hidden: dict[int, np.ndarray] | None = None  # likewise: first position -> float32 [n, D]
@@ -322,12 +360,13 @@ class Details:
 class SampledTokens:
     """What the device returned for a step, on the host. R rows as in SchedulerOutput.rows, Q tokens at most a row.
 
-    Entries of rows with samples=False have no meaning. `ok` is False where the row's logits were not finite.
+    Entries of rows with samples=False have no meaning, but for their `status`: of a chunk it says whether the hidden
+    states of its tokens are finite.
     """
 
     token_ids: np.ndarray  # int32 [R, Q]
     num_valid: np.ndarray  # int32 [R]
-    ok: np.ndarray  # bool [R]
+    status: np.ndarray  # uint8 [R], a RowStatus each
     logprobs: np.ndarray | None = None  # float32 [R, Q] of the chosen tokens
     ranks: np.ndarray | None = None  # int32 [R, Q]
     top_ids: np.ndarray | None = None  # int32 [R, Q, 20]
@@ -345,8 +384,11 @@ class SampledTokens:
 class StepHandle(Protocol):
     """A step that was dispatched to the device."""
 
-    def sample(self, bitmask: np.ndarray) -> None:
-        """Finish a masked step. bitmask: int32 [R, ceil(V/32)], bit 1 allows; all ones for free rows."""
+    def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
+        """Finish a masked step. bitmask: int32 [R, ceil(V/32)], bit 1 allows; all ones for free rows.
+
+        late: rows that get no token; the next decode row of their slots computes the same token again.
+        """
         ...
 
     def result(self) -> SampledTokens:

@@ -15,44 +15,45 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from jaxserve.engine.admission import NewTokenRatio, PrefillsInProgress, Room
-from jaxserve.engine.background import Courtesy
+from jaxserve.engine.admitter import Admitter
+from jaxserve.engine.background import make_policy
+from jaxserve.engine.exclusions import nothing_allowed
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.logprobs import (
+    StepLogprobs,
     add_details,
+    ask_prompt_details,
     gather_prompt_details,
     gather_prompt_logprobs,
-    output_logprobs,
     take_prompt_details,
     too_many_candidates,
 )
-from jaxserve.engine.radix_cache import Node
+from jaxserve.engine.preemption import Preemption
+from jaxserve.engine.prompt_shares import PromptShares
 from jaxserve.engine.request import (
     FinishReason,
     Request,
     RequestStatus,
+    RowStatus,
     SampledTokens,
     ScheduledRow,
     SchedulerOutput,
-    TokenLogprobs,
     TokenOutput,
 )
 from jaxserve.engine.running_set import RunningSet
 from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.scheduler_stats import Counters, SchedulerStats
-from jaxserve.engine.step_builder import StepBuilder, pages_wanted
-from jaxserve.engine.stopping import Timers, end_of
+from jaxserve.engine.step_builder import StepBuilder
+from jaxserve.engine.stopping import Timers, end_of, overdue
 from jaxserve.engine.waiting_queue import WaitingQueue
 from jaxserve.engine.window_group import WindowGroup
-from jaxserve.errors import InvalidValueError, QueueFullError
-
-MAX_SKIPPED = 64  # waiting requests looked at in one step without admitting them
-
-logger = logging.getLogger(__name__)
+from jaxserve.errors import InvalidValueError
 
 
 class Scheduler:
@@ -63,7 +64,7 @@ class Scheduler:
         self.counters = Counters()
         self.kv = KVManager(config)
         self._eos_token_ids = eos_token_ids
-        self._waiting = WaitingQueue(config.policy, config.aging_steps, lambda request: self.kv.match(request).depth)
+        self._waiting = WaitingQueue(config, lambda request: self.kv.match(request).depth)
         self._running = RunningSet()
         self._live: dict[str, Request] = {}
         self._timers = Timers()
@@ -71,9 +72,17 @@ class Scheduler:
         self._step = 0  # the last one scheduled
         self._last_read = 0  # the last one whose tokens are here
         self._ratio = NewTokenRatio(config.new_token_ratio)
-        self._room = Room(self._ratio, self.kv)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
-        self._courtesy = Courtesy(config)
+        self._batch_policy = make_policy(config)
+        self._preemption = Preemption(
+            self.kv, self._running, Room(self._ratio, self.kv), self.counters, self._preempt, config.tokens_per_step
+        )
+        self._admitter = Admitter(
+            self.kv, self._waiting, self._running, self._prefills, self._preemption, self.counters
+        )
+        self._shares = PromptShares(
+            self._admitter.start, self._admitter.num_cached, self.kv.prompt_reach, config.whole_prompts
+        )
 
     # --- requests come and go
 
@@ -85,17 +94,8 @@ class Scheduler:
     def live_ids(self) -> Collection[str]:
         return self._live.keys()
 
-    def check_queue(self, num_requests: int = 1, num_tokens: int = 0) -> None:
-        """Raise QueueFullError if so many more requests with so many prompt tokens may not wait."""
-        config, waiting = self.config, self._waiting
-        if len(waiting) + num_requests > config.max_queued_requests:
-            raise QueueFullError(f"the queue is full: {len(waiting)} requests wait")
-        limit = config.max_queued_tokens
-        if limit is not None and len(waiting) and waiting.num_tokens + num_tokens > limit:
-            raise QueueFullError(f"the queue is full: {waiting.num_tokens} prompt tokens wait")
-
     def add(self, request: Request) -> None:
-        """Queue a request. Raises as `SchedulerConfig.check_fits`; the queue's limits are for the caller to ask."""
+        """Queue a request. Raises as `SchedulerConfig.check_fits`; the queue's limits are AsyncEngine's."""
         params = request.params
         self.config.check_fits(request.num_prompt_tokens, request.max_tokens)
         if request.request_id in self._live:
@@ -103,21 +103,22 @@ class Scheduler:
         eos = () if params.ignore_eos else self._eos_token_ids
         request.stop_token_ids = frozenset((*eos, *params.stop_token_ids))
         request.max_computed_tokens = request.num_prompt_tokens + request.max_tokens - 1
-        if params.prompt_logprobs is not None:
-            unknown: list[TokenLogprobs | None] = [None]
-            request.prompt_logprobs = unknown * request.num_prompt_tokens
         request.detail = params if params.detailed else None
-        request.prompt_hidden = {} if params.hidden_states == "all" else None
-        request.prompt_experts = {} if params.experts else None
+        if not request.is_answered:
+            ask_prompt_details(request)
         request.queued_step = self._step
         request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
-        self._courtesy.count(request, 1)
-        self._waiting.push(request)
-        if request.deadline is not None:
-            self._timers.set(request.deadline, request.request_id)
-        if self.config.queue_timeout is not None:
-            self._timers.set(request.arrival + self.config.queue_timeout, request.request_id)
+        self._batch_policy.count(request, 1)
+        if request.output_token_ids:
+            self._waiting.push_front(request)  # it ran before, and its client has seen tokens
+        else:
+            self._waiting.push(request)
+        self._timers.watch(request, self.config.queue_timeout)
+
+    def find(self, request_id: str) -> Request | None:
+        """The request of this id if it has not ended."""
+        return self._live.get(request_id)
 
     def end_resumed(self, request_id: str) -> TokenOutput | None:
         """The last output of a request whose output from before a restart was complete already, else None."""
@@ -130,17 +131,9 @@ class Scheduler:
         outputs: list[TokenOutput] = []
         for request_id in self._timers.due(now):
             request = self._live.get(request_id)
-            if request is not None and (message := self._overdue(request, now)):
+            if request is not None and (message := overdue(request, now, self.config.queue_timeout)):
                 outputs.append(self._finish(request, FinishReason.ERROR, error=message, error_status=504))
         return outputs
-
-    def _overdue(self, request: Request, now: float) -> str | None:
-        limit = self.config.queue_timeout
-        if request.deadline is not None and now >= request.deadline:
-            return f"the deadline of {request.deadline - request.arrival:g} s has passed"
-        if limit is not None and request.admitted is None and now >= request.arrival + limit:
-            return f"waited {limit:g} s in the queue"
-        return None
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
         """End a request, wherever it is; its last output, or None if it has ended already."""
@@ -168,14 +161,15 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._live[request.request_id]
-        self._courtesy.count(request, -1)
+        self._batch_policy.count(request, -1)
         self.counters.count_end(reason)
         return TokenOutput(
             request_id=request.request_id,
             token_ids=token_ids or [],
             finish_reason=reason,
             stop_token_id=stop_token_id,
-            num_cached_tokens=request.num_cached_tokens,
+            num_cached_tokens=0 if request.is_answered else request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
             error=error,
             error_status=error_status,
         )
@@ -202,9 +196,9 @@ class Scheduler:
             request.num_inflight_tokens = 0
         return ids
 
-    def expects_online(self, now: float) -> bool:
-        """Whether lines run that online requests should not have to wait for. now: seconds"""
-        return self._courtesy.expects_online(now)
+    def waits_for_read(self, now: float) -> bool:
+        """Whether the step in flight is to be read before the next one is made. now: seconds"""
+        return bool(self._in_flight) and not self._batch_policy.runs_ahead(self._in_flight[-1][0], now)
 
     # --- the next step
 
@@ -213,149 +207,54 @@ class Scheduler:
 
         now: seconds. only: ids of the waiting requests that may start; None: all.
         """
-        self._running.drop_ended()
-        self._make_room()
-        step = StepBuilder(self._step + 1, self.config.tokens_per_step, self.kv.window)
-        prefilling, best_waiting = self._running.prefilling, self._waiting.best_priority
-        sit_out = self._courtesy.sit_out(len(self._live), best_waiting, prefilling, now)
-        # Nobody gives way to requests that may not start, or that find no room and none about to come free.
-        if only is not None or not sit_out or not (self._fill(step, now, False, only) or self.kv.has_leaving):
-            self._fill(step, now, True, only)
+        running, policy = self._running, self._batch_policy
+        running.drop_ended()
+        self._preemption.make_room(len(self._waiting))
+        step = StepBuilder(self._step + 1, self.config.tokens_per_step, self.kv)
+        self._waiting.age(step.number)
+        online_prompts = self._waiting.num_online > 0 or bool(policy.online(running.prefilling))
+        joins = policy.joins(len(self._live), online_prompts, now) or only is not None
+        step.add_decodes(running.decoding if joins else policy.online(running.decoding))
+        self._add_prompts(step, now, only, batch=joins)
+        # An online request that waits for pages or a slot in flight is not made to wait longer by a batch request.
+        leaving = self._waiting.num_online > 0 and self.kv.has_leaving
+        if not (joins or step.has_prompt or leaving):
+            self._add_prompts(step, now, only, batch=True)
+            if not step.has_prompt:
+                step.add_decodes(policy.batch(running.decoding))
         step.fit(self.config.step_sizes)
-        self._running.promote()
+        running.promote()
         return self._dispatch(step) if step.rows else None
 
-    def _fill(self, step: StepBuilder, now: float, lines: bool, only: Collection[str] | None) -> bool:
-        """Add the rows of a step; whether there are any. lines: theirs too. only: as of `schedule`."""
-        courtesy, decoding, prefilling = self._courtesy, self._running.decoding, self._running.prefilling
-        apart = lines and courtesy.keeps_apart(now)
-        if apart or not lines:
-            decoding = courtesy.without_lines(decoding)
-        if not lines:
-            prefilling = courtesy.without_lines(prefilling)
-        short_of_pages = step.add_decodes(decoding, self.kv)
-        room = self.config.max_num_batched_tokens - step.num_decode_rows
-        step.budget = min(room, courtesy.budget(step.num_decode_rows, lines, now))
-        for request in courtesy.in_order(prefilling):
-            step.add_chunk(request)
-        if len(self._waiting) and not short_of_pages:
-            self._admit(step, now, lines, only)
-        if apart and len(step.rows) == step.num_decode_rows:
-            step.add_decodes(courtesy.only_lines(self._running.decoding), self.kv)
-        return bool(step.rows)
+    def _add_prompts(self, step: StepBuilder, now: float, only: Collection[str] | None, *, batch: bool) -> None:
+        """Divide the step's prompt tokens among prompts that run and requests that wait.
+
+        only: as of `schedule`. batch: whether batch requests are among them.
+        """
+        policy, rows = self._batch_policy, step.num_decode_rows
+        prompts = self._running.prefilling.copy() if batch else policy.online(self._running.prefilling)
+        waiting = [] if step.short_of_pages else self._admitter.open(step.number, now, batch=batch, only=only)
+        if not (prompts or waiting):
+            return
+        room = self.config.max_num_batched_tokens - rows
+        budget = min(room, policy.budget(rows, batch=batch and policy.num_batch > 0, now=now))
+        shares = self._shares.divide(budget, prompts, waiting, step.number)
+        for request in self._admitter.started if waiting else ():
+            policy.started(request, request.num_prefill_tokens - request.num_computed_tokens)
+            step.init_slot(request, self._eos_token_ids)
+        for request, num_tokens in shares.items():
+            step.add_chunk(request, num_tokens)
 
     def _dispatch(self, step: StepBuilder) -> SchedulerOutput:
         output = step.build()
         self._step = step.number
         self._in_flight.append((output, step.requests))
-        self.counters.steps += 1
-        self.counters.prefill_tokens += output.num_tokens - output.num_decode_rows
-        if output.num_decode_rows:
+        num_decodes, chunks = output.num_decode_rows, output.rows[output.num_decode_rows :]
+        num_first = sum(row.samples and not row.embed for row in chunks)
+        self.counters.count_step(output.num_tokens - num_decodes, num_decodes + num_first)
+        if num_decodes:
             self._ratio.decay()
         return output
-
-    def _admit(self, step: StepBuilder, now: float, lines: bool, only: Collection[str] | None) -> None:
-        """Start waiting requests, in the order of the policy, until the first that finds no room.
-
-        lines: them too. only: as of `schedule`.
-        """
-        if not self._running:
-            self._ratio.reset()
-        reserved = self._room.reserve(self._running)
-        admitted: list[Request] = []
-        skipped = 0
-        for request in self._waiting.candidates(step.number):
-            if only is not None and request.request_id not in only:
-                continue
-            if step.budget <= 0 or skipped >= MAX_SKIPPED or request.slot is not None:
-                break  # with a slot: preempted so lately that a step with it is still in flight
-            if not (lines or request.aged) and self._courtesy.is_line(request):
-                break  # none but lines come after it
-            if self.config.whole_prompts and request.num_tokens > step.budget:
-                break
-            node = self.kv.match(request)
-            if not request.aged and self._prefills.worth_waiting(request, node):
-                skipped += 1
-                continue
-            missing = self._room.missing(request, node, reserved, alone=not self._running)
-            if max(missing) > 0 or not self.kv.num_free_slots:
-                self._preempt_for(request, missing)
-                break
-            self._start(step, request, node, -missing[-1] // self.config.page_size, now)
-            admitted.append(request)
-            reserved = [a + b for a, b in zip(reserved, self._room.reserve((request,)), strict=True)]
-        for request in admitted:
-            self._waiting.remove(request)
-
-    def _start(self, step: StepBuilder, request: Request, node: Node, surplus: int, now: float) -> None:
-        self.kv.take(request, node, surplus)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = node.depth * self.config.page_size
-        request.num_prefill_tokens = request.num_tokens
-        request.prompt_done = False
-        if request.admitted is None:
-            request.admitted = now
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        self.counters.count_admission(request)
-        self._courtesy.started(request, request.num_prefill_tokens - request.num_computed_tokens)
-        self._prefills.add(request, node)
-        self._running.prefilling.append(request)
-        step.add_first_chunk(request, self._eos_token_ids)
-
-    # --- taking back
-
-    def _make_room(self) -> None:
-        """Retract requests if the decoding ones need more pages than there are and none are about to come free."""
-        decoding, available = self._running.decoding, self.kv.num_available
-        if available >= len(decoding) * self.kv.num_pages_for(2 * self.config.tokens_per_step - 1):
-            return
-        wanted = sum(self._pages_wanted(request) for request in decoding)
-        if wanted > available:
-            self.kv.merge_duplicates(self._running)
-            available = self.kv.num_available
-        ending = any(request.num_computed_tokens >= request.max_computed_tokens for request in decoding)
-        if wanted > available and not (ending or self.kv.has_leaving):
-            self._retract([wanted - left for left in self.kv.available()])
-
-    def _retract(self, missing: list[int]) -> None:
-        """Preempt the requests that are least far until the pages that each group lacks come free; the furthest one
-        stays."""
-        kept = self._running.best_first(by_priority=True)
-        count, wanted = len(kept), max(missing)
-        while max(missing) > 0 and len(kept) > 1:
-            victim = kept.pop()
-            spared = self._pages_wanted(victim)
-            missing = [m - own - spared for m, own in zip(missing, self.kv.num_reclaimable(victim), strict=True)]
-            self._preempt(victim)
-        self._ratio.rise(kept)
-        self.counters.retractions += count - len(kept)
-        self.counters.retraction_events += 1
-        logger.info(
-            "%d pages short: retracted %d of %d requests, %d wait, new-token ratio now %.3f",
-            wanted, count - len(kept), count, len(self._waiting), self._ratio.value,
-        )  # fmt: skip
-
-    def _preempt_for(self, request: Request, missing: list[int]) -> None:
-        """Preempt requests of worse priority if that makes room for a better one."""
-        if request.aged or self.kv.has_leaving or all(other.priority <= request.priority for other in self._running):
-            return
-        victims: list[Request] = []
-        for victim in reversed(self._running.best_first(by_priority=True)):
-            if self._is_enough(missing, victims) or victim.aged or victim.priority <= request.priority:
-                break
-            victims.append(victim)
-            freed = zip(missing, self.kv.num_reclaimable(victim), self._room.reserve((victim,)), strict=True)
-            missing = [m - pages * self.config.page_size - growth for m, pages, growth in freed]
-        if self._is_enough(missing, victims):
-            for victim in victims:
-                self._preempt(victim)
-            self.counters.priority_preemptions += len(victims)
-
-    def _is_enough(self, missing: list[int], victims: list[Request]) -> bool:
-        return max(missing) <= 0 and bool(victims or self.kv.num_free_slots)
-
-    def _pages_wanted(self, request: Request) -> int:
-        return pages_wanted(request, self.kv, self.config.tokens_per_step)
 
     def _preempt(self, request: Request) -> None:
         self._leave_device(request)
@@ -363,6 +262,27 @@ class Scheduler:
         request.num_preemptions += 1
         self._waiting.push_front(request)
         self._running.drop_ended()
+
+    # --- rows whose mask is late
+
+    def take_back(self, output: SchedulerOutput, rows: Sequence[int]) -> None:
+        """Rows of the step that was dispatched last get no token: their last tokens are computed again."""
+        _, requests = self._in_flight[-1]
+        for i in rows:
+            output.rows[i] = msgspec.structs.replace(output.rows[i], samples=False)
+            requests[i].num_computed_tokens -= self.config.tokens_per_step
+            requests[i].num_inflight_tokens -= self.config.tokens_per_step
+
+    def rest(self, output: SchedulerOutput, resting: Collection[str]) -> None:
+        """Which of the masked requests of the last step are in no step until `wake`."""
+        for row, request in zip(output.rows, self._in_flight[-1][1], strict=True):
+            if row.masked:
+                request.rests = row.request_id in resting
+
+    def wake(self, request_id: str) -> None:
+        """The mask of a resting request is made."""
+        if (request := self._live.get(request_id)) is not None:
+            request.rests = False
 
     # --- what came back
 
@@ -372,20 +292,27 @@ class Scheduler:
             raise ValueError(f"step {output.step} is not the oldest one in flight")
         _, requests = self._in_flight.popleft()
         self._last_read = output.step
-        per_step, outputs = self.config.tokens_per_step, []
-        token_ids, num_valid, ok = sampled.token_ids.tolist(), sampled.num_valid.tolist(), sampled.ok.tolist()
+        per_step, fine, outputs = self.config.tokens_per_step, int(RowStatus.FINE), []
+        token_ids, num_valid, status = (
+            array.tolist() for array in (sampled.token_ids, sampled.num_valid, sampled.status)
+        )
+        logprobs = None if sampled.logprobs is None else StepLogprobs(sampled, output.rows)
+        first_chunk = output.num_decode_rows
         for i, (row, request) in enumerate(zip(output.rows, requests, strict=True)):
             if row.prompt_logprobs is not None:
                 gather_prompt_logprobs(request, row, i, sampled)
             if row.detail is not None:
                 gather_prompt_details(request, row, i, sampled)
-            if not row.samples:
-                continue
-            request.num_inflight_tokens -= per_step
+            if i >= first_chunk and status[i] != RowStatus.NOT_FINITE:
+                self._share_chunk(request, row)
+            if samples := row.samples:
+                request.num_inflight_tokens -= per_step
             if request.status is RequestStatus.FINISHED:
-                self.counters.dropped_tokens += num_valid[i]
-            elif not ok[i]:
-                outputs.append(self._fail_row(request))
+                self.counters.dropped_tokens += num_valid[i] if samples else 0
+            elif status[i] != fine:
+                outputs.append(self._fail_row(request, status[i]))
+            elif not samples:
+                continue
             elif row.embed:
                 outputs.append(self._end_with_embedding(request, i, sampled, now))
             elif row.detail is not None and (error := too_many_candidates(row, i, sampled)):
@@ -396,8 +323,8 @@ class Scheduler:
                     request.num_computed_tokens -= per_step - num_valid[i]
                     new = new[: num_valid[i]]
                 result = self._accept(request, new, now)
-                if row.logprobs is not None:
-                    result.logprobs = output_logprobs(sampled, i, result.token_ids, row.logprobs)
+                if row.logprobs is not None and logprobs is not None:
+                    result.logprobs = logprobs.of_row(i, result.token_ids, row.logprobs)
                     add_details(result, row, i, sampled)
                 outputs.append(result)
         if self.kv.window is not None:
@@ -410,8 +337,8 @@ class Scheduler:
         running = RequestStatus.RUNNING
         for row, request in zip(rows, requests, strict=True):
             if request.status is running:
-                sampled = request.num_computed_tokens - request.num_inflight_tokens
-                read = sampled if row.samples else row.start + row.num_tokens
+                computed = request.num_computed_tokens - request.num_inflight_tokens
+                read = computed if row.samples else min(computed, row.start + row.num_tokens)
                 if read >= request.window.due:
                     window.advance(request, read)
 
@@ -431,11 +358,20 @@ class Scheduler:
             self._report_first(request, result, now)
         return result
 
+    def _share_chunk(self, request: Request, row: ScheduledRow) -> None:
+        """A chunk of a prompt was read and is finite, so its full pages may be shared.
+
+        The request may have ended or been preempted since: it holds its pages until its last step is read.
+        """
+        if row.start == request.num_read_tokens:  # else a chunk before this one was not finite
+            request.num_read_tokens += row.num_tokens
+            self.kv.commit(request, request.num_read_tokens)
+            self._prefills.advance(request)
+
     def _complete_prompt(self, request: Request) -> None:
-        """The first good result since admission is here: the pages before it may be shared."""
+        """The first good result since admission is here."""
         request.prompt_done = True
         self._prefills.remove(request)
-        self.kv.commit(request, request.num_prefill_tokens)
 
     def _end_with_embedding(self, request: Request, row: int, sampled: SampledTokens, now: float) -> TokenOutput:
         assert sampled.embeddings is not None
@@ -453,6 +389,8 @@ class Scheduler:
         return self._finish(request, reason, new[:count], stop_token_id)
 
     def _report_first(self, request: Request, result: TokenOutput, now: float) -> None:
+        if request.is_answered:
+            return
         result.num_cached_tokens = request.num_cached_tokens
         result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         take_prompt_details(request, result)
@@ -464,7 +402,10 @@ class Scheduler:
             self.counters.first_tokens += 1
             self.counters.first_token_seconds += result.first_token_seconds
 
-    def _fail_row(self, request: Request) -> TokenOutput:
+    def _fail_row(self, request: Request, status: int) -> TokenOutput:
+        if status == RowStatus.NOTHING_ALLOWED:
+            error = nothing_allowed(request.params)
+            return self._finish(request, FinishReason.ERROR, error=error, error_status=400)
         self.kv.discard(request)
         return self._finish(request, FinishReason.ERROR, error="the model's output was not finite (NaN or infinity)")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxserve.engine.request import BACKGROUND_PRIORITY
+from jaxserve.engine.step_times import UNTIMED, StepTimes
 from jaxserve.engine.window_size import WindowSize
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
 
@@ -21,8 +22,6 @@ class SchedulerConfig:
     max_model_len: int  # tokens of one sequence, prompt and output
     policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
     prefix_cache: bool = True
-    max_queued_requests: int = 4096
-    max_queued_tokens: int | None = None
     new_token_ratio: float = 0.7
     queue_timeout: float | None = None  # seconds
     prefill_chunk_size: int | None = None  # prompt tokens in one step, all requests together; None: the budget
@@ -31,6 +30,8 @@ class SchedulerConfig:
     window: int | None = None  # tokens that the layers with a sliding window see; None: there are none
     num_window_pages: int = 0  # of those layers' own pool
     step_sizes: tuple[int, ...] = ()  # tokens, ascending; a step with a prompt is cut to one where that spares padding
+    batch_policy: Literal["priority", "yield"] = "priority"  # see background.py
+    step_times: StepTimes = UNTIMED  # of the served model; empty: not measured
     whole_prompts: bool = False  # a prompt runs in one step or waits: an encoder's tokens all see each other
 
     def __post_init__(self) -> None:
@@ -76,10 +77,6 @@ class SchedulerConfig:
         if num_prompt_tokens < 1:
             raise InvalidValueError("the prompt has no tokens", param="prompt")
         if room < min(max_tokens, 1):
-            raise ContextLengthError(
-                f"the prompt has {num_prompt_tokens} tokens, and prompt and answer together may have "
-                f"{self.max_sequence_tokens}",
-                param="prompt",
-            )
+            raise ContextLengthError.too_long(num_prompt_tokens, self.max_sequence_tokens, param="prompt")
         if max_tokens > room:
-            raise InvalidValueError(f"max_tokens is {max_tokens}; {room} fit after the prompt", param="max_tokens")
+            raise ContextLengthError.no_room(num_prompt_tokens, max_tokens, self.max_sequence_tokens)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
 from jaxserve.engine.request import FinishReason, Request
+
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens; vLLM's buckets
 
 
 @dataclass(slots=True)
@@ -29,11 +32,24 @@ class Counters:
     finished_length: int = 0
     finished_abort: int = 0
     finished_error: int = 0
+    step_tokens: int = 0  # prompt tokens that were computed and tokens that were made, summed over the steps
+    step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))  # steps of each size
 
-    def count_admission(self, request: Request) -> None:
-        """A request has been given a slot: for the first time, or again after a preemption."""
+    def count_step(self, num_prompt_tokens: int, num_new_tokens: int) -> None:
+        """A step is dispatched. num_new_tokens: that it makes, for decode rows and at the ends of prompts."""
+        self.steps += 1
+        self.prefill_tokens += num_prompt_tokens
+        num_tokens = num_prompt_tokens + num_new_tokens
+        self.step_tokens += num_tokens
+        self.step_sizes[bisect_left(STEP_SIZES, num_tokens)] += 1
+
+    def count_admission(self, request: Request, num_left: int) -> None:
+        """A request has been given a slot: for the first time, or again after a preemption.
+
+        num_left: tokens of its prompt that were not computed before the preemption
+        """
         if request.num_preemptions:
-            self.recomputed_tokens += request.num_prefill_tokens - request.num_computed_tokens
+            self.recomputed_tokens += max(0, request.num_prefill_tokens - request.num_computed_tokens - num_left)
             return
         assert request.admitted is not None
         self.admissions += 1

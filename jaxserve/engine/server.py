@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
+from jaxserve.engine.compiling import Prepare
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.messages import (
     Abort,
@@ -25,8 +25,10 @@ from jaxserve.engine.messages import (
     ToEngine,
 )
 from jaxserve.engine.output_groups import OutputGroups
-from jaxserve.engine.request import EngineRequest, FinishReason, GrammarSpec, TokenOutput
+from jaxserve.engine.request import FinishReason, TokenOutput
+from jaxserve.engine.shared_state import SharedState
 from jaxserve.engine.stats_log import StatsLog
+from jaxserve.engine.work_record import RecordingRunner, WorkRecord
 from jaxserve.errors import HTTPError, JaxserveError
 
 STATS_INTERVAL = 0.25  # seconds between two stats of a busy engine; a frame of stats costs about 20 us
@@ -42,35 +44,38 @@ class Channel(Protocol):
     """The engine's end of the wire."""
 
     def receive(self, timeout: float) -> list[ToEngine]:
-        """All messages that are there; waits at most `timeout` seconds for the first one."""
+        """The messages that are there, up to MAX_WEIGHT of them; waits at most `timeout` seconds for the first one.
+
+        What is left over comes at the next call: a step runs in between, so that no flood of prompts stops streams.
+        """
         ...
 
     def send(self, message: FromEngine) -> None: ...
 
 
 class BuiltEngine(NamedTuple):
-    """An engine that is ready to run. `prepare` compiles a grammar in a thread; the core then finds it compiled."""
+    """An engine that is ready to run. `prepare` compiles a grammar in a thread."""
 
     core: EngineCore
     info: EngineInfo
-    prepare: Callable[[GrammarSpec], Future[Any]]
+    prepare: Prepare
 
 
 Build = Callable[[Channel], BuiltEngine]
 
 
 class EngineServer:
-    """Runs an EngineCore until it is told to stop."""
+    """Runs an EngineCore until it is told to stop. state: what it leaves for the other end of the channel."""
 
-    def __init__(self, built: BuiltEngine, channel: Channel, *, log_interval: float = 10.0) -> None:
+    def __init__(self, built: BuiltEngine, channel: Channel, state: SharedState, *, log_interval: float = 10.0) -> None:
         core, info, self._prepare = built
-        self.steps = 0
-        self.turn_started = time.monotonic()  # read by the heartbeat thread
+        self._state = state
+        self._record = WorkRecord(state)
+        core.runner = RecordingRunner(core.runner, self._record)
         self._core = core
         self._info = info
         self._channel = channel
         self._stopping = False
-        self._compiling: dict[str, tuple[EngineRequest, Future[Any]]] = {}
         self._groups = OutputGroups()
         self._stats_sent = 0.0
         self._was_busy = False
@@ -81,14 +86,28 @@ class EngineServer:
     def run(self) -> None:
         self._channel.send(Outputs([], self._core.stats()))  # before Ready: who is told so finds true gauges
         self._channel.send(Ready(self._info))
-        while not self._stopping:
-            messages = self._channel.receive(self._patience())
-            self.turn_started = time.monotonic()
-            refused = [output for message in messages for output in self._handle(message)]
-            refused += self._add_compiled()
-            outputs = self._step()
-            self.steps += 1
-            self._publish(self._groups.take(refused + outputs))
+        turns = 0
+        try:
+            while not self._stopping:
+                turns += 1
+                self._turn(turns)
+        finally:
+            self._core.close()
+
+    def _turn(self, number: int) -> None:
+        refused = self._take_in(self._channel.receive(self._patience()))
+        outputs = self._step()
+        self._state.turn(number)
+        self._publish(self._groups.take(refused + outputs), self._core.admitted)
+
+    def _take_in(self, messages: list[ToEngine]) -> list[TokenOutput]:
+        """Handle messages; the outputs of requests that end by it."""
+        new = [sibling.request_id for message in messages if isinstance(message, Add) for sibling in message.siblings]
+        if new:
+            self._record.taking_in([*self._core.compiling_ids, *new])
+        ended = [output for message in messages for output in self._handle(message)]
+        self._record.taking_in(self._core.compiling_ids)
+        return ended
 
     def _step(self) -> list[TokenOutput]:
         try:
@@ -119,17 +138,13 @@ class EngineServer:
         """Seconds to wait for a message."""
         if self._core.has_work:
             return 0.0
-        return COMPILE_WAIT if self._compiling else IDLE_WAIT
+        return COMPILE_WAIT if self._core.is_compiling else IDLE_WAIT
 
     def _handle(self, message: ToEngine) -> list[TokenOutput]:
         match message:
-            case Add(request) if request.params.grammar is not None:
-                self._compiling[request.request_id] = (request, self._prepare(request.params.grammar))
-            case Add(request):
-                return self._add(request)
+            case Add():
+                return self._add(message)
             case Abort(request_ids):
-                for request_id in request_ids:
-                    self._compiling.pop(request_id, None)
                 return self._core.abort(request_ids)
             case Call():
                 self._channel.send(self._call(message))
@@ -137,17 +152,14 @@ class EngineServer:
                 self._stopping = True
         return []
 
-    def _add_compiled(self) -> list[TokenOutput]:
-        """Add the requests whose grammars are compiled by now, or failed to: then `add` says why."""
-        done = [request_id for request_id, (_, future) in self._compiling.items() if future.done()]
-        return [output for request_id in done for output in self._add(self._compiling.pop(request_id)[0])]
-
-    def _add(self, request: EngineRequest) -> list[TokenOutput]:
+    def _add(self, message: Add) -> list[TokenOutput]:
+        requests = message.requests()
         try:
-            self._core.add(request)
+            self._core.add(*requests, prompt=message.token_ids, prepare=self._prepare)
         except HTTPError as error:
-            return [_refusal(request.request_id, error.message, error.status)]
-        self._groups.watch(request)
+            return [_refusal(request.request_id, error) for request in requests]
+        for request in requests:
+            self._groups.watch(request)
         return []
 
     def _call(self, call: Call) -> Reply:
@@ -159,18 +171,23 @@ class EngineServer:
         except (JaxserveError, TypeError) as error:
             return Reply(call.call_id, error=str(error))
 
-    def _publish(self, outputs: list[TokenOutput]) -> None:
+    def _publish(self, outputs: list[TokenOutput], admitted: list[str]) -> None:
         now = time.monotonic()
-        busy = self._core.has_work
+        busy = self._core.has_work or self._core.is_compiling
         due = now - self._stats_sent >= STATS_INTERVAL or (self._was_busy and not busy)
         self._was_busy = busy
-        if outputs or due:
-            self._channel.send(Outputs(outputs, self._core.stats() if due else None))
+        if outputs or admitted or due:
+            self._channel.send(Outputs(outputs, self._core.stats() if due else None, admitted))
         if due:
             self._stats_sent = now
-        if self._log.due(busy=busy, now=now):
-            self._log.log(self._core.stats(), busy=busy, now=now)
+        self._log.update(self._core.stats, busy=busy, now=now)
 
 
-def _refusal(request_id: str, message: str, status: int) -> TokenOutput:
-    return TokenOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=message, error_status=status)
+def _refusal(request_id: str, error: HTTPError) -> TokenOutput:
+    return TokenOutput(
+        request_id=request_id,
+        finish_reason=FinishReason.ERROR,
+        error=error.message,
+        error_status=error.status,
+        error_param=error.param,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Callable
 
 from jaxserve.engine.messages import EngineStats
 
@@ -11,30 +11,50 @@ logger = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Turns EngineStats into lines at most every `interval` seconds. `num_pages`: of the whole pool."""
+    """Writes lines at most every `interval` seconds, about times of work that last as long.
+
+    Pauses shorter than the interval belong to the time of work around them. A request that comes alone and is done
+    before the interval has passed leaves no line. num_pages: of the whole pool.
+    """
 
     def __init__(self, interval: float, num_pages: int, page_size: int) -> None:
         self._interval = interval
         self._num_pages = max(1, num_pages)  # an encoder has none
         self._page_size = page_size
-        self._last = EngineStats()
-        self._last_time = time.monotonic()
-        self._busy = False
+        self._last = EngineStats()  # at the start of the time that the next line is about
+        self._started: float | None = None  # of that time, time.monotonic(); None: idle
+        self._last_busy = 0.0  # time.monotonic()
+        self._has_written = False  # a line, since it was idle
 
-    def due(self, *, busy: bool, now: float) -> bool:
-        """Whether `log` should be called now: the interval has passed while busy, or the engine became idle."""
-        if busy and not self._busy:
-            self._busy, self._last_time = True, now  # the time before was idle and counts for no rate
-        return self._busy and (not busy or now - self._last_time >= self._interval)
+    def update(self, stats: Callable[[], EngineStats], *, busy: bool, now: float) -> None:
+        """Take note of a turn of the engine at time.monotonic() `now`, and write the lines that are due.
 
-    def log(self, stats: EngineStats, *, busy: bool, now: float) -> None:
-        """Write the lines of the time since the last call."""
-        seconds = max(now - self._last_time, 1e-9)
-        last, self._last, self._last_time, self._busy = self._last, stats, now, busy
-        new, cached = (
-            stats.computed_prompt_tokens - last.computed_prompt_tokens,
-            stats.cached_tokens - last.cached_tokens,
-        )
+        stats: asked only where a time of work ends or a line is due.
+        """
+        if busy:
+            self._work(stats, now)
+        elif self._started is not None and now - self._last_busy >= self._interval:
+            self._rest(stats())
+
+    def _work(self, stats: Callable[[], EngineStats], now: float) -> None:
+        self._last_busy = now
+        if self._started is None:
+            self._started, self._has_written = now, False
+        elif now - self._started >= self._interval:
+            self._write(stats(), now - self._started)
+            self._started, self._has_written = now, True
+
+    def _rest(self, stats: EngineStats) -> None:
+        """End a time of work, with a line where it had lines before."""
+        if self._has_written and self._started is not None:
+            self._write(stats, self._last_busy - self._started, ", idle")
+        self._last, self._started = stats, None
+
+    def _write(self, stats: EngineStats, seconds: float, note: str = "") -> None:
+        seconds = max(seconds, 1e-9)
+        last, self._last = self._last, stats
+        new = stats.computed_prompt_tokens - last.computed_prompt_tokens
+        cached = stats.cached_tokens - last.cached_tokens
         if new or cached:
             logger.info(
                 "prefill: new tokens %d, cached tokens %d, %.1f tokens/s, running %d, queued %d",
@@ -45,5 +65,5 @@ class StatsLog:
             "decode: running %d, queued %d, %.1f tokens/s, KV tokens %d (%.2f), steps %d, retracted %d%s",
             *(stats.num_running, stats.num_waiting, generated / seconds, stats.num_pages_used * self._page_size),
             *(stats.num_pages_used / self._num_pages, stats.steps - last.steps, stats.preemptions - last.preemptions),
-            "" if busy else ", idle",
+            note,
         )

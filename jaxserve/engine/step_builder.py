@@ -9,7 +9,6 @@ from bisect import bisect_left
 
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.request import PageTableUpdate, Request, ScheduledRow, SchedulerOutput, SlotInit
-from jaxserve.engine.window_group import WindowGroup
 
 WORTH_CUTTING = 4  # a chunk is cut where that spares at least so many times the tokens that then wait
 _EMPTY: list[int] = []  # shared by all decode rows; nobody writes to it
@@ -19,33 +18,34 @@ class StepBuilder:
     """Decode rows are added first, then chunks.
 
     tokens_per_step    tokens that a sampling row may yield; the host counts with all of them until they are read
-    budget             prompt tokens that still fit
     requests           of the rows, in their order
+    short_of_pages     a decoding request had no page for its next token
     """
 
-    def __init__(self, number: int, tokens_per_step: int, window: WindowGroup | None = None) -> None:
+    def __init__(self, number: int, tokens_per_step: int, kv: KVManager) -> None:
         self.number = number
-        self.budget = 0
         self.rows: list[ScheduledRow] = []
         self.requests: list[Request] = []
+        self.short_of_pages = False
         self._tokens_per_step = tokens_per_step
-        self._window = window
+        self._kv = kv
+        self._window = kv.window
         self._window_pages: list[PageTableUpdate] = []
         self._slot_inits: list[SlotInit] = []
+        self._new_pages: dict[int, list[int]] = {}  # by slot, of the requests that started in this step
         self._num_decode_rows = 0
 
-    def add_decodes(self, decoding: list[Request], kv: KVManager) -> bool:
-        """A row for each request that has more to generate and a page to do it on; whether one had no page."""
-        short = False
-        number, per_step, rows, requests = self.number, self._tokens_per_step, self.rows, self.requests
+    def add_decodes(self, decoding: list[Request]) -> None:
+        """Add a row for each request that has more to generate and a page to do it on."""
+        number, per_step, rows, requests, kv = self.number, self._tokens_per_step, self.rows, self.requests, self._kv
         for request in decoding:
             start = request.num_computed_tokens
-            if start >= request.max_computed_tokens:
-                continue  # its last token is in flight
+            if start >= request.max_computed_tokens or request.rests:
+                continue  # its last token is in flight, or its mask is not made
             first_new_page, new_page_ids = 0, _EMPTY
             if start + per_step > request.page_capacity:
                 if (wanted := pages_wanted(request, kv, per_step)) > kv.num_available:
-                    short = True
+                    self.short_of_pages = True
                     continue
                 first_new_page, new_page_ids = len(request.page_ids), kv.grow(request, wanted)
                 if self._window is not None:
@@ -72,10 +72,9 @@ class StepBuilder:
             request.num_inflight_tokens += per_step
             request.last_step = number
         self._num_decode_rows = len(rows)
-        return short
 
-    def add_first_chunk(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
-        """The first row of a request that has just been given a slot and all the pages of its known tokens."""
+    def init_slot(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+        """Send the slot of a request that was just started. A chunk of it must follow."""
         assert request.slot is not None
         init = SlotInit(
             slot=request.slot,
@@ -86,19 +85,16 @@ class StepBuilder:
             eos_token_ids=() if request.params.ignore_eos else eos_token_ids,
         )
         self._slot_inits.append(init)
-        self.add_chunk(request, request.page_ids.copy())
+        self._new_pages[request.slot] = request.page_ids.copy()
 
-    def add_chunk(self, request: Request, new_page_ids: list[int] = _EMPTY) -> None:
-        """As much of a prompt as the budget and its windowed pages allow; nothing when they are used up."""
-        start = request.num_computed_tokens
-        end = min(request.num_prefill_tokens, start + self.budget)
-        if end > start and self._window is not None:
-            end, pages = self._window.cover(request, end)
-            self._send_window_pages(request, pages)
-        if end <= start:
-            return
-        done = end == request.num_prefill_tokens
+    def add_chunk(self, request: Request, num_tokens: int) -> None:
+        """Add a row that computes the next tokens of a prompt; its pages must reach as far."""
         assert request.slot is not None
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        if self._window is not None:
+            self._send_window_pages(request, self._window.cover(request, end))
+        done = end == request.num_prefill_tokens
         row = ScheduledRow(
             request_id=request.request_id,
             slot=request.slot,
@@ -107,7 +103,7 @@ class StepBuilder:
             samples=done,
             token_ids=request.token_ids(start, end),
             first_new_page=0,
-            new_page_ids=new_page_ids,
+            new_page_ids=self._new_pages.get(request.slot, _EMPTY),
             masked=request.masked and done,
             logprobs=request.params.logprobs,
             prompt_logprobs=None if request.prompt_logprobs is None else request.params.prompt_logprobs,
@@ -116,7 +112,6 @@ class StepBuilder:
         )
         self.rows.append(row)
         self.requests.append(request)
-        self.budget -= end - start
         request.num_computed_tokens = end
         request.last_step = self.number
         if done:
@@ -131,7 +126,7 @@ class StepBuilder:
 
     def fit(self, sizes: tuple[int, ...]) -> None:
         """Cut what is little above a size (ascending) off the last chunk: it waits for the next step."""
-        if not sizes or len(self.rows) == self._num_decode_rows:
+        if not sizes or not self.has_prompt:
             return
         num_tokens = sum(row.num_tokens for row in self.rows)
         index = bisect_left(sizes, num_tokens)
@@ -147,12 +142,15 @@ class StepBuilder:
         request.num_computed_tokens = row.start
         if row.samples:
             request.num_inflight_tokens -= self._tokens_per_step
-        self.budget = row.num_tokens - num_tokens
-        self.add_chunk(request, row.new_page_ids)
+        self.add_chunk(request, row.num_tokens - num_tokens)
 
     @property
     def num_decode_rows(self) -> int:
         return self._num_decode_rows
+
+    @property
+    def has_prompt(self) -> bool:
+        return len(self.rows) > self._num_decode_rows
 
     def build(self) -> SchedulerOutput:
         return SchedulerOutput(self.number, self.rows, self._num_decode_rows, self._slot_inits, self._window_pages)

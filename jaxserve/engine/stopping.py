@@ -24,6 +24,16 @@ def end_of(request: Request, count: int) -> tuple[int, FinishReason | None, int 
     return (room, FinishReason.LENGTH, None) if count >= room else (count, None, None)
 
 
+def overdue(request: Request, now: float, queue_timeout: float | None) -> str | None:
+    """Why a request ends by the clock; None if it does not. now: time.monotonic() seconds"""
+    if request.deadline is not None and now >= request.deadline:
+        return f"the deadline of {request.deadline - request.arrival:g} s has passed"
+    is_new = request.admitted is None and not request.output_token_ids
+    if queue_timeout is not None and is_new and now >= request.arrival + queue_timeout:
+        return f"waited {queue_timeout:g} s in the queue"
+    return None
+
+
 class Timers:
     """Request ids by the time at which somebody should look at them. Times are the caller's, in seconds."""
 
@@ -33,6 +43,13 @@ class Timers:
 
     def set(self, when: float, request_id: str) -> None:
         heapq.heappush(self._heap, (when, next(self._ties), request_id))
+
+    def watch(self, request: Request, queue_timeout: float | None) -> None:
+        """Set the times at which `overdue` may find that the request ends."""
+        if request.deadline is not None:
+            self.set(request.deadline, request.request_id)
+        if queue_timeout is not None:
+            self.set(request.arrival + queue_timeout, request.request_id)
 
     def due(self, now: float) -> Iterator[str]:
         """Take out those whose time has come; the request may have ended long ago."""

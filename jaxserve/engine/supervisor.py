@@ -1,11 +1,13 @@
 """The life of one engine behind a link: start, heartbeat, watchdog, restart with backoff, end.
 
 Owns the status that operators and /health see. Knows nothing of requests: its owner is told when the engine is
-ready (and sends again what was live) and when it is dead for good.
+ready (and sends again what was live), when it died, and when it is dead for good.
 
-    loading -> ready -> restarting -> ready ...        -> draining -> dead
+    loading -> ready -> restarting -> ready ...
        |          a death, or a turn longer than the watchdog's limit
        +-> dead   when the first start fails, or when restarts in a row run out
+
+A server that drains shows `draining` instead of all of these but `dead`; its engine is restarted all the same.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxserve.engine.link import EngineLink
-from jaxserve.engine.messages import Beat, EngineInfo, Failed, FromEngine, Progress, Ready
+from jaxserve.engine.messages import EngineInfo, Failed, FromEngine, Progress, Ready
+from jaxserve.engine.watchdog import LOOK_INTERVAL, Watchdog
 from jaxserve.errors import ConfigError, EngineDeadError
 
 RESTART_DELAYS = (0.0, 0.5, 2.0, 10.0, 30.0)  # seconds before each restart in a row; then the engine stays dead
@@ -29,6 +32,10 @@ DUMP_TIME = 0.5  # seconds the engine is given to write its stacks before the wa
 logger = logging.getLogger(__name__)
 
 Phase = Literal["loading", "ready", "restarting", "draining", "dead"]
+
+# What a death says of the engine. counted: one more in a row. search: of a search that has shown that the engine
+# serves others. solved: its cause has been found and is gone, so that there is no row of restarts any more.
+Death = Literal["counted", "search", "solved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,30 @@ class EngineStatus:
     unit: str = ""
 
 
+class Restarts:
+    """How long to wait before the next of several restarts in a row, and when to give up."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def next_delay(self, death: Death, served: float) -> float | None:
+        """Seconds until the restart after a death; None: give up. served: seconds for which the engine was ready."""
+        if death == "solved" or served > STABLE_AFTER:
+            self.in_a_row = 0
+        if death != "counted":
+            return 0.0
+        if self.in_a_row == len(RESTART_DELAYS):
+            return None
+        self.in_a_row += 1
+        return RESTART_DELAYS[self.in_a_row - 1]
+
+
 class Supervisor:
     """Keeps one engine running. Callbacks run on the event loop that `run` runs on.
 
-    on_message gets what is not the supervisor's own; on_ready is called at every start; on_death with the reason
-    when an engine died and another will be started; on_end when none will.
+    on_message gets what is not the supervisor's own; on_ready is called at every start; on_death with the reason at
+    every death of an engine that had been ready once, while the link still says what it was computing; on_end when
+    no other engine will be started.
     """
 
     def __init__(
@@ -56,11 +82,11 @@ class Supervisor:
         watchdog: float,
         on_message: Callable[[FromEngine], None],
         on_ready: Callable[[EngineInfo], None],
-        on_death: Callable[[EngineDeadError], None],
+        on_death: Callable[[EngineDeadError], Death],
         on_end: Callable[[EngineDeadError], None],
     ) -> None:
         self.status = EngineStatus("loading")
-        self.failure: ConfigError | None = None  # why a start failed
+        self.failure: ConfigError | None = None  # why the first start failed
         self.restarts = 0
         self._link = link
         self._watchdog = watchdog
@@ -68,16 +94,24 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_death = on_death
         self._on_end = on_end
-        self._was_ready = False
-        self._last_beat = 0.0
-        self._busy_seconds = 0.0
+        self._was_ready = False  # once
+        self._ready_since: float | None = None  # time.monotonic(); None: no engine is ready
+        self._is_draining = False
+        self._reason = ""  # the last words of an engine
+        self._row = Restarts()
+        self._dog = Watchdog()
         self._changed = asyncio.Event()  # set and replaced at every change of status
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def alive(self) -> bool:
         """The engine is ready and beat within the last seconds."""
-        return self.status.phase == "ready" and self._silence() < HEARTBEAT_LIMIT
+        return self.status.phase == "ready" and self._dog.silent < HEARTBEAT_LIMIT
+
+    def drain(self) -> None:
+        """Show `draining` from now on, whatever the engine does."""
+        self._is_draining = True
+        self._show(self.status)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
@@ -87,36 +121,33 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._link.stop()
-        self.set_status(EngineStatus("dead", "stopped"))
+        self._show(EngineStatus("dead", "stopped"))
 
     async def next_status(self) -> EngineStatus:
         """The status after its next change."""
         await self._changed.wait()
         return self.status
 
-    def set_status(self, status: EngineStatus) -> None:
+    def forget_restarts(self) -> None:
+        """The engine has shown that it serves: a death from now on is the first in a row."""
+        self._row.in_a_row = 0
+
+    def _show(self, status: EngineStatus) -> None:
+        if self._is_draining and status.phase != "dead":
+            status = replace(status, phase="draining")
         self.status = status
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _silence(self) -> float:
-        """Seconds since the last beat; 0 for an engine in a thread, which lives and dies with us."""
-        return time.monotonic() - self._last_beat if self._link.beats else 0.0
-
     async def _run(self) -> None:
-        delays = iter(RESTART_DELAYS)
         while True:
-            started = time.monotonic()
             try:
                 await self._serve()
             except EngineDeadError as error:
-                if time.monotonic() - started > STABLE_AFTER:
-                    delays = iter(RESTART_DELAYS)
-                delay = next(delays, None)
-                if delay is None or not self._was_ready:
+                delay = self._died(error)
+                if delay is None:
                     self._end(error)
                     return
-                self._died(error, delay)
                 await asyncio.sleep(delay)
             except ConfigError as error:  # of what this process loads itself: the tokenizer
                 self.failure = error
@@ -129,47 +160,65 @@ class Supervisor:
 
     async def _serve(self) -> None:
         """One engine from its start to its death, which is an EngineDeadError."""
+        self._reason = ""
         await self._link.start()
         while True:
             self._handle(await self._link.receive())
 
     def _handle(self, message: FromEngine) -> None:
         match message:
-            case Beat():
-                self._last_beat = time.monotonic()
-                self._busy_seconds = message.busy_seconds
             case Progress(phase, done, total, unit):
                 name: Phase = "restarting" if self._was_ready else "loading"
-                self.set_status(EngineStatus(name, phase, done, total, unit))
+                self._show(EngineStatus(name, phase, done, total, unit))
             case Failed():
-                self.failure = ConfigError(message.message, fix=message.fix)
+                self._reason = message.message
+                if not self._was_ready:
+                    self.failure = ConfigError(message.message, fix=message.fix)
             case Ready(info):
                 self._was_ready = True
-                self._last_beat, self._busy_seconds = time.monotonic(), 0.0
-                self.set_status(EngineStatus("ready"))
+                self._ready_since = time.monotonic()
+                self._dog.start(self._ready_since)
+                self._show(EngineStatus("ready"))
                 self._on_ready(info)
             case _:
                 self._on_message(message)
 
-    def _died(self, error: EngineDeadError, delay: float) -> None:
-        self.restarts += 1
-        logger.error("%s; restart %d in %.0f s", error, self.restarts, delay)
-        self.set_status(EngineStatus("restarting", "the engine died"))
-        self._on_death(error)
+    def _died(self, error: EngineDeadError) -> float | None:
+        """Seconds until the next start; None: there will be none."""
+        if not self._was_ready:
+            return None
+        served = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+        self._ready_since = None
+        delay = self._row.next_delay(self._on_death(error), served)
+        if delay is not None:
+            self.restarts += 1
+            logger.error("%s; restart %d in %.0f s", self._cause(error), self.restarts, delay)
+            self._show(EngineStatus("restarting", "the engine died"))
+        return delay
+
+    def _cause(self, error: EngineDeadError) -> str:
+        return f"{error}: {self._reason}" if self._reason else str(error)
 
     def _end(self, error: EngineDeadError) -> None:
-        detail = str(self.failure or error)
-        logger.error("the engine is dead: %s", detail)
-        self.set_status(EngineStatus("dead", detail))
+        detail = str(self.failure or self._cause(error))
+        if self._row.in_a_row:
+            detail = f"{detail}, after {self._row.in_a_row} restarts in a row"
+        if self.failure is None:  # a mistake of the operator is raised, and shown once
+            logger.error("the engine is dead: %s", detail)
+        self._show(EngineStatus("dead", detail))
         self._on_end(EngineDeadError(f"the engine is dead: {detail}"))
 
     async def _watch(self) -> None:
         """Kill an engine that is silent, or stuck in one turn, for longer than the watchdog's limit."""
         while True:
-            await asyncio.sleep(HEARTBEAT_LIMIT / 6)
-            if self.status.phase == "ready" and max(self._silence(), self._busy_seconds) > self._watchdog:
+            await asyncio.sleep(LOOK_INTERVAL)
+            pulse = self._link.pulse()
+            if self._ready_since is None or pulse is None:
+                continue
+            self._dog.look(pulse, time.monotonic())
+            if max(self._dog.silent, self._dog.stuck) > self._watchdog:
                 logger.error("the engine is stuck (%.0f s): killing it; its stacks follow", self._watchdog)
                 self._link.dump_stacks()
                 await asyncio.sleep(DUMP_TIME)
-                self._busy_seconds, self._last_beat = 0.0, time.monotonic()
+                self._dog.start(time.monotonic())
                 self._link.kill()

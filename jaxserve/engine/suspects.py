@@ -1,20 +1,20 @@
-"""Which request makes the device fail: those of a failed step are tried again, and in halves where that fails too.
+"""Which request makes the engine fail: those of a failed step are tried again apart from all others, in groups.
 
-    a step fails              its requests are a group, tried again while everybody else waits
-    a step of a group fails   its requests are two groups, tried after the other groups there are
+    a step fails              its requests are one group or several; everybody else waits
+    a step of a group fails   its requests are several groups, tried after the other groups there are
     a group of one fails      that request is to blame, if another group passed: else the others are tried first
     PASSES outputs of each    the group passed
 
-A single fault ends nobody, one bad request among n is found in log2(n) + 3 failures, and a device that fails whoever
-is there blames nobody. Knows ids, no device.
+A single fault ends nobody, one bad request among n is found in log2(n) + 3 failures where groups are halves, and a
+device that fails whoever is there blames nobody. Knows ids, no device: the engine's core looks for a request that
+makes steps fail, and the API process, with ProcessSuspects, for one that ends the engine's process.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
-from jaxserve.engine.request import TokenOutput
 from jaxserve.errors import JaxserveError
 
 PASSES = 2  # outputs: of the tokens so far, computed again, and of a decode step after them
@@ -26,12 +26,25 @@ class NobodyToBlame(JaxserveError):
 
 
 class Suspects:
-    """Requests of the latest failed step that are not cleared yet. True while there are any."""
+    """Requests of the latest failed step that are not cleared yet. True while there are any.
+
+    parts         groups that a failed group becomes
+    passes        outputs of each request until its group has passed
+    whole_first   the requests of the first failure are one group, since most faults come once
+    """
+
+    parts = 2
+    passes = PASSES
+    whole_first = True
 
     def __init__(self) -> None:
         self._groups: deque[dict[str, int]] = deque()  # by id the outputs until it passed; the first is being tried
         self.has_passed = False  # any group since the first failure
         self._num_failures = 0
+
+    def unit_of(self, name: str) -> str:
+        """What is to blame for a request: requests of one unit stay in one group."""
+        return name
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -42,10 +55,10 @@ class Suspects:
         return self._groups[0].keys() if self._groups else None
 
     def failed(self, rows: list[str]) -> str | None:
-        """A step with these failed. The request that is to blame, once it is known. Raises NobodyToBlame."""
+        """A step with these failed. The unit that is to blame, once it is known. Raises NobodyToBlame."""
         if not self._groups:
             self.has_passed, self._num_failures = False, 0
-            self._groups.append(dict.fromkeys(rows, PASSES))
+            self._add(rows, 1 if self.whole_first else self.parts)
         elif rows and self._groups[0].keys() >= set(rows):
             return self._divide(self._groups.popleft(), rows)
         return None  # where others were in the step too: once more without them
@@ -54,24 +67,34 @@ class Suspects:
         self._num_failures += 1
         if self._num_failures > MAX_FAILURES and not self.has_passed:
             raise NobodyToBlame(f"the device failed {MAX_FAILURES} times, whichever requests were there")
+        units = {self.unit_of(name) for name in rows}
         absent = [name for name in group if name not in rows]
-        if len(rows) == 1 and (self.has_passed or not (absent or self._groups)):
-            guilty = rows.pop()
-        else:
-            guilty = None
-        middle = len(rows) // 2
-        parts = (rows[:middle], rows[middle:], absent)
-        self._groups.extend(dict.fromkeys(part, PASSES) for part in parts if part)
+        guilty = None
+        if len(units) == 1 and (self.has_passed or not (absent or self._groups)):
+            guilty, rows = units.pop(), []
+        self._add(rows, self.parts)
+        self._add(absent, 1)
         return guilty
 
-    def take(self, outputs: Iterable[TokenOutput]) -> None:
-        """Outputs of a step that did not fail."""
+    def _add(self, rows: Sequence[str], parts: int) -> None:
+        """Queue the requests as groups of about as many units each."""
+        units: dict[str, list[str]] = {}
+        for name in rows:
+            units.setdefault(self.unit_of(name), []).append(name)
+        members = list(units.values())
+        count = min(parts, len(members))
+        for part in range(count):
+            chosen = members[part * len(members) // count : (part + 1) * len(members) // count]
+            self._groups.append({name: self.passes for unit in chosen for name in unit})
+
+    def take(self, outputs: Iterable[tuple[str, bool]]) -> None:
+        """Ids of a step that did not fail, each with whether its request has ended by it."""
         group = self._groups[0] if self._groups else {}
-        for output in outputs:
-            if output.request_id in group:
-                group[output.request_id] -= 1
-                if output.finish_reason is not None or not group[output.request_id]:
-                    del group[output.request_id]
+        for name, ended in outputs:
+            if name in group:
+                group[name] -= 1
+                if ended or not group[name]:
+                    del group[name]
         if self._groups and not group:
             self._groups.popleft()
             self.has_passed = True

@@ -9,8 +9,9 @@ import time
 
 from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine
-from jaxserve.engine.messages import Failed, FromEngine, Stop, ToEngine
+from jaxserve.engine.messages import MAX_WEIGHT, Failed, FromEngine, Stop, ToEngine, weight
 from jaxserve.engine.server import Build, EngineServer
+from jaxserve.engine.shared_state import Pulse, SharedState
 from jaxserve.errors import ConfigError, EngineDeadError
 
 
@@ -24,13 +25,15 @@ class QueueChannel:
 
     def receive(self, timeout: float) -> list[ToEngine]:
         messages: list[ToEngine] = []
-        deadline = time.monotonic() + timeout
-        while True:
+        deadline, room = time.monotonic() + timeout, MAX_WEIGHT
+        while room > 0:
             try:
                 wait = 0.0 if messages else max(0.0, deadline - time.monotonic())
                 messages.append(self.to_engine.get(timeout=wait) if wait else self.to_engine.get_nowait())
+                room -= weight(messages[-1])
             except queue.Empty:
-                return messages
+                break
+        return messages
 
     def send(self, message: FromEngine) -> None:
         self._post(message)
@@ -46,24 +49,26 @@ class QueueChannel:
 class ThreadLink:
     """An EngineLink to a thread. `build` makes the engine; tests pass one with a fake runner."""
 
-    beats = False
-
     def __init__(self, config: Config, build: Build | None = None) -> None:
         self._config = config
         self._build = build
         self._thread: threading.Thread | None = None
         self._channel: QueueChannel | None = None
+        self._state = SharedState()
 
     async def start(self) -> None:
         await self.stop()
         self._channel = QueueChannel(asyncio.get_running_loop())
-        self._thread = threading.Thread(target=self._run, args=(self._channel,), name="jaxserve-engine", daemon=True)
+        self._state = SharedState()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._channel, self._state), name="jaxserve-engine", daemon=True
+        )
         self._thread.start()
 
-    def _run(self, channel: QueueChannel) -> None:
+    def _run(self, channel: QueueChannel, state: SharedState) -> None:
         try:
             built = self._build(channel) if self._build else build_engine(self._config, channel.send)
-            EngineServer(built, channel).run()
+            EngineServer(built, channel, state).run()
         except ConfigError as error:
             channel.send(Failed(str(error), error.fix))
         except Exception as error:
@@ -81,6 +86,12 @@ class ThreadLink:
         if message is None:
             raise EngineDeadError("the engine thread ended")
         return message
+
+    def pulse(self) -> Pulse | None:
+        return None
+
+    def in_work(self) -> list[str]:
+        return self._state.in_work
 
     def dump_stacks(self) -> None:
         """Its stacks are this process's own."""

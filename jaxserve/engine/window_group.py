@@ -35,6 +35,8 @@ class WindowPages:
     spare: list[int]  # for the rest of the prompt
     num_sent: int
     num_read: int  # of the prompt, tokens whose steps have been read: no step in flight begins before
+    first_own: int  # index from which on the pages were the request's own, before the cache got some
+    num_lost: int = 0  # of its own, still used by others when it needed them for the rest of the prompt
     due: int = 0  # tokens read at which there is something for `advance` to do
 
     @property
@@ -108,19 +110,44 @@ class WindowGroup:
             self._allocate(self._hand(request, node, surplus)),
             num_sent=first,
             num_read=node.depth * self.size.page_size,
+            first_own=node.depth,
         )
 
-    def cover(self, request: Request, end: int) -> tuple[int, tuple[int, list[int]]]:
-        """Pages for the prompt's tokens up to `end`, or as far as there are some without those that a step in flight
-        may see: that end, and (first new index, page ids)."""
+    def reach(self, request: Request, end: int) -> int:
+        """Set pages aside for the prompt's tokens up to `end`, none of which a step in flight may see; the position
+        that they reach."""
         held: WindowPages = request.window
         wanted = -(-end // self.size.page_size) - held.end
         if wanted > len(held.spare):
-            held.spare += self._drop(held, self.size.first_needed(held.num_read))
+            self._reuse(held, self.size.first_needed(held.num_read))
+        lost = min(wanted - len(held.spare), held.num_lost, self.num_available)
+        if lost > 0:
+            held.spare += self._allocate(lost)
+            held.num_lost -= lost
+        return min(end, (held.end + len(held.spare)) * self.size.page_size)
+
+    def cover(self, request: Request, end: int) -> tuple[int, list[int]]:
+        """The pages set aside for the prompt's tokens up to `end`: (first new index, page ids)."""
+        held: WindowPages = request.window
+        wanted = -(-end // self.size.page_size) - held.end
         if wanted > 0:
             held.append(held.spare[:wanted])
             del held.spare[:wanted]
-        return min(end, held.end * self.size.page_size), held.unsent()
+        return held.unsent()
+
+    def _reuse(self, held: WindowPages, first: int) -> None:
+        """Keep the pages before index `first` for the rest of the prompt: the request's own, and those that it gave to
+        the cache and that no other request uses. The cache loses these."""
+        for index in range(max(held.first, held.first_own), min(held.end, first)):
+            node = held.nodes[index - held.first]
+            if node is None:
+                continue
+            if self.index.is_last_user(node):
+                self.index.take_back(node)
+                held.nodes[index - held.first] = None
+            else:
+                held.num_lost += 1
+        held.spare += self._drop(held, first)
 
     def grow(self, request: Request, count: int) -> tuple[int, list[int]]:
         """`count` more pages for a request that decodes: (first new index, page ids)."""
@@ -135,11 +162,14 @@ class WindowGroup:
 
     # --- sharing and giving back
 
-    def commit(self, request: Request, node: Node) -> None:
-        """The cache has the request's tokens up to `node`: give it the windowed pages that it lacks, and those that
-        nobody uses: its own would go first, and the others without it are no prefix."""
+    def commit(self, request: Request, node: Node, depth: int) -> None:
+        """Give the cache the windowed pages of the request's tokens between `depth` pages and `node`.
+
+        A page that the cache has and that no request uses is replaced: it would be evicted first, and a prefix with a
+        gap cannot be used.
+        """
         held: WindowPages = request.window
-        while node.depth > held.first:
+        while node.depth > max(held.first, depth):
             i = node.depth - 1 - held.first
             if i < len(held.pages) and held.nodes[i] is None and node.alive and not self.index.in_use(node):
                 self.index.put(node, held.pages[i])

@@ -76,6 +76,11 @@ class WindowIndex:
         self.forget(node)
         self._pages[node], self._locks[node] = page_id, 1
 
+    def take_back(self, node: Node) -> int:
+        """The page of a node, for its last user. The node stays without one."""
+        assert self._locks.pop(node) == 1
+        return self._pages.pop(node)
+
     def lock(self, node: Node) -> int:
         """The page, which stays until it is unlocked."""
         self._idle.pop(node, None)

@@ -2,10 +2,11 @@
 
     compiler = GrammarCompiler(tokenizer.to_json(), vocab_size=..., eos_token_ids=...)
     await compiler.start()
-    await compiler.check(spec, param="response_format")     # returns, or raises InvalidSchemaError with the reason
+    spec = await compiler.check(spec, param="response_format")  # or raises InvalidSchemaError with the reason
     await compiler.stop()
 
-What passed is compiled again where it is used (`matcher.MatcherFactory`), under the same limits.
+The spec that it returns has the text that was checked, which the engine builds (`matcher.MatcherFactory`) under the
+same limits; the engine runs no Python over a client's schema.
 """
 
 from __future__ import annotations
@@ -14,31 +15,33 @@ import asyncio
 import hashlib
 import logging
 import struct
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
 
+from jaxserve.child_frames import frame
+from jaxserve.child_process import child_environment, python_command
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES
-from jaxserve.grammar.worker import Cancel, Check, Setup, Verdict, frame
+from jaxserve.grammar.worker import Cancel, Check, Setup, Verdict
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """wall_seconds and cpu_seconds of one check; memory_bytes beside the tokenizer; at most `parallel` at once and
-    `waiting` more in line; verdicts are kept up to cache_bytes."""
+    """cpu_seconds of one check; wall_seconds, the last resort, on a machine that gives it too little of a processor;
+    memory_bytes beside the tokenizer; at most `parallel` at once and `waiting` more in line; verdicts are kept up to
+    cache_bytes."""
 
-    wall_seconds: float = 1.2
+    wall_seconds: float = 10.0
     cpu_seconds: float = 1.0
     memory_bytes: int = 1 << 30
     parallel: int = 4
     waiting: int = 256
-    cache_bytes: int = 4 << 20
+    cache_bytes: int = 16 << 20
 
 
 class GrammarCompiler:
@@ -69,22 +72,27 @@ class GrammarCompiler:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
+        self._stopped = False
 
     async def start(self) -> None:
-        """Start the worker, which then builds its tokenizer; checks wait for it."""
+        """Start the worker, which then builds its tokenizer; checks wait for it. Not after `stop`."""
         async with self._starting:
-            if self._process is not None and self._process.returncode is None:
+            if self._stopped or (self._process is not None and self._process.returncode is None):
                 return
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "jaxserve.grammar.worker"),
+                *python_command("jaxserve.grammar.worker"),
+                env=child_environment(),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in a terminal is for the server alone, which drains
             )
             self._reader = asyncio.create_task(self._read(self._process))
             await self._send(self._process, self._setup)
 
     async def stop(self) -> None:
-        process, self._process = self._process, None
+        self._stopped = True
+        async with self._starting:
+            process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
         if process is not None:
@@ -97,9 +105,9 @@ class GrammarCompiler:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    async def check(self, spec: GrammarSpec, *, param: str = "response_format") -> None:
-        """Return if the grammar can be enforced as it is. Raises InvalidSchemaError (400, `param`) with the reason,
-        QueueFullError if too many wait."""
+    async def check(self, spec: GrammarSpec, *, param: str = "response_format") -> GrammarSpec:
+        """The spec, known to be enforceable as it is, with what the engine is to use. Raises InvalidSchemaError (400,
+        `param`) with the reason, QueueFullError if too many wait."""
         if len(spec.source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param=param)
         key = hashlib.sha256(f"{spec.kind}\0{spec.source}".encode()).digest()
@@ -110,6 +118,7 @@ class GrammarCompiler:
                 self._cache.put(key, found)
         if found.error is not None:
             raise InvalidSchemaError(f"this grammar cannot be enforced: {found.error}", param=param)
+        return msgspec.structs.replace(spec, checked=found.grammar)
 
     async def _ask(self, spec: GrammarSpec) -> Verdict:
         if self._waiting >= self.limits.waiting:
@@ -202,4 +211,4 @@ class VerdictCache:
             self.num_bytes -= self._size(old)
 
     def _size(self, verdict: Verdict) -> int:
-        return self.ENTRY_BYTES + len(verdict.error or "")
+        return self.ENTRY_BYTES + len(verdict.error or "") + len(verdict.grammar)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jaxserve.grammar.char_classes import ascii_classes
 from jaxserve.grammar.translate import json_schema_part
 
 ANY_TEXT = r"/(.|\n)*/"
@@ -62,7 +63,7 @@ class LarkWriter:
 
     def matching_until(self, regex: str, end: str, without: Sequence[str]) -> str:
         """A text that matches `regex` and in which none of `without` occurs, and then `end`."""
-        slashed = regex.replace("/", r"\/")
+        slashed = ascii_classes(regex).replace("/", r"\/")
         banned = "|".join(map(_regex_escape, without))
         allowed = self.rule(f"/({slashed})/ & ~/(.|\\n)*({banned})(.|\\n)*/", terminal=True)
         return self.rule(f"{allowed} {json.dumps(end, ensure_ascii=False)}", lazy=True)

@@ -11,7 +11,8 @@ An error of a matcher ends its own request: `accept` is False from then on and `
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
@@ -19,6 +20,7 @@ import numpy as np
 
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.cache import CachedGrammar, GrammarCache
 from jaxserve.grammar.translate import translate
 from jaxserve.grammar.worker import build_tokenizer, parser_limits
 
@@ -26,18 +28,21 @@ from jaxserve.grammar.worker import build_tokenizer, parser_limits
 class GrammarMatcher:
     """State of one output.
 
-    Before a grammar with `begin_after` begins, every token is allowed but the end of the output. With
-    `begin_unless` the first token decides: that one begins the free part, any other the grammar.
+    Before a grammar with `begin_after` begins, every token is allowed but the end of the output, and those that hold
+    the end of the marker and text behind it: that text would be the grammar's. With `begin_unless` the first token
+    decides: that one begins the free part, any other the grammar.
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, spec: GrammarSpec, eos_token_ids: tuple[int, ...], token_bytes: TokenBytes
+        self, grammar: CachedGrammar, spec: GrammarSpec, eos_token_ids: tuple[int, ...], token_bytes: TokenBytes
     ) -> None:
-        self.ll = matcher
+        self.ll = grammar.copy()
+        self._grammar = grammar
         self._eos = eos_token_ids
         self._token_bytes = token_bytes
         self._opening = spec.begin_unless
         self._marker = b"".join(token_bytes(i) for i in spec.begin_after)
+        self._crossing = token_bytes.crossing(self._marker) if self._marker else {}
         self._tokens: list[int] = []
         self._num_free = 0  # tokens of the output before the grammar's first
         self._tail = b""
@@ -55,7 +60,16 @@ class GrammarMatcher:
     def limit_error(self) -> str | None:
         """The error, unless it says that a token was wrong."""
         error = self.error
-        return None if error is None or "satisfy the grammar" in error else error.split("\n")[0]
+        if error is None or "satisfy the grammar" in error:
+            return None
+        if error.startswith("lexer error"):
+            self._grammar.is_full = True
+        return error.split("\n")[0]
+
+    @property
+    def was_slow(self) -> bool:
+        """A mask of the grammar took long before, for this output or another."""
+        return self._grammar.is_slow
 
     @property
     def in_grammar(self) -> bool:
@@ -76,8 +90,13 @@ class GrammarMatcher:
         """Write the allowed tokens into int32 [ceil(V/32)], all ones on entry; bit 1 allows."""
         if self._state == "free":
             _clear(bitmask_row, self._eos)
+            for before, others in self._crossing.items():
+                if self._tail.endswith(before):
+                    bitmask_row[: len(others)] &= others
             return
+        began = time.thread_time()
         self.ll.unsafe_compute_mask_ptr(bitmask_row.ctypes.data, bitmask_row.nbytes)
+        self._grammar.charge(time.thread_time() - began)
         if self._state == "undecided":
             first = self._opening[0]
             bitmask_row.view(np.uint32)[first // 32] |= np.uint32(1 << first % 32)
@@ -93,8 +112,7 @@ class GrammarMatcher:
         if self._state == "grammar":
             return self.ll.consume_token(token_id)
         self._num_free += 1
-        self._look_for_marker(token_id)
-        return True
+        return self._look_for_marker(token_id)
 
     def rollback(self, num_tokens: int) -> bool:
         """Take back the last tokens; False if there are not so many or the matcher is in error."""
@@ -109,14 +127,17 @@ class GrammarMatcher:
         self._tokens, self._num_free, self._tail, self._state = [], 0, b"", self._first_state()
         return all(self.accept(token) for token in tokens)
 
-    def _look_for_marker(self, token_id: int) -> None:
-        """By bytes, since a model may write the marker in other tokens than the tokenizer would."""
+    def _look_for_marker(self, token_id: int) -> bool:
+        """By bytes, since a model may write the marker in other tokens than the tokenizer would. False if the grammar
+        does not allow what the token has behind the marker."""
         keep = len(self._marker) - 1
         data = self._tail + self._token_bytes(token_id)
-        if self._marker in data:
-            self._state, self._tail = "grammar", b""
-        else:
+        _, marker, rest = data.partition(self._marker)
+        if not marker:
             self._tail = data[-keep:] if keep else b""
+            return True
+        self._state, self._tail = "grammar", b""
+        return not rest or self.ll.consume_tokens(self._token_bytes.tokenize(rest))
 
 
 class TokenBytes:
@@ -124,9 +145,36 @@ class TokenBytes:
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._crossing: dict[bytes, dict[bytes, np.ndarray]] = {}  # by marker; a server has few
 
     def __call__(self, token_id: int) -> bytes:
         return self._tokenizer.decode_bytes([token_id])
+
+    def tokenize(self, data: bytes) -> list[int]:
+        """Tokens of these bytes."""
+        return self._tokenizer.tokenize_bytes(data)
+
+    def crossing(self, marker: bytes) -> dict[bytes, np.ndarray]:
+        """The tokens that hold the end of the marker and more behind it: the end of the text before them -> int32
+        [ceil(V/32)], bit 0 for each of them."""
+        if marker not in self._crossing:
+            found: dict[bytes, list[int]] = {}
+            ends = tuple(marker[first:] for first in range(1, len(marker)))
+            for token_id in range(self._tokenizer.vocab_size):
+                data = self(token_id)
+                if data.partition(marker)[2]:
+                    found.setdefault(b"", []).append(token_id)
+                elif data.startswith(ends):
+                    for end in ends:
+                        if data.startswith(end) and data != end:
+                            found.setdefault(marker[: -len(end)], []).append(token_id)
+            self._crossing[marker] = {before: self._without(ids) for before, ids in found.items()}
+        return self._crossing[marker]
+
+    def _without(self, token_ids: list[int]) -> np.ndarray:
+        words = np.full(-(-self._tokenizer.vocab_size // 32), -1, np.int32)
+        _clear(words, token_ids)
+        return words
 
 
 class MatcherFactory:
@@ -135,17 +183,14 @@ class MatcherFactory:
     vocab_size: the model's logits; masks have ceil(vocab_size / 32) words
     """
 
-    CACHED_GRAMMARS = 64
-    CACHED_SOURCE_BYTES = 4 << 20
-
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer_json = tokenizer_json
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._token_bytes: TokenBytes | None = None
         self._building = threading.Lock()
-        self._cache: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
-        self._cache_lock = threading.Lock()
+        self._cache = GrammarCache()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
 
     def warm_up(self) -> Future[llguidance.LLTokenizer]:
@@ -160,14 +205,11 @@ class MatcherFactory:
         """Raises InvalidSchemaError for a grammar that cannot be built."""
         tokenizer = self._get_tokenizer()
         key = (spec.kind, spec.source)
-        with self._cache_lock:
-            base = self._cache.get(key)
-            if base is not None:
-                self._cache.move_to_end(key)
-        if base is None:
-            base = self._compile(tokenizer, spec)
-            self._keep(key, base)
-        return GrammarMatcher(base.deep_copy(), spec, self.eos_token_ids, TokenBytes(tokenizer))
+        grammar = self._cache.get(key)
+        if grammar is None:
+            grammar = self._compile(tokenizer, spec)
+            self._cache.put(key, grammar)
+        return GrammarMatcher(grammar, spec, self.eos_token_ids, self._get_token_bytes(tokenizer))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -179,23 +221,21 @@ class MatcherFactory:
                 self._tokenizer_json = ""
             return self._tokenizer
 
-    def _compile(self, tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> llguidance.LLMatcher:
+    def _get_token_bytes(self, tokenizer: llguidance.LLTokenizer) -> TokenBytes:
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(tokenizer)
+        return self._token_bytes
+
+    def _compile(self, tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> CachedGrammar:
+        began = time.thread_time()
         matcher = llguidance.LLMatcher(tokenizer, translate(spec), log_level=0, limits=parser_limits())
         if matcher.is_error():
             reason = matcher.get_error().split("<state>")[0].strip()
             raise InvalidSchemaError(f"this grammar cannot be enforced: {reason}", param="response_format")
-        return matcher
-
-    def _keep(self, key: tuple[str, str], matcher: llguidance.LLMatcher) -> None:
-        with self._cache_lock:
-            self._cache[key] = matcher
-            size = sum(len(source) for _, source in self._cache)
-            while len(self._cache) > self.CACHED_GRAMMARS or size > self.CACHED_SOURCE_BYTES:
-                (_, source), _ = self._cache.popitem(last=False)
-                size -= len(source)
+        return CachedGrammar(matcher, spec.source, time.thread_time() - began)
 
 
-def _clear(row: np.ndarray, token_ids: tuple[int, ...]) -> None:
+def _clear(row: np.ndarray, token_ids: Sequence[int]) -> None:
     words = row.view(np.uint32)
     for token_id in token_ids:
         words[token_id // 32] &= ~np.uint32(1 << token_id % 32)

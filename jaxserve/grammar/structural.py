@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.char_classes import ascii_classes
 from jaxserve.grammar.lark import LarkWriter, one_of
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES, loads
 
@@ -85,7 +86,7 @@ class _Formats:
         return self.writer.schema(node.get("json_schema", {}))
 
     def regex(self, node: Mapping[str, Any], depth: int) -> str:
-        return "/" + _text(node, "pattern").replace("/", "\\/").replace("\n", "\\n") + "/"
+        return "/" + ascii_classes(_text(node, "pattern")).replace("/", "\\/").replace("\n", "\\n") + "/"
 
     def any_text(self, node: Mapping[str, Any], depth: int) -> str:
         return self.writer.text()

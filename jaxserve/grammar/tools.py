@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -69,6 +69,7 @@ class _Format:
     open, separator, close: around the calls and between them, all texts
     trigger: the text that begins the calls in free text, and with which open or call begins; "": they begin the output
     single: the family writes one call in an output
+    beside: the call where a JSON answer may stand in its place; None: as ever
     """
 
     call: CallWriter
@@ -77,6 +78,7 @@ class _Format:
     close: str = ""
     trigger: str = ""
     single: bool = False
+    beside: CallWriter | None = None
 
 
 def tool_grammar(
@@ -85,32 +87,37 @@ def tool_grammar(
     *,
     required: bool,
     parallel: bool = True,
-    restrict: bool = False,
+    answer: Mapping[str, Any] | bool | None = None,
     template: str = "",
     special_tokens: Mapping[str, int] | None = None,
 ) -> GrammarSpec | None:
     """The grammar of a request's tool choice; None if nothing needs to be enforced.
 
     family: of text/tools (None: calls as plain JSON, read by the "json" family)
-    required: at least one call and nothing else; else auto
+    required: at least one call and nothing else; else auto, where strict and custom tools with a format are enforced
     parallel: more than one call is allowed
-    restrict: enforce names and schemas in auto mode too; otherwise strict and custom tools with a format are enforced
+    answer: JSON schema of an answer, which then is all there may be instead of calls; only in auto mode
     template: the chat template's text, for families that have several formats
     special_tokens: text to id of the tokenizer's special tokens
     Raises InvalidSchemaError (param tools).
     """
     if not tools:
         raise InvalidSchemaError("there are no tools to call", param="tools")
-    bound = restrict or not parallel or any(tool.strict or tool.regex or tool.lark for tool in tools)
+    bound = answer is not None or not parallel or any(tool.strict or tool.regex or tool.lark for tool in tools)
     if not required and not bound:
         return None
     if is_raw_input(tools, required=required):
         return GrammarSpec(kind="lark", source=tools[0].lark or "")
     style = _style(family, template)
+    if answer is not None and style.beside is not None:
+        style = replace(style, call=style.beside)
     builder = _Builder(LarkWriter(special_tokens or {}), style, tools, parallel and not style.single)
-    start = builder.required() if required else builder.auto()
     if family == "harmony":
-        start = _harmony_frame(builder.writer, start, required)
+        start = builder.channels(required, answer)
+    elif required or answer is not None:
+        start = builder.required() if answer is None else f"{builder.required()} | {builder.writer.schema(answer)}"
+    else:
+        start = builder.auto()
     return GrammarSpec(kind="lark", source=builder.writer.finish(start))
 
 
@@ -138,6 +145,15 @@ class _Builder:
         tail = self.writer.text_without([trigger])
         return f"{self.writer.text_until(trigger)} {self._calls(len(trigger))} {tail} | {tail}"
 
+    def channels(self, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
+        """Harmony's: reasoning may come first; in auto mode an answer may come instead of the call."""
+        writer, call = self.writer, self._calls(0)
+        analysis = f"{writer.literal('<|channel|>analysis<|message|>')} {writer.text_until('<|end|>')}"
+        first = writer.rule(f"{analysis} {writer.literal('<|start|>assistant')}")
+        text = writer.text() if answer is None else writer.schema(answer)
+        final = writer.rule(f"{writer.literal('<|channel|>final<|message|>')} {text}")
+        return f"{first}? {call if required else one_of([call, final])}"
+
     def _calls(self, skip: int) -> str:
         style, writer = self.style, self.writer
         first = self._any_call(0 if style.open else skip)
@@ -152,14 +168,6 @@ class _Builder:
 
 
 _NO_CALL = r"/([^\s{\[<](.|\n)*)?/"  # an answer that cannot be taken for a call
-
-
-def _harmony_frame(writer: LarkWriter, calls: str, required: bool) -> str:
-    """Reasoning may come first; in auto mode an answer may come instead of the call."""
-    analysis = f"{writer.literal('<|channel|>analysis<|message|>')} {writer.text_until('<|end|>')}"
-    first = writer.rule(f"{analysis} {writer.literal('<|start|>assistant')}")
-    final = writer.rule(f"{writer.literal('<|channel|>final<|message|>')} {writer.text()}")
-    return f"{first}? {calls if required else one_of([calls, final])}"
 
 
 def _style(family: str | None, template: str) -> _Format:
@@ -192,6 +200,37 @@ def _json_call(arguments: str, before: str = "", after: str = "") -> CallWriter:
         return _around(writer, head[skip:], _arguments(writer, tool), "}" + after)
 
     return call
+
+
+def _json_value(arguments: str) -> CallWriter:
+    """{"name": "f", ARGUMENTS: {...}} as a JSON value, of which another may stand in the place.
+
+    The lexer does not go back from a literal that begins as the other value does.
+    """
+
+    def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
+        if tool.lark is not None:
+            return _json_call(arguments)(writer, tool, skip)
+        schema = tool.arguments_schema
+        properties = {"name": {"const": tool.name}, arguments: _moved(schema, f"#/properties/{arguments}")}
+        value = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        return writer.schema({"$schema": schema["$schema"], **value} if "$schema" in schema else value)
+
+    return call
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references hold when it stands at `place` of another. One with an $id keeps them as they are."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict) or "$id" in schema:
+        return schema
+    return {
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else (value if key in ("enum", "const", "default", "examples") else _moved(value, place))
+        for key, value in schema.items()
+    }
 
 
 def _named_call(before: str, after: str = "") -> CallWriter:
@@ -318,8 +357,8 @@ _FORMATS: dict[str, _Format] = {
         ),
         trigger="<tool_call>",
     ),
-    "llama3_json": _Format(_json_call("parameters"), separator="; "),
-    "json": _Format(_json_call("parameters"), "[", ", ", "]"),
+    "llama3_json": _Format(_json_call("parameters"), separator="; ", beside=_json_value("parameters")),
+    "json": _Format(_json_call("parameters"), "[", ", ", "]", beside=_json_value("parameters")),
     "mistral": _Format(_json_call("arguments"), "[TOOL_CALLS][", ", ", "]", "[TOOL_CALLS]"),
     "mistral_named": _Format(_named_call("[TOOL_CALLS]NAME[ARGS]"), separator="", trigger="[TOOL_CALLS]"),
     "deepseek_v3": _Format(

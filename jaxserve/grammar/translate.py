@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.char_classes import ascii_classes, ascii_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -29,6 +30,8 @@ JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pat
 
 def translate(spec: GrammarSpec) -> str:
     """Grammar text for llguidance.LLMatcher. Raises InvalidSchemaError with the reason."""
+    if spec.checked:
+        return spec.checked
     if len(spec.source.encode()) > MAX_SOURCE_BYTES:
         raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param="response_format")
     if spec.kind not in _TRANSLATIONS:
@@ -100,11 +103,13 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise InvalidSchemaError("the schema must be an object, and no value satisfies false", param="response_format")
+    draft = schema.get("$schema")
+    old_draft = not (isinstance(draft, str) and re.search("2019-09|2020-12", draft))
     for part, depth in _walk(schema):
         if depth > MAX_SCHEMA_DEPTH:
             raise InvalidSchemaError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH}", param="response_format")
-        _refuse(part, old_draft=depth > 0 and not re.search("2019-09|2020-12", str(schema.get("$schema"))))
-    return schema
+        _refuse(part, old_draft=depth > 0 and old_draft)
+    return ascii_schema(schema)
 
 
 def _walk(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
@@ -130,7 +135,7 @@ def _refuse(part: dict[str, Any], *, old_draft: bool) -> None:
 
 
 def _regex(source: str) -> str:
-    return llguidance.LLMatcher.grammar_from_regex(source)
+    return llguidance.LLMatcher.grammar_from_regex(ascii_classes(source))
 
 
 def _lark(source: str) -> str:

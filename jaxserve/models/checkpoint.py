@@ -5,13 +5,13 @@ Owns finding the files, the index, and the completeness report. Knows no jax and
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import read_json
 from jaxserve.models.safetensors_file import TensorInfo, read_contents
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -104,9 +104,9 @@ def _read_index(directory: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         files = set(weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{path}: expected a JSON object with 'weight_map'") from error
     for file in files:
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):

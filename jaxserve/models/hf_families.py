@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.models.config import LatentConfig, MoEConfig
-from jaxserve.models.hf_keys import Json, integer, optional_integer, rope_config
+from jaxserve.models.hf_keys import Json, boolean, integer, number, optional_integer, rope_config
 from jaxserve.models.rope import RopeConfig
 
 Changes = Callable[[Json, dict[str, Any]], dict[str, Any]]
@@ -25,7 +25,7 @@ def _bert(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     if hf.get("position_embedding_type", "absolute") != "absolute":
         raise ValueError(f"position_embedding_type {hf['position_embedding_type']!r} is not supported")
     return {
-        "norm_eps": float(hf.get("layer_norm_eps", 1e-12)),
+        "norm_eps": number(hf, "layer_norm_eps", 1e-12),
         "bidirectional": True,
         "type_vocab_size": optional_integer(hf, "type_vocab_size", 2),
         "ignored_tensors": (r"^pooler\.", r"position_ids$"),
@@ -65,7 +65,7 @@ def _qwen3_moe(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         experts_per_token=optional_integer(hf, "num_experts_per_tok", 8),
         ffn=optional_integer(hf, "moe_intermediate_size", 768),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(fields["num_layers"])),
-        normalize=bool(hf.get("norm_topk_prob", False)),
+        normalize=boolean(hf, "norm_topk_prob", False),
     )
     windows = _window_everywhere(hf, fields) if hf.get("use_sliding_window") else ()
     return {"qk_norm": "head", "moe": experts, "layer_windows": windows}
@@ -77,10 +77,10 @@ def _gemma(hf: Json, fields: dict[str, Any], pattern: int) -> dict[str, Any]:
     by_place = tuple(window if (i + 1) % pattern else None for i in range(fields["num_layers"]))
     return _head_dim(hf, 256) | {
         "activation": "gelu_tanh",
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", True)),
+        "tie_word_embeddings": boolean(hf, "tie_word_embeddings", True),
         "norm_offset": 1.0,
         "embed_scale": fields["hidden_size"] ** 0.5,
-        "attention_scale": float(hf.get("query_pre_attn_scalar") or 256) ** -0.5,
+        "attention_scale": number(hf, "query_pre_attn_scalar", 256.0) ** -0.5,
         "layer_windows": _windows_by_type(hf, window) or by_place,
     }
 
@@ -88,7 +88,9 @@ def _gemma(hf: Json, fields: dict[str, Any], pattern: int) -> dict[str, Any]:
 def _gemma2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     caps = {"attention_soft_cap": "attn_logit_softcapping", "logit_soft_cap": "final_logit_softcapping"}
     defaults = {"attention_soft_cap": 50.0, "logit_soft_cap": 30.0}
-    return _gemma(hf, fields, 2) | {name: hf.get(key, defaults[name]) for name, key in caps.items()}
+    return _gemma(hf, fields, 2) | {
+        name: number(hf, key, None if key in hf else defaults[name]) for name, key in caps.items()
+    }
 
 
 def _gemma3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def _gemma3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("'use_bidirectional_attention' is not supported")
     changes = _gemma(hf, fields, optional_integer(hf, "sliding_window_pattern", 6))
     rope, local = _ropes_by_layer_type(hf, changes["head_dim"])
-    local = local or RopeConfig(changes["head_dim"], float(hf.get("rope_local_base_freq", 10000.0)))
+    local = local or RopeConfig(changes["head_dim"], number(hf, "rope_local_base_freq", 10000.0))
     return changes | {"qk_norm": "head", "rope": rope, "local_rope": local}
 
 
@@ -136,7 +138,7 @@ def _smollm3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
     window = integer(hf, "sliding_window") if hf.get("use_sliding_window") and hf.get("sliding_window") else None
     windows = _windows_by_type(hf, window) or tuple(None if r else window for r in rotated)
     return {
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", True)),
+        "tie_word_embeddings": boolean(hf, "tie_word_embeddings", True),
         "rope_layers": rotated,
         "layer_windows": windows if window is not None else (),
     }
@@ -154,14 +156,14 @@ def _gpt_oss(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         router_bias=True,
     )
     quantized = (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4"
-    bias = bool(hf.get("attention_bias", True))
+    bias = boolean(hf, "attention_bias", True)
     return _head_dim(hf, 64) | {
         "qkv_bias": bias,
         "out_bias": bias,
         "layer_windows": _windows_by_type(hf, window) or by_place,
         "attention_sinks": True,
         "activation": "clamped_swiglu",
-        "activation_limit": float(hf.get("swiglu_limit", 7.0)),
+        "activation_limit": number(hf, "swiglu_limit", 7.0),
         "moe": experts,
         "packed_experts": "mxfp4" if quantized else "bfloat16",
     }
@@ -182,15 +184,15 @@ def _deepseek_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
         ffn=ffn,
         sparse_layers=tuple(i >= optional_integer(hf, "first_k_dense_replace", 3) for i in range(layers)),
         router="sigmoid",
-        normalize=bool(hf.get("norm_topk_prob", True)),
+        normalize=boolean(hf, "norm_topk_prob", True),
         num_groups=optional_integer(hf, "n_group", 1),
         topk_groups=optional_integer(hf, "topk_group", 1),
-        scale=float(hf.get("routed_scaling_factor", 1.0)),
+        scale=number(hf, "routed_scaling_factor", 1.0),
         shared_ffn=ffn * optional_integer(hf, "n_shared_experts", 0),
     )
     if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
         raise ValueError("only the router of DeepSeek-V3 is supported: sigmoid scores, topk_method noaux_tc")
-    rope = dataclasses.replace(rope_config(hf, latent.rope_dim), interleaved=bool(hf.get("rope_interleave", True)))
+    rope = dataclasses.replace(rope_config(hf, latent.rope_dim), interleaved=boolean(hf, "rope_interleave", True))
     predictors = range(layers, layers + optional_integer(hf, "num_nextn_predict_layers", 0))
     return {
         "head_dim": latent.nope_dim + latent.rope_dim,
@@ -206,9 +208,8 @@ def _deepseek_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 def _yarn_score_factor(hf: Json) -> float:
     """DeepSeek's YaRN scales the scores by the square of its mscale_all_dim."""
     p = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not p.get("mscale_all_dim") or float(p.get("factor", 1.0)) <= 1:
-        return 1.0
-    return (0.1 * float(p["mscale_all_dim"]) * math.log(float(p["factor"])) + 1.0) ** 2
+    weight, factor = number(p, "mscale_all_dim", 0.0), number(p, "factor", 1.0)
+    return 1.0 if not weight or factor <= 1 else (0.1 * weight * math.log(factor) + 1.0) ** 2
 
 
 def _head_dim(hf: Json, default: int) -> dict[str, Any]:

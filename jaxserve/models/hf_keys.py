@@ -22,16 +22,82 @@ def architecture_of(hf: Json) -> str:
     return names[0]
 
 
+# Least and largest value of an integer. Above the published ones by a factor of ten at least, and small enough that
+# no list of so many layers, heads or experts fills the memory before the weights are found not to fit.
+_INTEGERS = {
+    "vocab_size": (1, 2**24),
+    "num_hidden_layers": (1, 2000),
+    "num_attention_heads": (1, 2**14),
+    "num_key_value_heads": (1, 2**14),
+    "max_position_embeddings": (1, 2**28),
+    "sliding_window": (1, 2**31 - 1),
+    "first_k_dense_replace": (0, 2000),
+    "n_shared_experts": (0, 2**14),
+    "num_nextn_predict_layers": (0, 100),
+    "max_window_layers": (0, 2**31 - 1),
+    "bos_token_id": (0, 2**24),
+    "original_max_position_embeddings": (2, 2**28),  # its logarithm divides
+    "top_k": (-1, 2**31 - 1),
+}
+_ANY_INTEGER = (1, 2**20)
+_NUMBERS = {
+    "rms_norm_eps": (0.0, 1.0),
+    "layer_norm_eps": (0.0, 1.0),
+    "partial_rotary_factor": (0.0, 1.0),
+    "rope_theta": (1.5, 1e12),  # its logarithm divides
+    "rope_local_base_freq": (1.5, 1e12),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 100.0),
+    "mscale": (0.0, 1e6),
+    "mscale_all_dim": (0.0, 1e6),
+}
+_ANY_NUMBER = (1e-9, 1e12)
+
+
+def shown(value: Any) -> str:
+    """A value of a file, for one line of a message."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of more than 30 digits"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def integer(hf: Json, key: str) -> int:
     value = hf[key]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{key!r} must be an integer, not {value!r}")
+    low, high = _INTEGERS.get(key, _ANY_INTEGER)
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{key!r} must be an integer from {low} to {high}, not {shown(value)}")
     return value
 
 
 def optional_integer(hf: Json, key: str, default: Any) -> Any:
     """The key's integer, or the default where the key is absent or null."""
     return default if hf.get(key) is None else integer(hf, key)
+
+
+def number(hf: Json, key: str, default: Any) -> Any:
+    """The key's number as a float, or the default where the key is absent or null."""
+    value = hf.get(key)
+    if value is None:
+        return default
+    low, high = _NUMBERS.get(key, _ANY_NUMBER)
+    if type(value) not in (int, float) or not low <= value <= high:  # false for NaN
+        raise ValueError(f"{key!r} must be a number from {low:g} to {high:g}, not {shown(value)}")
+    return float(value)
+
+
+def boolean(hf: Json, key: str, default: bool) -> bool:
+    """The key's value, or the default where the key is absent or null."""
+    value = hf.get(key)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{key!r} must be true or false, not {shown(value)}")
+    return default if value is None else value
+
+
+def _needed(p: Json, key: str) -> float:
+    if p.get(key) is None:
+        raise KeyError(key)
+    return number(p, key, None)
 
 
 _DEFAULT_THETA = {
@@ -47,11 +113,11 @@ def rope_config(hf: Json, head_dim: int, parameters: Json | None = None) -> Rope
     """From `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which holds both."""
     found: Json = parameters or hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     default_theta = _DEFAULT_THETA.get(architecture_of(hf), 10000.0)
-    theta = found.get("rope_theta", hf.get("rope_theta", default_theta))
-    partial = found.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+    theta = number(found, "rope_theta", number(hf, "rope_theta", default_theta))
+    partial = number(found, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
     return RopeConfig(
-        rotary_dim=int(head_dim * float(partial)),
-        theta=float(theta),
+        rotary_dim=int(head_dim * partial),
+        theta=theta,
         scaling=_scaling(hf, found),
     )
 
@@ -62,13 +128,13 @@ def _scaling(hf: Json, p: Json) -> Scaling | None:
         case "default":
             return None
         case "linear":
-            return LinearScaling(float(p["factor"]))
+            return LinearScaling(_needed(p, "factor"))
         case "llama3":
             return Llama3Scaling(
-                float(p["factor"]),
-                float(p["low_freq_factor"]),
-                float(p["high_freq_factor"]),
-                int(p["original_max_position_embeddings"]),
+                _needed(p, "factor"),
+                _needed(p, "low_freq_factor"),
+                _needed(p, "high_freq_factor"),
+                integer(p, "original_max_position_embeddings"),
             )
         case "yarn":
             return _yarn(hf, p)
@@ -78,23 +144,24 @@ def _scaling(hf: Json, p: Json) -> Scaling | None:
 
 
 def _yarn(hf: Json, p: Json) -> YarnScaling:
-    original = p.get("original_max_position_embeddings") or hf["max_position_embeddings"]
-    factor = float(p.get("factor") or hf["max_position_embeddings"] / original)
+    longest = integer(hf, "max_position_embeddings")
+    original = optional_integer(p, "original_max_position_embeddings", longest)
+    factor = number(p, "factor", longest / original)
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if p.get("attention_factor") is not None:
-        attention = float(p["attention_factor"])
+        attention = _needed(p, "attention_factor")
     elif p.get("mscale") and p.get("mscale_all_dim"):
-        attention = mscale(float(p["mscale"])) / mscale(float(p["mscale_all_dim"]))
+        attention = mscale(_needed(p, "mscale")) / mscale(_needed(p, "mscale_all_dim"))
     else:
         attention = mscale(1.0)
     return YarnScaling(
         factor=factor,
-        original_max_position=int(original),
-        beta_fast=float(p.get("beta_fast") or 32.0),
-        beta_slow=float(p.get("beta_slow") or 1.0),
+        original_max_position=original,
+        beta_fast=number(p, "beta_fast", 32.0),
+        beta_slow=number(p, "beta_slow", 1.0),
         attention_factor=attention,
         truncate=bool(p.get("truncate", True)),
     )
@@ -102,13 +169,14 @@ def _yarn(hf: Json, p: Json) -> YarnScaling:
 
 def _longrope(hf: Json, p: Json) -> LongRopeScaling:
     longest = integer(hf, "max_position_embeddings")
-    original = int(hf.get("original_max_position_embeddings") or p.get("original_max_position_embeddings") or longest)
-    factor = longest / original if longest > original else float(p.get("factor") or 1.0)
+    inner = optional_integer(p, "original_max_position_embeddings", longest)
+    original = optional_integer(hf, "original_max_position_embeddings", inner)
+    factor = longest / original if longest > original else number(p, "factor", 1.0)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongRopeScaling(
         short_factor=tuple(float(f) for f in p["short_factor"]),
         long_factor=tuple(float(f) for f in p["long_factor"]),
         original_max_position=original,
-        attention_factor=float(p.get("attention_factor") or default),
+        attention_factor=number(p, "attention_factor", default),
         long=longest > original,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -16,6 +15,8 @@ from huggingface_hub.errors import (
 )
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import check_directory
+from jaxserve.models.local import local_directory
 
 DATA_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
 # second copies of the weights in their authors' own layout, and weights of other frameworks' exports
@@ -27,22 +28,12 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: P
     """The directory of a checkpoint, downloaded where it is a hub id and not cached yet.
 
     The hub's own environment variables hold (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN for gated models).
-    Raises ModelLoadError with the cause: no such directory, no such model or revision, no access, hub not reachable.
+    Raises ModelLoadError with the cause: no such directory, no such model or revision, no access, hub not reachable, a
+    file that is none.
     """
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelLoadError(f"{path} is a file", fix="name the directory that holds config.json and the weights")
-    if _is_path(str(path_or_id)):
-        raise ModelLoadError(
-            f"model directory {path} does not exist", fix="check the path, or give a hub id 'owner/name'"
-        )
-    return _download(str(path_or_id), revision, cache_dir)
-
-
-def _is_path(text: str) -> bool:
-    return text.startswith((".", "~", os.sep)) or text.count("/") != 1
+    directory = local_directory(path_or_id) or _download(str(path_or_id), revision, cache_dir)
+    check_directory(directory)
+    return directory
 
 
 def _download(repo_id: str, revision: str | None, cache_dir: Path | None) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,15 +21,17 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import read_object
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.hub import DATA_FILES
 from jaxserve.models.structure import LoadedModel, ModelStructure
 from jaxserve.models.weights import ParamSpec
-from jaxserve.models.zarr_array import FIX, ZarrArray, open_array
+from jaxserve.models.zarr_array import BUFFER, FIX, ZarrArray, open_array
 
 MANIFEST = "jaxserve.json"
 ARRAYS = "arrays"
-FORMAT = 2
+FORMAT = 3  # with checksums
+MAX_REPEAT = 1024  # copies of a kv head: one a device
 READERS = 4  # threads; the copies run outside the interpreter lock
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
@@ -53,7 +56,8 @@ def convert(model: LoadedModel, target: Path) -> None:
     with ocp.PyTreeCheckpointer(use_compression=False, use_ocdbt=False) as checkpointer:
         checkpointer.save((target / ARRAYS).absolute(), dict(zip(names, model.leaves, strict=True)))
     # last: a directory without it is not taken for a whole one
-    (target / MANIFEST).write_text(json.dumps(_manifest(model.structure), indent=1))
+    manifest = _manifest(model.structure) | {"checksums": _checksums(target / ARRAYS, names)}
+    (target / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 def check_target(target: Path) -> None:
@@ -67,6 +71,25 @@ def _manifest(structure: ModelStructure) -> dict[str, Any]:
     return {"format": FORMAT, "kv_repeat": structure.config.kv_repeat, "shapes": shapes}
 
 
+def _checksums(arrays: Path, names: list[str]) -> dict[str, dict[str, int]]:
+    """CRC-32 of each chunk's file, by the array's name and its own."""
+
+    def of_array(name: str) -> dict[str, int]:
+        files = sorted(path for path in (arrays / name).iterdir() if not path.name.startswith("."))
+        return {path.name: _crc32(path) for path in files}
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return dict(zip(names, pool.map(of_array, names), strict=True))
+
+
+def _crc32(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(BUFFER):
+            found = zlib.crc32(piece, found)
+    return found
+
+
 def read_leaves(
     structure: ModelStructure, shardings: list[Sharding], directory: Path, progress: Progress | None = None
 ) -> tuple[tuple[jax.Array, ...], int]:
@@ -76,7 +99,8 @@ def read_leaves(
     """
     manifest = _read_manifest(directory)
     stored = _stored_shapes(structure, manifest, directory)
-    arrays = [open_array(directory / ARRAYS / spec.name) for spec in structure.specs]
+    sums = manifest["checksums"]
+    arrays = [open_array(directory / ARRAYS / spec.name, sums.get(spec.name, {})) for spec in structure.specs]
     for array, spec in zip(arrays, structure.specs, strict=True):
         if array.shape != stored[spec.name]:
             raise ModelLoadError(f"{array.directory} cannot be read: its shape is {list(array.shape)}", fix=FIX)
@@ -109,12 +133,15 @@ def _placed(array: ZarrArray, sharding: Sharding, spec: ParamSpec) -> jax.Array:
 def _read_manifest(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_object(path)
         if manifest["format"] != FORMAT:
-            raise ModelLoadError(f"{path} has format {manifest['format']}, this version reads {FORMAT}", fix=FIX)
+            raise ValueError(f"it has format {str(manifest['format'])[:20]}, this version reads {FORMAT}")
         manifest["shapes"] = {str(name): tuple(shape) for name, shape in manifest["shapes"].items()}
-        manifest["kv_repeat"] = int(manifest["kv_repeat"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if type(manifest["kv_repeat"]) is not int or not 1 <= manifest["kv_repeat"] <= MAX_REPEAT:
+            raise ValueError(f"'kv_repeat' must be from 1 to {MAX_REPEAT}")
+        if not all(isinstance(sums, dict) for sums in manifest["checksums"].values()):
+            raise ValueError("'checksums' has the files of each array")
+    except (ValueError, KeyError, TypeError, AttributeError, ModelLoadError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}", fix=FIX) from error
     return manifest
 
@@ -135,6 +162,8 @@ def _shape_with(spec: ParamSpec, config: ModelConfig, repeat: int) -> tuple[int,
     if "kv_heads" not in spec.axes or repeat == config.kv_repeat:
         return spec.shape
     heads = config.num_kv_heads // config.kv_repeat * repeat
+    if config.num_heads % heads:
+        return ()  # such a model cannot be
     return (heads, (config.num_heads // heads + 2) * config.head_dim, *spec.shape[2:])
 
 

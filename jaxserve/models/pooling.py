@@ -5,15 +5,16 @@ Owns PoolingConfig, its files (modules.json and what it names), and the arithmet
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import read_json, read_object
 from jaxserve.models.config import ModelConfig
 
 Kind = Literal["mean", "cls", "last", "max", "mean_sqrt_len"]
@@ -39,17 +40,25 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
     """A sentence-transformers directory's own; of any other, an encoder's mean or a decoder's last token."""
     if not (directory / "modules.json").is_file():
         return PoolingConfig("mean" if config.bidirectional else "last")
-    modules = {str(m["type"]).rsplit(".", 1)[-1]: str(m["path"]) for m in _read(directory / "modules.json")}
+    file = directory / "modules.json"
+    listed = read_json(file)
+    if not isinstance(listed, list) or not all(isinstance(m, dict) and {"type", "path"} <= m.keys() for m in listed):
+        raise ModelLoadError(f"{file}: expected a list of modules with type and path")
+    modules = {str(m["type"]).rsplit(".", 1)[-1]: str(m["path"]) for m in listed}
     unknown = modules.keys() - {"Transformer", "Pooling", "Normalize"}
-    if unknown or "Pooling" not in modules or ".." in modules["Pooling"]:
-        raise ModelLoadError(f"{directory / 'modules.json'}: cannot serve the modules {', '.join(sorted(modules))}")
+    if unknown or "Pooling" not in modules:
+        raise ModelLoadError(f"{file}: cannot serve the modules {', '.join(sorted(modules))[:200]}")
+    if not re.fullmatch(r"\w+_Pooling", modules["Pooling"]):
+        raise ModelLoadError(f"{file}: the path of Pooling must be a directory beside it, such as 1_Pooling")
     path = directory / modules["Pooling"] / "config.json"
-    settings = _read(path)
+    settings = read_object(path)
     kinds: list[Kind] = [kind for key, kind in _KEYS.items() if settings.get(key)]
     if len(kinds) != 1:
         raise ModelLoadError(f"{path}: expected one pooling mode, not {kinds}")
     limits = directory / "sentence_bert_config.json"
-    longest = _read(limits).get("max_seq_length") if limits.is_file() else None
+    longest = read_object(limits).get("max_seq_length") if limits.is_file() else None
+    if longest is not None and (type(longest) is not int or not 0 < longest < 2**31):
+        raise ModelLoadError(f"{limits}: 'max_seq_length' must be a positive integer")
     if kinds[0] != "last" and not config.bidirectional:
         raise ModelLoadError(f"{path}: a decoder's embedding is its last token's state, not {kinds[0]!r}")
     return PoolingConfig(kinds[0], "Normalize" in modules, longest)
@@ -58,13 +67,6 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
 def is_embedder(directory: Path, config: ModelConfig) -> bool:
     """Whether a directory holds a model made for embeddings: an encoder, or one in sentence-transformers' form."""
     return config.bidirectional or (directory / "modules.json").is_file()
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
 
 
 def pool(hidden: jax.Array, lengths: jax.Array, config: PoolingConfig) -> jax.Array:

@@ -7,9 +7,9 @@ twice more, which is most of its time for weights in the page cache.
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,22 +17,25 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import read_object
 from jaxserve.models.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
 
 BUFFER = 32 * 2**20  # bytes read at a time where they cannot be read in place
 FIX = "convert the checkpoint again with this version of jaxserve"
 _PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "dimension_separator": "."}
+MAX_CHUNKS = 65536  # of an array; `convert` writes one a device
 _DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "<f4": np.dtype("<f4"), "<f2": np.dtype("<f2")}
 
 
 @dataclass(frozen=True)
 class ZarrArray:
-    """An array of `shape` in files of `chunks` each."""
+    """An array of `shape` in files of `chunks` each. checksums: CRC-32 of each file by its name; None: unknown."""
 
     directory: Path
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     dtype: np.dtype
+    checksums: Mapping[str, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -73,23 +76,46 @@ class ZarrArray:
         (first, last), *rest = inside or [(0, 1)]
         row = math.prod(self.chunks[1:]) * self.dtype.itemsize
         whole_rows = all(b - a == size for (a, b), size in zip(rest, self.chunks[1:], strict=True))
+        all_rows = (first, last) == (0, self.chunks[0] if self.chunks else 1)
         if whole_rows and target.dtype == self.dtype and target.flags.c_contiguous:
-            read_rows(chunk, first, last - first, target.reshape(-1).view(np.uint8))
+            raw = target.reshape(-1).view(np.uint8)
+            read_rows(chunk, first, last - first, raw)
+            self._check(chunk, zlib.crc32(raw.data) if all_rows else None)
             return
-        step = max(1, BUFFER // row)
+        step, found = max(1, BUFFER // row), 0
         for a in range(first, last, step):
             b = min(a + step, last)
-            rows = read_rows(chunk, a, b - a, np.empty((b - a) * row, np.uint8))
+            raw = np.empty((b - a) * row, np.uint8)
+            rows = read_rows(chunk, a, b - a, raw)
+            found = zlib.crc32(raw.data, found)
             copy_converted(rows[(slice(None), *(slice(*bounds) for bounds in rest))], target[a - first : b - first])
+        self._check(chunk, found if all_rows else None)
+
+    def _check(self, chunk: TensorInfo, found: int | None) -> None:
+        """found: the checksum of the bytes; None where only a part of the file was read, for one device of several."""
+        if self.checksums is not None and found is not None and found != self.checksums.get(chunk.file.name):
+            raise ModelLoadError(f"{chunk.file} cannot be read: its bytes are not those that were written", fix=FIX)
 
 
-def open_array(directory: Path) -> ZarrArray:
+def open_array(directory: Path, checksums: Mapping[str, int] | None = None) -> ZarrArray:
     """Raises ModelLoadError where the array is absent or of another form than `orbax.convert` writes."""
     path = directory / ".zarray"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_object(path)
         if any(found[key] != value for key, value in _PLAIN.items()):
             raise ValueError("the array is compressed or of another version of zarr")
-        return ZarrArray(directory, tuple(found["shape"]), tuple(found["chunks"]), _DTYPES[found["dtype"]])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}", fix=FIX) from error
+        shape, chunks = _sizes(found, "shape"), _sizes(found, "chunks")
+        if len(shape) != len(chunks) or any(size < 1 for size in chunks):
+            raise ValueError("its chunks do not fit its shape")
+        if math.prod(-(-n // size) for n, size in zip(shape, chunks, strict=True)) > MAX_CHUNKS:
+            raise ValueError(f"it has more than {MAX_CHUNKS} chunks")
+        return ZarrArray(directory, shape, chunks, _DTYPES[found["dtype"]], checksums)
+    except (ValueError, KeyError, TypeError, ModelLoadError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {str(error)[:200]}", fix=FIX) from error
+
+
+def _sizes(found: Mapping[str, object], key: str) -> tuple[int, ...]:
+    value = found[key]
+    if not isinstance(value, list) or not all(type(size) is int and 0 <= size < 2**48 for size in value):
+        raise ValueError(f"{key!r} is no list of sizes")
+    return tuple(value)

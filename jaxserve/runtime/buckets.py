@@ -18,21 +18,31 @@ SMALL_MODEL = 50_000_000  # parameters
 _DECODE_SMALL = (1, 4, 16, 32, 64)
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
 _DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_EXTEND = (1, 8)  # a step under a grammar decodes through `extend`; then from 32 on by factors of two
-_HEAD = (1, 8)  # then by factors of eight
+# Decode steps whose tokens are sampled apart are rarer: half as many sizes. An accelerator takes as long for 32 rows as
+# for one, and above 128 the time grows with the rows; a CPU is bound by arithmetic, in the head too.
+_HIDDEN = (8, 32)  # then from 128 on by factors of two; on a CPU from 1 on by factors of four
+_EXTEND = (8,)  # then from 32 on by factors of two
+_HEAD = (1, 8, 64)  # then by factors of four; on a CPU from 1 on
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """decode: rows; extend: tokens; head: rows of head and sampler. Ascending."""
+    """decode: rows; decode_hidden: rows of a decode step whose tokens are sampled apart; extend: tokens; head: rows of
+    head and sampler. Ascending."""
 
     decode: tuple[int, ...]
+    decode_hidden: tuple[int, ...]
     extend: tuple[int, ...]
     head: tuple[int, ...]
 
     def families(self) -> dict[str, tuple[int, ...]]:
         """By the name of the program."""
-        return {"decode": self.decode, "extend": self.extend, "head_sample": self.head}
+        return {
+            "decode": self.decode,
+            "decode_hidden": self.decode_hidden,
+            "extend": self.extend,
+            "head_sample": self.head,
+        }
 
     @property
     def max_tokens(self) -> int:
@@ -54,17 +64,21 @@ def make_buckets(
     """
     max_tokens = max(max_num_seqs, max_num_batched_tokens)
     if deterministic and platform != "cpu":
-        return Buckets(decode=(), extend=(max_tokens,), head=(max_num_seqs,))
+        return Buckets(decode=(), decode_hidden=(), extend=(max_tokens,), head=(max_num_seqs,))
     fine = _DECODE_CPU if platform == "cpu" else _DECODE
     rows, factor = (_DECODE_SMALL, 4) if num_parameters < SMALL_MODEL else (fine, 2)
     extend = _powers(32, 2, max_tokens)
     if platform == "cpu" and factor == 2:
         extend = sorted({*extend, *(3 * size // 2 for size in extend if size >= 128)})
     decode = _up_to((*rows, *_powers(factor * rows[-1], factor, max_num_seqs)), max_num_seqs)
+    head = hidden = _powers(1, 4, max_num_seqs)
+    if platform != "cpu":
+        hidden, head = (*_HIDDEN, *_powers(128, 2, max_num_seqs)), (*_HEAD, *_powers(256, 4, max_num_seqs))
     return Buckets(
         decode=() if deterministic else decode,
-        extend=_up_to((*_EXTEND, *extend), max_tokens),
-        head=_up_to((*_HEAD, *_powers(64, 8, max_num_seqs)), max_num_seqs),
+        decode_hidden=() if deterministic else _up_to(hidden, max_num_seqs),
+        extend=_up_to((*((1,) if deterministic else ()), *_EXTEND, *extend), max_tokens),
+        head=_up_to(head, max_num_seqs),
     )
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,8 +22,25 @@ import jax
 from jax import monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxserve.cache_directory import opened
+
+# YNNPACK computes dots one by one, and no fusion of a dot or a reduction with its neighbours.
+_SINGLE_DOTS: Mapping[str, bool | str] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+# jaxlib whose fused reductions give wrong sums in the last rows (jax-ml/jax#39103). It costs 7 % of a decode step.
+_WRONG_SUMS = "0.10.2"
+
 Progress = Callable[[str, int, int], None]  # (program just finished, how many are done, how many in all)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def compiler_options(
+    platform: str, *, deterministic: bool = False, version: str = metadata.version("jaxlib")
+) -> Mapping[str, bool | str]:
+    """XLA's options for every program. version: jaxlib's.
+
+    deterministic: bits may not depend on a program's shapes; how XLA fuses a dot with its neighbours on a CPU does.
+    """
+    return _SINGLE_DOTS if platform == "cpu" and (deterministic or version == _WRONG_SUMS) else {}
 
 
 @dataclass(frozen=True)
@@ -94,8 +112,12 @@ def compile_all(
 
 
 def enable_persistent_cache(directory: Path) -> None:
-    """Keep compiled programs on disk, whatever their size. Process-wide, as JAX's cache is; safe to call again."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Keep compiled programs on disk, whatever their size. Process-wide, as JAX's cache is; safe to call again.
+
+    Raises CacheDirectoryError if another user could put programs there: what JAX reads back is run.
+    """
+    with opened(directory):
+        pass  # nobody else can exchange a directory on a path that was found safe
     compilation_cache.reset_cache()  # JAX would stay with the first directory that it used
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

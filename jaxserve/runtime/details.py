@@ -21,11 +21,11 @@ TokensOf = tuple[Sequence[int], jax.Array]  # the row of each token, a group of 
 class Asked:
     """What the rows that sample ask for. watched_ids: int32 [R, MAX_WATCHED], None where no row has any.
 
-    draw: a row asks for its candidates, or has a watermark
+    support: a row asks for the candidates of its token
     """
 
     watched_ids: np.ndarray | None = None
-    draw: bool = False
+    support: bool = False
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRow]) -> Asked:
@@ -35,12 +35,12 @@ class Asked:
         watched = any(detail is not None and detail.watched_token_ids for detail in details)
         return cls(
             np.stack([pack_watched(detail) for detail in details]) if watched else None,
-            any(detail is not None and (detail.support or detail.watermark_key is not None) for detail in details),
+            any(detail is not None and detail.support for detail in details),
         )
 
     @property
     def anything(self) -> bool:
-        return self.draw or self.watched_ids is not None
+        return self.support or self.watched_ids is not None
 
 
 def pack_watched(params: SamplingParams | None) -> np.ndarray:
@@ -51,12 +51,12 @@ def pack_watched(params: SamplingParams | None) -> np.ndarray:
     return ids
 
 
-def hidden_places(rows: Sequence[ScheduledRow], ends: np.ndarray) -> list[tuple[int, int]]:
+def hidden_places(rows: Sequence[ScheduledRow], ends: Sequence[int]) -> list[tuple[int, int]]:
     """(row, token of the step) of every hidden state that is asked for. ends: of each row's tokens."""
     places = []
     for i, row in enumerate(rows):
         mode = "" if row.detail is None else row.detail.hidden_states
-        end = int(ends[i])
+        end = ends[i]
         if mode == "all" and row.token_ids:
             places += [(i, token) for token in range(end - row.num_tokens, end)]
         elif mode and row.samples:
@@ -64,10 +64,10 @@ def hidden_places(rows: Sequence[ScheduledRow], ends: np.ndarray) -> list[tuple[
     return places
 
 
-def expert_places(rows: Sequence[ScheduledRow], ends: np.ndarray) -> dict[int, slice]:
+def expert_places(rows: Sequence[ScheduledRow], ends: Sequence[int]) -> dict[int, slice]:
     """By row that asks for its experts: its tokens in the step."""
     return {
-        i: slice(int(ends[i]) - row.num_tokens, int(ends[i]))
+        i: slice(ends[i] - row.num_tokens, ends[i])
         for i, row in enumerate(rows)
         if row.detail is not None and row.detail.experts
     }

@@ -22,9 +22,15 @@ from jaxserve.models.structure import ModelStructure
 from jaxserve.ops.linear import linear
 from jaxserve.runtime import memory
 from jaxserve.runtime.buckets import EncodeBuckets
-from jaxserve.runtime.compiler import CompileCounter, Program, Progress, compile_all, enable_persistent_cache
+from jaxserve.runtime.compiler import (
+    CompileCounter,
+    Program,
+    Progress,
+    compile_all,
+    compiler_options,
+    enable_persistent_cache,
+)
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.program_set import DETERMINISTIC_OPTIONS
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.step_handle import DeviceStep, Pooled
 
@@ -76,7 +82,7 @@ class EncoderRunner:
     def _program(self, rows: int, length: int) -> Program:
         leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves)
         packed = jax.ShapeDtypeStruct((rows, 1 + length), jnp.int32, sharding=self.mesh.replicated)
-        options = DETERMINISTIC_OPTIONS.get(self.mesh.platform, {}) if self.config.deterministic else {}
+        options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
         name, weight = _name(rows, length), rows * length
         return Program(name, self._encode, (leaves, packed), (), self.mesh.replicated, weight, options)
 

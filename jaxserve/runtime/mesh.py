@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
+from jaxserve.installation import install_command
 
 AXES = ("data", "tensor", "expert")
-_EXTRAS = {"gpu": "jaxserve[cuda]", "tpu": "jaxserve[tpu]"}
+_EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 # Of a GPU's memory, what XLA reserves at once; its own default of 0.75 would leave a quarter of the KV pages unmade.
 # What is left out holds CUDA's context, its graphs and the libraries' workspaces.
 _GPU_FRACTION = "0.93"
@@ -74,11 +75,11 @@ def find_devices(platform: str = "auto") -> list[Any]:
         if devices[0].platform == "cpu" and _NVIDIA.exists():
             raise ConfigError(
                 "an NVIDIA GPU is present, but JAX cannot use it",
-                fix=f"pip install '{_EXTRAS['gpu']}', or choose the CPU with --device cpu",
+                fix=f"{install_command(_EXTRAS['gpu'])}, or choose the CPU with --device cpu",
             )
         return devices
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError as error:
-        fix = f"pip install '{_EXTRAS[platform]}'" if platform in _EXTRAS else None
+        fix = install_command(_EXTRAS[platform]) if platform in _EXTRAS else None
         raise ConfigError(f"mesh.device is {platform!r}, and JAX finds none: {error}", fix=fix) from error

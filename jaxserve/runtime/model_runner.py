@@ -4,34 +4,43 @@ Each step is packed into one int32 array and dispatched without waiting; the han
 request runs when, and which page is whose, is decided by the scheduler: a step here is a function of its
 SchedulerOutput and of the device state alone.
 
-A step of decode rows only is one dispatch, `decode[B]`. Every other step (chunks of prompts, rows under a grammar or
-with a detail, deterministic mode) is `extend[T]` and then `head_sample[R]` for the rows that sample.
+A step of decode rows only is one dispatch, `decode[B]`. If one of them is masked or asks for a detail, it is
+`decode_hidden[B]` and then `head_sample[R]`: the weights are read once, and the forward pass runs while the masks are
+computed. Every other step (chunks of prompts, deterministic mode) is `extend[T]` and then `head_sample[R]` for the rows
+that sample.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.engine.request import MAX_WATCHED, SamplingParams, ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.window_size import WindowSize
 from jaxserve.models.loader import LoadedModel
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory, slots, step_input
 from jaxserve.runtime.buckets import Buckets, fit, make_buckets
-from jaxserve.runtime.compiler import CompileCounter, Progress, compile_all, enable_persistent_cache
+from jaxserve.runtime.compiler import (
+    CompileCounter,
+    Progress,
+    compile_all,
+    compiler_options,
+    enable_persistent_cache,
+)
 from jaxserve.runtime.details import Asked, TokensOf, expert_places, hidden_places, pack_watched
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.program_set import (
-    DETERMINISTIC_OPTIONS,
     PAGE_GROUP,
     POOL_GROUP,
     PROMPT_CHUNK,
@@ -47,6 +56,7 @@ from jaxserve.runtime.step_input import PageUpdates
 from jaxserve.runtime.vocab import Vocab
 
 WARM_UP_SECONDS = 5.0
+FIRST_RUN_SECONDS = 1.0  # a longer run takes hardly longer for being the first
 
 
 class ModelRunner:
@@ -195,8 +205,8 @@ class ModelRunner:
             hidden=(self.buckets.max_tokens, model.hidden_size),
             dtype=self._dtype,
         )
-        options = DETERMINISTIC_OPTIONS.get(self.mesh.platform, {}) if config.deterministic else {}
-        return ProgramSet(self.steps, shapes, self.buckets, options)
+        options = compiler_options(self.mesh.platform, deterministic=config.deterministic)
+        return ProgramSet(self.steps, shapes, self.buckets, options, config.page_programs)
 
     def _allocate(self) -> None:
         def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -209,37 +219,56 @@ class ModelRunner:
         self._no_mask = {rows: zeros(shapes.ints(rows, shapes.mask_words)) for rows in self.buckets.head}
         self._no_ids = {rows: zeros(shapes.ints(rows, MAX_WATCHED)) for rows in self.buckets.head}
 
-    def warm_up(self) -> None:
-        """Run each program of a step once, for nothing: on a CPU the first run takes up to 0.1 s more than the next,
-        and some request would wait for it. Ends after WARM_UP_SECONDS; being ready is worth more than that."""
+    def warm_up(self) -> StepTimes:
+        """Run each program of a step for nothing, small ones first, and time those of prompts and decode rows.
+
+        On a CPU the first run takes up to 0.1 s more than the next one, and some request would wait for it; so the
+        second run is timed, unless the first was long. Ends after WARM_UP_SECONDS, because being ready is worth more.
+        """
         began = time.perf_counter()
-        for _ in self._first_runs():
-            jax.block_until_ready(self.state)
+        seconds: dict[str, dict[int, float]] = {}
+        for family, size in sorted(self._sizes(), key=lambda program: program[1]):
+            taken = self._timed_run(family, size)
+            if taken < FIRST_RUN_SECONDS:
+                taken = min(taken, self._timed_run(family, size))
+            seconds.setdefault(family, {})[size] = taken
             if time.perf_counter() - began > WARM_UP_SECONDS:
                 break
         self.rebuild()
+        return StepTimes.of(seconds.get("decode", {}), seconds.get("extend", {}))
 
-    def _first_runs(self) -> Iterator[None]:
-        """Dispatch one program a turn, small ones first. What zeros mean to them does not matter: `rebuild` follows."""
+    def _sizes(self) -> list[tuple[str, int]]:
+        return [(family, size) for family, programs in self._by_size.items() for size in programs]
 
-        def zeros(size: int) -> np.ndarray:
-            return np.zeros(size, np.int32)
+    def _timed_run(self, family: str, size: int) -> float:
+        began = time.perf_counter()
+        self._run_on_zeros(family, size)
+        jax.block_until_ready((self.caches, self.state))
+        return time.perf_counter() - began
 
-        for rows, program in self._by_size["decode"].items():
-            packed = zeros(step_input.decode_size(rows, self.steps.num_groups))
+    def _run_on_zeros(self, family: str, size: int) -> None:
+        """Dispatch one program. What zeros mean to it does not matter: `rebuild` follows."""
+
+        def zeros(length: int) -> np.ndarray:
+            return np.zeros(length, np.int32)
+
+        program = self._by_size[family][size]
+        if family == "decode":
+            packed = zeros(step_input.decode_size(size, self.steps.num_groups))
             self.caches, self.state, _ = program(self.leaves, self.caches, self.state, packed)
-            yield
-        for rows, program in self._by_size["head_sample"].items():
-            packed, masks, ids = zeros(step_input.head_size(rows)), self._no_mask[rows], self._no_ids[rows]
-            self.state, *_ = program(self.leaves, self.state, self.hidden, packed, masks, ids)
-            yield
-        for tokens, program in self._by_size["extend"].items():
-            rows, updates = self._programs.extend_rows(tokens), self._programs.extend_updates(tokens)
-            packed = zeros(step_input.extend_size(tokens, rows, updates))
-            packed[2 * rows] = min(tokens, self.plan.max_model_len)  # in one row: without one no attention would run
+        elif family == "decode_hidden":
+            packed = zeros(step_input.decode_size(size, self.steps.num_groups))
             arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
             self.caches, self.state, self.hidden, _ = arrays
-            yield
+        elif family == "head_sample":
+            packed, masks, ids = zeros(step_input.head_size(size)), self._no_mask[size], self._no_ids[size]
+            self.state, *_ = program(self.leaves, self.state, self.hidden, packed, masks, ids)
+        else:
+            rows, updates = self._programs.extend_rows(size), self._programs.extend_updates(size)
+            packed = zeros(step_input.extend_size(size, rows, updates))
+            packed[2 * rows] = min(size, self.plan.max_model_len)  # in one row: without one no attention would run
+            arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
+            self.caches, self.state, self.hidden, *_ = arrays
 
     def rebuild(self) -> None:
         """Start again with an empty cache and free slots; compiles nothing. For use after a failed step, which may
@@ -289,10 +318,11 @@ class ModelRunner:
         if not rows:
             return DeviceStep(0, [], None, False)
         asking = [row for row in rows if row.logprobs is not None]
-        fused = output.num_decode_rows == len(rows) and not output.masked and not self.config.deterministic
-        if fused and not any(row.detail for row in asking):
-            return self._run_decode(output, bool(asking))
-        return self._run_extend(output)
+        if output.num_decode_rows < len(rows) or self.config.deterministic:
+            return self._run_extend(output)
+        if output.masked or any(row.detail for row in asking):
+            return self._run_decode_hidden(output)
+        return self._run_decode(output, bool(asking))
 
     def _admit(self, inits: Sequence[SlotInit]) -> None:
         num_slots, vocab_size = self.config.max_num_seqs, self.structure.config.vocab_size
@@ -322,14 +352,26 @@ class ModelRunner:
         return updates
 
     def _run_decode(self, output: SchedulerOutput, want_logprobs: bool) -> DeviceStep:
-        rows, groups = output.rows, self.steps.num_groups
-        bucket = fit(self.buckets.decode, len(rows))
-        updates = self._page_updates(output, groups * bucket)
-        packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs, groups)
+        bucket = fit(self.buckets.decode, len(output.rows))
+        packed = self._pack_decode(output, bucket, want_logprobs)
         program = self._by_size["decode"][bucket]
         self.num_dispatches += 1
         self.caches, self.state, sampled = program(self.leaves, self.caches, self.state, packed)
-        return DeviceStep(len(rows), range(len(rows)), sampled, want_logprobs)
+        return DeviceStep(len(output.rows), range(len(output.rows)), sampled, want_logprobs)
+
+    def _pack_decode(self, output: SchedulerOutput, bucket: int, want_logprobs: bool) -> np.ndarray:
+        groups = self.steps.num_groups
+        updates = self._page_updates(output, groups * bucket)
+        return step_input.pack_decode(output.rows, updates, bucket, self.config.max_num_seqs, want_logprobs, groups)
+
+    def _run_decode_hidden(self, output: SchedulerOutput) -> DeviceStep:
+        bucket = fit(self.buckets.decode_hidden, len(output.rows))
+        packed = self._pack_decode(output, bucket, want_logprobs=False)
+        program = self._by_size["decode_hidden"][bucket]
+        self.num_dispatches += 1
+        arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
+        self.caches, self.state, self.hidden, experts = arrays
+        return self._run_head(output.rows, output.masked, None, experts)
 
     def _run_extend(self, output: SchedulerOutput) -> DeviceStep:
         rows = output.rows
@@ -343,31 +385,33 @@ class ModelRunner:
         program = self._by_size["extend"][bucket]
         self.num_dispatches += 1
         arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
-        self.caches, self.state, self.hidden, experts = arrays
-        return self._run_head(rows, output.masked, experts)
+        self.caches, self.state, self.hidden, finite, experts = arrays
+        return self._run_head(rows, output.masked, finite, experts)
 
-    def _run_head(self, rows: Sequence[ScheduledRow], masked: bool, experts: jax.Array | None) -> DeviceStep:
-        ends = np.cumsum([row.num_tokens for row in rows])
+    def _run_head(
+        self, rows: Sequence[ScheduledRow], masked: bool, finite: jax.Array | None, experts: jax.Array | None
+    ) -> DeviceStep:
+        ends = list(itertools.accumulate(row.num_tokens for row in rows))
         sampling = [i for i, row in enumerate(rows) if row.samples and not row.embed]
-        pooled = self._dispatch_pool([i for i, row in enumerate(rows) if row.samples and row.embed], ends)
         want_logprobs = any(rows[i].logprobs is not None for i in sampling)
-        asked = Asked.of([rows[i] for i in sampling])
-        prompt = self._dispatch_prompt_logprobs(rows, ends)
+        detailed = any(row.detail is not None for row in rows)
+        asked = Asked.of([rows[i] for i in sampling]) if detailed else Asked()
         step = functools.partial(
             DeviceStep,
             len(rows),
-            prompt=prompt,
-            pooled=pooled,
-            hidden=self._dispatch_hidden(rows, ends),
+            prompt=self._dispatch_prompt_logprobs(rows, ends) if self._prompts else None,
+            pooled=self._dispatch_pool([i for i, row in enumerate(rows) if row.samples and row.embed], ends),
+            hidden=self._dispatch_hidden(rows, ends) if detailed else (),
+            finite=finite,
             experts=experts,
-            expert_rows=None if experts is None else expert_places(rows, ends),
+            expert_rows=expert_places(rows, ends) if detailed and experts is not None else None,
         )
         if not sampling:
             return step([], None, False)
         finish = functools.partial(
             self._head_sample,
             [rows[i].slot for i in sampling],
-            [int(ends[i]) - 1 for i in sampling],
+            [ends[i] - 1 for i in sampling],
             want_logprobs,
             asked,
         )
@@ -383,10 +427,13 @@ class ModelRunner:
         want_logprobs: bool,
         asked: Asked,
         bitmask: np.ndarray | None,
+        late: Collection[int] = (),
     ) -> Sampled:
+        """late: of the rows, those that get no token"""
+        row_slots = [self.config.max_num_seqs if i in late else slot for i, slot in enumerate(row_slots)]
         bucket, masked = fit(self.buckets.head, len(row_slots)), bitmask is not None
         packed = step_input.pack_head(
-            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, asked.draw
+            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, asked.support
         )
         mask: jax.Array | np.ndarray = self._no_mask[bucket]
         if bitmask is not None:
@@ -401,12 +448,12 @@ class ModelRunner:
         self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask, ids)
         return sampled
 
-    def _dispatch_pool(self, embedding: list[int], ends: np.ndarray) -> list[Pooled]:
+    def _dispatch_pool(self, embedding: list[int], ends: Sequence[int]) -> list[Pooled]:
         """The embeddings of these rows, a group a dispatch."""
         groups = [embedding[first : first + POOL_GROUP] for first in range(0, len(embedding), POOL_GROUP)]
-        return [(group, self._pool([int(ends[i]) - 1 for i in group])) for group in groups]
+        return [(group, self._pool([ends[i] - 1 for i in group])) for group in groups]
 
-    def _dispatch_hidden(self, rows: Sequence[ScheduledRow], ends: np.ndarray) -> list[TokensOf]:
+    def _dispatch_hidden(self, rows: Sequence[ScheduledRow], ends: Sequence[int]) -> list[TokensOf]:
         places = hidden_places(rows, ends)
         groups = [places[first : first + POOL_GROUP] for first in range(0, len(places), POOL_GROUP)]
         return [([row for row, _ in group], self._pool([token for _, token in group], True)) for group in groups]
@@ -418,14 +465,16 @@ class ModelRunner:
         self.num_dispatches += 1
         return self.compiled["pool"](self.hidden, packed)
 
-    def _dispatch_prompt_logprobs(self, rows: Sequence[ScheduledRow], ends: np.ndarray) -> dict[int, list[PromptChunk]]:
+    def _dispatch_prompt_logprobs(
+        self, rows: Sequence[ScheduledRow], ends: Sequence[int]
+    ) -> dict[int, list[PromptChunk]]:
         """For each row that asks: the log-probabilities of the prompt tokens that follow those of its chunk."""
         results: dict[int, list[PromptChunk]] = {}
         for i, row in enumerate(rows):
             if row.prompt_logprobs is not None and row.token_ids:
                 prompt, params = self._prompts[row.slot]
                 targets = prompt[row.start + 1 : row.start + row.num_tokens + 1]
-                first = int(ends[i]) - row.num_tokens
+                first = ends[i] - row.num_tokens
                 results[i] = [
                     self._prompt_chunk(first + done, targets[done : done + PROMPT_CHUNK], params)
                     for done in range(0, len(targets), PROMPT_CHUNK)
@@ -440,7 +489,7 @@ class ModelRunner:
         found, watched = self.compiled["prompt_logprobs"](self.leaves, self.hidden, packed, pack_watched(params))
         return PromptChunk(found, len(targets), watched if params.watched_token_ids else None)
 
-    # --- pages and weights; pages of a model without groups of layers, where an id is the same place in every layer
+    # --- pages, with RunnerConfig.page_programs, of a model without groups of layers: an id is one place in every layer
 
     def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole pages, in every layer: sources[i] to destinations[i], none of which is also a source."""
@@ -477,6 +526,8 @@ class ModelRunner:
             ids[: len(chunk)] = chunk
             groups.append((ids, len(chunk)))
         return groups
+
+    # --- weights
 
     def update_weights(self, leaves: Sequence[jax.Array | np.ndarray]) -> None:
         """Serve other weights from the next step on, without compiling: leaves as in `leaves`, in the same order.

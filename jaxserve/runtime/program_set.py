@@ -28,11 +28,6 @@ PAGE_GROUP = 64  # pages a dispatch of copy, export and import
 POOL_GROUP = 32  # tokens a dispatch of pool
 PROMPT_CHUNK = 64  # tokens a dispatch of prompt_logprobs: the head's [C, V] stays small
 
-# Without it XLA fuses a dot with its neighbours, and how depends on the program: bits would differ between shapes.
-DETERMINISTIC_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-}
-
 
 @dataclass(frozen=True)
 class Shapes:
@@ -96,11 +91,13 @@ class ProgramSet:
     steps: StepPrograms
     shapes: Shapes
     buckets: Buckets
-    options: Mapping[str, str]
+    options: Mapping[str, bool | str]
+    page_programs: bool = False
 
     def all(self) -> list[Program]:
         return [
             *map(self.decode, self.buckets.decode),
+            *map(self.decode_hidden, self.buckets.decode_hidden),
             *map(self.extend, self.buckets.extend),
             *map(self.head_sample, self.buckets.head),
             *self._small(),
@@ -125,12 +122,20 @@ class ProgramSet:
         out = (s.cache_shardings, s.state_shardings, s.replicated)
         return self._program(f"decode[{rows}]", self.steps.decode, args, (1, 2), out, weight=10_000 + rows)
 
+    def decode_hidden(self, rows: int) -> Program:
+        s = self.shapes
+        args = (s.leaves, s.caches, s.state, s.hidden, s.ints(step_input.decode_size(rows, self.steps.num_groups)))
+        out = (s.cache_shardings, s.state_shardings, s.replicated, s.replicated)
+        return self._program(
+            f"decode_hidden[{rows}]", self.steps.decode_hidden, args, (1, 2, 3), out, weight=5_000 + rows
+        )
+
     def extend(self, tokens: int) -> Program:
         s, rows = self.shapes, self.extend_rows(tokens)
         size = step_input.extend_size(tokens, rows, self.extend_updates(tokens))
         function = functools.partial(self.steps.extend, num_tokens=tokens, num_rows=rows)
         args = (s.leaves, s.caches, s.state, s.hidden, s.ints(size))
-        out = (s.cache_shardings, s.state_shardings, s.replicated, s.replicated)
+        out = (s.cache_shardings, s.state_shardings, s.replicated, s.replicated, s.replicated)
         return self._program(f"extend[{tokens}]", function, args, (1, 2, 3), out, weight=20_000 + tokens)
 
     def head_sample(self, rows: int) -> Program:
@@ -154,7 +159,7 @@ class ProgramSet:
         args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_WATCHED))
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
         yield self._program("pool", self.steps.pool, (s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
-        if self.steps.num_groups == 1:
+        if self.page_programs and self.steps.num_groups == 1:
             yield from self._page_programs()
 
     def _page_programs(self) -> Iterator[Program]:

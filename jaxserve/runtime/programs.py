@@ -4,10 +4,11 @@ Owns how a step is put together from model, attention backend, sampler and slot 
 work, no shapes: those are the runner's.
 
     decode          B rows of one token: forward, sampling and state update fused in one dispatch
+    decode_hidden   B rows of one token: forward alone; `head_sample` follows, when the host knows what is allowed
     extend          T ragged tokens: forward; the hidden states stay on the device in `hidden`
-    head_sample     head and sampler for R tokens of the last extend
+    head_sample     head and sampler for R tokens of the last extend or decode_hidden
     prompt_logprobs head for C tokens of the last extend, of which the next token is known
-    pool            embeddings or hidden states of R tokens of the last extend
+    pool            embeddings or hidden states of R tokens of the last extend or decode_hidden
 
 Arguments everywhere: `leaves`, the model's flat parameters; `caches`, one array a layer; `state`, the slots;
 `packed`, the int32 array of step_input. Caches, state and hidden are donated by the runner and returned anew.
@@ -33,7 +34,7 @@ from jaxserve.ops.paged_attention import AttentionMetadata, Backend
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.sampler import Details, Sampled, pack_watching, sample
-from jaxserve.runtime.slots import SlotState, append_tokens, remember_tokens, state_partition
+from jaxserve.runtime.slots import SlotState, append_tokens, state_partition
 from jaxserve.runtime.step_input import (
     HeadInput,
     TokenInput,
@@ -76,6 +77,17 @@ class StepPrograms:
         state, sampled = self._sample(model, hidden, state, head, bitmask)
         return caches, state, sampled
 
+    def decode_hidden(
+        self, leaves: Leaves, caches: Caches, state: SlotState, hidden: jax.Array, packed: jax.Array
+    ) -> tuple[Caches, SlotState, jax.Array, jax.Array | None]:
+        """packed: as `decode` takes it, flags unread; hidden [max T, D] gets the hidden states in its first B rows.
+
+        Last come the experts that each token was given to, int32 [B, L, K]; None without."""
+        state, tokens, _ = unpack_decode(packed, state, self.num_groups)
+        model = self.bind(leaves)
+        new, caches, state = self._forward(model, caches, state, tokens, decode_only=True)
+        return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), take_choices(model)
+
     def decode_slots(
         self, leaves: Leaves, caches: Caches, state: SlotState, slots: jax.Array
     ) -> tuple[Caches, SlotState, Sampled]:
@@ -94,14 +106,16 @@ class StepPrograms:
         *,
         num_tokens: int,
         num_rows: int,
-    ) -> tuple[Caches, SlotState, jax.Array, jax.Array | None]:
+    ) -> tuple[Caches, SlotState, jax.Array, jax.Array, jax.Array | None]:
         """packed: int32 [extend_size(T, R, U)]; hidden [max T, D] gets the step's hidden states in its first T rows.
 
-        Last come the experts that each token was given to, int32 [T, L, K] of the L sparse layers; None without."""
+        Then come `finite_rows`, bool [R], and the experts that each token was given to, int32 [T, L, K] of the L sparse
+        layers; None without."""
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
         model = self.bind(leaves)
         new, caches, state = self._forward(model, caches, state, tokens, decode_only=False)
-        return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), take_choices(model)
+        finite = finite_rows(new, tokens.row_of_token, num_rows)
+        return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), finite, take_choices(model)
 
     def head_sample(
         self,
@@ -177,8 +191,8 @@ class StepPrograms:
             return write_and_attend(self.backend, self.mesh, q, k, v, cache, where, layer.attention, sinks)
 
         hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
-        ends = tokens.starts + tokens.num_tokens
-        state = state.replace(position=state.position.at[tokens.slots].set(ends, mode="drop"))
+        last = tokens.starts + tokens.num_tokens - 1  # until a token is sampled: a row that is not is computed again
+        state = state.replace(position=state.position.at[tokens.slots].set(last, mode="drop"))
         return hidden, tuple(c for c in new_caches if c is not None), state
 
     def _sample(
@@ -193,10 +207,17 @@ class StepPrograms:
         logits = model.logits(hidden, self.linear)
         vocab = Vocab.of(state.vocab_size, self.mesh)
         cuts = (vocab.columns, P(), state_partition(state, vocab.columns), P(), P(), P(), P())
-        args = (logits, head.slots, state, bitmask, head.masked, head.want_logprobs, details)
+        after = state.replace(position=state.position + 1)  # the place of the new token
+        args = (logits, head.slots, after, bitmask, head.masked, head.want_logprobs, details)
         sampled = vocab.call(functools.partial(sample, vocab=vocab), cuts, *args)
-        state = append_tokens(state, head.slots, sampled.tokens[:, 0])
-        return state if details is None else remember_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
+        return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
+
+
+def finite_rows(hidden: jax.Array, row_of_token: jax.Array, num_rows: int) -> jax.Array:
+    """Whether all hidden states of a row are finite, bool [R]. hidden: [T, D]; row_of_token: int32 [T], R and above
+    for padding."""
+    finite = jnp.isfinite(hidden).all(axis=-1)
+    return jnp.ones(num_rows, bool).at[row_of_token].min(finite, mode="drop")
 
 
 def each_token(tokens: TokenInput) -> TokenInput:

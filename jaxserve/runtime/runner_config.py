@@ -5,20 +5,24 @@ Owns the defaults that depend on them. Reads the configuration tree; knows no de
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxserve.cache_directory import CacheDirectoryError, opened, user_cache
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunnerConfig:
     """num_pages and num_window_pages None: as many as memory_fraction leaves. shrink_context: max_model_len was not
-    asked for."""
+    asked for. page_programs: compile what copies, exports and imports pages too; the engine itself never does."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -31,6 +35,7 @@ class RunnerConfig:
     memory_fraction: float = 0.9
     shrink_context: bool = False
     deterministic: bool = False
+    page_programs: bool = False
     compile_cache: Path | None = None
 
     @classmethod
@@ -52,7 +57,7 @@ class RunnerConfig:
             memory_fraction=cache.memory_fraction,
             shrink_context=config.model.max_model_len is None,
             deterministic=deterministic,
-            compile_cache=config.runtime.compile_cache,
+            compile_cache=_compile_cache(config.runtime.compile_cache),
         )
 
 
@@ -70,6 +75,24 @@ def _default_sizes(platform: str, deterministic: bool) -> tuple[int, int]:
     if deterministic:  # every step has this one shape: up to about 184 rows the weights' reading hides the others
         return 128, 128
     return 512, 8192
+
+
+def _compile_cache(configured: Path | str | None) -> Path | None:
+    """The directory of compiled programs; None, with a warning, if the default one is not safe to use.
+
+    Raises ConfigError if a directory that was asked for is not.
+    """
+    try:
+        if configured is None:
+            return None
+        path = configured if isinstance(configured, Path) else user_cache("xla")
+        with opened(path):
+            return path
+    except CacheDirectoryError as error:
+        if configured == "auto":
+            logger.warning("compiled programs are not kept, so every start compiles them: %s", error)
+            return None
+        raise ConfigError(f"runtime.compile_cache: {error}", fix="choose another directory, or null") from None
 
 
 def _or(value: int | str, default: int) -> int:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.engine.request import RowStatus
 from jaxserve.runtime.slots import SlotState
 from jaxserve.runtime.vocab import WHOLE, Vocab, first_above
 
@@ -33,9 +34,9 @@ _ONE_BITS = 0x3F800000  # float32 1.0: positive floats are ordered as their bits
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """tokens int32 [R, 2] of (token id, ok); logprobs int32 [R, 2 + 2*K] of (logprob bits, rank, ids, logprob bits).
+    """tokens int32 [R, 2] of (token id, RowStatus); logprobs int32 [R, 2 + 2*K] of (logprob bits, rank, ids, logprob
+    bits). K = min(20, V). Packed so that each is one copy.
 
-    K = min(20, V). ok is 0 where logits are not finite or no token is allowed. Packed so that each is one copy.
     With Details: watched int32 [R, N], bits of the log-probabilities of the given ids, and support, packed as logprobs
     are, of (log-probability of the token among its candidates, their number, their ids, their log-probabilities).
     """
@@ -49,8 +50,7 @@ class Sampled:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Details:
-    """What few requests ask for. wanted: bool scalar, False leaves `support` zero and draws without watermarks;
-    ids: int32 [R, N] to watch."""
+    """What few requests ask for. wanted: bool scalar, False leaves `support` zero; ids: int32 [R, N] to watch."""
 
     wanted: jax.Array
     ids: jax.Array
@@ -76,8 +76,6 @@ def sample(
     rows = jnp.minimum(slots, state.num_slots - 1)
     shaped = shape_logits(logits, rows, valid, state, bitmask, masked, vocab)
     peak = vocab.max(shaped)
-    # by a sum, in which -inf may be: XLA's maximum of a long row on a CPU passes over NaN
-    ok = (vocab.sum(logits) < np.inf) & jnp.isfinite(peak)
     draw = functools.partial(_choose, shaped, peak, rows, valid, state, vocab)
     if details is None:
         tokens, support = draw(), None
@@ -93,8 +91,22 @@ def sample(
         lambda: pack_watching(logits, tokens, watch, vocab),
         lambda: (jnp.zeros((logits.shape[0], logprobs_width), jnp.int32), jnp.zeros_like(watch)),
     )
-    packed = jnp.stack([tokens, ok.astype(jnp.int32)], axis=1)
+    packed = jnp.stack([tokens, row_status(logits, peak, vocab)], axis=1)
     return Sampled(packed, logprobs, None if details is None else watched, support)
+
+
+def row_status(logits: jax.Array, peak: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
+    """A RowStatus for each row, int32 [R]. logits: float32 [R, V], the model's; peak: float32 [R], the largest of each
+    row after penalties, bias and masks.
+
+    Only the model's own logits decide what is not finite: a client's parameters may overflow too.
+    """
+    # by a sum, in which -inf may be: XLA's maximum of a long row on a CPU passes over NaN
+    finite, allowed = vocab.sum(logits) < np.inf, jnp.isfinite(peak)
+    # a row that is -inf throughout has nothing that a mask could have taken; another pass, so only if there is need
+    finite = jax.lax.cond(allowed.all(), lambda: finite, lambda: finite & (vocab.max(logits) > -np.inf))
+    status = jnp.where(allowed, np.int32(RowStatus.FINE), np.int32(RowStatus.NOTHING_ALLOWED))
+    return jnp.where(finite, status, np.int32(RowStatus.NOT_FINITE))
 
 
 def _choose(
@@ -105,8 +117,7 @@ def _choose(
 
     def draw() -> jax.Array:
         probs = _candidates(logits, peak, rows, random, state, vocab)
-        uniform = random_uniform(state.seed[rows], state.position[rows])
-        return jnp.where(random, inverse_cdf(probs, uniform, vocab), greedy)
+        return jnp.where(random, _draw(probs, rows, random, state, vocab), greedy)
 
     return jax.lax.cond(random.any(), draw, lambda: greedy)
 
@@ -117,15 +128,19 @@ def _choose_telling(
     """`_choose`, and what it chose from: exactly the weights of the draw, which is why both are one function."""
     random = valid & (state.temperature[rows] > 0)
     probs = jax.lax.optimization_barrier(_candidates(logits, peak, rows, random, state, vocab))
-    uniform = random_uniform(state.seed[rows], state.position[rows])
-    drawn = inverse_cdf(probs, uniform, vocab)
-    marked = random & (state.has_watermark[rows] > 0)
-    keys, recent = state.watermark[rows], state.recent[rows]
-    drawn = jax.lax.cond(
-        marked.any(), lambda: jnp.where(marked, draw_marked(probs, keys, recent, vocab), drawn), lambda: drawn
-    )
+    drawn = _draw(probs, rows, random, state, vocab)
     tokens = jnp.where(random, drawn, first_maximum(logits, peak, vocab))
     return tokens, pack_support(probs, tokens, random, vocab)
+
+
+def _draw(probs: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState, vocab: Vocab) -> jax.Array:
+    """A token for each random row, by its seed or its watermark; int32 [R]. probs: float32 [R, V] of `_candidates`."""
+    drawn = inverse_cdf(probs, random_uniform(state.seed[rows], state.position[rows]), vocab)
+    marked = random & (state.has_watermark[rows] > 0)
+    keys, recent = state.watermark[rows], state.recent[rows]
+    return jax.lax.cond(
+        marked.any(), lambda: jnp.where(marked, draw_marked(probs, keys, recent, vocab), drawn), lambda: drawn
+    )
 
 
 def _candidates(
@@ -171,6 +186,7 @@ def shape_logits(
     )
     early = valid & (state.num_outputs[rows] < state.min_tokens[rows])
     static = valid & (state.has_allow[rows] > 0)
+    dynamic = valid & masked
     num_bias = jnp.where(valid, state.num_bias[rows], 0)
     steps: list[tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = [
         (
@@ -181,9 +197,15 @@ def shape_logits(
             (num_bias > 0).any(),
             lambda x: add_bias(x, state.bias_ids[rows], state.bias_values[rows], num_bias, vocab),
         ),
-        (early.any(), lambda x: ban(x, state.early_mask[rows], early, BANNED, vocab)),
-        (static.any(), lambda x: ban(x, state.allow_mask[rows], static, np.float32(-np.inf), vocab)),
-        (masked, lambda x: ban(x, bitmask, valid, np.float32(-np.inf), vocab)),
+        (
+            (early | static | dynamic).any(),
+            lambda x: ban(
+                x,
+                _where_row(static, state.allow_mask[rows]) & _where_row(dynamic, bitmask),
+                _where_row(early, state.early_mask[rows]),
+                vocab,
+            ),
+        ),
     ]
 
     def all_steps(logits: jax.Array) -> jax.Array:
@@ -228,10 +250,18 @@ def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array, num: jax.Arra
     return jax.lax.fori_loop(0, (num.max() + _BIAS_GROUP - 1) // _BIAS_GROUP, add_group, logits)
 
 
-def ban(logits: jax.Array, words: jax.Array, active: jax.Array, value: np.float32, vocab: Vocab = WHOLE) -> jax.Array:
-    """Set tokens whose bit in words (int32 [R, W]) is 0 to `value`, in the rows where `active` (bool [R])."""
-    allowed = vocab.own(logits, unpack_bits(words, vocab.size(logits)))
-    return jnp.where(allowed | ~active[:, None], logits, value)
+def _where_row(active: jax.Array, words: jax.Array) -> jax.Array:
+    """The bitmasks of the active rows (bool [R]); in the others every token is allowed. words: int32 [R, W]"""
+    return jnp.where(active[:, None], words, np.int32(-1))
+
+
+def ban(logits: jax.Array, allowed: jax.Array, allowed_early: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
+    """Set tokens whose bit in `allowed` is 0 to -inf, and others whose bit in `allowed_early` is 0 to BANNED.
+
+    logits: float32 [R, V]; the bitmasks: int32 [R, W].
+    """
+    may, may_early = (vocab.own(logits, unpack_bits(words, vocab.size(logits))) for words in (allowed, allowed_early))
+    return jnp.where(may, jnp.where(may_early, logits, BANNED), np.float32(-np.inf))
 
 
 def unpack_bits(words: jax.Array, vocab_size: int) -> jax.Array:

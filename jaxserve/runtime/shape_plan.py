@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxserve.engine.window_size import WindowSize
+from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.structure import ModelStructure, build
@@ -41,6 +42,20 @@ class ShapePlan:
     @property
     def num_devices(self) -> int:
         return self.tensor * self.expert
+
+    def request_bytes(self, length: int) -> int:
+        """Of K and V of a request of `length` tokens that decodes; layers with a window keep that alone."""
+        pages = -(-length // self.page_size)
+        if self.window is None:
+            return pages * self.page_size * self.kv_token_bytes
+        kept = WindowSize(self.window, self.page_size, _CHUNK).most(length)
+        everywhere = (self.kv_token_bytes - self.window_token_bytes) * pages
+        return (everywhere + self.window_token_bytes * kept) * self.page_size
+
+    def largest_batch(self, device_bytes: int, length: int, memory_fraction: float = 0.9) -> int:
+        """Requests of `length` tokens each that fit beside the weights at once."""
+        left = int(device_bytes * memory_fraction) - self.weight_bytes
+        return max(0, left) // self.request_bytes(length)
 
     def kv_tokens(self, device_bytes: int, memory_fraction: float = 0.9) -> int:
         """Tokens for whose K and V there is room beside the weights, all kept in every layer; 0 where not even these
@@ -108,7 +123,11 @@ def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, t
     total, whole, largest = 0, 0, ("", 0)
     for spec in structure.specs:
         sharding = param_sharding(spec, mesh)
-        size = math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+        try:
+            shard = sharding.shard_shape(spec.shape)
+        except ValueError:
+            raise ModelLoadError(f"{spec.name} {list(spec.shape)} cannot be split over {mesh.size} devices") from None
+        size = math.prod(shard) * spec.dtype.itemsize
         total += size
         if mesh.size > 1 and sharding.is_fully_replicated:
             whole += size

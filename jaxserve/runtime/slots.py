@@ -47,7 +47,8 @@ class SlotState:
     """S = max_num_seqs rows, V = vocabulary, W = ceil(V/32) mask words, M = pages of the longest sequence in each group
     of layers: a row of `page_table` is the tables of the groups one after another.
 
-    position        tokens whose K and V are in pages = position at which `last_token` is fed
+    position        at which `last_token` is fed
+    recent          the last tokens, in order
     num_outputs     tokens sampled so far
     seed            64 bits, low word first; with a position it gives the row's random number
     bias_ids        the first num_bias entries count
@@ -56,10 +57,8 @@ class SlotState:
     token_counts    occurrences in the output, saturating
     in_prompt       the token occurs in the prompt
     watermark       64 bits of a key, low word first; read where `has_watermark`
-    recent          the last tokens, kept up to date by head_sample alone: rows with a watermark never decode without
     """
 
-    last_token: jax.Array  # int32 [S]
     position: jax.Array  # int32 [S]
     num_outputs: jax.Array  # int32 [S]
     page_table: jax.Array  # int32 [S, M]
@@ -86,7 +85,12 @@ class SlotState:
 
     @property
     def num_slots(self) -> int:
-        return self.last_token.shape[0]
+        return self.position.shape[0]
+
+    @property
+    def last_token(self) -> jax.Array:
+        """int32 [S]"""
+        return self.recent[:, -1]
 
     @property
     def vocab_size(self) -> int:
@@ -109,7 +113,6 @@ def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
         return jax.ShapeDtypeStruct((s, *trailing), dtype)  # type: ignore[return-value]  # stands for an array
 
     return SlotState(
-        last_token=array(jnp.int32),
         position=array(jnp.int32),
         num_outputs=array(jnp.int32),
         page_table=array(jnp.int32, max_pages),
@@ -305,15 +308,11 @@ def admit_tokens(state: SlotState, packed: jax.Array) -> SlotState:
 def append_tokens(state: SlotState, slots: jax.Array, tokens: jax.Array) -> SlotState:
     """Record one sampled token a row. slots, tokens: int32 [R]; rows of nobody write nothing."""
     room = state.token_counts.at[slots, tokens].get(mode="clip") < MAX_COUNT
+    before = state.recent.at[slots].get(mode="clip")
+    recent = jnp.concatenate([before[:, 1:], tokens[:, None]], axis=1)
     return state.replace(
-        last_token=state.last_token.at[slots].set(tokens, mode="drop"),
+        position=state.position.at[slots].add(1, mode="drop"),
+        recent=state.recent.at[slots].set(recent, mode="drop"),
         num_outputs=state.num_outputs.at[slots].add(1, mode="drop"),
         token_counts=state.token_counts.at[slots, tokens].add(room.astype(jnp.int16), mode="drop"),
     )
-
-
-def remember_tokens(state: SlotState, slots: jax.Array, tokens: jax.Array) -> SlotState:
-    """Move `recent` on by one sampled token a row. slots, tokens: int32 [R]."""
-    before = state.recent.at[slots].get(mode="clip")
-    recent = jnp.concatenate([before[:, 1:], tokens[:, None]], axis=1)
-    return state.replace(recent=state.recent.at[slots].set(recent, mode="drop"))

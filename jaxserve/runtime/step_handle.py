@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxserve.engine.request import SampledTokens
+from jaxserve.engine.request import RowStatus, SampledTokens
 from jaxserve.runtime.details import TokensOf, fetch_details, fetch_hidden, spread
 from jaxserve.runtime.sampler import Sampled, unpack_logprobs
 
@@ -28,12 +28,13 @@ class DeviceStep:
     """The `StepHandle` of a step of R rows.
 
     sampling        the rows that got a token, ascending; sampled holds them first, in this order
-    finish          of a masked step: bitmask of the sampling rows -> Sampled
+    finish          of a masked step: bitmask of the sampling rows, and which of them get no token -> Sampled
     prompt          row -> the chunks of its log-probabilities, in order
     pooled          [(rows, embeddings on the device [n and more, D], of these rows in order)]
     hidden          [(rows, hidden states on the device), likewise; a row may have several]
     experts         int32 [T, L, K] on the device, of which the slices of expert_rows (row -> tokens) are asked for
     detailed        whether `Sampled.watched` and `Sampled.support` are asked for
+    finite          bool [R and more] on the device: whether the hidden states of a row are; None: the sampler says it
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class DeviceStep:
         sampled: Sampled | None,
         want_logprobs: bool,
         *,
-        finish: Callable[[np.ndarray], Sampled] | None = None,
+        finish: Callable[[np.ndarray, Collection[int]], Sampled] | None = None,
         prompt: dict[int, list[PromptChunk]] | None = None,
         pooled: Sequence[Pooled] = (),
         hidden: Sequence[TokensOf] = (),
         detailed: bool = False,
+        finite: jax.Array | None = None,
         experts: jax.Array | None = None,
         expert_rows: Mapping[int, slice] | None = None,
     ) -> None:
@@ -55,13 +57,15 @@ class DeviceStep:
         self._sampling = sampling
         self._want_logprobs = want_logprobs
         self._finish = finish
+        self._late: list[int] = []
         self._prompt = prompt or {}
         self._pooled = pooled
         self._hidden = hidden
         self._detailed = detailed
+        self._finite = finite
         self._experts = experts if expert_rows else None
         self._expert_rows = expert_rows or {}
-        _copy_async(self._experts)
+        _copy_async(self._finite, self._experts)
         self._sampled = sampled
         self._copy_async()
         for chunks in self._prompt.values():
@@ -74,11 +78,14 @@ class DeviceStep:
     def waits_for_mask(self) -> bool:
         return self._finish is not None
 
-    def sample(self, bitmask: np.ndarray) -> None:
-        """Dispatch head and sampler of a masked step. bitmask: int32 [R, W]. Raises RuntimeError on other steps."""
+    def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
+        """Dispatch head and sampler of a masked step. bitmask: int32 [R, W]. Raises RuntimeError on other steps.
+
+        late: rows that get no token."""
         if self._finish is None:
             raise RuntimeError("this step is not masked, or was sampled already")
-        self._sampled = self._finish(bitmask[self._sampling])
+        self._late = list(late)
+        self._sampled = self._finish(bitmask[self._sampling], {self._sampling.index(row) for row in late})
         self._finish = None
         self._copy_async()
 
@@ -91,28 +98,26 @@ class DeviceStep:
                 _copy_async(self._sampled.watched, self._sampled.support)
 
     def result(self) -> SampledTokens:
-        """Wait for the step. Rows that did not sample have num_valid 0 and ok True."""
+        """Wait for the step. Rows that did not sample have num_valid 0."""
         if self._finish is not None:
             raise RuntimeError("a masked step has no result before sample(bitmask)")
         tokens = np.zeros((self._num_rows, 2), np.int32)
-        tokens[:, 1] = 1
         valid = np.zeros(self._num_rows, np.int32)
         logprobs: tuple[np.ndarray | None, ...] = (None,) * 4
         details = None
         if self._sampled is not None:
             tokens[self._sampling] = np.asarray(self._sampled.tokens)[: len(self._sampling)]
             valid[self._sampling] = 1
+            tokens[self._late], valid[self._late] = 0, 0
             if self._want_logprobs:
                 logprobs = self._spread_logprobs(np.asarray(self._sampled.logprobs))
             if self._detailed:
                 details = fetch_details(self._sampled, self._sampling, self._num_rows)
         embeddings = fetch_embeddings(self._pooled)
-        for row, embedding in embeddings.items():
-            tokens[row, 1] = np.isfinite(embedding).all()
         return SampledTokens(
             token_ids=tokens[:, :1],
             num_valid=valid,
-            ok=tokens[:, 1] > 0,
+            status=self._status(tokens[:, 1], embeddings),
             logprobs=logprobs[0],
             ranks=logprobs[1],
             top_ids=logprobs[2],
@@ -124,6 +129,16 @@ class DeviceStep:
             hidden=fetch_hidden(self._hidden),
             experts=self._fetch_experts(),
         )
+
+    def _status(self, sampled: np.ndarray, embeddings: Mapping[int, np.ndarray]) -> np.ndarray:
+        """uint8 [R]. sampled: int32 [R], of the rows that got a token; 0 elsewhere."""
+        status = sampled.astype(np.uint8)
+        if self._finite is not None:
+            status[~np.asarray(self._finite)[: self._num_rows]] = RowStatus.NOT_FINITE
+        for row, embedding in embeddings.items():
+            if not np.isfinite(embedding).all():
+                status[row] = RowStatus.NOT_FINITE
+        return status
 
     def _fetch_experts(self) -> dict[int, np.ndarray] | None:
         if self._experts is None:

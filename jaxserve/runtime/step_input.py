@@ -203,7 +203,7 @@ def unpack_decode(packed: jax.Array, state: SlotState, num_groups: int = 1) -> t
     starts = jnp.where(live, state.position.at[slots].get(mode="clip"), 0)
     index = jnp.arange(slots.shape[0], dtype=jnp.int32)
     tokens = TokenInput(
-        token_ids=state.last_token.at[slots].get(mode="clip"),
+        token_ids=state.recent.at[slots, -1].get(mode="clip"),
         positions=starts,
         row_of_token=jnp.where(live, index, slots.shape[0]),
         slots=slots,
@@ -225,7 +225,7 @@ def unpack_extend(packed: jax.Array, state: SlotState, num_tokens: int, num_rows
     row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
     safe = jnp.minimum(row, num_rows - 1)
     positions = jnp.where(row < num_rows, starts[safe] + index - (ends - lengths)[safe], 0)
-    last_tokens = state.last_token.at[slots[safe]].get(mode="clip")
+    last_tokens = state.recent.at[slots[safe], -1].get(mode="clip")
     token_ids = jnp.where(literals == FROM_DEVICE, last_tokens, literals)
     return state, TokenInput(token_ids, positions, row, slots, starts, lengths)
 

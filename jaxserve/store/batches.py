@@ -2,6 +2,8 @@
 
 Every function takes the connection first and runs inside one transaction or read. An edge that is not legal from the
 state found changes nothing and says so; `*_at` columns are written by the edge that enters their state, and only there.
+
+owner: the API key that asks. It finds its own batches only; None finds those of all.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from jaxserve.errors import ConflictError, InvalidValueError, NotFoundError
-from jaxserve.store.files import cursor, insert_file
+from jaxserve.errors import ConflictError, InvalidValueError, NotFoundError, StoreDamagedError
+from jaxserve.store.files import OWNED, cursor, insert_file
+from jaxserve.store.integrity import DAMAGED
 from jaxserve.store.records import (
     EDGES,
     BatchError,
@@ -30,14 +33,14 @@ IDEMPOTENCY_SECONDS = 48 * 3600
 COLUMNS = """id, endpoint, input_file_id, completion_window, status, created_at, expires_at, model, output_file_id,
     error_file_id, in_progress_at, finalizing_at, completed_at, failed_at, expired_at, cancelling_at, cancelled_at,
     total, completed, failed, input_tokens, cached_tokens, output_tokens, reasoning_tokens, errors, metadata,
-    output_expires_seconds"""
+    output_expires_seconds, owner"""
 LIVE = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 
 
 def insert_batch(connection: sqlite3.Connection, batch_id: str, new: NewBatch, now: int) -> BatchRecord:
     connection.execute(
         """INSERT INTO batches (id, endpoint, input_file_id, completion_window, status, created_at, expires_at,
-               metadata, output_expires_seconds) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)""",
+               metadata, output_expires_seconds, owner) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
         (
             batch_id,
             new.endpoint,
@@ -48,14 +51,20 @@ def insert_batch(connection: sqlite3.Connection, batch_id: str, new: NewBatch, n
             now + new.window_seconds,
             None if new.metadata is None else json.dumps(new.metadata),
             new.output_expires_seconds,
+            new.owner,
         ),
     )
     return get_batch(connection, batch_id)
 
 
-def find_replay(connection: sqlite3.Connection, key: str, fingerprint: bytes) -> bytes | None:
-    """The first answer given under an idempotency key. Raises InvalidValueError if that was another request's."""
-    row = connection.execute("SELECT fingerprint, response FROM idempotency WHERE key = ?", (key,)).fetchone()
+def find_replay(connection: sqlite3.Connection, owner: str, key: str, fingerprint: bytes) -> bytes | None:
+    """The first answer given under an owner's idempotency key.
+
+    Raises InvalidValueError if that was the answer to another request.
+    """
+    row = connection.execute(
+        "SELECT fingerprint, response FROM idempotency WHERE owner = ? AND key = ?", (owner, key)
+    ).fetchone()
     if row is None:
         return None
     if row[0] != fingerprint:
@@ -63,28 +72,37 @@ def find_replay(connection: sqlite3.Connection, key: str, fingerprint: bytes) ->
     return row[1]
 
 
-def remember_reply(connection: sqlite3.Connection, key: str, fingerprint: bytes, response: bytes, now: int) -> None:
-    connection.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?)", (key, fingerprint, response, now))
+def remember_reply(
+    connection: sqlite3.Connection, owner: str, key: str, fingerprint: bytes, response: bytes, now: int
+) -> None:
+    connection.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?, ?)", (owner, key, fingerprint, response, now))
 
 
 def forget_replies(connection: sqlite3.Connection, now: int) -> None:
     connection.execute("DELETE FROM idempotency WHERE created_at < ?", (now - IDEMPOTENCY_SECONDS,))
 
 
-def get_batch(connection: sqlite3.Connection, batch_id: str) -> BatchRecord:
-    row = connection.execute(f"SELECT {COLUMNS} FROM batches WHERE id = ?", (batch_id,)).fetchone()
+def get_batch(connection: sqlite3.Connection, batch_id: str, owner: str | None = None) -> BatchRecord:
+    row = connection.execute(
+        f"SELECT {COLUMNS} FROM batches WHERE id = :id AND {OWNED}", {"id": batch_id, "owner": owner}
+    ).fetchone()
     if row is None:
         raise NotFoundError(f"No batch found with id '{batch_id}'.", param="batch_id")
     return _record(row)
 
 
-def list_batches(connection: sqlite3.Connection, *, limit: int, after: str | None) -> Page[BatchRecord]:
+def list_batches(
+    connection: sqlite3.Connection, *, limit: int, after: str | None, owner: str | None
+) -> Page[BatchRecord]:
     """Newest first."""
-    where, values = "", {"limit": limit + 1, "cursor": None}
+    where, values = ["1"], {"limit": limit + 1, "owner": owner, "cursor": None}
+    if owner is not None:
+        where.append("owner = :owner")
     if after is not None:
-        where, values["cursor"] = "WHERE seq < :cursor", cursor(connection, "batches", after)
+        where.append("seq < :cursor")
+        values["cursor"] = cursor(connection, "batches", after, owner)
     rows = connection.execute(
-        f"SELECT {COLUMNS} FROM batches {where} ORDER BY seq DESC LIMIT :limit", values
+        f"SELECT {COLUMNS} FROM batches WHERE {' AND '.join(where)} ORDER BY seq DESC LIMIT :limit", values
     ).fetchall()
     return Page([_record(row) for row in rows[:limit]], has_more=len(rows) > limit)
 
@@ -124,9 +142,9 @@ def fail(
     return True
 
 
-def cancel(connection: sqlite3.Connection, batch_id: str, now: int) -> BatchRecord:
+def cancel(connection: sqlite3.Connection, batch_id: str, now: int, owner: str | None) -> BatchRecord:
     """-> cancelling. A second cancel changes nothing. Raises ConflictError once the batch has ended otherwise."""
-    batch = get_batch(connection, batch_id)
+    batch = get_batch(connection, batch_id, owner)
     if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
         return batch
     if batch.status.terminal:
@@ -223,7 +241,14 @@ def drop_published_results(connection: sqlite3.Connection, limit: int) -> int:
 
 
 def _record(row: tuple) -> BatchRecord:
-    *plain, total, completed, failed, input_t, cached, output_t, reasoning, errors, metadata, expires = row
+    try:
+        return _parsed(row)
+    except (ValueError, TypeError) as error:
+        raise StoreDamagedError(DAMAGED) from error
+
+
+def _parsed(row: tuple) -> BatchRecord:
+    *plain, total, completed, failed, input_t, cached, output_t, reasoning, errors, metadata, expires, owner = row
     plain[4] = BatchStatus(plain[4])
     return BatchRecord(
         *plain,
@@ -234,4 +259,5 @@ def _record(row: tuple) -> BatchRecord:
         errors=tuple(BatchError(**error) for error in json.loads(errors)),
         metadata=None if metadata is None else json.loads(metadata),
         output_expires_seconds=expires,
+        owner=owner,
     )

@@ -2,23 +2,28 @@
 
 One thread writes and one reads; each owns its connection. A write is one transaction that begins by checking the
 epoch: a process that lost the lease can read, and nothing else. Commits are durable when they return (WAL,
-synchronous=FULL). What the rows mean is files.py's and batches.py's business.
+synchronous=FULL). If the disk is full, the log is folded into the database and cut, which may give the room that a
+write needs. Once a damaged page was met nothing is written any more. What the rows mean is files.py's and batches.py's
+business.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from jaxserve.errors import ConfigError, ServerError, StorageError
+from jaxserve.errors import ConfigError, DiskFullError, HTTPError, ServerError, StorageError, StoreDamagedError
+from jaxserve.store.condition import ConditionLog
 from jaxserve.store.disk import Disk, storage_error
+from jaxserve.store.integrity import DAMAGED, find_damage, missing_columns, store_error
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE lease (
@@ -36,8 +41,10 @@ CREATE TABLE files (
     created_at INTEGER NOT NULL,
     expires_at INTEGER,
     deleted_at INTEGER,             -- hidden from clients; the row stays for a while as a cursor of lists
-    stored INTEGER NOT NULL DEFAULT 1  -- 0: the bytes are gone
+    stored INTEGER NOT NULL DEFAULT 1,  -- 0: the bytes are gone
+    owner TEXT NOT NULL DEFAULT ''  -- the name of an API key; '': the default key
 );
+CREATE INDEX files_owner ON files (owner);
 CREATE INDEX files_expiry ON files (expires_at) WHERE deleted_at IS NULL AND expires_at IS NOT NULL;
 CREATE TABLE batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -68,8 +75,10 @@ CREATE TABLE batches (
     errors TEXT NOT NULL DEFAULT '[]',
     metadata TEXT,
     output_expires_seconds INTEGER,
+    owner TEXT NOT NULL DEFAULT '',
     CHECK (completed + failed <= total)
 );
+CREATE INDEX batches_owner ON batches (owner);
 CREATE INDEX batches_live ON batches (status) WHERE status IN
     ('validating', 'in_progress', 'finalizing', 'cancelling');
 CREATE TABLE results (
@@ -80,23 +89,42 @@ CREATE TABLE results (
     PRIMARY KEY (batch, line)
 );
 CREATE TABLE idempotency (
-    key TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    key TEXT NOT NULL,
     fingerprint BLOB NOT NULL,
     response BLOB NOT NULL,
-    created_at INTEGER NOT NULL
+    created_at INTEGER NOT NULL,
+    PRIMARY KEY (owner, key)
 );
 """
 
-# Primary SQLite result codes (the low byte of the extended ones) that mean: the disk, not a bug.
-DISK_ERRORS = frozenset(
-    {
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_BUSY,
-    }
-)
+# What makes a database of this version one of the next.
+MIGRATIONS = {
+    1: """
+ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+CREATE INDEX files_owner ON files (owner);
+ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+CREATE INDEX batches_owner ON batches (owner);
+ALTER TABLE idempotency RENAME TO idempotency_1;
+CREATE TABLE idempotency (
+    owner TEXT NOT NULL,
+    key TEXT NOT NULL,
+    fingerprint BLOB NOT NULL,
+    response BLOB NOT NULL,
+    created_at INTEGER NOT NULL,
+    PRIMARY KEY (owner, key)
+);
+INSERT INTO idempotency SELECT '', key, fingerprint, response, created_at FROM idempotency_1;
+DROP TABLE idempotency_1;
+"""
+}
+
+REPAIR = "restore the directory from a backup, or move it away to start with an empty store"
+
+# The log is folded into the database once it has so many pages (1 MiB), and is cut to that size afterwards. SQLite's
+# own 1,000 pages are more than a small disk has.
+LOG_PAGES = 256
+PAGE_BYTES = 4096
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,17 +144,28 @@ class Database:
     def __init__(self, path: Path, disk: Disk) -> None:
         self._path = path
         self._disk = disk
+        self.condition = ConditionLog()
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="store-writer")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
+        self._writer = _connect(path)
         try:
-            self._writer = _open(path)
-            self.epoch = self._take_lease()
-            self._reader = self.connect_reader()
-        except sqlite3.Error as error:
-            raise ConfigError(
-                f"the store database {path} cannot be opened: {error}",
-                fix="check the disk; move the directory away to start with an empty store",
-            ) from error
+            with _known_errors():
+                _configure(self._writer)
+                self._check(find_damage(self._writer))
+                self.epoch = self._take_lease()
+                self._empty_log()
+                self._reader = self.connect_reader()
+        except (StorageError, StoreDamagedError) as error:
+            self._writer.close()
+            cause = error.__cause__
+            raise ConfigError(f"the store database {path} cannot be opened: {cause}", fix=_fix(error)) from cause
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def _check(self, damage: str | None) -> None:
+        if damage is not None:
+            raise ConfigError(f"the store database {self._path} is damaged: {damage}", fix=REPAIR)
 
     def _take_lease(self) -> int:
         version = self._writer.execute("PRAGMA user_version").fetchone()[0]
@@ -136,31 +175,43 @@ class Database:
                 fix="use the newer jaxserve, or another --store.path",
             )
         self._writer.execute("BEGIN IMMEDIATE")
-        if version == 0:
-            for statement in SCHEMA.split(";\n"):
-                self._writer.execute(statement)
-            self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        scripts = [SCHEMA] if version == 0 else [MIGRATIONS[old] for old in range(version, SCHEMA_VERSION)]
+        for statement in (statement for script in scripts for statement in script.split(";\n")):
+            self._writer.execute(statement)
+        self._writer.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._writer.execute("UPDATE lease SET epoch = epoch + 1, owner = ?", (f"{os.uname().nodename}:{os.getpid()}",))
         epoch = self._writer.execute("SELECT epoch FROM lease").fetchone()[0]
+        missing = missing_columns(self._writer, SCHEMA)
+        self._check(f"it lacks {', '.join(missing[:3])}" if missing else None)
         self._disk.commit(self._writer)
         return epoch
 
     def connect_reader(self) -> sqlite3.Connection:
-        """A connection of its own for a long scan; the caller closes it."""
         connection = _connect(self._path)
         connection.execute("PRAGMA query_only = ON")
         return connection
 
+    @contextlib.contextmanager
+    def scan(self) -> Iterator[sqlite3.Connection]:
+        """A connection of its own for a long read. Raises as `read`."""
+        with self._noted(), contextlib.closing(self.connect_reader()) as connection:
+            yield connection
+
     async def write(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `statement(connection, ...)` as one transaction; durable when this returns.
 
-        Raises StorageError where the disk refuses (nothing has changed then) and LeaseLostError.
+        Raises StorageError if the disk refuses (nothing has changed then), StoreDamagedError and LeaseLostError.
         """
         call = lambda: self.write_now(statement, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._writing, call)
 
     async def read(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        call = lambda: _run(self._reader, statement, *args, **kwargs)
+        """Run `statement(connection, ...)`. Raises StorageError and StoreDamagedError."""
+
+        def call() -> T:
+            with self._noted():
+                return statement(self._reader, *args, **kwargs)
+
         return await asyncio.get_running_loop().run_in_executor(self._reading, call)
 
     def write_blocking(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -169,21 +220,51 @@ class Database:
 
     def write_now(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The transaction itself, on the writer thread (or before the threads have work)."""
-        return _run(self._writer, self._transaction, statement, *args, **kwargs)
+        if self.condition.now.status == "damaged":
+            raise StoreDamagedError(DAMAGED)
+        with self._noted():
+            try:
+                result = self._transaction(statement, *args, **kwargs)
+            except DiskFullError:
+                if not self._empty_log():
+                    raise
+                result = self._transaction(statement, *args, **kwargs)
+        self.condition.succeeded()
+        return result
 
-    def _transaction(
-        self, connection: sqlite3.Connection, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        connection.execute("BEGIN IMMEDIATE")
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Let errors out as those that clients see, and the condition know of them."""
         try:
-            if connection.execute("SELECT epoch FROM lease").fetchone()[0] != self.epoch:
-                raise LeaseLostError("Another process has taken this server's store over.")
-            result = statement(connection, *args, **kwargs)
-            self._disk.commit(connection)
-            return result
-        finally:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+            with _known_errors():
+                yield
+        except (StorageError, StoreDamagedError) as error:
+            self.condition.failed(error)
+            raise
+
+    def _empty_log(self) -> bool:
+        """Fold the log into the database and cut it to nothing; whether that made room."""
+        log = self._path.with_name(f"{self._path.name}-wal")
+        before = log.stat().st_size
+        try:
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        except sqlite3.Error:
+            return False  # the database itself has to grow for it, and cannot
+        return log.stat().st_size < before
+
+    def _transaction(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        connection = self._writer
+        with _known_errors():
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                if connection.execute("SELECT epoch FROM lease").fetchone() != (self.epoch,):
+                    raise LeaseLostError("Another process has taken this server's store over.")
+                result = statement(connection, *args, **kwargs)
+                self._disk.commit(connection)
+                return result
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
 
     def close(self) -> None:
         """Finish what is queued, then close. The last writer folds the log into the database."""
@@ -197,22 +278,31 @@ def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
 
 
-def _open(path: Path) -> sqlite3.Connection:
-    connection = _connect(path)
+def _configure(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
-    return connection
+    connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+    connection.execute(f"PRAGMA journal_size_limit = {LOG_PAGES * PAGE_BYTES}")
 
 
-def _run(connection: sqlite3.Connection, statement: Callable[..., T], *args: object, **kwargs: object) -> T:
+@contextlib.contextmanager
+def _known_errors() -> Iterator[None]:
+    """Errors of SQLite and of the system leave as StorageError or StoreDamagedError; bugs of ours as they are."""
     try:
-        return statement(connection, *args, **kwargs)
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF not in DISK_ERRORS:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        known = storage_error(error) if isinstance(error, OSError) else store_error(error)
+        if known is None:
             raise
-        full = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
-        cause = "The server's disk is full." if full else f"The server's store cannot be written: {error}."
-        raise StorageError(cause) from error
-    except OSError as error:
-        raise storage_error(error) from error
+        raise known from error
+
+
+def _fix(error: HTTPError) -> str:
+    match error:
+        case DiskFullError():
+            return "make room on its disk"
+        case StoreDamagedError():
+            return REPAIR
+        case _:
+            return "check the disk and who may write the directory"

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxserve.errors import StorageError
+from jaxserve.errors import DiskFullError, StorageError
 
 
 class Disk:
@@ -115,8 +115,13 @@ class PendingFile:
                 return
 
 
+def is_full(error: Exception) -> bool:
+    """Whether an error means that the disk has no room."""
+    return isinstance(error, DiskFullError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+
+
 def storage_error(error: OSError) -> StorageError:
     """The answer to a disk that refuses: 507, with the cause and without a path."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError("The server's disk is full.")
+    if is_full(error):
+        return DiskFullError("The server's disk is full.")
     return StorageError(f"The server's store cannot be written: {os.strerror(error.errno or errno.EIO)}.")

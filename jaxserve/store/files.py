@@ -2,6 +2,8 @@
 
 A deleted or expired file is hidden at once. Its bytes stay while an unfinished batch reads them, and its row stays
 for a while, so that a client may page on from a file that it has just deleted.
+
+owner: the API key that asks. It finds its own files only; None finds those of all.
 """
 
 from __future__ import annotations
@@ -13,22 +15,24 @@ from jaxserve.store.records import FileRecord, Page
 
 TOMBSTONE_SECONDS = 30 * 24 * 3600
 
-COLUMNS = "id, purpose, filename, bytes, created_at, expires_at"
+COLUMNS = "id, purpose, filename, bytes, created_at, expires_at, owner"
 VISIBLE = "deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)"
+OWNED = "(:owner IS NULL OR owner = :owner)"
 PINNED = """id IN (SELECT input_file_id FROM batches
     WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling'))"""
 
 
 def insert_file(connection: sqlite3.Connection, file: FileRecord) -> None:
     connection.execute(
-        f"INSERT INTO files ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
-        (file.id, file.purpose, file.filename, file.bytes, file.created_at, file.expires_at),
+        f"INSERT INTO files ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (file.id, file.purpose, file.filename, file.bytes, file.created_at, file.expires_at, file.owner),
     )
 
 
-def get_file(connection: sqlite3.Connection, file_id: str, now: int) -> FileRecord:
+def get_file(connection: sqlite3.Connection, file_id: str, now: int, owner: str | None) -> FileRecord:
     row = connection.execute(
-        f"SELECT {COLUMNS} FROM files WHERE id = :id AND {VISIBLE}", {"id": file_id, "now": now}
+        f"SELECT {COLUMNS} FROM files WHERE id = :id AND {VISIBLE} AND {OWNED}",
+        {"id": file_id, "now": now, "owner": owner},
     ).fetchone()
     if row is None:
         raise no_such_file(file_id)
@@ -43,41 +47,48 @@ def list_files(
     after: str | None,
     ascending: bool,
     now: int,
+    owner: str | None,
 ) -> Page[FileRecord]:
     where, order = [VISIBLE], "ASC" if ascending else "DESC"
+    if owner is not None:
+        where.append("owner = :owner")
     if purpose is not None:
         where.append("purpose = :purpose")
     if after is not None:
         where.append(f"seq {'>' if ascending else '<'} :cursor")
-    values = {"now": now, "purpose": purpose, "limit": limit + 1, "cursor": None}
+    values = {"now": now, "purpose": purpose, "limit": limit + 1, "owner": owner, "cursor": None}
     if after is not None:
-        values["cursor"] = cursor(connection, "files", after)
+        values["cursor"] = cursor(connection, "files", after, owner)
     rows = connection.execute(
         f"SELECT {COLUMNS} FROM files WHERE {' AND '.join(where)} ORDER BY seq {order} LIMIT :limit", values
     ).fetchall()
     return Page([FileRecord(*row) for row in rows[:limit]], has_more=len(rows) > limit)
 
 
-def cursor(connection: sqlite3.Connection, table: str, after: str) -> int:
+def cursor(connection: sqlite3.Connection, table: str, after: str, owner: str | None) -> int:
     """The place of an object in its list. Raises InvalidValueError where there never was one of that id."""
-    row = connection.execute(f"SELECT seq FROM {table} WHERE id = ?", (after,)).fetchone()
+    row = connection.execute(
+        f"SELECT seq FROM {table} WHERE id = :id AND {OWNED}", {"id": after, "owner": owner}
+    ).fetchone()
     if row is None:
         raise InvalidValueError(f"There is no object with id {after!r} to page from.", param="after")
     return row[0]
 
 
-def delete_file(connection: sqlite3.Connection, file_id: str, now: int) -> None:
+def delete_file(connection: sqlite3.Connection, file_id: str, now: int, owner: str | None) -> None:
     cursor = connection.execute(
-        f"UPDATE files SET deleted_at = :now WHERE id = :id AND {VISIBLE}", {"id": file_id, "now": now}
+        f"UPDATE files SET deleted_at = :now WHERE id = :id AND {VISIBLE} AND {OWNED}",
+        {"id": file_id, "now": now, "owner": owner},
     )
     if cursor.rowcount == 0:
         raise no_such_file(file_id)
 
 
-def may_remove(connection: sqlite3.Connection, file_id: str, now: int) -> bool:
-    """Whether a client sees the file and no batch reads it."""
+def may_remove(connection: sqlite3.Connection, file_id: str, now: int, owner: str | None) -> bool:
+    """Whether the client sees the file and no batch reads it."""
     row = connection.execute(
-        f"SELECT 1 FROM files WHERE id = :id AND {VISIBLE} AND NOT {PINNED}", {"id": file_id, "now": now}
+        f"SELECT 1 FROM files WHERE id = :id AND {VISIBLE} AND {OWNED} AND NOT {PINNED}",
+        {"id": file_id, "now": now, "owner": owner},
     ).fetchone()
     return row is not None
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from jaxserve.store.condition import StoreCondition
 from jaxserve.store.output import MissingLine
 from jaxserve.store.records import (
     BatchError,
@@ -32,7 +33,9 @@ class Upload(Protocol):
 
     async def write(self, data: bytes) -> None: ...
 
-    async def finish(self, *, filename: str, purpose: str, expires_seconds: int | None) -> FileRecord: ...
+    async def finish(
+        self, *, filename: str, purpose: str, expires_seconds: int | None, owner: str = ""
+    ) -> FileRecord: ...
 
     async def discard(self) -> None:
         """Forget it. Safe to call at any time but after a successful `finish`."""
@@ -40,20 +43,37 @@ class Upload(Protocol):
 
 
 class Store(Protocol):
-    """Files and batches. Raises NotFoundError for ids that are not there, StorageError where the disk refuses."""
+    """Files and batches.
+
+    owner: the API key that asks, "" for the default key. What belongs to another is not there; None finds all.
+
+    Raises NotFoundError for ids that are not there, StorageError if the disk refuses, StoreDamagedError if what is
+    read makes no sense; from then on nothing is written.
+    """
+
+    @property
+    def condition(self) -> StoreCondition:
+        """Whether it can be written, as of the latest write."""
+        ...
 
     # files
     def begin_upload(self) -> Upload: ...
 
-    async def get_file(self, file_id: str) -> FileRecord: ...
+    async def get_file(self, file_id: str, *, owner: str | None = None) -> FileRecord: ...
 
     async def list_files(
-        self, *, purpose: str | None = None, limit: int, after: str | None = None, ascending: bool = False
+        self,
+        *,
+        purpose: str | None = None,
+        limit: int,
+        after: str | None = None,
+        ascending: bool = False,
+        owner: str | None = None,
     ) -> Page[FileRecord]: ...
 
-    async def delete_file(self, file_id: str) -> None: ...
+    async def delete_file(self, file_id: str, *, owner: str | None = None) -> None: ...
 
-    async def open_file(self, file_id: str) -> tuple[FileRecord, BinaryIO]:
+    async def open_file(self, file_id: str, *, owner: str | None = None) -> tuple[FileRecord, BinaryIO]:
         """The file and its bytes, which stay readable if it is deleted meanwhile. The caller closes."""
         ...
 
@@ -61,18 +81,20 @@ class Store(Protocol):
     async def create_batch(
         self, new: NewBatch, *, idempotency: tuple[str, bytes] | None, reply: Callable[[BatchRecord], bytes]
     ) -> tuple[bytes, BatchRecord | None]:
-        """Create a batch and keep `reply(record)` as the answer to later calls with the same idempotency key.
+        """Create a batch of `new.owner` and keep `reply(record)` as the answer to its calls with one idempotency key.
 
         idempotency: the client's key and a digest of its request
         Returns the answer, and the record unless the answer is an earlier call's.
         """
         ...
 
-    async def get_batch(self, batch_id: str) -> BatchRecord: ...
+    async def get_batch(self, batch_id: str, *, owner: str | None = None) -> BatchRecord: ...
 
-    async def list_batches(self, *, limit: int, after: str | None = None) -> Page[BatchRecord]: ...
+    async def list_batches(
+        self, *, limit: int, after: str | None = None, owner: str | None = None
+    ) -> Page[BatchRecord]: ...
 
-    async def cancel_batch(self, batch_id: str) -> BatchRecord: ...
+    async def cancel_batch(self, batch_id: str, *, owner: str | None = None) -> BatchRecord: ...
 
     # batches, as the one who runs them sees them; a False or None says that the batch has left the expected state
     async def live_batches(self) -> list[str]: ...

@@ -24,6 +24,7 @@ class FileRecord:
     bytes: int
     created_at: int
     expires_at: int | None = None
+    owner: str = ""  # the name of the API key that made it; "": the default key
 
 
 class BatchStatus(enum.StrEnum):
@@ -92,6 +93,7 @@ class NewBatch:
     window_seconds: int
     metadata: dict[str, str] | None = None
     output_expires_seconds: int | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class BatchRecord:
     errors: tuple[BatchError, ...] = ()
     metadata: dict[str, str] | None = None
     output_expires_seconds: int | None = None
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

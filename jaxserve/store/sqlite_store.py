@@ -1,29 +1,33 @@
 """The store of one server: a directory with a SQLite database and the bytes of files beside it.
 
+    jaxserve-store the mark: this directory is a store, of this version
     lock           held while a server runs
     store.db       files, batches, results of lines, lease, idempotency keys
     files/<id>     bytes; written once, never changed
-    tmp/           files on their way; emptied at start
+    tmp/           files on their way; removed at start
 
 Opening recovers: bytes without a row and rows without bytes, which a crash between the two can leave, are removed.
+Files that the store did not make are left alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxserve.errors import ConfigError, InvalidValueError, NotFoundError, StorageError
+from jaxserve.errors import ConfigError, InvalidValueError, NotFoundError, StorageError, StoreDamagedError
 from jaxserve.store import batches, files
+from jaxserve.store.condition import StoreCondition
 from jaxserve.store.database import Database
-from jaxserve.store.disk import Disk, PendingFile, storage_error
+from jaxserve.store.directory import DATABASE, FILES, TMP, check_usable, mark, own_files
+from jaxserve.store.disk import Disk, PendingFile, is_full, storage_error
 from jaxserve.store.lock import DirectoryLock
 from jaxserve.store.output import MissingLine, OutputFiles, write_results
 from jaxserve.store.records import (
@@ -46,28 +50,40 @@ class SqliteStore:
     def __init__(self, directory: Path, *, disk: Disk | None = None, clock: Callable[[], float] = time.time) -> None:
         self.disk = disk or Disk()
         self._clock = clock
-        self._files = directory / "files"
-        self._tmp = directory / "tmp"
-        try:
+        self._directory = directory
+        self._files = directory / FILES
+        self._tmp = directory / TMP
+        with _usable(directory):
+            check_usable(directory)
             for path in (directory, self._files, self._tmp):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = DirectoryLock(directory)
-        except OSError as error:
-            raise ConfigError(f"the store {directory} cannot be used: {error}", fix="check --store.path") from error
         try:
-            self._database = Database(directory / "store.db", self.disk)
-            self._recover()
+            with _usable(directory):
+                mark(directory, self.disk)
+            self._database = Database(directory / DATABASE, self.disk)
         except BaseException:
             self._lock.release()
             raise
+        try:
+            with _usable(directory):
+                self._recover()
+        except BaseException:
+            self._database.close()
+            self._lock.release()
+            raise
+
+    @property
+    def condition(self) -> StoreCondition:
+        return self._database.condition.now
 
     def now(self) -> int:
         return int(self._clock())
 
     def _recover(self) -> None:
-        shutil.rmtree(self._tmp)
-        self._tmp.mkdir(mode=0o700)
-        on_disk = {path.name for path in self._files.iterdir()}
+        for path in own_files(self._directory, TMP):
+            self.disk.unlink(path)
+        on_disk = {path.name for path in own_files(self._directory, FILES)}
         known = self._database.write_now(files.stored_ids)
         for name in on_disk - known:
             self.disk.unlink(self._files / name)
@@ -91,29 +107,41 @@ class SqliteStore:
     async def insert_file(self, file: FileRecord) -> None:
         await self._database.write(files.insert_file, file)
 
-    async def get_file(self, file_id: str) -> FileRecord:
-        return await self._database.read(files.get_file, file_id, self.now())
+    async def get_file(self, file_id: str, *, owner: str | None = None) -> FileRecord:
+        return await self._database.read(files.get_file, file_id, self.now(), owner)
 
     async def list_files(
-        self, *, purpose: str | None = None, limit: int, after: str | None = None, ascending: bool = False
+        self,
+        *,
+        purpose: str | None = None,
+        limit: int,
+        after: str | None = None,
+        ascending: bool = False,
+        owner: str | None = None,
     ) -> Page[FileRecord]:
         return await self._database.read(
-            files.list_files, purpose=purpose, limit=limit, after=after, ascending=ascending, now=self.now()
+            files.list_files,
+            purpose=purpose,
+            limit=limit,
+            after=after,
+            ascending=ascending,
+            now=self.now(),
+            owner=owner,
         )
 
-    async def delete_file(self, file_id: str) -> None:
+    async def delete_file(self, file_id: str, *, owner: str | None = None) -> None:
         try:
-            await self._database.write(files.delete_file, file_id, self.now())
+            await self._database.write(files.delete_file, file_id, self.now(), owner)
         except StorageError:
             # On a full disk the mark that it is deleted has no room before the bytes are gone.
-            if not await self._database.read(files.may_remove, file_id, self.now()):
+            if not await self._database.read(files.may_remove, file_id, self.now(), owner):
                 raise
             await asyncio.to_thread(self._unlink_files, [file_id])
-            await self._database.write(files.delete_file, file_id, self.now())
+            await self._database.write(files.delete_file, file_id, self.now(), owner)
         await self._remove_bytes()
 
-    async def open_file(self, file_id: str) -> tuple[FileRecord, BinaryIO]:
-        record = await self.get_file(file_id)
+    async def open_file(self, file_id: str, *, owner: str | None = None) -> tuple[FileRecord, BinaryIO]:
+        record = await self.get_file(file_id, owner=owner)
         try:
             return record, open(self._files / record.id, "rb")
         except FileNotFoundError as error:
@@ -129,14 +157,16 @@ class SqliteStore:
         batch_id = f"batch_{secrets.token_hex(12)}"
         return await self._database.write(_create_batch, batch_id, new, idempotency, reply, self.now())
 
-    async def get_batch(self, batch_id: str) -> BatchRecord:
-        return await self._database.read(batches.get_batch, batch_id)
+    async def get_batch(self, batch_id: str, *, owner: str | None = None) -> BatchRecord:
+        return await self._database.read(batches.get_batch, batch_id, owner)
 
-    async def list_batches(self, *, limit: int, after: str | None = None) -> Page[BatchRecord]:
-        return await self._database.read(batches.list_batches, limit=limit, after=after)
+    async def list_batches(
+        self, *, limit: int, after: str | None = None, owner: str | None = None
+    ) -> Page[BatchRecord]:
+        return await self._database.read(batches.list_batches, limit=limit, after=after, owner=owner)
 
-    async def cancel_batch(self, batch_id: str) -> BatchRecord:
-        return await self._database.write(batches.cancel, batch_id, self.now())
+    async def cancel_batch(self, batch_id: str, *, owner: str | None = None) -> BatchRecord:
+        return await self._database.write(batches.cancel, batch_id, self.now(), owner)
 
     async def live_batches(self) -> list[str]:
         return await self._database.read(batches.live_batches)
@@ -194,22 +224,17 @@ class SqliteStore:
     def _write_output(
         self, output: OutputFiles, batch: BatchRecord, max_line_bytes: int, missing_line: MissingLine | None
     ) -> None:
-        connection = self._database.connect_reader()
-        try:
-            missing = missing_line if batch.in_progress_at else None  # cancelled before its lines were checked
+        missing = missing_line if batch.in_progress_at else None  # cancelled before its lines were checked
+        with self._database.scan() as connection:
             write_results(output, connection, batch.id, self.input_path(batch), max_line_bytes, missing)
-        except OSError as error:
-            raise storage_error(error) from error
-        finally:
-            connection.close()
-        output.publish()
+            output.publish()
 
     def _output_record(self, batch: BatchRecord, file: PendingFile | None, kind: str) -> FileRecord | None:
         if file is None:
             return None
         now = self.now()
         expires = now + (batch.output_expires_seconds or MAX_EXPIRY_SECONDS)
-        return FileRecord(file.id, "batch_output", f"{batch.id}_{kind}.jsonl", file.size, now, expires)
+        return FileRecord(file.id, "batch_output", f"{batch.id}_{kind}.jsonl", file.size, now, expires, batch.owner)
 
     # housekeeping
 
@@ -255,16 +280,25 @@ class SqliteUpload:
     async def write(self, data: bytes) -> None:
         await asyncio.to_thread(self._file.write, data)
 
-    async def finish(self, *, filename: str, purpose: str, expires_seconds: int | None) -> FileRecord:
+    async def finish(self, *, filename: str, purpose: str, expires_seconds: int | None, owner: str = "") -> FileRecord:
         await asyncio.to_thread(self._file.publish)
         now = self._store.now()
         expires_at = None if expires_seconds is None else now + expires_seconds
-        record = FileRecord(self._file.id, purpose, filename, self._file.size, now, expires_at)
+        record = FileRecord(self._file.id, purpose, filename, self._file.size, now, expires_at, owner)
         await self._store.insert_file(record)
         return record
 
     async def discard(self) -> None:
         await asyncio.to_thread(self._file.discard, published=True)
+
+
+@contextlib.contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, StorageError, StoreDamagedError) as error:
+        fix = "make room on its disk" if is_full(error) else "check --store.path"
+        raise ConfigError(f"the store {directory} cannot be used: {error}", fix=fix) from error
 
 
 def _create_batch(
@@ -275,10 +309,10 @@ def _create_batch(
     reply: Callable[[BatchRecord], bytes],
     now: int,
 ) -> tuple[bytes, BatchRecord | None]:
-    if idempotency is not None and (earlier := batches.find_replay(connection, *idempotency)) is not None:
+    if idempotency is not None and (earlier := batches.find_replay(connection, new.owner, *idempotency)) is not None:
         return earlier, None
     try:
-        file = files.get_file(connection, new.input_file_id, now)
+        file = files.get_file(connection, new.input_file_id, now, new.owner)
     except NotFoundError as error:
         raise InvalidValueError(error.message, param="input_file_id") from error
     if file.purpose != "batch":
@@ -286,5 +320,5 @@ def _create_batch(
     record = batches.insert_batch(connection, batch_id, new, now)
     response = reply(record)
     if idempotency is not None:
-        batches.remember_reply(connection, *idempotency, response, now)
+        batches.remember_reply(connection, new.owner, *idempotency, response, now)
     return response, record

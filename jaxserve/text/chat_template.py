@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from jinja2 import nodes
 
 from jaxserve.errors import ConfigError, InvalidValueError
+from jaxserve.json_cost import JsonLimits, over_limit
+from jaxserve.text.plain_template import MAX_SOURCE, PlainBudget, PlainEnvironment, is_plain
 from jaxserve.text.sandbox import RenderBudget, RenderLimitError, TemplateEnvironment
-from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
 
 # Names the server sets itself; a request's chat_template_kwargs may not.
 RESERVED = frozenset(
@@ -54,31 +59,43 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         max_seconds: float = MAX_SECONDS,
         max_chars: int = MAX_CHARS,
+        plain: bool = False,
     ) -> None:
-        """Raises ConfigError for a template that does not parse."""
-        environment = TemplateEnvironment()
+        """plain: as `plain_template` does it, where a render may also raise RenderLimitError for what it refuses
+
+        Raises ConfigError for a template that does not parse.
+        """
+        environment = PlainEnvironment() if plain else TemplateEnvironment()
         self.source = source
         self.special_tokens = dict(special_tokens or {})
-        self._limits = max_seconds, max_chars
+        self._plain = plain
+        self._new_budget: Callable[[], RenderBudget] = (
+            PlainBudget if plain else partial(RenderBudget, max_seconds, max_chars)
+        )
         self._template = _compile(environment, source)
         self._tools_template = _compile(environment, tools_source) if tools_source else self._template
-        tree = environment.parse(source)
+        tree = environment.parse_only(source)
         self.wants_parts = _walks_content(tree)
         self._wraps_text = self.wants_parts and not _TESTS_TEXT.search(source)
         self.foreign_roles = {role for role in SYSTEM_ROLES if not re.search(rf"""["']{role}["']""", source)}
         self._sees_none = bool(_TESTS_NONE.search(source))
 
     @classmethod
-    def load(cls, tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
-        """The operator's template (a file, or the template itself), else the tokenizer's; None without any."""
-        special = tokenizer.special_tokens_map()
-        if override is not None:
-            return cls(_read_override(override), special_tokens=special)
-        templates = tokenizer.chat_templates
-        if not templates:
+    def load_plain(
+        cls, source: str, *, tools_source: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> ChatTemplate | None:
+        """One that may be rendered anywhere, because it is cheap by construction; None for any other, also for one
+        that does not parse."""
+        given = [source, *(special_tokens or {}).values(), tools_source or ""]
+        if sum(map(len, given)) > MAX_SOURCE:
             return None
-        source = templates.get("default") or next(iter(templates.values()))
-        return cls(source, tools_source=templates.get("tool_use"), special_tokens=special)
+        environment = PlainEnvironment()
+        try:
+            if all(is_plain(environment.parse_only(each)) for each in (source, tools_source) if each):
+                return cls(source, tools_source=tools_source, special_tokens=special_tokens, plain=True)
+        except (jinja2.TemplateSyntaxError, RecursionError, SyntaxError, ValueError, OverflowError, ConfigError):
+            pass
+        return None
 
     def render(
         self,
@@ -120,10 +137,12 @@ class ChatTemplate:
         return _cut_at_mark(text, ending) if ending is not None else text
 
     def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
-        budget = RenderBudget(*self._limits)
+        budget = self._new_budget()
         try:
             return budget.join(template.generate(variables | {RenderBudget.NAME: budget}))
         except RenderLimitError as error:
+            if self._plain:
+                raise
             raise InvalidValueError(f"the chat template was stopped: {error}", param="messages") from error
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidValueError(f"the chat template refused these messages: {error}", param="messages") from error
@@ -153,6 +172,18 @@ class ChatTemplate:
             return list(content)
         return "\n".join(part["text"] for part in content if part.get("type") in _TEXT_PARTS)
 
+
+def template_sources(tokenizer: Tokenizer, override: str | None) -> tuple[str, str | None] | None:
+    """The text of the template that is used, and of its variant for requests with tools, if there is one."""
+    if override is not None:
+        return _read_override(override), None
+    templates = tokenizer.chat_templates
+    if not templates:
+        return None
+    return templates.get("default") or next(iter(templates.values())), templates.get("tool_use")
+
+
+ARGUMENT_LIMITS = JsonLimits(structures=40_000, values=192 * 1024)  # of one call; over them its text is not read
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
@@ -185,7 +216,7 @@ def check_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 def _compile(environment: TemplateEnvironment, source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
-    except (jinja2.TemplateSyntaxError, RecursionError) as error:
+    except (jinja2.TemplateSyntaxError, RecursionError, SyntaxError, ValueError, OverflowError) as error:
         raise ConfigError(f"the chat template does not parse: {error}", fix="see model.chat_template") from error
 
 
@@ -240,6 +271,8 @@ def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI sends a call's arguments as JSON text; templates want the object."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    if over_limit(function["arguments"].encode(errors="replace"), ARGUMENT_LIMITS):
         return dict(call)
     try:
         arguments = json.loads(function["arguments"] or "{}")

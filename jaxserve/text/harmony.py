@@ -38,12 +38,20 @@ class HarmonyParser(ToolParser):
             self.reader.unmark()
             yield from self._message(marker + header)
 
+    def _begins_call(self, text: str) -> bool:
+        """A header is no text, whatever message it begins."""
+        return len(text) <= _MAX_HEADER
+
     def _message(self, header: str) -> Reading[None]:
         channel = _CHANNEL_NAME.search(header)
         recipient = _RECIPIENT.search(header.replace(CHANNEL, " ").replace(CONSTRAIN, " "))
+        function = recipient is not None and recipient[1].startswith("functions.")
         name = recipient[1].removeprefix("functions.") if recipient else ""
-        if recipient and recipient[1].startswith("functions.") and self.valid_name(name):
+        if function and self.offered(name):
             yield from self._call(name)
+        elif function:
+            self.content(header + MESSAGE)
+            yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
         elif (channel and channel[1] == "analysis") or recipient:
             self._break_reasoning()
             yield from self.reader.copy_until((*ENDS, START), self._reasoning, take=False)

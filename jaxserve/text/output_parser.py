@@ -68,7 +68,8 @@ class ParserChoice:
         inside = tags.opened_by(prompt, continued)
         if not separate_reasoning and tool_parser is None:
             return _Pipeline(None, None, True)
-        thinking = ThinkParser(tags, inside=inside, keep=not separate_reasoning)
+        names = tools.names if tools is not None and tool_parser is not None else ()
+        thinking = ThinkParser(tags, inside=inside, keep=not separate_reasoning, tools=names)
         return _Pipeline(thinking, tool_parser, separate_reasoning)
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ class ParserChoice:
         if self.harmony:
             return HarmonyParser.markers
         found = TOOL_FAMILIES[self.tool].markers if tools and self.tool else ()
-        return found + (self.think_tags.markers if self.think_tags else ())
+        return found + (self.think_tags.markers(tools=tools) if self.think_tags else ())
 
     def visible_token_ids(self, tokenizer: Tokenizer, *, tools: bool) -> tuple[int, ...]:
         """Ids of the special tokens that must stay in the text (SamplingParams.visible_token_ids)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any, ClassVar
@@ -16,12 +17,14 @@ from typing import Any, ClassVar
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.filters import sync_do_join
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 _SEQUENCES = (str, list, tuple)
+_MAX_BITS = 1 << 16  # of an integer: a loop of products would double it at each step
 _CHECK_EVERY = 256  # loop steps between two looks at the clock: 256 empty steps take about 20 us
 
 
@@ -59,7 +62,8 @@ class RenderBudget:
             part = str(piece)
             size += len(part)
             self.step()
-            self.check_size(size)
+            if size > self.max_chars:
+                self.check_size(size)
             parts.append(part)
         return "".join(parts)
 
@@ -68,17 +72,17 @@ class _CountedLoop:
     """An iterable whose steps are counted; it keeps the length that `loop.last` and `loop.length` need."""
 
     def __init__(self, iterable: Any, budget: RenderBudget) -> None:
-        self._items = iterable if hasattr(iterable, "__len__") else list(_counted(iterable, budget))
+        self._items = iterable if hasattr(iterable, "__len__") else list(counted(iterable, budget))
         self._budget = budget
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __iter__(self) -> Iterator[Any]:
-        return _counted(self._items, self._budget)
+        return counted(self._items, self._budget)
 
 
-def _counted(items: Iterable[Any], budget: RenderBudget) -> Iterator[Any]:
+def counted(items: Iterable[Any], budget: RenderBudget) -> Iterator[Any]:
     for item in items:
         budget.step()
         yield item
@@ -88,32 +92,34 @@ def _counted(items: Iterable[Any], budget: RenderBudget) -> Iterator[Any]:
 def _counted_filter(context: Context, iterable: Any) -> Any:
     if isinstance(iterable, jinja2.Undefined):
         return iterable
-    return _CountedLoop(iterable, context[RenderBudget.NAME])
+    return _CountedLoop(iterable, context.parent[RenderBudget.NAME])
 
 
 @jinja2.pass_context
 def _joined_filter(context: Context, pieces: list[Any]) -> str:
-    return context[RenderBudget.NAME].join(pieces)
+    return context.parent[RenderBudget.NAME].join(pieces)
 
 
 @jinja2.pass_context
 def _product_filter(context: Context, left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MAX_BITS:
+        raise RenderLimitError("a number too large")
     for sequence, times in ((left, right), (right, left)):
         if isinstance(sequence, _SEQUENCES) and isinstance(times, int):
-            context[RenderBudget.NAME].check_size(len(sequence) * times)
+            context.parent[RenderBudget.NAME].check_size(len(sequence) * times)
     return left * right
 
 
 @jinja2.pass_context
 def _sum_filter(context: Context, left: Any, right: Any) -> Any:
     size = sum(len(value) for value in (left, right) if isinstance(value, _SEQUENCES))
-    context[RenderBudget.NAME].check_size(size)
+    context.parent[RenderBudget.NAME].check_size(size)
     return left + right
 
 
 def _power_filter(left: Any, right: Any) -> Any:
-    if abs(right) > 64:
-        raise RenderLimitError("an exponent over 64")
+    if abs(right) > 64 or (isinstance(left, int) and left.bit_length() > 64):
+        raise RenderLimitError("an exponent over 64, or of a number over 64 bits")
     return left**right
 
 
@@ -131,8 +137,26 @@ def _format_filter(text: str, *args: Any, **kwargs: Any) -> str:
 @jinja2.pass_context
 def _replace_filter(context: Context, text: Any, old: Any, new: Any, count: int | None = None) -> str:
     text, old, new = str(text), str(old), str(new)
-    context[RenderBudget.NAME].check_size(len(text) + text.count(old) * len(new))
+    context.parent[RenderBudget.NAME].check_size(len(text) + text.count(old) * len(new))
     return text.replace(old, new, -1 if count is None else count)
+
+
+@jinja2.pass_context
+def _join_filter(context: Context, value: Any, d: str = "", attribute: str | int | None = None) -> str:
+    items = [] if isinstance(value, jinja2.Undefined) else list(counted(value, context.parent[RenderBudget.NAME]))
+    context.parent[RenderBudget.NAME].check_size(sum(map(_length, items)) + len(items) * len(str(d)))
+    return sync_do_join(context.eval_ctx, items, d, attribute)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, _SEQUENCES) else 0
+
+
+@jinja2.pass_context
+def _as_it_is(_: Context, value: Any) -> Any:
+    """What goes out, unchanged. Jinja computes no constant at compile time that goes through a function of the context:
+    a template could compute for hours before it is loaded."""
+    return value
 
 
 class _GenerationTag(Extension):
@@ -152,8 +176,16 @@ class _GenerationTag(Extension):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Renders need a RenderBudget among their variables, under RenderBudget.NAME."""
 
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    def __init__(self, rewriter: type[NodeTransformer] | None = None) -> None:
+        """rewriter: of the parsed tree; Rewriter or a kind of it."""
+        self._rewriter = rewriter or Rewriter
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+            optimized=False,
+            finalize=_as_it_is,
+        )
         self.filters |= {
             "tojson": _tojson,
             "_counted": _counted_filter,
@@ -164,23 +196,33 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "_modulo": _modulo_filter,
             "format": _format_filter,
             "replace": _replace_filter,
+            "join": _join_filter,
         }
-        for name in ("center", "indent", "wordwrap"):
+        for name in ("center", "indent", "wordwrap", "slice", "batch"):
             self.filters[name] = _bounded(self.filters[name])
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
         for name in ("lipsum", "cycler", "joiner"):
             self.globals.pop(name, None)
 
+    def parse_only(self, source: str, name: str | None = None, filename: str | None = None) -> nodes.Template:
+        """Jinja's own tree of a template. Raises TemplateSyntaxError."""
+        return super()._parse(source, name, filename)
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """Jinja's tree with loops, joins and products sent through the filters above."""
-        tree = super()._parse(source, name, filename)
+        if RenderBudget.NAME in unicodedata.normalize("NFKC", source):
+            raise jinja2.TemplateSyntaxError(f"the name {RenderBudget.NAME} is reserved", 1, name, filename)
+        tree = self.parse_only(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            loop.iter = _filter("_counted", loop.iter)
-        return _Rewriter().visit(tree)
+            loop.iter = filtered("_counted", loop.iter)
+        return self._rewriter().visit(tree)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As the sandbox does it; a text's `replace` goes the filter's way, which counts."""
+        """As the sandbox does it, counted; a text's `replace` and `join` go the filters' way."""
+        context.parent[RenderBudget.NAME].step()
         owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str) and getattr(obj, "__name__", "") == "join":
+            return _join_filter(context, args[0], owner)
         if isinstance(owner, str) and getattr(obj, "__name__", "") == "replace":
             return _replace_filter(context, owner, *args)
         return super().call(context, obj, *args, **kwargs)
@@ -194,12 +236,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Texts' own `center` and the like can make any width and no template needs them."""
-        if isinstance(obj, str) and attr in ("center", "ljust", "rjust", "zfill", "expandtabs"):
+        if isinstance(obj, str) and attr in ("center", "ljust", "rjust", "zfill", "expandtabs", "translate"):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
 
-class _Rewriter(NodeTransformer):
+class Rewriter(NodeTransformer):
     """Operators that can make a text longer than their operands become filters."""
 
     OPERATORS: ClassVar[dict[type[nodes.BinExpr], str]] = {
@@ -211,25 +253,28 @@ class _Rewriter(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
-        return _filter("_joined", nodes.List(node.nodes, lineno=node.lineno))
+        return filtered("_joined", nodes.List(node.nodes, lineno=node.lineno))
 
     def visit_BinExpr(self, node: nodes.BinExpr) -> nodes.Expr:
         self.generic_visit(node)
-        return _filter(self.OPERATORS[type(node)], node.left, node.right)
+        return filtered(self.OPERATORS[type(node)], node.left, node.right)
 
     visit_Mul = visit_Add = visit_Pow = visit_Mod = visit_BinExpr
 
 
-def _filter(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
+def filtered(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter of widths, refusing numbers that only serve to make strings huge."""
 
+    skipped = 2 if vars(function) else 1  # the environment, where jinja gives it, and the text itself
+
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, int) and value > 1000 for value in (*args, *kwargs.values())):
-            raise RenderLimitError("a width over 1000")
+        for value in (*args[skipped:], *kwargs.values()):
+            if (isinstance(value, int) and value > 1000) or (isinstance(value, str) and len(value) > 1000):
+                raise RenderLimitError("a width over 1000")
         return function(*args, **kwargs)
 
     for name, value in vars(function).items():  # jinja marks filters that take the environment
@@ -245,12 +290,14 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """As model authors know it: no HTML escapes, characters as they are."""
+    if _length(indent) > 16 or (isinstance(indent, int) and indent > 16):
+        raise RenderLimitError("an indent over 16")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise_exception(message: str) -> None:
+def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
+def strftime_now(format: str) -> str:
     return datetime.now().strftime(format)

@@ -1,8 +1,9 @@
-"""Stop strings and stop patterns over text deltas: found across any border, held back until decided, never leaked.
+"""Stop strings and stop patterns over text deltas: found across any border of the deltas.
 
-The result does not depend on how the text is cut into deltas: the output ends at the first character that completes
-a stop; where several end there, the longest match wins. Strings are found together by one automaton (Aho and
-Corasick, "Efficient string matching", 1975), about 0.2 us a character however many there are.
+The output ends at the first character that completes a stop, however the text is cut. A stop string is held back until
+it is decided and is cut off the output; where several end at one character, the longest counts. The text that a
+pattern matches stays in the output, as in SGLang. Strings are found together by one automaton (Aho and Corasick,
+"Efficient string matching", 1975), about 0.2 us a character however many there are.
 """
 
 from __future__ import annotations
@@ -10,24 +11,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from jaxserve.text.patterns import Pattern, PatternSearch
+from jaxserve.text.patterns import PatternSearch, StopPatterns
+
+
+class Stops:
+    """The stops of one request, prepared once for all of its choices."""
+
+    def __init__(self, strings: Sequence[str], patterns: StopPatterns | None = None) -> None:
+        self.automaton = _Automaton([string for string in strings if string])
+        self.patterns = patterns or StopPatterns(())
 
 
 class StopChecker:
-    """The stops of one output.
+    """The search for stops in one output.
 
-        checker = StopChecker(["\\n\\n", "END"], compile_patterns(["Q\\\\d+:"]))
+        checker = StopChecker(Stops(["\\n\\n", "END"], StopPatterns(["Q\\\\d+:"])))
         text, matched = checker.push(delta)     # `text` may go out; `matched` is the stop string or pattern, or None
         text = checker.flush()                  # at the end of an output that no stop ended
 
-    include: the matched text stays in the output
+    include: a stop string stays in the output
     """
 
-    def __init__(self, stops: Sequence[str], patterns: Sequence[Pattern] = (), *, include: bool = False) -> None:
-        self._strings = _Automaton([stop for stop in stops if stop])
-        self._patterns = [PatternSearch(pattern) for pattern in patterns]
+    def __init__(self, stops: Stops, *, include: bool = False) -> None:
+        self._automaton = stops.automaton
+        self._state = 0
+        self._search = PatternSearch(stops.patterns)
         self._include = include
-        self._active = bool(patterns) or any(stops)
         self._held = ""
         self.matched: str | None = None
 
@@ -38,17 +47,17 @@ class StopChecker:
         """
         if self.matched is not None:
             return "", self.matched
-        if not self._active:
-            return delta, None
         if ignore:
             return self._skip(delta), None
+        end, string = self._find_string(delta)
+        pattern = self._search.push(delta)
         text = self._held + delta
-        for position in range(len(self._held), len(text)):
-            found = self._step(text[position])
-            if found is not None:
-                return self._end(text[: position + 1], *found)
-        held = max(self._strings.pending, *(search.pending for search in self._patterns), 0)
-        cut = len(text) - held
+        if pattern is not None and (string is None or pattern[0] < end):
+            return self._end(text[: len(self._held) + pattern[0]], pattern[1])
+        if string is not None:
+            cut = len(self._held) + end - (0 if self._include else len(string))
+            return self._end(text[:cut], string)
+        cut = len(text) - self._automaton.depth[self._state]
         self._held = text[cut:]
         return text[:cut], None
 
@@ -57,34 +66,36 @@ class StopChecker:
         held, self._held = self._held, ""
         return held
 
-    def _step(self, char: str) -> tuple[int, str] | None:
-        """Length and name of the longest match that ends with this character."""
-        found = [(search.step(char) or 0, search.pattern.source) for search in self._patterns]
-        if stop := self._strings.step(char):
-            found.append((len(stop), stop))
-        best = max(found, key=lambda match: match[0], default=(0, ""))
-        return best if best[0] else None
+    def _find_string(self, delta: str) -> tuple[int, str | None]:
+        """Where the first stop string ends in the delta, and the longest that ends there."""
+        for end, char in enumerate(delta, 1):
+            self._state = self._automaton.next(self._state, char)
+            if (found := self._automaton.output[self._state]) is not None:
+                return end, found
+        return len(delta), None
 
-    def _end(self, text: str, length: int, matched: str) -> tuple[str, str]:
+    def _end(self, text: str, matched: str) -> tuple[str, str]:
         self.matched, self._held = matched, ""
-        return text if self._include else text[: len(text) - length], matched
+        return text, matched
 
     def _skip(self, delta: str) -> str:
-        self._strings.reset()
-        for search in self._patterns:
-            search.reset()
+        self._state = 0
+        self._search.skip(delta)
         return self.flush() + delta
 
 
 class _Automaton:
-    """Aho-Corasick: the state is the longest suffix of the text that begins some stop."""
+    """Aho-Corasick: a state is the longest suffix of the text that begins some stop. 0 is the empty suffix.
+
+    depth     characters of a state's suffix
+    output    the longest stop that ends in a state
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._goto: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._output: list[str | None] = [None]  # the longest stop that ends in this state
+        self.depth = [0]
+        self.output: list[str | None] = [None]
         self._fail = [0]
-        self._state = 0
         for stop in stops:
             self._add(stop)
         self._link()
@@ -95,33 +106,23 @@ class _Automaton:
             if char not in self._goto[state]:
                 self._goto[state][char] = len(self._goto)
                 self._goto.append({})
-                self._depth.append(depth)
-                self._output.append(None)
+                self.depth.append(depth)
+                self.output.append(None)
                 self._fail.append(0)
             state = self._goto[state][char]
-        self._output[state] = stop
+        self.output[state] = stop
 
     def _link(self) -> None:
         queue = deque(self._goto[0].values())
         while queue:
             state = queue.popleft()
             for char, target in self._goto[state].items():
-                self._fail[target] = self._next(self._fail[state], char)
-                self._output[target] = self._output[target] or self._output[self._fail[target]]
+                self._fail[target] = self.next(self._fail[state], char)
+                self.output[target] = self.output[target] or self.output[self._fail[target]]
                 queue.append(target)
 
-    def _next(self, state: int, char: str) -> int:
+    def next(self, state: int, char: str) -> int:
+        """The state after one more character."""
         while state and char not in self._goto[state]:
             state = self._fail[state]
         return self._goto[state].get(char, 0)
-
-    @property
-    def pending(self) -> int:
-        return self._depth[self._state]
-
-    def reset(self) -> None:
-        self._state = 0
-
-    def step(self, char: str) -> str | None:
-        self._state = self._next(self._state, char)
-        return self._output[self._state]

@@ -13,21 +13,27 @@ Use:
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tokenizers
 from tokenizers.models import BPE
 
-from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import MAX_BYTES, MAX_TEMPLATE_BYTES, read_object, read_text
+from jaxserve.text.regex_guard import check_pattern
+from jaxserve.text.shield import SHIELD, Shield
 
-# A Unicode noncharacter, not allowed in interchange: it marks the places where a special token must not be read.
-SHIELD = "\ufdd0"
 LONG_TEXT = 4096  # characters
+MAX_TOKENS = 2**22  # the largest published vocabulary has 262,144
+MAX_ADDED = 2**15  # tokens; published tokenizers have 6,500 at most, and ten times as many take seconds to look for
+MAX_GROWTH = 64  # of a text in the normalizer; sentencepiece's sign for a space is one character
+MAX_FRAME_IDS = 256  # that the post-processor puts around a text
 
 DecoderKind = Literal["byte_level", "byte_fallback", "other"]
 
@@ -74,12 +80,11 @@ class Tokenizer:
         self._added_text = {i: token.content for i, token in added.items()}
         self._bytes: dict[int, bytes] = {}
         self._special_ids_by_text = {added[i].content: i for i in self.special_ids if added[i].content}
-        longest_first = sorted(self._special_ids_by_text, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._shield = Shield(self._special_ids_by_text)
         self._lock = threading.Lock()
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> Tokenizer:
+    def from_directory(cls, path: str | Path) -> Self:
         """Read a model directory. Raises ModelLoadError naming the file that is missing or damaged."""
         path = Path(path)
         config = _read_json(path / "tokenizer_config.json")
@@ -96,7 +101,9 @@ class Tokenizer:
         if not plain and SHIELD not in text:
             return _encode(self.backend, text, add_special_tokens)
         if plain:
-            return _encode(self._plain, text.replace(SHIELD, ""), add_special_tokens)
+            with self._lock:  # the cached property must be made once
+                backend = self._plain
+            return _encode(backend, text.replace(SHIELD, ""), add_special_tokens)
         return self._encode_shielded(text, add_special_tokens)
 
     def shield(self, text: str) -> str:
@@ -104,8 +111,12 @@ class Tokenizer:
 
         A text without any is returned unchanged. Noncharacters U+FDD0 in it are dropped.
         """
-        text = text.replace(SHIELD, "")
-        return self._special_pattern.sub(lambda match: match[0][0] + SHIELD + match[0][1:], text)
+        return self._shield.text(text)
+
+    @property
+    def special_texts(self) -> list[str]:
+        """What `shield` marks."""
+        return list(self._special_ids_by_text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -149,7 +160,7 @@ class Tokenizer:
         """Special tokens of the template become ids, the text between them is read by the plain backend."""
         frame = self.backend.encode("", add_special_tokens=add_special_tokens).ids
         ids, position = list(frame), 0
-        for match in self._special_pattern.finditer(text):
+        for match in self._shield.pattern.finditer(text):
             ids += self._plain_ids(text[position : match.start()])
             ids.append(self._special_ids_by_text[match[0]])
             position = match.end()
@@ -223,30 +234,79 @@ def _decoder_kind(steps: list[dict[str, Any]]) -> DecoderKind:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} does not hold a JSON object")
-    return value
+    return read_object(path) if path.is_file() else {}
 
 
 def _eos_ids(path: Path) -> list[int]:
     value = _read_json(path).get("eos_token_id")
-    return [value] if isinstance(value, int) else list(value or [])
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int for each in ids):
+        raise ModelLoadError(f"{path}: 'eos_token_id' must be a token id or a list of them")
+    return ids
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         return _convert_backend(path)
+    if file.stat().st_size > MAX_BYTES:
+        raise ModelLoadError(f"{file} has more than {MAX_BYTES} bytes")
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
-        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+        raise ModelLoadError(f"{file} cannot be read: {str(error)[:300]}") from error
+    try:
+        _check_backend(backend)
+    except ValueError as error:
+        raise ModelLoadError(f"{file} is not served: {error}") from error
+    return backend
+
+
+def _check_backend(backend: tokenizers.Tokenizer) -> None:
+    """Raises ValueError for what would take the server's time or memory with each text, or make ids that are none."""
+    parts = _parts(backend)
+    steps = [step for part in parts.values() for step in _steps(part)]
+    for step in steps:
+        pattern = step.get("pattern")
+        if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+            try:
+                check_pattern(pattern["Regex"])
+            except ValueError as error:
+                raise ValueError(f"the pattern {pattern['Regex'][:60]!r} may take very long: {error}") from None
+    grown = [len(step.get("content") or "") for step in _steps(parts["normalizer"]) if step.get("type") == "Replace"]
+    if math.prod(max(1, size) for size in grown) > MAX_GROWTH:
+        raise ValueError(f"its normalizer may make a text {MAX_GROWTH} times as long and more")
+    added = [i for step in steps for token in _tokens(step) for i in token.get("ids") or ()]
+    size = max(backend.get_vocab_size(with_added_tokens=True), *backend.get_added_tokens_decoder(), 0) + 1
+    if len(added) > MAX_FRAME_IDS or any(not 0 <= i < size for i in added):
+        raise ValueError("its post-processor adds ids that are not in the vocabulary, or too many")
+    if len(backend.get_added_tokens_decoder()) > MAX_ADDED:
+        raise ValueError(f"it has more than {MAX_ADDED} added tokens")
+    if size > MAX_TOKENS:
+        raise ValueError(f"its token ids reach {size}, and {MAX_TOKENS} is the limit")
+
+
+def _parts(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """The JSON of everything but the vocabulary, which may have megabytes."""
+    blank = tokenizers.Tokenizer(BPE())
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        part = getattr(backend, name)
+        if part is not None:
+            setattr(blank, name, part)
+    return json.loads(blank.to_str())
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """A step with those inside it, of a Sequence."""
+    if not isinstance(part, dict):
+        return []
+    lists = [part.get(name) or [] for name in ("normalizers", "pretokenizers", "processors", "decoders")]
+    return [part, *(step for each in lists for inner in each for step in _steps(inner))]
+
+
+def _tokens(step: dict[str, Any]) -> list[dict[str, Any]]:
+    special = step.get("special_tokens") if step.get("type") == "TemplateProcessing" else None
+    return list(special.values()) if isinstance(special, dict) else []
 
 
 def _convert_backend(path: Path) -> tokenizers.Tokenizer:
@@ -267,21 +327,29 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(value, str):
         templates = {"default": value}
     else:
-        templates = {item["name"]: item["template"] for item in value or []}
+        templates = _named_templates(path, value)
     legacy = _read_json(path / "chat_template.json").get("chat_template")
     if isinstance(legacy, str):
         templates["default"] = legacy
     files = {"default": path / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-    templates |= {name: _read_text(file) for name, file in files.items() if file.is_file()}
+    templates |= {name: read_text(file, MAX_TEMPLATE_BYTES) for name, file in files.items() if file.is_file()}
+    for template in templates.values():
+        if len(template) > MAX_TEMPLATE_BYTES:
+            raise ModelLoadError(f"{path}: a chat template has more than {MAX_TEMPLATE_BYTES} characters")
     return templates
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
+def _named_templates(path: Path, value: Any) -> dict[str, str]:
+    """tokenizer_config's list of templates."""
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, dict) for item in items) or not all(
+        isinstance(item.get(key), str) for item in items for key in ("name", "template")
+    ):
+        raise ModelLoadError(
+            f"{path / 'tokenizer_config.json'}: 'chat_template' must be a text or a list of named ones"
+        )
+    return {item["name"]: item["template"] for item in items}
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx2
 import openai
@@ -14,14 +14,29 @@ import pytest
 import uvloop
 
 from jaxserve.api.app import create_app
+from jaxserve.api.error_index import entries
 from jaxserve.cli.launch import Server, http_config
 from jaxserve.config import Config
 from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.store import SqliteStore
+from jaxserve.store import Disk, SqliteStore
+from tests.waiting import LAST_RESORT, until
 
 from .fakes import FakeLink, fake_engine
 
 T = TypeVar("T")
+
+
+INDEXED = {tuple(entry) for entry in entries()}
+
+
+def check_indexed(response: httpx2.Response) -> None:
+    """An error that a test provokes stands in docs/errors.md."""
+    is_json = response.headers.get("content-type", "").startswith("application/json")
+    if response.status_code < 400 or not is_json or not response.read():  # HEAD has no body
+        return
+    error = response.json().get("error")
+    found = error and (response.status_code, error["type"], error["code"])
+    assert not found or found in INDEXED, f"{found} is not in the index of errors: {error['message']}"
 
 
 @dataclass
@@ -31,33 +46,34 @@ class LiveServer:
     config: Config = field(default_factory=Config)
     ready: bool = True
     store: Path | None = None  # with a directory: files and batches
+    disk: Disk | None = None  # under the store
 
-    def __enter__(self) -> "LiveServer":
+    def __enter__(self) -> Self:
         self._up = threading.Event()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()))
         self._thread.start()
-        assert self._up.wait(20)
-        self.http = httpx2.Client(base_url=self.url, timeout=20)
-        key = self.config.server.api_key or "none"
-        self.client: Any = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        assert self._up.wait(LAST_RESORT)
+        hooks = {"response": [check_indexed]}
+        self.http = httpx2.Client(base_url=self.url, event_hooks=hooks, timeout=LAST_RESORT)
+        secret = self.config.server.api_key
+        key = secret.get_secret_value() if secret else "none"
+        self.client: Any = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=LAST_RESORT)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.client.close()
         self.http.close()
         self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(20)
+        self._thread.join(LAST_RESORT)
         self.listener.close()
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        link = FakeLink()
-        link.ready = self.ready
-        self.engine, self.link = fake_engine(self.config, link)
+        self.engine = self.make_engine()
         await self.engine.start(wait=self.ready)
-        store = self.store and SqliteStore(self.store)
+        store = self.store and SqliteStore(self.store, disk=self.disk)
         app = create_app(self.engine, self.config, store=store)
         self.app = app
         server = Server(http_config(app, self.config.server, graceful_shutdown=1))
@@ -72,25 +88,24 @@ class LiveServer:
         if store is not None:
             await store.close()
 
+    def make_engine(self) -> AsyncEngine:
+        link = FakeLink()
+        link.ready = self.ready
+        engine, self.link = fake_engine(self.config, link)
+        return engine
+
     def call(self, function: Callable[[], T]) -> T:
         """Run on the server's loop and wait for the result."""
 
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LAST_RESORT)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds on the server's loop."""
 
-        async def poll() -> bool:
-            for _ in range(1000):
-                if condition():
-                    return True
-                await asyncio.sleep(0.005)
-            return False
-
-        assert asyncio.run_coroutine_threadsafe(poll(), self._loop).result(10), what
+        asyncio.run_coroutine_threadsafe(until(condition, what), self._loop).result()
 
     def post(self, path: str, body: Any, **keys: Any) -> httpx2.Response:
         return self.http.post(path, json=body, **keys)

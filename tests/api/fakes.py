@@ -89,8 +89,6 @@ def support_of(token_id: int) -> Support:
 class FakeLink:
     """The engine's end of the wire: answers every Add with the script's tokens, one an output."""
 
-    beats = False
-
     def __init__(self, script: Script | None = None) -> None:
         self.tokenizer = Tokenizer.from_directory(DEMO)
         self.info = demo_info(self.tokenizer)
@@ -118,15 +116,21 @@ class FakeLink:
 
     def send(self, message: ToEngine) -> None:
         match message:
-            case Add(request=request):
-                self.seen.append(request)
-                self.running[request.request_id] = asyncio.create_task(self._run(request))
+            case Add():
+                for request in message.requests():
+                    self.seen.append(request)
+                    self.running[request.request_id] = asyncio.create_task(self._run(request))
             case Abort(request_ids=request_ids):
                 for request_id in request_ids:
                     self._abort(request_id)
             case Call():
                 self.calls.append(message)
                 self._messages.put_nowait(Reply(message.call_id, True))
+
+    def pulse(self) -> None: ...
+
+    def in_work(self) -> list[str]:
+        return []
 
     def dump_stacks(self) -> None: ...
 
@@ -162,7 +166,8 @@ class FakeLink:
         if params.embed:
             vector = vector_of(prompt).tobytes()
             return [TokenOutput(request_id=request.request_id, finish_reason=FinishReason.STOP, embedding=vector)]
-        reply = self.script(prompt, params)
+        done = len(request.resumed_token_ids)
+        reply = self.script([*prompt, *request.resumed_token_ids], params)
         token_ids = self.tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else list(reply)
         if params.ignore_eos:
             token_ids = (token_ids * 100)[: params.max_tokens]
@@ -170,7 +175,8 @@ class FakeLink:
             token_ids.append(self.info.eos_token_ids[0])
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.info.eos_token_ids)}
         outputs = []
-        for count, token_id in enumerate(token_ids[: params.max_tokens], 1):
+        last = params.max_tokens and params.max_tokens - done
+        for count, token_id in enumerate(token_ids[:last], done + 1):
             output = TokenOutput(request_id=request.request_id, token_ids=[token_id])
             if count == 1:
                 output.num_cached_tokens = len(prompt) // 16 * 16

@@ -1,7 +1,6 @@
 """Files at and over every limit, uploaded to a server and made into batches; and the memory that this takes."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from jaxserve.config import Config
 from tests.api.batch.helpers import input_line
 from tests.api.conftest import LiveServer
+from tests.waiting import wait_until
 
 MAX_LINE = 2**20
 MEMORY = 200 * 2**20
@@ -101,12 +101,7 @@ def test_limits_and_bad_files(live: LiveServer, tmp_path: Path, name: str) -> No
     with open(tmp_path / "in.jsonl", "rb") as file:
         uploaded = live.http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", file)}).json()
     body = {"input_file_id": uploaded["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    started = time.monotonic()
-    batch = live.post("/v1/batches", body).json()
-    while batch["status"] == "validating":
-        assert time.monotonic() - started < 60
-        time.sleep(0.01)
-        batch = live.http.get(f"/v1/batches/{batch['id']}").json()
+    batch = left(live, live.post("/v1/batches", body).json()["id"], "validating")
     found = [(error["code"], error["line"]) for error in (batch["errors"] or {"data": []})["data"]]
     assert (batch["status"], batch["request_counts"]["total"], found) == expected
     if batch["status"] == "in_progress":
@@ -114,12 +109,19 @@ def test_limits_and_bad_files(live: LiveServer, tmp_path: Path, name: str) -> No
     assert peak_memory() - idle < MEMORY
 
 
+def left(live: LiveServer, batch_id: str, status: str) -> Any:
+    """The batch once it is no longer in `status`."""
+
+    def found() -> Any:
+        batch = live.http.get(f"/v1/batches/{batch_id}").json()
+        return batch if batch["status"] != status else None
+
+    return wait_until(found, f"the batch leaves {status}")
+
+
 def cancel(live: LiveServer, batch_id: str) -> None:
-    started = time.monotonic()
     assert live.post(f"/v1/batches/{batch_id}/cancel", {}).json()["status"] == "cancelling"
-    while (batch := live.http.get(f"/v1/batches/{batch_id}").json())["status"] == "cancelling":
-        assert time.monotonic() - started < 10
-        time.sleep(0.05)
+    batch = left(live, batch_id, "cancelling")
     counts = batch["request_counts"]
     assert (batch["status"], counts["completed"], counts["failed"]) == ("cancelled", 0, counts["total"])
     assert live.engine.num_live == 0

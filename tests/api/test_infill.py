@@ -1,9 +1,12 @@
 """suffix: fill in the middle where the tokenizer has tokens for it."""
 
+import asyncio
+
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from jaxserve.api.encoding import TextEncoder, TextWork
 from jaxserve.api.infill import infill_prompt
 from jaxserve.errors import UnsupportedParameterError
 from jaxserve.text.tokenizer import Tokenizer
@@ -27,5 +30,6 @@ def test_prefix_suffix_middle(server: LiveServer) -> None:
 def test_a_tokenizer_without_such_tokens() -> None:
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate("abc")}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer = Tokenizer(backend)
     with pytest.raises(UnsupportedParameterError, match="fill-in-the-middle"):
-        infill_prompt(Tokenizer(backend), "a", "b")
+        asyncio.run(infill_prompt(TextEncoder(tokenizer, TextWork()), tokenizer, "a", "b", None))

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from jaxserve.api import app as app_module
 from jaxserve.config import Config, LoggingSection
-from jaxserve.engine.messages import EngineStats
+from jaxserve.engine.messages import EngineStats, Outputs
 from jaxserve.engine.request import BACKGROUND_PRIORITY
+from jaxserve.engine.scheduler_stats import STEP_SIZES
 from jaxserve.metrics import EngineReading, _gauges
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.tracing import NoTracing, OpenTelemetry, make_tracing
@@ -33,6 +35,10 @@ HISTOGRAMS = (
     "request_decode_time_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "request_inference_time_seconds",
+    "request_params_n",
+    "request_params_max_tokens",
+    "request_num_preemptions",
 )
 
 
@@ -82,6 +88,36 @@ def test_names_that_routers_and_dashboards_read(server: LiveServer) -> None:
     for name in ("jaxserve:xla_compilations_total", "jaxserve:engine_restarts_total", "jaxserve:host_seconds_total"):
         assert name in found
     assert found["jaxserve:api_tasks"] > 0 and found["process_open_fds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [("max_queued_requests", 1, "max_num_queued_reqs"), ("max_queued_tokens", 4, "max_num_queued_tokens")],
+)
+def test_why_requests_wait_and_are_refused_and_how_large_the_steps_are(key: str, value: int, reason: str) -> None:
+    """vLLM's families, with its labels."""
+    config = Config().replace(scheduler={key: value})
+    with LiveServer(config) as server:
+        before = scrape(server)
+        for limit in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            assert before[f'vllm:admission_rejections_total{{model_name="demo",reason="{limit}"}}'] == 0
+        server.call(server.link.hold.clear)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.post, "/v1/completions", TEXT | {"prompt": [5] * 9, "n": 5})
+            server.wait(lambda: bool(server.link.running), "the request did not come")
+            assert server.post("/v1/completions", TEXT | {"n": 5}).status_code == 429  # of 8 that run and 1 that waits
+            server.call(server.link.hold.set)
+            assert waiting.result().status_code == 200
+        sizes = [1, 1, *[0] * (len(STEP_SIZES) - 1)]
+        stats = EngineStats(num_waiting=5, num_compiling=2, step_tokens=9, step_sizes=sizes)
+        server.call(lambda: server.link._messages.put_nowait(Outputs([], stats)))
+        server.wait(lambda: server.engine.stats().num_waiting == 5, "the stats did not come")
+        found = scrape(server)
+    assert found[f'vllm:admission_rejections_total{{model_name="demo",reason="{reason}"}}'] == 1
+    assert found['vllm:num_requests_waiting_by_reason{model_name="demo",reason="capacity"}'] == 3
+    assert found['vllm:num_requests_waiting_by_reason{model_name="demo",reason="deferred"}'] == 2
+    assert found['vllm:iteration_tokens_total_bucket{le="8.0",model_name="demo"}'] == 2
+    assert found['vllm:iteration_tokens_total_sum{model_name="demo"}'] == 9
 
 
 def test_the_dashboard_asks_for_what_there_is(server: LiveServer) -> None:

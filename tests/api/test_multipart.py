@@ -30,7 +30,11 @@ def test_a_body_that_ends_early_is_not_complete() -> None:
     assert not form.complete
 
 
-@pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data", "multipart/mixed; boundary=XX"])
+@pytest.mark.parametrize(
+    "kind",
+    ["", "application/json", "multipart/form-data", "multipart/mixed; boundary=XX",
+     "multipart/form-data; boundary=" + "x" * 30_000],
+)  # fmt: skip
 def test_other_content_types_are_refused(kind: str) -> None:
     with pytest.raises(InvalidValueError):
         UploadForm(kind)

@@ -14,10 +14,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from jaxserve.api import middleware
+from jaxserve.api import keys, middleware
 from jaxserve.cli.launch import bind
 from jaxserve.config import Config, LoggingSection
 from jaxserve.log import JsonFormatter, TextFormatter, configure_logging
+from tests.waiting import LAST_RESORT
 
 from .conftest import LiveServer
 
@@ -48,7 +49,7 @@ def bearer(key: str) -> Any:
 
 def raw(server: LiveServer, target: str, *lines: str) -> int:
     """The status of a request written by hand: no client tidies its path or its headers."""
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=LAST_RESORT) as connection:
         head = "".join(f"{line}\r\n" for line in lines or ("host: x",))
         connection.sendall(f"GET {target} HTTP/1.1\r\n{head}connection: close\r\n\r\n".encode())
         return int(connection.recv(4096).split()[1])
@@ -122,7 +123,7 @@ def test_keys_are_compared_in_constant_time(guarded: LiveServer, monkeypatch: py
         seen.append((len(a), len(b)))
         return real(a, b)
 
-    monkeypatch.setattr(middleware.hmac, "compare_digest", watched)
+    monkeypatch.setattr(keys.hmac, "compare_digest", watched)
     for number, key in enumerate(WRONG, 1):
         assert guarded.http.get("/v1/models", headers=bearer(key)).status_code == 401
         assert len(seen) == 2 * number  # the key's and the admin key's
@@ -142,7 +143,6 @@ def test_listening_to_everybody_without_a_key_warns(
     host: str, key: str | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = Config().replace(server={"host": host, "api_key": key, "port": 0}).server
-    logging.getLogger("jaxserve").propagate = True
     with bind(section):
         pass
     assert ("without an API key" in caplog.text) == warns
@@ -180,14 +180,8 @@ def test_a_logged_value_cannot_forge_a_line() -> None:
 
 
 def test_json_lines_are_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("jaxserve")
-    before = logger.handlers, logger.propagate, logger.level
-    try:
-        configure_logging(LoggingSection(format="json"))  # type: ignore[call-arg]
-        logger.warning("one %s", "line")
-    finally:
-        logger.handlers, logger.propagate = before[:2]
-        logger.setLevel(before[2])
+    configure_logging(LoggingSection(format="json"))  # type: ignore[call-arg]
+    logging.getLogger("jaxserve").warning("one %s", "line")
     assert json.loads(capsys.readouterr().err)["message"] == "one line"
 
 
@@ -201,6 +195,6 @@ def test_tls(tmp_path: Path) -> None:
     with LiveServer(config) as server:
         url = server.url.replace("http:", "https:")
         trusted: Any = ssl.create_default_context(cafile=str(certificate))
-        assert httpx2.get(f"{url}/live", verify=trusted).json() == {"status": "live"}
+        assert httpx2.get(f"{url}/live", verify=trusted, timeout=LAST_RESORT).json() == {"status": "live"}
         with pytest.raises(httpx2.HTTPError):
-            httpx2.get(f"{server.url}/live")
+            httpx2.get(f"{server.url}/live", timeout=LAST_RESORT)

@@ -100,6 +100,43 @@ def test_a_turn_that_runs(server: LiveServer, session: str) -> None:
         assert '"type":"abort"' in "".join(response.iter_text())
 
 
+def test_a_turn_that_is_replaced_ends_no_other_request_of_its_id(server: LiveServer, session: str) -> None:
+    server.link.delay = 60  # after the first token
+    stream = {"input_ids": A, "rid": "same", "stream": True}
+    turn = stream | {"session_params": {"id": session}}
+    with (
+        server.http.stream("POST", "/generate", json=stream) as other,
+        server.http.stream("POST", "/generate", json=turn) as replaced,
+    ):
+        server.wait(lambda: len(server.link.running) == 2, "they do not run")
+        assert other.status_code == 200
+        wanted = {"input_ids": B, "rid": "next", "session_params": {"id": session, "rid": "same", "replace": True}}
+        assert server.post("/generate", wanted | {"sampling_params": {"max_new_tokens": 1}}).status_code == 200
+        assert '"type":"abort"' in "".join(replaced.iter_text())
+        first = server.link.seen[0].request_id
+        assert list(server.link.running) == [first] and server.engine.num_live == 1
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_streaming_session_goes_on_from_its_last_whole_turn(server: LiveServer, leaves: bool) -> None:
+    """A turn that was aborted, or whose client left, never was: neither its prompt nor its output is kept."""
+    reply_with(server, REPLY)
+    name = server.post("/open_session", {"streaming": True}).json()
+    for before, rid in ([], "a"), ([*A, *output(server)], "b"):
+        server.link.delay = 60  # after the first token
+        body = {"input_ids": B, "rid": f"cut-{rid}", "session_params": {"id": name}, "stream": True}
+        with server.http.stream("POST", "/generate", json=body) as response:
+            lines = response.iter_lines()
+            assert '"output_ids":[11]' in next(lines)
+            if not leaves:
+                server.call(lambda: [server.link._abort(each) for each in list(server.link.running)])
+                assert '"type":"abort"' in "".join(lines)
+        server.wait(lambda: not server.app.state.server.live.matching(""), "the turn did not end")
+        server.link.delay = 0
+        assert said(server, rid, A, id=name) == before + A
+    server.post("/close_session", {"session_id": name})
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_request_that_fails_can_be_sent_again(server: LiveServer, streaming: bool) -> None:
     reply_with(server, REPLY)

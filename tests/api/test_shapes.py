@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import math
+import random
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from jaxserve.api.beam_search import beam_search
-from jaxserve.api.stream_rules import RepetitionRule
+from jaxserve.api.stream_rules import RepetitionRule, Repetitions
 from jaxserve.engine.output import RequestOutput
 from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs
 
@@ -21,7 +22,7 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 CHAIN = {9: [0.0, 0.6, 0.4], 1: [0.3, 0.35, 0.35], 2: [0.9, 0.05, 0.05]}
 
 
-async def chain(token_ids: list[int], params: SamplingParams, name: str) -> AsyncGenerator[RequestOutput, None]:
+async def chain(token_ids: list[int], params: SamplingParams) -> AsyncGenerator[RequestOutput, None]:
     pairs = sorted(((math.log(p or 1e-9), i) for i, p in enumerate(CHAIN[token_ids[-1]])), reverse=True)
     entry = TokenLogprobs(pairs[0][1], pairs[0][0], 1, [i for _, i in pairs], [value for value, _ in pairs])
     yield RequestOutput("r", 0, token_ids=[pairs[0][1]], logprobs=[entry], finish_reason=FinishReason.LENGTH)
@@ -62,7 +63,8 @@ def test_beam_search_over_the_wire(server: LiveServer, client: Any) -> None:
     means = [sum(choice.logprobs.token_logprobs) for choice in answer.choices]
     assert means == sorted(means, reverse=True)
     assert all(len(top) == 2 for choice in answer.choices for top in choice.logprobs.top_logprobs)
-    for wrong, param in (({"n": 11}, "n"), ({"stop": "x"}, "use_beam_search"), ({"stream": True}, "use_beam_search")):
+    together = ({"stop": "x"}, {"stream": True}, {"repetition_detection": {"max_pattern_size": 4}})
+    for wrong, param in (({"n": 11}, "n"), *((keys, "use_beam_search") for keys in together)):
         response = server.post("/v1/completions", {"model": "demo", "prompt": "x"} | extra | wrong)
         assert response.status_code == 400 and response.json()["error"]["param"] == param
     response = server.post("/v1/completions", {"model": "demo", "prompt": "x", "length_penalty": 1.0})
@@ -74,6 +76,27 @@ def test_the_rule_of_repetitions() -> None:
     assert rule.holds([5, 5, 5]) and rule.holds([9, 1, 2, 1, 2, 1, 2]) and rule.holds([1, 2, 3] * 3)
     assert not rule.holds([5, 5]) and not rule.holds([1, 2, 1, 2, 1]) and not rule.holds([1, 2, 3, 4] * 3)
     assert not RepetitionRule(2, 3, 3).holds([9, 5, 5, 5])
+
+
+def test_the_rule_by_its_definition() -> None:
+    """In groups of tokens of two kinds, beside a comparison of the last tokens with themselves."""
+    rng = random.Random(1)
+    held = 0
+    for _ in range(200):
+        smallest = rng.randint(1, 3)
+        rule = RepetitionRule(smallest, smallest + rng.randint(0, 4), rng.randint(2, 4))
+        state, tokens = Repetitions(rule), list[int]()
+        for _ in range(40):
+            group = rng.choices([1, 2], k=rng.randint(0, 3))
+            tokens += group
+            needs = [(size, size * rule.min_count) for size in range(rule.smallest, rule.largest + 1)]
+            expected = any(
+                len(tokens) >= need and tokens[-need:-size] == tokens[len(tokens) - need + size :]
+                for size, need in needs
+            )
+            assert state.add(group) == rule.holds(tokens) == expected
+            held += expected
+    assert 500 < held < 7500
 
 
 def test_repetitions_end_an_output(server: LiveServer, client: Any) -> None:
@@ -105,11 +128,12 @@ def test_a_thinking_budget(server: LiveServer, stream: bool) -> None:
         "/v1/chat/completions", body | {"stream_options": {"include_usage": True} if stream else None}
     )
     assert response.status_code == 200
-    first, second = (r for r in server.link.seen if r.request_id.endswith(("0-0", "0rest-0")))
+    first, second = (r for r in server.link.seen if r.params.seed == 3)
     spent = tokenizer.encode(thoughts, add_special_tokens=False)[:10]
-    assert second.prompt_token_ids == first.prompt_token_ids + spent + end
-    assert second.params.max_tokens == 60 - 10 - len(end)
-    assert {r.params.seed for r in server.link.seen if r.request_id.endswith("-0")} == {3, 4}
+    assert second.prompt_token_ids == first.prompt_token_ids and not first.resumed_token_ids
+    assert second.resumed_token_ids == spent + end and second.params == first.params
+    assert second.client_id == first.client_id and second.request_id != first.request_id
+    assert sorted(r.params.seed or 0 for r in server.link.seen) == [3, 3, 4, 4]
     if stream:
         assert response.text.count('"It') == 2 and '"finish_reason":"stop"' in response.text
     else:
@@ -127,3 +151,20 @@ def test_a_budget_that_is_not_used_up(server: LiveServer) -> None:
     reply_with(server, "No thoughts at all, but more words than the budget has.")
     answer = server.post("/v1/chat/completions", CHAT | {"thinking_token_budget": 3}).json()
     assert answer["choices"][0]["message"]["content"].startswith("No thoughts") and len(server.link.seen) == 2
+
+
+def test_a_budget_that_cannot_be_kept_is_refused(server: LiveServer) -> None:
+    response = server.post("/v1/chat/completions", CHAT | {"thinking_token_budget": 3, "use_beam_search": True})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "use_beam_search"
+
+
+def test_a_grammar_begins_after_the_end_that_is_written_for_the_model(server: LiveServer) -> None:
+    """The last ids of that end are those after which the grammar begins: nothing stands between."""
+    reply_with(server, "<think>\n" + "round and round " * 20)
+    body = CHAT | {"thinking_token_budget": 5, "max_tokens": 40, "chat_template_kwargs": {"enable_thinking": True}}
+    body |= {"response_format": {"type": "json_object"}}
+    server.post("/v1/chat/completions", body)
+    first = server.link.seen[0]
+    grammar, budget = first.params.grammar, first.params.thinking
+    assert grammar is not None and budget is not None and budget.inside == (grammar.begin_unless == ())
+    assert grammar.begin_after and budget.end_token_ids[-len(grammar.begin_after) :] == grammar.begin_after

@@ -60,7 +60,7 @@ class BurstLink(FakeLink):
 
     def send(self, message: ToEngine) -> None:
         if isinstance(message, Add):
-            self.requests.append(message.request)
+            self.requests += message.requests()
             if len(self.requests) == STREAMS:
                 self._task = asyncio.create_task(self._burst([r.request_id for r in self.requests]))
                 self.requests = []

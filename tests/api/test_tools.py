@@ -1,9 +1,12 @@
 """Tools and reasoning over the wire: streamed and whole are equal, whatever the model writes."""
 
 import json
+import re
 from typing import Any
 
 import pytest
+
+from jaxserve.config import Config
 
 from .conftest import LiveServer, reply_with
 
@@ -13,6 +16,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PAR
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}
 NOTE = {"type": "custom", "custom": {"name": "note", "description": "Write it down."}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+CALLED = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
@@ -47,9 +51,8 @@ def joined(parts: list[Any]) -> dict[str, Any]:
         delta = part.delta
         if delta.content is not None:
             content = (content or "") + delta.content
-        if getattr(delta, "reasoning_content", None) is not None:
+        if delta.reasoning_content is not None:  # an AttributeError where a delta lacks it
             reasoning = (reasoning or "") + delta.reasoning_content
-            assert delta.reasoning == delta.reasoning_content
         for call in delta.tool_calls or ():
             body = call.function or call.model_extra["custom"]
             name = body.name if call.function else body.get("name")
@@ -94,7 +97,7 @@ def test_text_two_calls_and_one_only(server: LiveServer, client: Any) -> None:
         '<tool_call>\n{"name": "weather", "argu',
         "<tool_call> no json </tool_call>",
         '{"name": 5}',
-        "<tool_call>",
+        "Then <tool_call>",
         "a < b",
     ],
 )
@@ -133,7 +136,7 @@ def test_reasoning(server: LiveServer, client: Any) -> None:
     reply_with(server, "<think>\nTwo and two\nis four.\n</think>\n\nIt is 4.")
     whole, _ = both(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}, "separate_reasoning": True})
     message = whole.choices[0].message
-    assert message.reasoning_content == message.reasoning == "Two and two\nis four." and message.content == "It is 4."
+    assert message.reasoning_content == "Two and two\nis four." and message.content == "It is 4."
     usage = whole.usage
     expected = len(server.link.tokenizer.encode("<think>\nTwo and two\nis four.\n</think>\n\n"))
     assert abs(usage.completion_tokens_details.reasoning_tokens - expected) <= 1
@@ -143,7 +146,7 @@ def test_reasoning(server: LiveServer, client: Any) -> None:
     whole, _ = both(client, extra_body={"include_reasoning": False})
     assert whole.choices[0].message.reasoning_content is None and whole.choices[0].message.content == "It is 4."
     whole, chunks = both(client, extra_body={"stream_reasoning": False})
-    pieces = [c.choices[0].delta for c in chunks[:-1] if getattr(c.choices[0].delta, "reasoning_content", None)]
+    pieces = [c.choices[0].delta for c in chunks[:-1] if c.choices[0].delta.reasoning_content]
     assert [piece.reasoning_content for piece in pieces] == ["Two and two\nis four."]
 
 
@@ -161,7 +164,50 @@ def test_reasoning_then_a_call_with_logprobs(server: LiveServer, client: Any) ->
 def test_no_thinking_gives_none(server: LiveServer, client: Any) -> None:
     reply_with(server, "It is 4.")
     whole, _ = both(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
-    assert whole.choices[0].message.reasoning_content is None and whole.choices[0].message.reasoning is None
+    assert whole.choices[0].message.reasoning_content is None
+
+
+THOUGHT = "<think>hm</think>Yes."
+
+
+@pytest.mark.parametrize("text", [THOUGHT, "Yes.", f"<think>hm</think>{CALL}"])
+@pytest.mark.parametrize("extra", [{}, {"logprobs": True}, {"stream_reasoning": False}, {"include_reasoning": False}])
+def test_one_name_for_the_reasoning_and_it_is_always_there(
+    server: LiveServer, text: str, extra: dict[str, Any]
+) -> None:
+    reply_with(server, text)
+    body = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER], **extra}
+    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    response = server.post("/v1/chat/completions", body | {"stream": True})
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in response.text.split("\n\n")[:-2]]
+    assert len(deltas) > 2
+    for each in (message, *deltas):
+        assert "reasoning_content" in each and "reasoning" not in each
+    expected = "hm" if "hm" in text and extra != {"include_reasoning": False} else None
+    assert message["reasoning_content"] == expected
+    assert ("".join(delta["reasoning_content"] or "" for delta in deltas) or None) == expected
+
+
+def test_vllms_name_for_the_reasoning_by_an_option() -> None:
+    with LiveServer(Config().replace(server={"reasoning_field": "both"})) as server:
+        reply_with(server, THOUGHT)
+        body = {"model": "demo", "messages": MESSAGES}
+        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert message["reasoning"] == message["reasoning_content"] == "hm"
+        response = server.post("/v1/chat/completions", body | {"stream": True})
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in response.text.split("\n\n")[:-2]]
+        assert all(delta["reasoning"] == delta["reasoning_content"] for delta in deltas)
+
+
+def test_both_names_of_the_reasoning_are_read(server: LiveServer) -> None:
+    prompts = []
+    for name in ("reasoning", "reasoning_content"):
+        answer = {"role": "assistant", "content": None, "tool_calls": [CALLED], name: "hm hm"}
+        result = {"role": "tool", "tool_call_id": "c", "content": "sun"}
+        body = {"model": "demo", "messages": [*MESSAGES, answer, result], "tools": [WEATHER]}
+        assert server.post("/v1/chat/completions", body).status_code == 200
+        prompts.append(server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids))
+    assert prompts[0] == prompts[1] and "hm hm" in prompts[0]
 
 
 def test_an_open_thought_cut_by_length(server: LiveServer, client: Any) -> None:
@@ -197,6 +243,20 @@ def test_allowed_tools_show_only_those(server: LiveServer, client: Any) -> None:
     assert '"time"' in prompt and '"weather"' not in prompt
 
 
+def test_as_many_tools_and_as_long_names_as_agents_bring(server: LiveServer) -> None:
+    def answer(count: int, length: int) -> Any:
+        tools = [{"type": "function", "function": {"name": f"{i}".zfill(length)}} for i in range(count)]
+        reply_with(server, f'<tool_call>{{"name": "{"0" * length}", "arguments": {{}}}}</tool_call>')
+        body = {"model": "demo", "messages": [], "input_ids": [5], "tools": tools}  # rendered they fill the context
+        return server.post("/v1/chat/completions", body)
+
+    for count, length in ((1024, 8), (2, 128)):
+        called = answer(count, length).json()["choices"][0]["message"]["tool_calls"]
+        assert called[0]["function"]["name"] == "0" * length
+    assert answer(1025, 8).json()["error"]["param"] == "tools"
+    assert answer(1, 129).json()["error"]["param"] == "tools.0.function.name"
+
+
 def grammar(server: LiveServer, **keys: Any) -> Any:
     response = server.post("/v1/chat/completions", {"model": "demo", "messages": MESSAGES} | keys)
     assert response.status_code == 200, response.text
@@ -218,10 +278,74 @@ def test_a_json_answer_leaves_room_for_calls(server: LiveServer) -> None:
     reply_with(server, CALL)
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
     spec = grammar(server, tools=[WEATHER], response_format=wanted)
-    assert "jaxserve_answer" in spec.source and "weather" in spec.source
-    body = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required"}
-    response = server.post("/v1/chat/completions", body | {"response_format": wanted})
-    assert response.status_code == 400 and response.json()["error"]["param"] == "tool_choice"
+    assert '"city"' in spec.source.replace("weather", "") and "weather" in spec.source
+    calls_only = grammar(server, tools=[WEATHER], tool_choice="required")
+    assert spec.source != calls_only.source
+
+
+NAMED_WEATHER = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED_WEATHER])
+def test_a_format_of_the_answer_beside_a_required_call(server: LiveServer, client: Any, choice: Any) -> None:
+    """The calls follow the tools' schemas; there is no text answer that the format could be of."""
+    reply_with(server, CALL)
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 5}}}
+    keys = {"tools": [WEATHER, TIME], "tool_choice": choice}
+    with_format = grammar(server, **keys, response_format=wanted)
+    assert with_format == grammar(server, **keys) and with_format is not None
+    whole, _ = both(client, **keys, response_format=wanted)
+    assert [call.function.name for call in whole.choices[0].message.tool_calls] == ["weather"]
+    refused = server.post("/v1/chat/completions", {"model": "demo", "messages": MESSAGES, "regex": "a+"} | keys)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+
+
+def test_a_named_tool_is_called_exactly_once(server: LiveServer, client: Any) -> None:
+    reply_with(server, CALL + "\n" + CALL)
+    whole, _ = both(client, tools=[WEATHER, TIME], tool_choice=NAMED_WEATHER, parallel_tool_calls=True)
+    assert len(whole.choices[0].message.tool_calls) == 1 and whole.choices[0].finish_reason == "tool_calls"
+    once = grammar(server, tools=[WEATHER], tool_choice=NAMED_WEATHER)
+    many = grammar(server, tools=[WEATHER], tool_choice="required")
+    assert "{0,63}" in many.source and "{0,63}" not in once.source
+    both(client, tools=[WEATHER], tool_choice="required")
+
+
+def test_a_call_of_a_tool_that_is_not_offered_is_text(server: LiveServer, client: Any) -> None:
+    def counted() -> float:
+        found = re.search(r"^jaxserve:unoffered_tool_calls_total (\S+)$", server.http.get("/metrics").text, re.M)
+        assert found is not None
+        return float(found[1])
+
+    before = counted()
+    reply_with(server, CALL)
+    whole, _ = both(client, tools=[TIME])
+    assert whole.choices[0].message.content == CALL and not whole.choices[0].message.tool_calls
+    assert whole.choices[0].finish_reason == "stop" and counted() == before + 2  # whole and streamed
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]}
+    reply_with(server, f"{OTHER}\n{CALL}")
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    whole, _ = both(client, tools=[WEATHER, TIME], tool_choice=choice)
+    assert [call.function.name for call in whole.choices[0].message.tool_calls] == ["time"]
+    assert whole.choices[0].message.content == CALL
+
+
+def test_the_head_of_a_call_that_was_cut_off_is_no_content(server: LiveServer, client: Any) -> None:
+    reply_with(server, f'{CALL}\n<tool_call>\n{{"name": "weather", "arguments": {{}}}}')
+    tokens = len(server.link.tokenizer.encode(CALL))
+    for more in range(8):
+        whole, _ = both(client, tools=[WEATHER], max_tokens=tokens + more)
+        message = whole.choices[0].message
+        assert message.content is None and message.tool_calls[0].function.arguments == '{"city": "Paris"}', more
+
+
+def test_harmonys_grammar_holds_from_the_first_token() -> None:
+    """Its channels are in the grammar. Begun after the final channel's header it would allow any answer instead."""
+    with LiveServer(Config().replace(model={"tool_parser": "harmony"})) as server:
+        reply_with(server, "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{}<|call|>")
+        assert grammar(server, tools=[WEATHER], tool_choice="required").begin_after == ()
+        wanted = {"type": "json_object"}
+        assert grammar(server, tools=[WEATHER], response_format=wanted).begin_after == ()
+        assert grammar(server, response_format=wanted).begin_after != ()
 
 
 def test_a_named_custom_tool_with_a_lark_grammar(server: LiveServer, client: Any) -> None:

@@ -23,7 +23,7 @@ HANDLERS = (
     ("/jaxserve/engine/async_engine.py", "_handle"),
     ("/jaxserve/engine/messages.py", ""),
     ("/jaxserve/engine/link.py", "receive"),
-    ("/jaxserve/engine/process.py", "receive"),
+    ("/jaxserve/engine/child.py", "receive"),
     ("/jaxserve/grammar/worker.py", "run"),
     ("/jaxserve/grammar/matcher.py", "__call__"),
     ("/jaxserve/text/chat_template.py", "render"),
@@ -38,7 +38,7 @@ ALLOWED = (
     ("/inspect.py", "get_annotations"),
     ("/typing.py", ""),
     ("/jinja2/debug.py", "fake_traceback"),
-    ("/jaxserve/text/chat_template.py", "load"),
+    ("/jaxserve/text/renderer.py", "load"),
 )
 
 

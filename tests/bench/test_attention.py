@@ -16,4 +16,4 @@ def test_cases(text: str, case: Case) -> None:
 
 def test_a_case_is_measured() -> None:
     seconds = attention_seconds(get_backend("xla", "cpu"), Case(2, 40, 8), Heads(4, 2, 16), layers=1, repeats=2)
-    assert 0 < seconds < 10
+    assert seconds > 0

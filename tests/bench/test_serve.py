@@ -43,7 +43,7 @@ def test_a_trace_keeps_its_times(url: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = ["2024-01-01 00:00:00.0,5,2", "2024-01-01 00:00:01.0,7,3"]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    saved = _serve(url, tmp_path, "--trace", str(trace), "--num-prompts", "2", "--trace-speed", "5")
+    saved = _serve(f"{url}/v1", tmp_path, "--trace", str(trace), "--num-prompts", "2", "--trace-speed", "5")
     first, second = sorted(timing["sent"] for timing in saved["timings"])
     assert saved["report"]["output_tokens"] == 5
     assert second - first == pytest.approx(0.2, abs=0.15)

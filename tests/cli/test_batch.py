@@ -1,7 +1,9 @@
 """`jaxserve batch` against a server whose engine has known tokens; running a file here is held in tests/api/batch."""
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from jaxserve.cli.main import main
 from tests.api.batch.helpers import input_file, input_line
 from tests.api.conftest import LiveServer
+from tests.store.disks import FailingDisk
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +43,39 @@ def test_submit_status_cancel(live: LiveServer, data: Path, capsys: pytest.Captu
     live.link.delay = 0.05
     assert batch(live, "submit", str(data)) == 0
     batch_id = capsys.readouterr().out.strip()
-    assert batch(live, "status", batch_id) == 0
+    assert main(["batch", "status", batch_id, "--base-url", f"{live.url}/v1/"]) == 0  # as clients want it
     assert batch_id in capsys.readouterr().out
     assert batch(live, "cancel", batch_id) == 0
     assert capsys.readouterr().out == "cancelling\n"
     assert batch(live, "status", batch_id, "--wait") == 1
     assert "cancelled" in capsys.readouterr().out
     live.link.delay = 0.0
+
+
+def test_a_wait_for_the_disk_is_shown(tmp_path: Path, data: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    disk = FailingDisk()
+    with LiveServer(store=tmp_path / "store", disk=disk) as live:
+        live.call(live.link.hold.clear)
+        assert batch(live, "submit", str(data)) == 0
+        batch_id = capfd.readouterr().out.strip()
+        live.wait(lambda: live.engine.num_live > 0, "the batch runs")
+        disk.failing = {"commit"}
+        live.call(live.link.hold.set)
+        live.wait(lambda: live.app.state.batches.pause_of(batch_id) is not None, "the batch does not pause")
+        shown: list[str] = []
+
+        def repair() -> None:
+            while "can be written.\n" not in "".join(shown):
+                time.sleep(0.05)
+                shown.append(capfd.readouterr().err)
+            disk.failing = set()
+
+        with ThreadPoolExecutor(1) as pool:  # the command itself needs the main thread
+            repaired = pool.submit(repair)
+            assert batch(live, "status", batch_id, "--wait") == 1  # a line fails
+            repaired.result()
+        assert "jaxserve: The server's disk is full. The batch goes on once it can be written.\n" in "".join(shown)
+        assert "disk" not in capfd.readouterr().out
 
 
 def test_a_bad_file_is_explained(live: LiveServer, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

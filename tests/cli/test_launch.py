@@ -14,17 +14,19 @@ import httpx2
 import pytest
 
 from tests.conftest import SMALL
+from tests.waiting import LAST_RESORT
 
 FLAGS = [word for key, value in SMALL.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
-def launch(*flags: str, cache: str | None = None, **environ: str) -> subprocess.Popen[str]:
+def launch(*flags: str, cache: str | None = None, cwd: Path | None = None, **environ: str) -> subprocess.Popen[str]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "JAXSERVE_STORE__PATH": "", **environ}
     if cache is not None:
         environment["JAXSERVE_RUNTIME__COMPILE_CACHE"] = cache
     return subprocess.Popen(
         [sys.executable, "-m", "jaxserve", "launch", *flags],
         env=environment,
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -34,7 +36,7 @@ def launch(*flags: str, cache: str | None = None, **environ: str) -> subprocess.
 def failure(tmp_path: Path, *flags: str) -> str:
     """The last line of stderr of a launch that must fail with exit code 2."""
     with launch(*flags, JAXSERVE_STORE__PATH=str(tmp_path / "store")) as process:
-        _, stderr = process.communicate(timeout=120)
+        _, stderr = process.communicate(timeout=LAST_RESORT)
     assert process.returncode == 2, stderr
     assert "Traceback" not in stderr
     return stderr.strip().splitlines()[-1]
@@ -45,14 +47,20 @@ def test_a_server_starts_answers_and_drains(tmp_path: Path, compile_cache: str) 
     with launch(*flags, cache=compile_cache, JAXSERVE_STORE__PATH=str(tmp_path)) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "jaxserve is ready\n"
-        card = {line[:12].strip(): line[12:].strip() for line in (process.stdout.readline() for _ in range(9))}
+        lines = [process.stdout.readline() for _ in range(6)]
+        card = {line[:12].strip(): line[12:].strip() for line in lines}
         assert card["URL"].endswith("/v1")
-        assert {"model", "devices", "context", "KV cache", "concurrency", "start", "try"} <= set(card)
-        models = httpx2.get(f"{card['URL']}/models").json()
+        assert {"model", "device", "memory", "requests", "start"} <= set(card)
+        models = httpx2.get(f"{card['URL']}/models", timeout=LAST_RESORT).json()
         assert [model["id"] for model in models["data"]] == ["a", "b"]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        assert "programs:" in process.stderr.read()
+        assert process.wait(LAST_RESORT) == 0
+        first, *progress = process.stderr.read().splitlines()
+        assert first.endswith("starts with the embedded demo model")
+        assert [line.split()[0] for line in progress if line.endswith(" s")][-1] == "programs"
+        assert len(progress) < 8  # nothing that nobody asked for, such as the whole configuration
+        screen = [first, *progress, *lines, *process.stdout.read().splitlines()]
+        assert not [line for line in screen if len(line.rstrip("\n")) > 80]  # of a terminal: nothing is wrapped
 
 
 def test_a_taken_port(tmp_path: Path) -> None:
@@ -88,9 +96,14 @@ def test_a_damaged_tokenizer(tmp_path: Path) -> None:
     assert "tokenizer.json" in failure(tmp_path, "--port", "0", "--model", str(tmp_path))
 
 
+def test_a_chat_template_that_is_not_there(tmp_path: Path, compile_cache: str) -> None:
+    line = failure(tmp_path, "--port", "0", "--chat-template", "nope.jinja", "--runtime.compile_cache", compile_cache)
+    assert "model.chat_template: 'nope.jinja' is neither a readable file nor a Jinja template" in line
+
+
 @pytest.mark.parametrize("flag", ["--help", "--help-all"])
 def test_help_needs_no_model(flag: str) -> None:
     with launch(flag) as process:
-        stdout, _ = process.communicate(timeout=60)
+        stdout, _ = process.communicate(timeout=LAST_RESORT)
     assert process.returncode == 0
     assert "--max-model-len" in stdout or "--model.max-model-len" in stdout

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
 from tests.cli.test_launch import FLAGS, launch
+from tests.test_child_process import plant
+from tests.waiting import LAST_RESORT
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llama.yaml"
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
@@ -31,26 +34,34 @@ def bare_model(tmp_path: Path) -> Path:
     return target
 
 
+def get(url: str) -> httpx2.Response:
+    return httpx2.get(url, timeout=LAST_RESORT)
+
+
+def post(url: str, body: dict[str, Any]) -> httpx2.Response:
+    return httpx2.post(url, json=body, timeout=LAST_RESORT)
+
+
 @contextmanager
-def served(model: Path, cache: str, *flags: str) -> Iterator[str]:
+def served(model: Path, cache: str, *flags: str, cwd: Path | None = None) -> Iterator[str]:
     """The base URL of a launched server; it is ended by SIGTERM."""
     command = ("--config", str(CONFIG), "--model", str(model), "--dtype", "float32", "--port", "0", *FLAGS, *flags)
-    with launch(*command, cache=cache, JAXSERVE_STORE__PATH=str(model.parent / "store")) as process:
+    with launch(*command, cache=cache, cwd=cwd, JAXSERVE_STORE__PATH=str(model.parent / "store")) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             assert process.stdout.readline() == "jaxserve is ready\n", process.stderr.read()
             yield process.stdout.readline()[12:].strip()
         finally:
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
+            process.communicate(timeout=LAST_RESORT)
 
 
 def test_without_a_template_there_is_no_chat(bare_model: Path, compile_cache: str) -> None:
     with served(bare_model, compile_cache) as url:
-        assert [model["id"] for model in httpx2.get(f"{url}/models").json()["data"]] == ["llama-3.1-8b", "llama"]
-        chat = httpx2.post(f"{url}/chat/completions", json={"model": "llama", **QUESTION})
+        assert [model["id"] for model in get(f"{url}/models").json()["data"]] == ["llama-3.1-8b", "llama"]
+        chat = post(f"{url}/chat/completions", {"model": "llama", **QUESTION})
         prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-        raw = httpx2.post(f"{url}/completions", json={"model": "llama-3.1-8b", "prompt": prompt, "temperature": 0})
+        raw = post(f"{url}/completions", {"model": "llama-3.1-8b", "prompt": prompt, "temperature": 0})
     assert chat.status_code == 400
     assert "chat template" in chat.json()["error"]["message"]
     assert raw.status_code == 200, raw.text
@@ -64,8 +75,19 @@ def test_a_template_from_a_file(bare_model: Path, compile_cache: str, tmp_path: 
     )
     with served(bare_model, compile_cache, "--chat-template", str(template), "--served-model-name", "mine") as url:
         body = {"model": "mine", **QUESTION, "max_tokens": 8}
-        reply = httpx2.post(f"{url}/chat/completions", json=body | {"return_token_ids": True}).json()
-        shown = httpx2.post(
-            f"{url.removesuffix('/v1')}/detokenize", json={"tokens": reply["choices"][0]["prompt_token_ids"]}
+        reply = post(f"{url}/chat/completions", body | {"return_token_ids": True}).json()
+        shown = post(
+            f"{url.removesuffix('/v1')}/detokenize", {"tokens": reply["choices"][0]["prompt_token_ids"]}
         ).json()
     assert shown["prompt"].endswith("<|im_start|>assistant\nArr! ")
+
+
+def test_nothing_is_imported_from_the_directory_of_the_model(
+    bare_model: Path, compile_cache: str, tmp_path: Path
+) -> None:
+    mark = tmp_path / "imported"
+    assert plant(bare_model, mark) > 300
+    with served(bare_model, compile_cache, "--model", ".", cwd=bare_model) as url:
+        body = {"model": "llama", "prompt": "a", "max_tokens": 2, "response_format": {"type": "json_object"}}
+        assert post(f"{url}/completions", body).status_code == 200  # the grammar worker runs
+    assert not mark.exists(), mark.read_text()

@@ -1,18 +1,25 @@
 """`jaxserve plan` and `jaxserve convert`."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.cli.main import main
+from jaxserve.models.hf_config import read_config
 from jaxserve.models.loader import load_model
+from jaxserve.models.published_size import published_size, read_quantization
+from jaxserve.models.structure import build
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.families import ENCODERS
 from tests.models.published import PUBLISHED
+from tests.models.test_quantization import gpt_oss_mxfp4
 
 
 def test_a_plan_of_three_meshes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +37,78 @@ def test_a_plan_of_three_meshes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "does not fit" in rows[0] and float(rows[1].split()[-1]) > 10
     assert main(["plan", str(config), "--mesh", "4x1", "--memory", "141"]) == 0
     assert capsys.readouterr().out.splitlines()[4].split()[:3] == ["4", "4", "1"]
+
+
+def test_a_mesh_that_cannot_be_says_why_and_the_others_are_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+    config.write_text(json.dumps(TINY_LLAMA | heads))
+    assert main(["plan", "--mesh", "1", "8", "9", "3", str(config)]) == 0  # the last word is the model
+    rows = capsys.readouterr().out.splitlines()[4:]
+    assert rows[1].endswith("9 attention heads cannot be split over 8 devices")
+    assert rows[2].endswith("weight [32, 16] cannot be split over 9 devices")
+    assert rows[3].endswith("weight [32, 16] cannot be split over 3 devices")
+    assert "GiB" in rows[0]
+
+
+def test_a_plan_tells_what_a_request_costs_and_the_largest_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(PUBLISHED["Llama-3.1-8B"].hf))
+    assert main(["plan", str(config), "--mesh", "1", "--length", "4096", "--max-model-len", "8192"]) == 0
+    columns, row = capsys.readouterr().out.splitlines()[3:]
+    assert columns.endswith("batch of 4096")
+    weights, full, batch = row.split()[3], row.split()[9], int(row.split()[-1])
+    token = 2 * 32 * 8 * 128 * 2  # K and V of 32 layers, 8 heads of 128 numbers, 2 bytes each
+    assert full == f"{8192 * token / 2**30:.3f}"
+    assert batch == int((72 - float(weights)) * 2**30 / (4096 * token))
+
+
+def test_windows_are_in_what_a_request_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(PUBLISHED["gpt-oss-120b"].hf | {"sliding_window": 128}))
+    assert main(["plan", str(config), "--mesh", "4", "--length", "128"]) == 0
+    short = int(capsys.readouterr().out.splitlines()[-1].split()[-2])
+    assert main(["plan", str(config), "--mesh", "4", "--length", "12800"]) == 0
+    long = int(capsys.readouterr().out.splitlines()[-1].split()[-2])
+    assert 45 < short / long < 55  # half of the layers keep the window alone
+
+
+@pytest.mark.parametrize(
+    ("quantization", "beside", "form"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [32, 32]}, None, "FP8 in blocks of 32 x 32"),
+        (None, {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, "FP8"),
+    ],
+)
+def test_a_quantised_checkpoint_is_told_by_its_own_bytes(
+    quantization: Any, beside: Any, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = TINY_LLAMA | {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(
+        json.dumps(hf | ({"quantization_config": quantization} if quantization else {}))
+    )
+    if beside is not None:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert main(["plan", str(tmp_path)]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    found = re.fullmatch(r"the checkpoint is (\S+) GiB of (.*), decoded at load to (\S+) GiB as bfloat16", line)
+    assert found is not None and found[2] == form
+    assert 0.5 <= float(found[1]) / float(found[3]) < 0.55
+
+
+def test_the_size_of_a_quantised_checkpoint_is_that_of_its_tensors(tmp_path: Path) -> None:
+    hf, stored, _ = gpt_oss_mxfp4()
+    hf |= {"quantization_config": {"quant_method": "mxfp4"}}
+    directory = write_checkpoint(tmp_path, hf, stored)
+    size = published_size(
+        build(read_config(directory), jnp.dtype("bfloat16")), read_quantization(tmp_path / "config.json")
+    )
+    halves = sum(tensor.size * (1 if tensor.dtype == np.uint8 else 2) for tensor in stored.values())
+    assert (size.num_bytes, size.form) == (halves, "MXFP4")
 
 
 def test_a_plan_says_what_windows_spare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,9 +136,20 @@ def test_a_wrong_plan_is_explained(
     config.write_text(json.dumps(PUBLISHED["Llama-3.1-8B"].hf))
     assert main(["plan", str(config), *words]) == 2
     assert cause in capsys.readouterr().err
-    config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    assert main(["plan", str(config)]) == 2
-    assert "is missing" in capsys.readouterr().err
+    for content, cause in (
+        ({"architectures": ["LlamaForCausalLM"]}, "is missing"),
+        ({"architectures": ["Gemma4ForConditionalGeneration"]}, "is not supported"),
+        (PUBLISHED["Llama-3.1-8B"].hf | {"quantization_config": {"quant_algo": "NVFP4"}}, "'NVFP4' is not supported"),
+    ):
+        config.write_text(json.dumps(content))
+        assert main(["plan", str(config)]) == 2
+        assert cause in capsys.readouterr().err
+
+
+def test_an_encoder_has_nothing_to_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ENCODERS["bert"]))
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "keeps no K and V" in capsys.readouterr().err
 
 
 def test_convert_then_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,19 @@
 """One Config from a file, the environment and flags."""
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from jaxserve.cli.config import dump
 from jaxserve.cli.help import launch_help
+from jaxserve.cli.launch import warn_if_open
 from jaxserve.cli.main import main
-from jaxserve.cli.settings import ALIASES, known_keys, load_config
-from jaxserve.config import Config
+from jaxserve.cli.settings import load_config
+from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
 
 PRESETS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
@@ -34,10 +38,6 @@ def test_one_key_has_several_spellings(flag: str) -> None:
     assert load_config([f"{flag}=9"], {}).scheduler.max_num_seqs == 9
 
 
-def test_every_alias_names_a_key() -> None:
-    assert set(ALIASES.values()) <= set(known_keys())
-
-
 def test_a_flag_alone_is_true_only_for_a_switch() -> None:
     assert load_config(["--log-requests", "--port", "1"], {}).logging.requests
     with pytest.raises(ConfigError, match="--port needs a value"):
@@ -60,8 +60,7 @@ def test_null_unsets() -> None:
         (["--prot", "1"], "unknown flag --prot, did you mean --port?"),
         (["--port", "70000"], "server.port: .*not '70000'"),
         (["--dtype", "int3"], "model.dtype"),
-        (["--enable-metrics"], "no flag of jaxserve"),
-        (["stray"], "unknown flag stray"),
+        (["--enable-lora"], "no flag of jaxserve"),
         (["--config", "missing.yaml"], "cannot read the configuration missing.yaml"),
     ],
 )
@@ -84,9 +83,35 @@ def test_a_wrong_file_is_explained(tmp_path: Path, text: str, message: str) -> N
         load_config(["--config", write(tmp_path, text)], {})
 
 
-def test_a_wrong_variable_is_named() -> None:
-    with pytest.raises(ConfigError, match="did you mean JAXSERVE_SERVER__PORT"):
-        load_config([], {"JAXSERVE_SERVER__PROT": "1"})
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("JAXSERVE_SERVER__PROT", "JAXSERVE_SERVER__PORT"),
+        ("JAXSERVE_API_KEY", "JAXSERVE_SERVER__API_KEY"),  # else the server would be open
+        ("JAXSERVE_ADMIN_API_KEY", "JAXSERVE_SERVER__ADMIN_API_KEY"),
+        ("JAXSERVE_PORT", "JAXSERVE_SERVER__PORT"),
+        ("JAXSERVE_STORE_PATH", "JAXSERVE_STORE__PATH"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown variable {variable}, did you mean {meant}"):
+        load_config([], {variable: "1"})
+
+
+def test_variables_that_are_not_the_operators() -> None:
+    """The tests' own, and those that Kubernetes sets beside a Service of the server's name."""
+    links = {
+        "JAXSERVE_TEST_CACHE": "/x",
+        "JAXSERVE_PORT": "tcp://10.0.0.1:8000",
+        "JAXSERVE_SERVICE_HOST": "10.0.0.1",
+        "JAXSERVE_SERVICE_PORT": "8000",
+        "JAXSERVE_SERVICE_PORT_HTTP": "8000",
+        "JAXSERVE_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "JAXSERVE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "JAXSERVE_API_PORT": "tcp://10.0.0.1:8000",
+        "JAXSERVE_API_SERVICE_HOST": "10.0.0.1",
+    }
+    assert load_config([], links) == Config()
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
@@ -98,11 +123,75 @@ def test_there_are_presets() -> None:
     assert {"demo.yaml", "llama.yaml", "qwen3.yaml"} <= {path.name for path in PRESETS}
 
 
+def test_a_key_that_is_null_in_the_file_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        warn_if_open(load_config(["--config", write(tmp_path, "server: {api_key: null}")], {}).server)
+        warn_if_open(load_config(["--config", write(tmp_path, "server: {port: 1}")], {}).server)
+        warn_if_open(load_config(["--host", "::1"], {}).server)
+        warn_if_open(load_config(["--host", "0.0.0.0", "--api-key", "k"], {}).server)
+        assert len(caplog.messages) == 1 and "server.api_key is null" in caplog.messages[0]
+        warn_if_open(load_config(["--host", "0.0.0.0"], {}).server)
+        assert "listening on 0.0.0.0 without an API key" in caplog.messages[1]
+
+
 def test_the_tree_survives_a_dump_and_hides_keys() -> None:
     config = Config.of(api_key="secret", port=5)
     text = dump(config)
     assert "secret" not in text
     assert yaml.safe_load(text)["server"]["port"] == 5
+
+
+HASH = hashlib.sha256(b"the-key").hexdigest()
+KEYS = [{"name": "alice", "value": "the-key"}]
+
+
+def test_named_keys_come_from_a_file_the_environment_or_a_flag(tmp_path: Path) -> None:
+    path = write(tmp_path, yaml.safe_dump({"server": {"keys": KEYS}}))
+    as_json = json.dumps([{"name": "alice", "sha256": HASH}])
+    for argv, environ in (
+        (["--config", path], {}),
+        (["--server.keys", as_json], {}),
+        ([], {"JAXSERVE_SERVER__KEYS": json.dumps(KEYS)}),
+    ):
+        config = load_config(argv, environ)
+        assert [(key.name, key.digest.hex()) for key in config.server.keys] == [("alice", HASH)]
+        assert config.replace(server={"port": 1}).server.keys == config.server.keys and config.server.needs_key
+        assert "the-key" not in dump(config) + repr(config) and HASH not in dump(config) + repr(config)
+        assert Config.parse(json.loads(config.without_secrets().model_dump_json())).server.keys == ()
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({"keys": [{"name": "a", "value": ""}]}, "server.keys.0.value: is empty"),
+        ({"keys": [{"name": "a", "value": " "}]}, "server.keys.0"),
+        ({"keys": [{"name": "a", "value": 5}]}, "server.keys.0"),
+        ({"keys": [{"name": "a"}]}, "server.keys.0: give value or sha256"),
+        ({"keys": [{"name": "a", "value": "none"}]}, "server.keys.0.value: is the word for no key"),
+        ({"keys": [{"name": f"k{i}", "value": f"v{i}"} for i in range(300)]}, "server.keys"),
+        ({"keys": [{"value": "the-key"}]}, "server.keys.0.name"),
+        ({"keys": [{"name": "a b", "value": "the-key"}]}, "server.keys.0.name"),
+        ({"keys": [{"name": "", "value": "the-key"}]}, "server.keys.0.name"),
+        ({"keys": [{"name": "a", "value": "the-key", "sha256": HASH}]}, "one of them"),
+        ({"keys": [{"name": "a", "sha256": "the-key"}]}, "server.keys.0.sha256"),
+        ({"keys": [{"name": "a", "value": "the-key", "weight": 1}]}, "server.keys.0.weight: Extra inputs"),
+        ({"keys": [*KEYS, {"name": "alice", "value": "other"}]}, "'alice' is given twice"),
+        ({"keys": [*KEYS, {"name": "bob", "sha256": HASH}]}, "'alice' is the same"),
+        ({"keys": KEYS, "api_key": "the-key"}, "'alice' is the same"),
+        ({"keys": KEYS, "admin_api_key": "the-key"}, "'alice' is the same"),
+        ({"keys": [{"name": "default", "value": "the-key"}], "api_key": "other"}, "'default' is given twice"),
+        ({"keys": "the-key"}, "should be a list"),
+        ({"keys": ""}, "should be a list"),
+        ({"keys": None}, "server.keys"),
+        ({"keys": {"alice": "the-key"}}, "server.keys"),
+        ({"keys": ["the-key"]}, "server.keys.0"),
+        ({"api_key": ["the-key"]}, "server.api_key"),
+    ],
+)
+def test_wrong_keys_are_refused_and_not_shown(tmp_path: Path, server: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(["--config", write(tmp_path, yaml.safe_dump({"server": server}))], {})
+    assert "the-key" not in str(error.value) and HASH not in str(error.value)
 
 
 def test_config_of_takes_bare_names() -> None:
@@ -119,12 +208,12 @@ def test_help_names_every_key() -> None:
 
 
 def test_an_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "validate", "--trust-remote-code"]) == 2
+    assert main(["config", "validate", "--speculative-config", "{}"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "leave it out" in error
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve"]) == 2
+    assert main(["lunch"]) == 2
     assert "launch" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.serving import RunningServer
 from tests.conftest import SMALL
+from tests.waiting import LAST_RESORT, until
 
 CONTEXT = 2048  # tokens, of the demo model
 POWERS = [2**i for i in range(1, 11)]
@@ -21,17 +22,16 @@ LENGTHS = sorted(
 
 def metrics(server: RunningServer) -> dict[str, float]:
     """Gauges and counters without labels."""
-    text = httpx2.get(f"{server.url}/metrics").text
+    text = httpx2.get(f"{server.url}/metrics", timeout=LAST_RESORT).text
     return {name: float(value) for name, value in re.findall(r"^(jaxserve:\w+) ([0-9.e+-]+)$", text, re.MULTILINE)}
 
 
 async def settled(server: RunningServer) -> dict[str, float]:
-    for _ in range(100):
+    def idle() -> dict[str, float]:
         now = metrics(server)
-        if not now["jaxserve:num_requests_running"] and not now["jaxserve:num_requests_waiting"]:
-            break
-        await asyncio.sleep(0.05)
-    return metrics(server)
+        return {} if now["jaxserve:num_requests_running"] or now["jaxserve:num_requests_waiting"] else now
+
+    return await until(idle, "the server is idle")
 
 
 def pages_of(now: dict[str, float]) -> float:

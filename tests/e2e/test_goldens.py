@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve import launch_server
 from tests.conftest import SharedData
+from tests.waiting import LAST_RESORT
 
 # as small as serves the goldens: these programs are compiled for this test alone
 TINY: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
@@ -21,7 +22,7 @@ def test_greedy_tokens_and_logprobs(shared_data: SharedData, compile_cache: str,
         for case in cases:
             reply = httpx2.post(
                 f"{server.url}/v1/completions",
-                timeout=120,
+                timeout=LAST_RESORT,
                 json={
                     "model": name,
                     "prompt": case["prompt_ids"],

@@ -20,6 +20,7 @@ from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.factory import _scheduler_config
 from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.step_times import UNTIMED
 from jaxserve.engine.window_size import WindowSize
 from jaxserve.models.dense import dense_logits
 from jaxserve.models.loader import LoadedModel, load_model
@@ -166,7 +167,7 @@ def test_what_is_not_in_a_window_takes_no_memory(served: Served) -> None:
 
 
 def test_the_scheduler_gets_the_plans_numbers(served: Served) -> None:
-    config, plan = _scheduler_config(Config(), served.runner), served.runner.plan
+    config, plan = _scheduler_config(Config(), served.runner, UNTIMED), served.runner.plan
     assert (config.window, config.num_window_pages) == (WINDOW, plan.num_window_pages)
     assert config.num_pages == plan.num_pages
 

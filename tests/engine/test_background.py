@@ -5,14 +5,18 @@ from collections.abc import Iterable
 
 import pytest
 
-from jaxserve.engine.background import ONLINE_MEMORY, PATIENCE, Courtesy
+from jaxserve.engine.background import ONLINE_MEMORY, PATIENCE, PriorityOnly, YieldToOnline, make_policy
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.request import BACKGROUND_PRIORITY, EngineRequest, Request, SamplingParams, SchedulerOutput
 from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.step_times import StepTimes
 from tests.fakes import VOCAB, FakeRunner, FakeStep, Transcripts, alone, make_core, make_request, run_all, small_config
 
 POLICIES = ("fcfs", "lpm", "priority")
+BATCH_POLICIES = ("priority", "yield")
 LINES = 4
+# A decode step takes 1 ms and a prompt token 0.5, so a step of batch requests beside online ones has four tokens.
+TIMES = StepTimes({8: 0.001}, {size: size / 2000 for size in (1, 2, 4, 8, 16, 32, 64, 256, 512)})
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 
@@ -32,10 +36,13 @@ def busy_core(policy: str, transcripts: Transcripts, **changes: object) -> Engin
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch_policy", BATCH_POLICIES)
 @pytest.mark.parametrize("changes", [{}, {"num_pages": 12, "max_model_len": 48}])
-def test_an_online_request_takes_the_place_of_a_line(policy: str, changes: dict[str, object]) -> None:
+def test_an_online_request_takes_the_place_of_a_line(
+    policy: str, batch_policy: str, changes: dict[str, object]
+) -> None:
     transcripts = Transcripts()
-    core = busy_core(policy, transcripts, **changes)
+    core = busy_core(policy, transcripts, batch_policy=batch_policy, **changes)
     core.add(make_request("online", prompt_of(60), max_tokens=3))
     steps = 0
     while "online" not in transcripts:
@@ -50,7 +57,7 @@ def test_an_online_request_takes_the_place_of_a_line(policy: str, changes: dict[
 
 def test_lines_that_cannot_make_room_do_not_stand_still() -> None:
     transcripts = Transcripts()
-    core = busy_core("priority", transcripts)
+    core = busy_core("priority", transcripts, batch_policy="yield")
     for number in range(LINES):
         core.scheduler._live[f"line{number}"].aged = True  # as if it had waited long
     before = [len(transcripts[f"line{number}"].token_ids) for number in range(LINES)]
@@ -63,8 +70,9 @@ def test_lines_that_cannot_make_room_do_not_stand_still() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_waiting_online_requests_come_before_waiting_lines(policy: str) -> None:
-    core = make_core(small_config(policy=policy, max_num_seqs=1))
+@pytest.mark.parametrize("batch_policy", BATCH_POLICIES)
+def test_waiting_online_requests_come_before_waiting_lines(policy: str, batch_policy: str) -> None:
+    core = make_core(small_config(policy=policy, batch_policy=batch_policy, max_num_seqs=1))
     names = [("line", BACKGROUND_PRIORITY), ("a", 0), ("b", 0)]
     order: list[str] = []
     for name, priority in names:
@@ -110,7 +118,7 @@ class Recorder(FakeRunner):
 
 
 def recording(**changes: object) -> tuple[EngineCore, list[list[tuple[str, int]]]]:
-    config = small_config(**changes)
+    config = small_config(**({"batch_policy": "yield"} | changes))
     recorder = Recorder(config)
     return EngineCore(recorder, config, vocab_size=VOCAB), recorder.steps
 
@@ -139,7 +147,7 @@ def test_lines_sit_out_until_an_online_prompt_is_done(policy: str) -> None:
     begin = len(steps)
     run_all(core, transcripts=transcripts)
     assert steps[begin : begin + 3] == [[("online", 16)], [("online", 16)], [("online", 8)]]
-    assert [name for name, _ in steps[begin + 3]] == ["line0", "line1", "line2", "online"]
+    assert [name for name, _ in steps[begin + 3]] == ["online", "line0", "line1", "line2"]
     assert transcripts["online"].token_ids == alone([(3 * i) % VOCAB for i in range(40)], GREEDY)[0]
     check_lines(transcripts, waiting)
 
@@ -154,8 +162,9 @@ def test_no_line_starts_before_an_online_prompt_is_done() -> None:
     assert [name for name, _ in steps[2]] == ["online", "line0"]  # and then a small step: a token and six of a prompt
 
 
-def test_a_steady_stream_of_online_prompts_does_not_starve_lines() -> None:
-    core, steps = recording(max_num_batched_tokens=16)
+@pytest.mark.parametrize("step_sizes", [(), (1, 8, 16)])
+def test_a_steady_stream_of_online_prompts_does_not_starve_lines(step_sizes: tuple[int, ...]) -> None:
+    core, steps = recording(max_num_batched_tokens=16, step_sizes=step_sizes)
     waiting, transcripts = lines(2, max_tokens=5), Transcripts()
     for line in waiting:
         core.add(line)
@@ -183,7 +192,7 @@ def test_an_online_prompt_does_not_wait_for_the_same_prompt_of_a_line() -> None:
 
 def test_steps_with_lines_are_small_while_online_requests_are_about() -> None:
     now = 0.0
-    core, steps = recording(max_num_batched_tokens=32, max_model_len=128)
+    core, steps = recording(max_num_batched_tokens=32, max_model_len=128, step_times=TIMES)
     core._clock = lambda: now
     transcripts = Transcripts()
     run_all(core, [make_request("line", list(range(32)), priority=BACKGROUND_PRIORITY, max_tokens=1)], transcripts)
@@ -218,8 +227,7 @@ def test_beside_online_requests_little_is_dispatched_ahead() -> None:
             transcripts.take(core.step())
         assert (f"online{number}", 6) in steps[came]
     for step in range(begin, len(steps)):
-        long = any(tokens > 1 for _, tokens in steps[step - 1])
-        assert not (ahead[step] and (long or ahead[step - 1])), step
+        assert not (ahead[step] and any(tokens > 1 for _, tokens in steps[step - 1])), step
     assert sum(ahead[step] for step in range(begin, len(steps))) > 3
     run_all(core, transcripts=transcripts)
     check_lines(transcripts, waiting)
@@ -245,25 +253,128 @@ def test_where_tokens_cost_alike_a_prompt_of_a_line_has_its_own_step() -> None:
     assert len(mixed) > 3  # online requests go on decoding meanwhile
 
 
-@pytest.mark.parametrize(("step_sizes", "small"), [((), 32), ((128, 512), 128)])
-def test_longer_online_prompts_allow_larger_steps_with_lines(step_sizes: tuple[int, ...], small: int) -> None:
-    courtesy = Courtesy(small_config(max_num_batched_tokens=512, step_sizes=step_sizes))
-    line = Request("line", [1], SamplingParams(), 0.0, 0, 1, priority=1)
+def batch_request() -> Request:
+    return Request("batch", [1], SamplingParams(), 0.0, 0, 1, priority=1)
+
+
+def policy_of(**changes: object) -> YieldToOnline:
+    """A policy that knows of one batch request and one online request."""
+    policy = YieldToOnline(small_config(**({"max_num_batched_tokens": 512, "batch_policy": "yield"} | changes)))
+    policy.count(batch_request(), 1)
+    policy.joins(2, online_prompts=False, now=0.0)
+    return policy
+
+
+def test_longer_online_prompts_allow_larger_steps_with_lines() -> None:
+    """A step takes two decode steps, or a quarter of an average online prompt's own time if that is longer."""
+    policy = policy_of(step_times=TIMES)
     online = Request("online", [1], SamplingParams(), 0.0, 0, 1, priority=0)
-    courtesy.count(line, 1)
-    courtesy.sit_out(2, None, [], now=0.0)
     budgets = []
-    for length, times in ((64, 1), (800, 200), (16, 200)):
+    for length, times in ((16, 1), (500, 200), (2000, 200), (16, 200)):
         for _ in range(times):
-            courtesy.started(online, length)
-            courtesy.started(line, 10**6)
-        budgets.append(courtesy.budget(0, lines=True, now=0.0))
-    assert budgets == [small, 199, small]
-    assert courtesy.budget(20, lines=True, now=0.0) == small - 20
+            policy.started(online, length)
+            policy.started(batch_request(), 10**6)
+        budgets.append(policy.budget(0, batch=True, now=0.0))
+    assert budgets == [4, 64, 256, 4]
+    assert policy.budget(3, batch=True, now=0.0) == 1
+    assert policy.budget(0, batch=False, now=0.0) == 512
+    assert policy.budget(0, batch=True, now=ONLINE_MEMORY + 1) == 512
+
+
+def test_the_steps_of_a_slower_model_have_as_many_tokens_in_more_time() -> None:
+    slow = StepTimes({rows: 100 * taken for rows, taken in TIMES.decode.items()}, {8: 0.4, 32: 1.6})
+    assert policy_of(step_times=slow).budget(0, batch=True, now=0.0) == 8, "no size is smaller"
+    assert policy_of().budget(0, batch=True, now=0.0) == 128, "nothing was measured"
 
 
 def test_a_text_that_runs_whole_or_not_at_all_is_not_cut() -> None:
-    courtesy = Courtesy(small_config(whole_prompts=True, max_num_batched_tokens=128))
-    courtesy.count(Request("a", [1], SamplingParams(), 0.0, 0, 1, priority=1), 1)
-    courtesy.sit_out(2, None, [], now=0.0)
-    assert courtesy.budget(0, lines=True, now=0.0) == 128
+    policy = policy_of(whole_prompts=True, max_num_batched_tokens=128, step_times=TIMES)
+    assert policy.budget(0, batch=True, now=0.0) == 128
+
+
+# --- a platform on which batch requests give way by their priority only
+
+
+def test_the_policy_is_that_of_the_configuration() -> None:
+    assert type(make_policy(small_config())) is PriorityOnly
+    assert type(make_policy(small_config(batch_policy="yield"))) is YieldToOnline
+
+
+def test_lines_decode_beside_an_online_prompt_and_their_prompts_come_after_it() -> None:
+    core, steps = recording(batch_policy="priority", max_num_batched_tokens=16)
+    waiting, transcripts = lines(3), Transcripts()
+    for line in waiting[:2]:
+        core.add(line)
+    for _ in range(4):
+        transcripts.take(core.step())
+    core.add(waiting[2])
+    core.add(make_request("online", [(3 * i) % VOCAB for i in range(40)], max_tokens=4))
+    begin = len(steps)
+    run_all(core, transcripts=transcripts)
+    both = [("line0", 1), ("line1", 1)]
+    assert steps[begin : begin + 3] == [
+        [*both, ("online", 14)],
+        [*both, ("online", 14)],
+        [*both, ("online", 12), ("line2", 2)],
+    ]
+    assert transcripts["online"].token_ids == alone([(3 * i) % VOCAB for i in range(40)], GREEDY)[0]
+    check_lines(transcripts, waiting)
+
+
+def test_steps_are_always_dispatched_ahead_where_lines_cost_little() -> None:
+    core, _ = recording(batch_policy="priority")
+    for request in (*lines(2), make_request("online", prompt_of(9), max_tokens=20)):
+        core.add(request)
+    for _ in range(10):
+        core.step()
+        assert len(core.scheduler._in_flight) == 1
+    run_all(core)
+
+
+# --- progress
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch_policy", BATCH_POLICIES)
+@pytest.mark.parametrize("step_sizes", [(), (1, 8, 16)])
+def test_lines_that_wait_behind_full_steps_of_online_prompts_begin(
+    policy: str, batch_policy: str, step_sizes: tuple[int, ...]
+) -> None:
+    """More prompt tokens come than the steps have room for; a batch request has its turn after aging_steps."""
+    core, steps = recording(
+        policy=policy, batch_policy=batch_policy, step_sizes=step_sizes, max_num_batched_tokens=16, aging_steps=50,
+        prefix_cache=False,
+    )  # fmt: skip
+    waiting, transcripts = lines(2, max_tokens=5), Transcripts()
+    for i in range(3):
+        core.add(make_request(f"early{i}", prompt_of(i) * 3, max_tokens=1))
+    for line in waiting:
+        core.add(line)
+    for i in range(300):
+        core.add(make_request(f"online{i}", prompt_of(i) * 3, max_tokens=1))
+        transcripts.take(core.step())
+        core.scheduler.check_integrity()
+        if all(line.request_id in transcripts and transcripts[line.request_id].last for line in waiting):
+            break
+    assert core.scheduler.stats().num_waiting > 5, "the steps were full"
+    check_lines(transcripts, waiting)
+    aged = [i for i, rows in enumerate(steps) for name, tokens in rows if name == "line0" and tokens > 1]
+    assert aged[0] >= 16 and aged[-1] <= 70
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch_policy", BATCH_POLICIES)
+def test_one_aged_line_comes_before_an_online_request_and_the_others_after_it(policy: str, batch_policy: str) -> None:
+    core, steps = recording(policy=policy, batch_policy=batch_policy, max_num_seqs=1, aging_steps=5)
+    transcripts = Transcripts()
+    core.add(make_request("early", prompt_of(50), max_tokens=20))
+    waiting = lines(12, max_tokens=3)
+    for line in waiting:
+        core.add(line)
+    for _ in range(10):
+        transcripts.take(core.step())
+    core.add(make_request("online", prompt_of(60), max_tokens=2))
+    run_all(core, transcripts=transcripts)
+    order = list(dict.fromkeys(name for rows in steps for name, _ in rows))
+    assert order[:4] == ["early", "line0", "online", "line1"]
+    check_lines(transcripts, waiting)

@@ -21,11 +21,14 @@ from jaxserve.engine.request import (
     SchedulerOutput,
 )
 from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.suspects import NobodyToBlame
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from tests.fakes import (
     VOCAB,
     CountingMatcher,
+    FakeRunner,
+    HandExecutor,
     Transcripts,
     alone,
     make_core,
@@ -55,7 +58,8 @@ class World:
     def __post_init__(self) -> None:
         rng = self.rng
         self.stems = [rng.choices(range(VOCAB), k=rng.randrange(1, 24)) for _ in range(3)]
-        self.broken = {f"r{i}" for i in range(100) if rng.random() < 0.02}
+        self.broken = {f"r{i}" for i in range(100) if rng.random() < 0.04}
+        self.nan_from = rng.choice([0, 0, 5, 20])
         sizes = small_config(
             step_sizes=rng.choice([(), (1, 8, 16, 32), (2, 5, 9, 33)]),
             num_pages=rng.choice([10, 14, 20, 40, 200]),
@@ -69,11 +73,17 @@ class World:
             new_token_ratio=rng.choice([0.01, 0.3, 1.0]),
             tokens_per_step=rng.choice([1, 1, 1, 2, 5]),
             aging_steps=rng.choice([3, 30, 1000]),
+            batch_policy=rng.choice(["priority", "yield"]),
+            step_times=StepTimes({8: rng.random()}, {1: 0.1, 8: 0.2, 16: rng.choice([0.3, 3.0])}),
         )
+        self.threads = rng.choice([None, HandExecutor()])
+        self.num_masked = rng.choice([0.15, 0.6])
         self.core = make_core(
             self.windowed(sizes),
+            mask_threads=self.threads,
             eos_token_ids=EOS,
             not_finite=self.broken,
+            nan_from=self.nan_from,
             count=lambda q: rng.randint(1, q),
             make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
         )
@@ -111,7 +121,9 @@ class World:
                 seed=rng.randrange(100),
                 logprobs=rng.choice([None, None, 0, 2]),
                 prompt_logprobs=rng.choice([None, None, None, 1]),
-                grammar=GrammarSpec(kind="regex", source=str(rng.randrange(1, 9))) if rng.random() < 0.15 else None,
+                grammar=GrammarSpec(kind="regex", source=str(rng.randrange(1, 9)))
+                if rng.random() < self.num_masked
+                else None,
                 priority=rng.choice([0, 1, 2, BACKGROUND_PRIORITY, BACKGROUND_PRIORITY + 1]),
                 namespace=rng.choice(["", "", "salt"]),
             )
@@ -127,20 +139,27 @@ class World:
         if rng.random() < 0.02 and not core.is_searching:  # a second failure might end a request
             core.recover()
 
+    def make_masks(self, threads: HandExecutor) -> None:
+        """Threads make some of the masks that wait for them, and the grammars become slow or quick."""
+        threads.run(self.rng.choice([0, 1, 5]))
+        for mask in self.core._masks._masks.values():
+            mask.budget.is_slow = self.rng.random() < 0.5
+
     def run(self, arrivals: int, abort_rate: float) -> None:
         """Once all have arrived nothing interferes any more: whoever hangs then hangs for ever."""
-        core, rng = self.core, self.rng
         for _ in range(20_000):
-            if arrivals and (rng.random() < 0.4 or not core.has_work):
+            if arrivals and (self.rng.random() < 0.4 or not self.core.has_work):
                 arrivals -= 1
                 self.arrive()
             if arrivals:
                 self.disturb(abort_rate)
-            self.transcripts.take(core.step())
-            core.scheduler.check_integrity()
-            if not arrivals and not core.has_work:
+            self.transcripts.take(self.core.step())
+            if self.threads is not None:
+                self.make_masks(self.threads)
+            self.core.scheduler.check_integrity()
+            if not arrivals and not self.core.has_work:
                 return
-        raise AssertionError(f"requests that never end: {core.scheduler.stats()}")
+        raise AssertionError(f"requests that never end: {self.core.scheduler.stats()}")
 
     def expected(self, request: EngineRequest) -> tuple[list[int], FinishReason]:
         room = self.room - len(request.prompt_token_ids)
@@ -154,11 +173,17 @@ class World:
         assert transcript.last is not None
         if transcript.reason is FinishReason.ABORT:
             assert transcript.token_ids == tokens[: len(transcript.token_ids)]
-        elif request.request_id in self.broken:
-            assert (transcript.token_ids, transcript.reason) == ([], FinishReason.ERROR)
+        elif request.request_id in self.broken and transcript.reason is FinishReason.ERROR:
+            most = max(0, self.nan_from - len(request.prompt_token_ids) + 1)
+            assert transcript.token_ids == tokens[: min(most, len(transcript.token_ids))]
         else:
+            assert request.request_id not in self.broken or self.is_finite(request, tokens)
             assert (transcript.token_ids, transcript.reason) == (tokens, reason)
             self.check_logprobs(request)
+
+    def is_finite(self, request: EngineRequest, tokens: list[int]) -> bool:
+        """Whether no position from `nan_from` on is computed. The last token is not."""
+        return len(request.prompt_token_ids) + max(0, len(tokens) - 1) <= self.nan_from
 
     def check_logprobs(self, request: EngineRequest) -> None:
         outputs = self.transcripts[request.request_id].outputs
@@ -205,6 +230,7 @@ def test_every_request_ends_once_with_the_tokens_it_has_alone(seed: int, abort_r
     assert (stats.num_pages_held, stats.num_running, stats.num_waiting, stats.num_waiting_tokens) == (0, 0, 0, 0)
     assert stats.num_pages_cached == stats.num_pages_evictable
     assert len(world.core._masks) == 0
+    assert isinstance(world.core.runner, FakeRunner) and world.core.runner.num_read_nan == 0
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 17, 40, None])
@@ -454,6 +480,30 @@ def test_a_grammar_that_grows_over_its_limits_is_the_clients_fault() -> None:
     assert last and last.error and "Too many items" in last.error and last.error_status == 400
 
 
+def test_a_grammar_that_meets_a_limit_in_a_mask_is_never_a_stop() -> None:
+    class Full(CountingMatcher):
+        fills = 0
+
+        @property
+        def limit_error(self) -> str | None:
+            return "Too many items" if self.fills > 2 else None
+
+        def fill(self, bitmask_row: np.ndarray) -> None:
+            self.fills += 1
+            super().fill(bitmask_row)
+            if self.limit_error:
+                bitmask_row[:] = 0
+                bitmask_row[0] = 1 << EOS[0]
+
+    core = make_core(small_config(), make_matcher=lambda spec: Full(3, 9))
+    requests = [make_request("a", [1, 2], grammar=GrammarSpec(kind="regex", source="x")), make_request("b", [9])]
+    transcripts = run_all(core, requests)
+    last = transcripts["a"].last
+    assert last and last.finish_reason is FinishReason.ERROR and last.error and "Too many items" in last.error
+    assert len(transcripts["a"].token_ids) == 2 and last.error_status == 400
+    assert transcripts["b"].token_ids == alone([9], SamplingParams(temperature=0.0))[0]
+
+
 @pytest.mark.parametrize("method", ["fill", "accept"])
 def test_a_matcher_that_breaks_ends_its_own_request_only(method: str, caplog: pytest.LogCaptureFixture) -> None:
     def break_down(*_: object) -> bool:
@@ -531,6 +581,13 @@ def test_a_resumed_output_has_moved_its_grammar_on() -> None:
 # --- numbers
 
 
+def test_the_tokens_of_steps_are_those_of_prompts_and_outputs() -> None:
+    core = make_core(small_config(max_num_batched_tokens=9), eos_token_ids=())
+    run_all(core, [make_request("a", range(20), max_tokens=7)])
+    stats = core.stats()
+    assert stats.step_tokens == 20 + 7 and sum(stats.step_sizes) == stats.steps == 3 + 6
+
+
 def test_the_numbers_add_up() -> None:
     core = make_core(small_config(), eos_token_ids=EOS)
     requests = [make_request(f"r{i}", [*range(i % 3 * 10, i % 3 * 10 + 12), i], max_tokens=9) for i in range(12)]
@@ -538,7 +595,27 @@ def test_the_numbers_add_up() -> None:
     stats = core.stats()
     assert stats.prompt_tokens == 12 * 13
     assert stats.computed_prompt_tokens == 12 * 13 - stats.cached_tokens + stats.details["recomputed_tokens"]
+    assert sum(stats.step_sizes) == stats.steps and stats.step_tokens > stats.computed_prompt_tokens
     assert stats.generation_tokens == sum(len(transcript.token_ids) for transcript in transcripts.values())
     assert stats.details["finished_stop"] + stats.details["finished_length"] == 12
     assert stats.num_pages_free + stats.num_pages_cached == 64 and stats.num_pages_used == 0
     assert stats.steps == core.runner.num_steps and stats.host_seconds > stats.details["scheduler_seconds"] > 0  # type: ignore[attr-defined]
+
+
+def test_a_resumed_request_goes_first_and_has_no_time_in_the_queue() -> None:
+    """Its client has seen tokens of it already."""
+    now = [0.0]
+    core = make_core(small_config(max_num_seqs=1, queue_timeout=10.0), clock=lambda: now[0])
+    core.add(make_request("running", [1], max_tokens=30))
+    core.step()
+    core.add(make_request("waiting", [2], max_tokens=2))
+    core.add(make_request("resumed", [3], max_tokens=4, resumed_token_ids=[7]))
+    now[0] = 11.0
+    ended = [output.request_id for output in core.drain() if output.finish_reason is not None]
+    assert ended == ["waiting", "running", "resumed"]
+    core.add(make_request("running", [1], max_tokens=30))
+    core.step()
+    core.add(make_request("waiting", [2], max_tokens=2))
+    core.add(make_request("resumed", [3], max_tokens=4, resumed_token_ids=[7]))
+    ended = [output.request_id for output in core.drain() if output.finish_reason is not None]
+    assert ended == ["running", "resumed", "waiting"]

@@ -3,6 +3,7 @@
 import gc
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -20,12 +21,12 @@ class RandomStep:
         self._rows = rows
         self._rng = rng
 
-    def sample(self, bitmask: np.ndarray) -> None:
+    def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
         raise AssertionError("nothing here is masked")
 
     def result(self) -> SampledTokens:
         tokens = self._rng.integers(0, VOCAB, (self._rows, 1), np.int32)
-        return SampledTokens(tokens, np.ones(self._rows, np.int32), np.ones(self._rows, bool))
+        return SampledTokens(tokens, np.ones(self._rows, np.int32), np.zeros(self._rows, np.uint8))
 
 
 class RandomRunner:

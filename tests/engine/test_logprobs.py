@@ -1,9 +1,19 @@
 """What a step's arrays become: details of a token, and what is gathered of a prompt over chunks and preemptions."""
 
+import dataclasses
+
+import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.engine.logprobs import add_details, gather_prompt_details, take_prompt_details, too_many_candidates
+from jaxserve.engine.logprobs import (
+    StepLogprobs,
+    add_details,
+    gather_prompt_details,
+    gather_prompt_logprobs,
+    take_prompt_details,
+    too_many_candidates,
+)
 from jaxserve.engine.request import (
     Details,
     Request,
@@ -44,7 +54,7 @@ def sampled(start: int, count: int, num_candidates: int = 2) -> SampledTokens:
     return SampledTokens(
         one[:, None],
         one,
-        one > 0,
+        np.zeros(1, np.uint8),
         details=details,
         hidden={0: states(start, count)},
         experts={0: experts(start, count)},
@@ -91,3 +101,51 @@ def test_more_candidates_than_there_is_room_for() -> None:
     assert message is not None and "4 candidates" in message and "at most 3" in message
     plain = SamplingParams(logprobs=0, experts=True)
     assert too_many_candidates(row(0, 1, plain), 0, sampled(0, 1, num_candidates=4)) is None
+
+
+def with_logprobs(num_rows: int, per_row: int) -> SampledTokens:
+    """Row r, token q: -(r + q / 2), rank r, and the top 20 from r on."""
+    rows, columns = np.arange(num_rows)[:, None], np.arange(per_row)[None, :]
+    top = np.broadcast_to((rows + 0 * columns)[:, :, None] + np.arange(20), (num_rows, per_row, 20))
+    return SampledTokens(
+        np.zeros((num_rows, per_row), np.int32),
+        np.full(num_rows, per_row, np.int32),
+        np.zeros(num_rows, np.uint8),
+        logprobs=-(rows + columns / 2).astype(np.float32),
+        ranks=(rows + 0 * columns).astype(np.int32),
+        top_ids=top.astype(np.int32),
+        top_logprobs=-top.astype(np.float32),
+    )
+
+
+def asking(top: int | None) -> ScheduledRow:
+    return ScheduledRow("r", 0, 0, 1, True, [], 0, [], logprobs=top)
+
+
+def test_each_row_gets_as_many_of_the_likeliest_as_it_asks_for() -> None:
+    step = StepLogprobs(with_logprobs(4, 2), [asking(2), asking(None), asking(0), asking(3)])
+    assert step.of_row(0, [7, 8], 2) == [
+        TokenLogprobs(7, 0.0, 0, [0, 1], [0.0, -1.0]),
+        TokenLogprobs(8, -0.5, 0, [0, 1], [0.0, -1.0]),
+    ]
+    assert step.of_row(2, [9], 0) == [TokenLogprobs(9, -2.0, 2)], "a row that yielded one token of two"
+    assert step.of_row(3, [1, 1], 3)[1] == TokenLogprobs(1, -3.5, 3, [3, 4, 5], [-3.0, -4.0, -5.0])
+    assert all(type(value) is float for value in step.of_row(3, [1], 3)[0].top_logprobs)
+
+
+def test_a_prompts_entries_end_with_the_prompt() -> None:
+    made = request(6)
+    unknown: list[TokenLogprobs | None] = [None] * 6
+    made.prompt_logprobs = unknown
+    part = with_logprobs(4, 1)
+    assert part.logprobs is not None and part.ranks is not None
+    assert part.top_ids is not None and part.top_logprobs is not None
+    arrays = (part.logprobs[:, 0], part.ranks[:, 0], part.top_ids[:, 0], part.top_logprobs[:, 0])
+    chunk = dataclasses.replace(part, prompt_logprobs={0: arrays})
+    asks = msgspec.structs.replace(row(3, 4), prompt_logprobs=1)
+    gather_prompt_logprobs(made, asks, 0, chunk)
+    assert made.prompt_logprobs == [
+        *[None] * 4,
+        TokenLogprobs(4, 0.0, 0, [0], [0.0]),
+        TokenLogprobs(5, -1.0, 1, [1], [-1.0]),
+    ]

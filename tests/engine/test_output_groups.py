@@ -84,5 +84,6 @@ def test_every_field_of_an_output_is_joined() -> None:
     joined = {"token_ids", "logprobs", "support", "hidden", "prompt_logprobs", "prompt_hidden"}
     joined |= {"experts", "prompt_experts"}
     first = {"queue_seconds", "first_token_seconds"}
-    last = {"finish_reason", "stop_token_id", "embedding", "num_cached_tokens", "error", "error_status"}
+    last = {"finish_reason", "stop_token_id", "embedding", "num_cached_tokens", "num_preemptions"}
+    last |= {"error", "error_status", "error_param"}
     assert set(TokenOutput.__struct_fields__) == {"request_id", *joined, *first, *last}

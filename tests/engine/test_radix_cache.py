@@ -26,8 +26,8 @@ class Cache:
         """Match, lock, compute and insert; duplicates are given back at once."""
         start = self.match(tokens, namespace)
         self.radix.lock(start)
-        pages = start.page_ids + self.pool.allocate(len(tokens) // PAGE - start.depth)
-        node, duplicates = self.radix.insert(start, tokens, pages, len(tokens) // PAGE)
+        pages = self.pool.allocate(len(tokens) // PAGE - start.depth)
+        node, duplicates = self.radix.insert(start, tokens[start.depth * PAGE :], pages, len(tokens) // PAGE)
         self.pool.free(duplicates)
         return node
 
@@ -197,7 +197,7 @@ def test_a_discarded_prefix_is_not_found_and_freed_by_its_last_user() -> None:
     assert cache.radix.num_pages == 3, "the two in use, and the other prefix"
     cache.check(node)
     more = cache.pool.allocate(1)
-    assert cache.radix.insert(node, [1, 2, 3, 4, 5, 6], [0, 0, *more], 3) == (node, [])
+    assert cache.radix.insert(node, [5, 6], more, 3) == (node, [])
     cache.pool.free(more)
     cache.radix.unlock(node)
     assert cache.radix.num_pages == 1
@@ -266,8 +266,9 @@ def test_the_tree_does_what_a_dictionary_does(seed: int) -> None:
                 continue
             cache.radix.evict(missing - cache.pool.num_free)
             model.pages = {key: page for key, page in model.pages.items() if _is_cached(cache, key)}
-            pages = node.page_ids + cache.pool.allocate(missing)
-            end, duplicates = cache.radix.insert(node, tokens, pages, len(tokens) // PAGE)
+            own = cache.pool.allocate(missing)
+            pages = node.page_ids + own
+            end, duplicates = cache.radix.insert(node, tokens[node.depth * PAGE :], own, len(tokens) // PAGE)
             assert not duplicates
             model.held.append((end, namespace, tokens))
             for depth, page in enumerate(pages, start=1):

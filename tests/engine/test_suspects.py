@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from jaxserve.engine.request import TokenOutput
 from jaxserve.engine.suspects import NobodyToBlame, Suspects
 
 
@@ -20,7 +19,7 @@ def search(suspects: Suspects, rows: list[str], bad: set[str]) -> tuple[list[str
                 guilty.append(found)
                 bad = bad - {found}
         else:
-            suspects.take(TokenOutput(request_id=name) for name in step)
+            suspects.take((name, False) for name in step)
         step = list(suspects.on_trial or ())
     return guilty, failures
 
@@ -48,9 +47,9 @@ def test_a_single_fault_ends_nobody() -> None:
     suspects = Suspects()
     assert suspects.failed(["a", "b"]) is None
     assert suspects and set(suspects.on_trial or ()) == {"a", "b"}
-    suspects.take([TokenOutput(request_id="a"), TokenOutput(request_id="b")])
+    suspects.take([("a", False), ("b", False)])
     assert suspects  # they were computed again, and have not decoded yet
-    suspects.take([TokenOutput(request_id="a"), TokenOutput(request_id="b")])
+    suspects.take([("a", False), ("b", False)])
     assert not suspects and suspects.on_trial is None
 
 

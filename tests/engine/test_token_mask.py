@@ -1,13 +1,12 @@
 """Bitmasks from bad words and grammars."""
 
-import logging
-from collections.abc import Sequence
+import time
 
 import numpy as np
-import pytest
 
-from jaxserve.engine.request import SamplingParams, ScheduledRow, SchedulerOutput
-from jaxserve.engine.token_mask import MaskTable, Matcher, TokenMask
+from jaxserve.engine.mask_budget import MaskBudget
+from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.token_mask import TokenMask
 from tests.fakes import CountingMatcher
 
 
@@ -56,49 +55,17 @@ def test_bad_words_and_a_grammar_hold_together() -> None:
     assert mask.accept([9]) and mask.is_terminated
 
 
-class FailingMatcher(CountingMatcher):
-    def fill(self, bitmask_row: np.ndarray) -> None:
-        raise ValueError("limit")
+def test_what_masks_cost_is_charged_in_cpu_time() -> None:
+    class Slow(CountingMatcher):
+        def fill(self, bitmask_row: np.ndarray) -> None:
+            began = time.thread_time()
+            while time.thread_time() - began < 0.05:
+                pass
 
-
-def table_of(matchers: Sequence[Matcher], together: bool, calls: list[int]) -> MaskTable:
-    def fill_rows(rows: Sequence[tuple[Matcher, int]], bits: np.ndarray) -> None:
-        calls.append(len(rows))
-        for matcher, row in rows:
-            bits[row] = 0  # what a fill that breaks off leaves behind
-            bits[row] = -1
-            matcher.fill(bits[row])
-
-    table = MaskTable(70, fill_rows if together else None)
-    for number, matcher in enumerate(matchers):
-        words = ((number % 70,) * 2,)
-        mask = TokenMask(matcher, words)
-        mask.accept([0])
-        table.add(str(number), mask)
-    return table
-
-
-def step_of(count: int) -> SchedulerOutput:
-    rows = [ScheduledRow(str(i), i, 0, 1, True, [], 0, [], masked=i != 2) for i in range(count)]
-    return SchedulerOutput(0, rows, count, [])
-
-
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_rows_filled_together_equal_rows_filled_alone(count: int) -> None:
-    calls: list[int] = []
-    together, alone = (
-        table_of([CountingMatcher(modulus=i % 3 + 2, length=9) for i in range(count)], way, calls).bitmask(
-            step_of(count)
-        )
-        for way in (True, False)
-    )
-    assert (together[0] == alone[0]).all() and together[1] == alone[1] == []
-    assert calls == ([count - 1] if count == 8 else []), "few rows wake no threads"
-
-
-def test_one_failing_matcher_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
-    matchers = [FailingMatcher(2, 9) if i == 5 else CountingMatcher(2, 9) for i in range(8)]
-    bits, failed = table_of(matchers, True, []).bitmask(step_of(8))
-    assert failed == ["5"] and (bits[5] == -1).all()
-    assert (bits[[0, 1, 3, 4, 6, 7]] != -1).any(axis=1).all()
+    mask = TokenMask(Slow(2, 9), (), budget := MaskBudget())
+    budget.charge(MaskBudget.SECONDS - 0.2)
+    fills = 0
+    while budget.error is None:
+        mask.fill(np.full(3, -1, np.int32))
+        fills += 1
+    assert not mask.is_quick and 2 <= fills <= 5

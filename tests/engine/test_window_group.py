@@ -85,13 +85,13 @@ def test_pages_of_a_step_in_flight_are_not_reused(monkeypatch: pytest.MonkeyPatc
     config = windowed(num_window_pages=12, prefill_chunk_size=16)
     requests = [make_request("a", prompt_of(200), max_tokens=3)]
     run_all(make_core(config), requests)
-    cover = WindowGroup.cover
+    reach = WindowGroup.reach
 
-    def hasty(group: WindowGroup, request: Request, end: int) -> object:
+    def hasty(group: WindowGroup, request: Request, end: int) -> int:
         request.window.num_read = request.num_computed_tokens
-        return cover(group, request, end)
+        return reach(group, request, end)
 
-    monkeypatch.setattr(WindowGroup, "cover", hasty)
+    monkeypatch.setattr(WindowGroup, "reach", hasty)
     with pytest.raises(StepError, match="reused too early"):
         run_all(make_core(config), requests)
 

@@ -50,7 +50,7 @@ class LoggingHandler:
     def __init__(self, log: Path) -> None:
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    async def __call__(self, body: bytes, request_id: str) -> LineAnswer:
+    async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer:
         number = int(orjson.loads(body)["prompt"][1:])
         os.write(self._log, b"%d\n" % number)
         await asyncio.sleep(random.uniform(0, 0.01))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxserve.engine.request import Runner, SampledTokens, SchedulerOutput, StepHandle
@@ -16,23 +17,34 @@ MESSAGES = {
 
 
 class FaultsByName:
-    """A plan that clients write: the request named fault-KIND-STEPS befalls its STEPS-th step with KIND, once; the
-    one named poison-KIND-STEPS that step and every later one.
+    """A plan that clients write: the request that its client calls fault-KIND-STEPS befalls its STEPS-th step with
+    KIND, once; the one called poison-KIND-STEPS that step and every later one.
 
     Bound to a request and its own steps, so that it comes at the same moment whatever the machine's load.
+    client_id: of a request, by its engine id. happened: a directory that remembers the faults beyond this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, client_id: Callable[[str], str], happened: Path) -> None:
+        self._client_id = client_id
+        self._happened = happened
         self._steps: dict[str, int] = {}  # steps seen of each request that is a fault
 
     def __call__(self, output: SchedulerOutput) -> str | None:
         for row in output.rows:
-            if row.request_id.startswith(("fault-", "poison-")):
-                name, kind, at = row.request_id.rpartition("-")[0].split("-")
+            client_id = self._client_id(row.request_id)
+            if client_id.startswith(("fault-", "poison-")):
+                name, kind, at = client_id.split("-")
                 self._steps[row.request_id] = count = self._steps.get(row.request_id, 0) + 1
-                if count == int(at) or (name == "poison" and count > int(at)):
+                if count >= int(at) and (name == "poison" or self._is_first(client_id)):
                     return kind
         return None
+
+    def _is_first(self, client_id: str) -> bool:
+        try:
+            (self._happened / client_id).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class DeviceFault(Exception):
@@ -80,8 +92,8 @@ class FailingStep:
         self._handle = handle
         self._kind = kind
 
-    def sample(self, bitmask: Any) -> None:
-        self._handle.sample(bitmask)
+    def sample(self, bitmask: Any, late: Sequence[int] = ()) -> None:
+        self._handle.sample(bitmask, late)
 
     def result(self) -> SampledTokens:
         raise _fault(self._kind)

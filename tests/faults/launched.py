@@ -17,6 +17,7 @@ import httpx2
 import psutil
 
 from tests.conftest import SMALL
+from tests.waiting import LAST_RESORT
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,30 @@ class State:
 
 
 class Launched:
-    """A server that is ready on entering and gone, with all its children, on leaving. keys: configuration by flag."""
+    """A server that is ready on entering and gone, with all its children, on leaving.
 
-    def __init__(self, compile_cache: str, store: Path, **keys: Any) -> None:
-        environment = {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, "JAXSERVE_STORE__PATH": str(store)}
+    directory: for its store and its log; keys: configuration by flag
+    """
+
+    def __init__(self, compile_cache: str, directory: Path, **keys: Any) -> None:
+        environment = {
+            "JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache,
+            "JAXSERVE_STORE__PATH": str(directory / "store"),
+        }
         self._environment = os.environ | environment
         self._command = [sys.executable, "-m", "jaxserve", "launch", "--port", "0"]
         for key, value in (SMALL | keys).items():
             self._command += [f"--{key.replace('_', '-')}", str(value)]
-        self._log = open(store / "stderr.txt", "w+", encoding="utf-8")
+        self._log = open(directory / "stderr.txt", "w+", encoding="utf-8")
 
     def __enter__(self) -> Launched:
         self.process = subprocess.Popen(
-            self._command, env=self._environment, stdout=subprocess.PIPE, stderr=self._log, text=True
+            self._command,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
         )
         assert self.process.stdout is not None
         lines = iter(self.process.stdout)
@@ -85,6 +97,10 @@ class Launched:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    def send_as_a_terminal(self, number: signal.Signals) -> None:
+        """To the process and to all of its children that have no session of their own."""
+        os.killpg(self.process.pid, number)
+
     def state(self) -> State:
         numbers = self.stats()
         used = numbers["jaxserve:pages_total"] - numbers["jaxserve:pages_free"] - numbers["jaxserve:pages_evictable"]
@@ -96,21 +112,21 @@ class Launched:
             descriptors=tuple(process.num_fds() for process in [self.api, *self.children()]),
         )
 
-    def settled(self, seconds: float = 30.0) -> State:
+    def settled(self) -> State:
         """The state once the server is idle and has been the same for a second."""
-        deadline, seen = time.monotonic() + seconds, self.state()
+        deadline, seen = time.monotonic() + LAST_RESORT, self.state()
         while True:
             time.sleep(1.0)
             before, seen = seen, self.state()
             if seen == before and seen.idle:
                 return seen
-            assert time.monotonic() < deadline, f"not idle after {seconds} s: {seen}"
+            assert time.monotonic() < deadline, f"never idle: {seen}"
 
-    def settle(self, baseline: State, seconds: float) -> float:
+    def settle(self, baseline: State) -> float:
         """Wait until the state is `baseline` again; the time.monotonic() at which it was."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + LAST_RESORT
         while (seen := self.state()) != baseline:
-            assert time.monotonic() < deadline, f"after {seconds} s: {seen}; it was: {baseline}"
+            assert time.monotonic() < deadline, f"it stays at {seen}; it was: {baseline}"
             time.sleep(0.02)
         return time.monotonic()
 
@@ -119,13 +135,13 @@ class Launched:
         texts = []
         for prompt in ("What is the capital of France?", "Count from 1 to 10.", "Tell me a short story about a cat."):
             body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "temperature": 0}
-            answer = httpx2.post(f"{self.url}/v1/chat/completions", json=body | {"max_tokens": 60}, timeout=60)
+            answer = httpx2.post(f"{self.url}/v1/chat/completions", json=body | {"max_tokens": 60}, timeout=LAST_RESORT)
             texts.append(answer.json()["choices"][0]["message"]["content"])
         return texts
 
     def stats(self) -> dict[str, float]:
         """Values of /metrics without labels."""
-        lines = httpx2.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        lines = httpx2.get(f"{self.url}/metrics", timeout=LAST_RESORT).text.splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#") and "{" not in line]
         return {name: float(value) for name, value in pairs}
 

@@ -11,14 +11,18 @@ from jaxserve.engine.link import ProcessLink
 from jaxserve.engine.server import MAX_REBUILDS
 from jaxserve.serving import RunningServer
 from tests.conftest import SMALL
+from tests.faults.engine import HAPPENED
 from tests.faults.helpers import ask_all, check_goldens, engine_process, golden, stats, wait_for
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
-def server(compile_cache: str) -> Iterator[RunningServer]:
+def server(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     make_link = functools.partial(ProcessLink, module="tests.faults.engine")
-    with launch_server(make_link=make_link, compile_cache=compile_cache, **SMALL) as running:
-        yield running
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HAPPENED, str(tmp_path_factory.mktemp("faults")))
+        with launch_server(make_link=make_link, compile_cache=compile_cache, **SMALL) as running:
+            yield running
 
 
 @pytest.mark.parametrize("kind", ["before", "after", "memory"])
@@ -27,7 +31,7 @@ def test_a_failed_step_changes_no_answer(server: RunningServer, kind: str) -> No
     expected, engine, before = golden(server), engine_process().pid, stats(server)["jaxserve:rebuilds"]
     step = {"before": 1, "after": 4, "memory": 6}[kind]
     assert asyncio.run(ask_all(server, first_id=f"fault-{kind}-{step}")) == expected
-    asyncio.run(asyncio.sleep(1.2))  # the numbers are at most a second old
+    wait_until(lambda: stats(server)["jaxserve:rebuilds"] > before, "the rebuild is counted")
     after = stats(server)
     assert engine_process().pid == engine
     assert after["jaxserve:rebuilds"] == before + 1 and after["jaxserve:xla_compilations_total"] == 0
@@ -40,7 +44,7 @@ def test_where_no_rebuild_helps_a_new_process_does(server: RunningServer, kind: 
     expected, engine = golden(server), engine_process().pid
     for step in range(5, 5 + most):
         assert asyncio.run(ask_all(server, first_id=f"fault-{kind}-{step}")) == expected
-        wait_for(server, 200, 30)
+        wait_for(server, 200)
         if engine_process().pid != engine:  # the process has had failures from the tests before
             break
     assert engine_process().pid != engine

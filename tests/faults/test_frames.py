@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -28,13 +29,15 @@ from jaxserve.engine.messages import (
     encode,
 )
 from jaxserve.engine.request import EngineRequest, GrammarSpec, SamplingParams
+from jaxserve.engine.shared_state import SharedState
+from jaxserve.engine.socket_directory import STATE
 from tests.conftest import SMALL
 
 WHOLE = [
     encode(message)
     for message in (
-        Add(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams(logit_bias={1: 1.0}))),
-        Add(EngineRequest(request_id="g", prompt_token_ids=[1], params=SamplingParams(logprobs=2), deadline=3.0)),
+        Add.of(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams(logit_bias={1: 1.0}))),
+        Add.of(EngineRequest(request_id="g", prompt_token_ids=[1], params=SamplingParams(logprobs=2), deadline=3.0)),
         Abort(["r"]),
         Call(1, "flush_cache"),
         Call(2, "nothing", {"a": [1]}),
@@ -62,7 +65,7 @@ def damaged(rng: random.Random) -> bytes:
 
 def invented(rng: random.Random) -> bytes:
     """A request with a few odd values where good ones should be: some of them are valid, and are run."""
-    request: dict[str, Any] = {"request_id": f"f{rng.randrange(50)}", "prompt_token_ids": [rng.randrange(400)] * 3}
+    request: dict[str, Any] = {"request_id": "f", "prompt_token_ids": []}
     params: dict[str, Any] = {"max_tokens": 3}
     for _ in range(rng.randrange(3)):
         params[rng.choice(PARAMS)] = rng.choice(ODD)
@@ -71,8 +74,13 @@ def invented(rng: random.Random) -> bytes:
     if rng.random() < 0.02:
         kind, source = rng.choice(["regex", "lark", "ebnf", "json_schema", "x"]), rng.choice(["(", "[a-z]+", "{}", ""])
         params["grammar"] = msgspec.to_builtins(GrammarSpec(kind=kind, source=source))
-    message = {"type": rng.choice(KINDS), "request": {"params": params} | request, "request_ids": rng.choice(ODD)}
-    return msgspec.msgpack.encode(message | {"call_id": rng.choice(ODD), "method": rng.choice(ODD)})
+    message: dict[str, Any] = {"type": rng.choice(KINDS), "request": {"params": params} | request}
+    message |= {"prompt": np.full(3, rng.randrange(400), "<i4").tobytes()}
+    message |= {"siblings": [[f"f{rng.randrange(50)}", rng.randrange(9)] for _ in range(rng.randrange(1, 4))]}
+    if rng.random() < 0.1:
+        message[rng.choice(["prompt", "siblings"])] = rng.choice(ODD)
+    message |= {"request_ids": rng.choice(ODD), "call_id": rng.choice(ODD), "method": rng.choice(ODD)}
+    return msgspec.msgpack.encode(message)
 
 
 MAKERS: list[Callable[[random.Random], bytes]] = [random_bytes, damaged, damaged, invented]
@@ -103,6 +111,8 @@ class EngineProcess:
         self._context: zmq.Context[Any] = zmq.Context()
         self.to_engine = self._bind(zmq.PUSH, directory / "to-engine")
         self.from_engine = self._bind(zmq.PULL, directory / "from-engine")
+        with open(directory / STATE, "xb") as state:
+            SharedState.create(state.fileno())
         self._log = open(directory / "log", "w+b")
         command = [sys.executable, "-m", "jaxserve.engine.process", str(directory)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=self._log)
@@ -130,7 +140,7 @@ class EngineProcess:
         """Tokens of a greedy request, by way of the same socket."""
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         self.to_engine.send(
-            encode(Add(EngineRequest(request_id=request_id, prompt_token_ids=[5, 6, 7], params=params)))
+            encode(Add.of(EngineRequest(request_id=request_id, prompt_token_ids=[5, 6, 7], params=params)))
         )
         tokens: list[int] = []
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.messages import Located
+from jaxserve.engine.messages import EngineStats, Located
 from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.engine.thread_link import ThreadLink
@@ -22,6 +22,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import VOCAB, alone, make_core, small_config
 from tests.faults.faulty_runner import FaultyRunner
+from tests.waiting import until
 
 USERS = 256
 SCHEDULER = small_config(
@@ -88,16 +89,19 @@ class Crowd:
             self.foreign.append(name)
 
 
+def _idle(stats: EngineStats) -> bool:
+    return stats.num_running == stats.num_waiting == stats.num_pages_used == 0
+
+
 async def crowd_of(requests_each: int) -> Crowd:
     engine = AsyncEngine(Config(), ThreadLink(Config(), build))
     await engine.start()
     try:
         crowd = Crowd(engine, requests_each)
         await crowd.run()
-        await asyncio.sleep(1.5)  # the numbers of an idle engine
+        await until(lambda: engine.stats().cached_tokens and _idle(engine.stats()), "the numbers of an idle engine")
         stats = engine.stats()
         print(f"{crowd.finished} finished, {crowd.aborted} aborted, {stats.preemptions} retracted or preempted")
-        assert stats.num_running == stats.num_waiting == stats.num_pages_used == 0
         assert stats.preemptions > requests_each and stats.cached_tokens > 0
         return crowd
     finally:

@@ -11,6 +11,7 @@ import httpx2
 import psutil
 
 from tests.faults.launched import Launched
+from tests.waiting import LAST_RESORT, wait_until
 
 LONG: dict[str, Any] = {"model": "demo", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -30,7 +31,9 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx2.stream("POST", f"{self._server.url}/v1/completions", json=self._body, timeout=60) as response:
+            with httpx2.stream(
+                "POST", f"{self._server.url}/v1/completions", json=self._body, timeout=LAST_RESORT
+            ) as response:
                 self.events += [line.removeprefix("data: ") for line in self._lines(response)]
         except httpx2.HTTPError as error:
             self.error = error
@@ -50,13 +53,17 @@ class Stream(threading.Thread):
 
 
 def post(server: Launched) -> httpx2.Response:
-    return httpx2.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "a"}, timeout=10)
+    return httpx2.post(f"{server.url}/v1/completions", json={"model": "demo", "prompt": "a"}, timeout=LAST_RESORT)
+
+
+def health(server: Launched) -> int:
+    return httpx2.get(f"{server.url}/health", timeout=LAST_RESORT).status_code
 
 
 def everyone(server: Launched) -> list[psutil.Process]:
     """All processes of a server, the one that compiles grammars among them."""
     body = {"model": "demo", "prompt": "a", "max_tokens": 1, "response_format": {"type": "json_object"}}
-    assert httpx2.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+    assert httpx2.post(f"{server.url}/v1/completions", json=body, timeout=LAST_RESORT).status_code == 200
     children = server.children()
     assert len(children) >= 2
     return [*children, server.api]
@@ -67,28 +74,41 @@ def test_sigterm_drains(compile_cache: str, tmp_path: Path) -> None:
         processes = everyone(server)
         streams = [Stream(server, LONG) for _ in range(3)]
         server.send(signal.SIGTERM)
-        time.sleep(0.1)
+        wait_until(lambda: health(server) == 503, "the server drains")
         refused = post(server)
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
-        assert httpx2.get(f"{server.url}/health").status_code == 503
         for stream in streams:
             stream.join()
             assert stream.error is None and stream.events[-1] == "[DONE]" and stream.finish_reasons == ["length"]
+        assert server.process.wait(LAST_RESORT) == 0
+        assert psutil.wait_procs(processes, timeout=LAST_RESORT)[1] == [] and server.port_is_free()
+
+
+def test_ctrl_c_in_a_terminal(compile_cache: str, tmp_path: Path) -> None:
+    """It drains, says so, and neither it nor a child of it prints a traceback."""
+    with Launched(compile_cache, tmp_path) as server:
+        processes = everyone(server)
+        stream = Stream(server, LONG)
+        server.send_as_a_terminal(signal.SIGINT)
+        stream.join()
+        assert stream.error is None and stream.finish_reasons == ["length"]
         assert server.process.wait(10) == 0
-        assert psutil.wait_procs(processes, timeout=1)[1] == [] and server.port_is_free()
+        assert psutil.wait_procs(processes, timeout=1)[1] == []
+        log = server.log()
+        assert "jaxserve: SIGINT: draining: 1 running, at most 30 s; a second signal ends it at once\n" in log
+        assert "Traceback" not in log and "the grammar compiler ended" not in log
 
 
 def test_a_drain_has_a_limit(compile_cache: str, tmp_path: Path) -> None:
     """Who is not done by then is told so: nothing hangs and nothing ends without a word."""
     with Launched(compile_cache, tmp_path, **{"server.drain_timeout": 0.3}) as server:
         streams = [Stream(server, LONG | {"n": 8}) for _ in range(6)]
-        started = time.monotonic()
         server.send(signal.SIGTERM)
         for stream in streams:
-            stream.join(15)
+            stream.join(LAST_RESORT)
             assert stream.error is None and stream.events[-1] == "[DONE]"
             assert json.loads(stream.events[-2])["error"]["code"] == "engine_dead"
-        assert server.process.wait(15) == 0 and time.monotonic() - started < 10
+        assert server.process.wait(LAST_RESORT) == 0
 
 
 def test_a_second_signal_ends_at_once(compile_cache: str, tmp_path: Path) -> None:
@@ -96,11 +116,11 @@ def test_a_second_signal_ends_at_once(compile_cache: str, tmp_path: Path) -> Non
         processes = everyone(server)
         Stream(server, LONG | {"n": 32})
         server.send(signal.SIGTERM)
-        time.sleep(0.2)
+        wait_until(lambda: health(server) == 503, "the first signal is seen")
         assert server.process.poll() is None
         server.send(signal.SIGTERM)
-        assert server.process.wait(3) == 130
-        assert psutil.wait_procs(processes, timeout=3)[1] == [] and server.port_is_free()
+        assert server.process.wait(LAST_RESORT) == 130  # 0 where the stream was waited for
+        assert psutil.wait_procs(processes, timeout=LAST_RESORT)[1] == [] and server.port_is_free()
 
 
 def test_a_killed_server_leaves_nothing_behind(compile_cache: str, tmp_path: Path) -> None:
@@ -112,7 +132,7 @@ def test_a_killed_server_leaves_nothing_behind(compile_cache: str, tmp_path: Pat
         others = [process for process in processes if process != engine]
         engine.suspend()
         server.send(signal.SIGKILL)
-        assert psutil.wait_procs(others, timeout=5)[1] == []
+        assert psutil.wait_procs(others, timeout=LAST_RESORT)[1] == []
         assert server.port_is_free()
         engine.resume()
-        assert psutil.wait_procs([engine], timeout=5)[1] == []
+        assert psutil.wait_procs([engine], timeout=LAST_RESORT)[1] == []

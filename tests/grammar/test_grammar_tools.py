@@ -120,6 +120,7 @@ AUTO = {
     "harmony": "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.now "
     "<|constrain|>json<|message|>{}",
 }
+DEEP = '{"name": "get_weather", "parameters": {"city": "a", "days": 1, "deep": '
 ANSWERS = {"harmony": "<|channel|>final<|message|>Hello [now] <b>"}
 
 
@@ -138,10 +139,32 @@ def test_auto_allows_text_and_calls_of_known_tools(factory: MatcherFactory, toke
         assert not feed(fresh(parallel=False), tokenizer, AUTO[name] + second)
 
 
+@pytest.mark.parametrize("name", AUTO)
+def test_a_json_answer_or_calls(factory: MatcherFactory, tokenizer: Tokenizer, name: str) -> None:
+    """Also where both begin with the same characters."""
+    properties = {"name": {"const": "Bo"}}
+    schema = {"type": "object", "properties": properties, "required": ["name"], "additionalProperties": False}
+
+    def fresh() -> GrammarMatcher:
+        return grammar(factory, tokenizer, name, [GrammarTool("now")], required=False, answer=schema)
+
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    answer, call = fresh(), fresh()
+    assert feed(answer, tokenizer, final + '{"name": "Bo"}') and answer.is_accepting
+    text = AUTO[name].removeprefix("Hi. ")
+    assert feed(call, tokenizer, text), call.error
+    assert call.is_accepting
+    if name == "llama3_json":  # the call is written as the answer is: references in its schema keep their targets
+        right, wrong = (grammar(factory, tokenizer, name, [WEATHER], required=False, answer=schema) for _ in range(2))
+        assert feed(right, tokenizer, DEEP + "[true]}}") and right.is_accepting, right.error
+        assert not feed(wrong, tokenizer, DEEP + "[1")
+    for wrong in (final + '{"name": "Al"}', "Hello", text.replace("now", "nope")):
+        assert not feed(fresh(), tokenizer, wrong)
+
+
 def test_auto_without_strict_tools_is_free() -> None:
     loose = GrammarTool("f", {"type": "object"})
     assert tool_grammar("hermes", [loose], required=False) is None
-    assert tool_grammar("hermes", [loose], required=False, restrict=True) is not None
     assert tool_grammar("hermes", [loose], required=False, parallel=False) is not None
     with pytest.raises(InvalidSchemaError):
         tool_grammar("hermes", [], required=True)

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from jsonschema.validators import extend
 
+from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.translate import schema_spec
-from jaxserve.grammar.worker import build_tokenizer, compile_error
+from jaxserve.grammar.worker import build_tokenizer, compile_grammar
 from jaxserve.text.tokenizer import Tokenizer
 
 SUITE = "json_schema/json_schema_test_suite.jsonl"
@@ -89,10 +90,11 @@ def measure(cases: list[dict[str, Any]], factory: MatcherFactory, tokenizer: Tok
         schema = case["schema"]
         report.alone += isinstance(schema, dict) and alone(backend, schema)
         spec = schema_spec(schema)
-        error = compile_error(backend, spec)
-        if error is not None:
+        try:
+            compile_grammar(backend, spec)
+        except InvalidSchemaError as error:
             report.refused += 1
-            report.reasons[error.split(":")[0][:60]] += 1
+            report.reasons[error.message.split(":")[0][:60]] += 1
             continue
         report.accepted += 1
         validator = extend(DRAFTS[case["draft"]], {"pattern": ecma_pattern})(schema)

@@ -2,6 +2,8 @@
 
 import json
 import random
+from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.bitmask import BitmaskFiller
+from jaxserve.grammar.cache import CachedGrammar, GrammarCache
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.translate import choice_spec, grammar_spec, schema_spec
 from jaxserve.text.tokenizer import Tokenizer
@@ -86,6 +89,22 @@ def test_begins_after_the_reasoning(factory: MatcherFactory, tokenizer: Tokenize
     assert apart.in_grammar
 
 
+@pytest.mark.parametrize("marker", ["x{", "{"])
+def test_no_token_carries_text_over_the_marker(factory: MatcherFactory, tokenizer: Tokenizer, marker: str) -> None:
+    """A token `{"`: its quote would be in front of all that the grammar sees."""
+    begin, (over,) = tuple(tokenizer.encode(marker)), tokenizer.encode('{"')
+    matcher = factory(GrammarSpec(kind="regex", source="[a-z]+", begin_after=begin))
+    assert (over in mask(matcher)) == (marker == "x{"), "harmless where it does not complete the marker"
+    assert feed(matcher, tokenizer, marker[:-1])
+    assert over not in mask(matcher) and tokenizer.encode("{")[0] in mask(matcher)
+    assert feed(matcher, tokenizer, "{") and matcher.in_grammar and feed(matcher, tokenizer, "abc")
+    for source, fits in (("[a-z]+", False), ('"[a-z]+', True)):
+        given = factory(GrammarSpec(kind="regex", source=source, begin_after=begin))
+        assert feed(given, tokenizer, marker[:-1])
+        assert given.accept(over) == fits and (given.error is None) == fits, "fed to the grammar all the same"
+        assert not fits or (feed(given, tokenizer, "abc") and given.is_accepting)
+
+
 def test_the_first_token_may_open_the_reasoning(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
     begin, close = tokenizer.encode("<think>")[0], tokenizer.encode("</think>")[0]
     spec = GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=(close,), begin_unless=(begin,))
@@ -160,7 +179,57 @@ def test_cached_grammars_are_independent_and_bounded(factory: MatcherFactory, to
     assert not two.is_accepting and feed(two, tokenizer, '{"a": 2}')
     for n in range(200):
         factory(choice_spec([str(n)]))
-    assert len(factory._cache) <= factory.CACHED_GRAMMARS
+    assert len(factory._cache) <= 64
+
+
+def test_a_grammar_with_slow_masks_is_known_to_its_next_outputs(factory: MatcherFactory) -> None:
+    spec = choice_spec(["slow", "grammar"])
+    first = factory(spec)
+    assert not first.was_slow
+    first._grammar.charge(2 * CachedGrammar.SLOW)
+    assert factory(spec).was_slow and not factory(choice_spec(["another"])).was_slow
+    for _ in range(CachedGrammar.NUM_QUICK):
+        first._grammar.charge(CachedGrammar.SLOW / 2)
+    assert not factory(spec).was_slow
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_anew() -> None:
+    """The copies of a grammar share a lexer that only grows: a few outputs fill it, for whoever asks next."""
+    tokenizer = Tokenizer.from_directory(Path(str(files("jaxserve") / "assets" / "demo")))
+    own = MatcherFactory(tokenizer.to_json(), vocab_size=tokenizer.vocab_size, eos_token_ids=tokenizer.eos_token_ids)
+    spec, rng = GrammarSpec(kind="regex", source=r"(.|\n)*[a-m](.|\n){301}[0-9]"), random.Random(0)
+    innocent = own(spec)
+    row = np.full(-(-tokenizer.vocab_size // 32), -1, np.int32)
+    while (matcher := own(spec)).limit_error is None:
+        for _ in range(250):
+            row[:] = -1
+            matcher.fill(row)
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+            if matcher.limit_error or not matcher.accept(int(rng.choice(np.flatnonzero(bits).tolist()[:-8]))):
+                break
+        if matcher.limit_error:
+            break
+    assert "too many states" in (matcher.limit_error or "")
+    innocent.fill(row)
+    assert innocent.limit_error, "the old lexer is still full"
+    again = own(spec)
+    row[:] = -1
+    again.fill(row)
+    assert again.limit_error is None and again.accept(tokenizer.encode("a")[-1])
+
+
+def test_the_cache_is_bounded_by_bytes(factory: MatcherFactory) -> None:
+    base = factory(OBJECT).ll
+    cache = GrammarCache(max_entries=100, max_bytes=100_000_000)
+    for n in range(20):
+        grammar = CachedGrammar(base, "x" * 1000, 0.001)
+        cache.put(("regex", str(n)), grammar)
+        for _ in range(200):
+            grammar.charge(0.002)  # a mask that added states to the lexer
+            grammar.charge(0.0001)  # and one that did not
+        assert cache.get(("regex", str(n))) is grammar and cache.num_bytes <= 100_000_000
+    assert len(cache) == 2, "each is 41 MB by now"
+    assert cache.get(("regex", "0")) is None
 
 
 def test_threads(factory: MatcherFactory, tokenizer: Tokenizer) -> None:

@@ -1,6 +1,7 @@
 """config.json and generation_config.json as they are published, and as they are broken."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import GenerationDefaults
-from jaxserve.models.hf_config import from_hf, read_config
+from jaxserve.models.hf_config import from_hf, read_config, read_config_file
 from jaxserve.models.rope import Llama3Scaling, LongRopeScaling
 from tests.models.checkpoints import TINY_LLAMA
 
@@ -72,9 +73,12 @@ def test_newer_rope_parameters_mean_the_same() -> None:
         ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3"),
         ({"hidden_act": "relu6"}, "relu6"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"vocab_size": 0}, "vocab_size must be positive"),
-        ({"num_attention_heads": 0}, "zero"),
+        ({"vocab_size": 0}, "'vocab_size' must be an integer from 1"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' must be"),
         ({"architectures": None}, "architectures"),
+        ({"quantization_config": "gptq"}, "'quantization_config' must be an object, not 'gptq'"),
+        ({"quantization_config": [1]}, "'quantization_config' must be an object"),
+        ({"eos_token_id": 2**31 - 1}, "'eos_token_id' must be a token id up to"),
     ],
 )
 def test_a_wrong_value_is_named(change: dict[str, Any], cause: str, tmp_path: Path) -> None:
@@ -82,6 +86,24 @@ def test_a_wrong_value_is_named(change: dict[str, Any], cause: str, tmp_path: Pa
     with pytest.raises(ModelLoadError, match=cause) as caught:
         read_config(tmp_path)
     assert "config.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "other.json"])
+def test_what_is_no_regular_file_is_not_opened(name: str, tmp_path: Path) -> None:
+    """A FIFO would be waited for, and /dev/zero has no end: `jaxserve plan FILE` reads a file by any name."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelLoadError, match="is no regular file"):
+        read_config_file(tmp_path / name)
+    (tmp_path / "link.json").symlink_to("/dev/zero")
+    with pytest.raises(ModelLoadError, match="is no regular file"):
+        read_config_file(tmp_path / "link.json")
+
+
+def test_token_ids_of_the_generation_config_have_the_same_range(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 2**31 - 1]}))
+    with pytest.raises(ModelLoadError, match=r"generation_config\.json: 'eos_token_id' must be"):
+        read_config(tmp_path)
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:

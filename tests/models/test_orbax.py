@@ -66,7 +66,7 @@ def test_another_format_is_refused(source: LoadedModel, tmp_path: Path) -> None:
     orbax.convert(source, tmp_path / "out")
     manifest = tmp_path / "out" / "jaxserve.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    with pytest.raises(ModelLoadError, match="has format 99"):
+    with pytest.raises(ModelLoadError, match="it has format 99"):
         load_model(tmp_path / "out", dtype=FLOAT32)
 
 
@@ -100,6 +100,56 @@ def test_another_form_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".zarray").write_text(json.dumps({"zarr_format": 2, "compressor": {"id": "zstd"}}))
     with pytest.raises(ModelLoadError, match="compressed or of another version"):
         open_array(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chunks": [-2, -16, -16]},
+        {"chunks": [0, 0, 0]},
+        {"chunks": [1.5, 16, 16]},
+        {"chunks": [True, 16, 16]},
+        {"chunks": [1]},
+        {"chunks": [2**62] * 3},
+        {"shape": [-2, 16, 16]},
+        {"shape": [2**40, 2**40, 1]},
+        {"dtype": "|O"},
+        {"dtype": {"a": 1}},
+        {"filters": [{"id": "pickle"}]},
+    ],
+    ids=str,
+)
+def test_a_crafted_array_is_refused(wrong: dict[str, object], source: LoadedModel, tmp_path: Path) -> None:
+    """Negative chunks were read as memory that nobody had written."""
+    orbax.convert(source, tmp_path / "out")
+    header = tmp_path / "out" / "arrays" / "model.layers.1.self_attn.qkv_proj.weight" / ".zarray"
+    header.write_text(json.dumps(json.loads(header.read_text()) | wrong))
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        load_model(tmp_path / "out", dtype=FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_changed_byte_is_found(dtype: jnp.dtype, source: LoadedModel, tmp_path: Path) -> None:
+    orbax.convert(source, tmp_path / "out")
+    chunk = tmp_path / "out" / "arrays" / "model.layers.1.self_attn.qkv_proj.weight" / "0.0.0"
+    data = bytearray(chunk.read_bytes())
+    data[77] ^= 1
+    chunk.write_bytes(data)
+    with pytest.raises(ModelLoadError, match="its bytes are not those that were written"):
+        load_model(tmp_path / "out", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"kv_repeat": 0}, {"kv_repeat": -1}, {"kv_repeat": 10**9}, {"kv_repeat": 1.5}, {"checksums": [1]}],
+    ids=str,
+)
+def test_a_crafted_manifest_is_refused(wrong: dict[str, object], source: LoadedModel, tmp_path: Path) -> None:
+    orbax.convert(source, tmp_path / "out")
+    manifest = tmp_path / "out" / "jaxserve.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | wrong))
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        load_model(tmp_path / "out", dtype=FLOAT32)
 
 
 @pytest.mark.parametrize("damage", ["arrays", "data", "shape", "file", "manifest", "nothing converted"])

@@ -196,7 +196,12 @@ def test_kv_heads_are_copied_where_there_are_fewer_than_devices() -> None:
     ("hf", "tensor", "expert", "cause"),
     [
         (WIDE, 3, 1, "8 attention heads cannot be split over 3"),
-        (WIDE | {"num_attention_heads": 12, "num_key_value_heads": 3}, 2, 1, "3 kv heads can be neither split"),
+        (
+            WIDE | {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 2},
+            2,
+            1,
+            "3 kv heads can be neither split",
+        ),
         (WIDE | {"intermediate_size": 25}, 2, 1, "ffn of 25 cannot be split over 2"),
         (CASES["qwen3_moe"], 1, 3, "expert of 8 cannot be split over 3"),
     ],

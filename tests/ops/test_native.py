@@ -1,6 +1,8 @@
 """The C kernels: numbers, bits that depend on no neighbour, every instruction set, and a machine without a compiler."""
 
 import ctypes
+import errno
+import os
 import platform
 import threading
 from pathlib import Path
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.cache_directory import opened
 from jaxserve.errors import ConfigError
 from jaxserve.ops import native
 from jaxserve.ops.linear import linear
@@ -183,11 +186,14 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_library_is_kept(tmp_path: Path) -> None:
-    first = builder.build(tmp_path)
-    made = first.stat().st_mtime_ns
-    assert builder.build(tmp_path) == first and first.stat().st_mtime_ns == made
-    assert builder.build(tmp_path, [*builder.FLAGS, "-DANOTHER"]) != first
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".so", ".so"]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with opened(tmp_path / "cache") as cache:
+        first = os.stat(builder.kept(cache, scratch))
+        again = os.stat(builder.kept(cache, tmp_path / "a compiler cannot write here"))
+        other = os.stat(builder.kept(cache, scratch, [*builder.FLAGS, "-DANOTHER"]))
+    assert first.st_ino == again.st_ino != other.st_ino
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".so", ".so"]
 
 
 def test_no_warnings(tmp_path: Path) -> None:
@@ -207,7 +213,8 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(ConfigError, match="fatal error: no headers"):
-        builder.build(tmp_path / "cache")
+        with opened(tmp_path / "cache") as cache:
+            builder.kept(cache, tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -221,31 +228,70 @@ def test_without_kernels_auto_is_xla_and_native_an_error(monkeypatch: pytest.Mon
         get_backend("native", "cpu")
 
 
-@pytest.mark.parametrize("spoil", ["a file in its place", "others can write", "no home"])
-def test_a_cache_that_cannot_be_trusted_is_not_used(
-    spoil: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private directory for the compiler, beside a cache in tmp_path / jaxserve / kernels.
+
+    A path that was loaded before in this process is not read again, and descriptors have the same numbers.
+    """
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: load(os.path.realpath(path)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._kept_directory() == tmp_path / "jaxserve" / "kernels"
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"
+
+
+@pytest.mark.parametrize("spoil", ["a file in its place", "others can write", "no home", "a link", "a full disk"])
+def test_without_a_safe_cache_the_library_is_made_anew(
+    spoil: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = scratch.parent / "jaxserve" / "kernels"
+    kept.mkdir(parents=True)
     if spoil == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", _no_home)
     elif spoil == "others can write":
-        (tmp_path / "jaxserve" / "kernels").chmod(0o777)
+        kept.chmod(0o777)
+    elif spoil == "a full disk":
+        monkeypatch.setattr(builder, "_put", _no_space)
+    elif spoil == "a link":
+        (kept / builder.library_name()).symlink_to(scratch / "elsewhere.so")
+        (scratch / "elsewhere.so").write_bytes(b"not a library")
     else:
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert native._kept_directory() is None
+        kept.rmdir()
+        kept.write_text("")
+    assert native._open(scratch).jaxserve_matmul is not None
+    if spoil == "a link":  # replaced by the library, and not followed
+        assert (kept / builder.library_name()).stat().st_size > 1000
+        assert (scratch / "elsewhere.so").read_bytes() == b"not a library"
+    else:
+        assert caplog.text.count("kernels are not kept") == 1
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _no_home() -> Path:
     raise RuntimeError("could not determine home directory")
 
 
-def test_a_library_that_was_cut_short_is_made_anew(tmp_path: Path) -> None:
-    builder.build(tmp_path).write_bytes(b"")
-    assert native._open(tmp_path).jaxserve_matmul is not None
-    assert builder.build(tmp_path).stat().st_size > 1000
+def test_a_library_that_others_could_have_written_is_made_anew(scratch: Path) -> None:
+    native._open(scratch)
+    path = scratch.parent / "jaxserve" / "kernels" / builder.library_name()
+    made = path.stat().st_ino
+    path.chmod(0o666)
+    native._open(scratch)
+    assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_ino != made
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_library_that_was_cut_short_is_made_anew(scratch: Path, size: int) -> None:
+    path = scratch.parent / "jaxserve" / "kernels" / builder.library_name()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x" * size)
+    assert native._open(scratch).jaxserve_matmul is not None
+    assert path.stat().st_size > 1000
 
 
 def test_the_compiler_of_cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxserve.engine.request import (
+    RowStatus,
     SampledTokens,
     SamplingParams,
     ScheduledRow,
@@ -88,19 +90,26 @@ class HandScheduler:
         self.inits = []
         return self.runner.execute(output)
 
-    def step(self, chunks: list[tuple[Sequence, int | None]], bitmask: np.ndarray | None = None) -> SampledTokens:
-        """One step, waited for. Decode rows (None) first."""
+    def step(
+        self,
+        chunks: list[tuple[Sequence, int | None]],
+        bitmask: np.ndarray | None = None,
+        late: Collection[int] = (),
+    ) -> SampledTokens:
+        """One step, waited for. Decode rows (None) first. late: rows that get no token."""
         rows = [self.row(seq, count, masked=bitmask is not None) for seq, count in chunks]
         handle = self.execute(rows)
         if bitmask is not None:
-            handle.sample(bitmask)
+            handle.sample(bitmask, list(late))
+        for i in late:
+            chunks[i][0].computed -= 1
         result = handle.result()
         self.read([seq for seq, _ in chunks], result)
         return result
 
     def read(self, seqs: list[Sequence], result: SampledTokens) -> None:
         for i, seq in enumerate(seqs):
-            seq.ok &= bool(result.ok[i])
+            seq.ok &= result.status[i] == RowStatus.FINE
             if result.num_valid[i]:
                 seq.tokens.append(int(result.token_ids[i, 0]))
                 if seq.params.logprobs is not None:

@@ -9,6 +9,7 @@ from jaxserve.runtime.buckets import fit, make_buckets
 def test_every_count_has_a_bucket(platform: str, parameters: int, seqs: int, tokens: int) -> None:
     buckets = make_buckets(seqs, tokens, platform=platform, num_parameters=parameters)
     assert (buckets.decode[-1], buckets.head[-1], buckets.max_tokens) == (seqs, seqs, max(seqs, tokens))
+    assert buckets.decode_hidden[-1] == seqs
     for family in buckets.families().values():
         assert list(family) == sorted(set(family))
         for count in range(1, family[-1] + 1):
@@ -17,7 +18,7 @@ def test_every_count_has_a_bucket(platform: str, parameters: int, seqs: int, tok
 
 @pytest.mark.parametrize(
     ("platform", "parameters", "seqs", "tokens", "most"),
-    [("cpu", 3_000_000, 64, 512, 15), ("cpu", 10**9, 64, 512, 20), ("gpu", 10**10, 512, 8192, 29)],
+    [("cpu", 3_000_000, 64, 512, 19), ("cpu", 10**9, 64, 512, 24), ("gpu", 10**10, 512, 8192, 34)],
 )
 def test_the_defaults_keep_the_number_of_programs_small(
     platform: str, parameters: int, seqs: int, tokens: int, most: int
@@ -27,7 +28,8 @@ def test_the_defaults_keep_the_number_of_programs_small(
 
 
 def test_deterministic_mode_has_no_decode_programs() -> None:
-    assert make_buckets(8, 64, platform="cpu", num_parameters=1, deterministic=True).decode == ()
+    buckets = make_buckets(8, 64, platform="cpu", num_parameters=1, deterministic=True)
+    assert buckets.decode == buckets.decode_hidden == () and buckets.extend[0] == 1
 
 
 def test_deterministic_mode_has_one_shape_on_an_accelerator() -> None:

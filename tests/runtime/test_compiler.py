@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.compiler import CompileCounter, Program, compile_all, enable_persistent_cache
+from jaxserve.runtime.compiler import (
+    CompileCounter,
+    Program,
+    compile_all,
+    compiler_options,
+    enable_persistent_cache,
+)
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 
@@ -60,3 +66,24 @@ def test_the_persistent_cache_keeps_the_smallest_program(tmp_path: Path) -> None
     finally:
         jax.config.update("jax_compilation_cache_dir", directory)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
+
+
+@pytest.mark.parametrize("num_rows", [16_385, 32_769, 40_001])
+@pytest.mark.parametrize("width", [3, 64])
+def test_sums_of_products_are_right(num_rows: int, width: int) -> None:
+    """The program of jax-ml/jax#39103, and one as wide as a head: jaxlib 0.10.2 by itself gives wrong last rows."""
+
+    def squares(x: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row: jnp.sum((jnp.eye(width, dtype=x.dtype) @ row) ** 2))(x)
+
+    shape = jax.ShapeDtypeStruct((num_rows, width), jnp.float32)
+    compiled = Program("squares", squares, (shape,), options=compiler_options(jax.default_backend())).compile()
+    x = np.zeros(shape.shape, np.float32)
+    x[:, 0] = np.arange(num_rows)
+    np.testing.assert_allclose(np.asarray(compiled(x)), (x.astype(np.float64) ** 2).sum(axis=1), rtol=1e-6)
+
+
+def test_the_option_is_for_the_version_that_needs_it() -> None:
+    single_dots = compiler_options("cpu", deterministic=True, version="0.12.0")
+    assert single_dots and compiler_options("cpu", version="0.10.2") == single_dots
+    assert compiler_options("cpu", version="0.11.2") == compiler_options("cuda", deterministic=True) == {}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import ScheduledRow, SchedulerOutput
+from jaxserve.engine.request import RowStatus, ScheduledRow, SchedulerOutput
 from jaxserve.errors import ConfigError
 from jaxserve.models.dense import dense_embedding
 from jaxserve.models.loader import LoadedModel, load_model
@@ -38,7 +38,7 @@ def step_of(texts: list[list[int]]) -> SchedulerOutput:
 
 def embeddings(runner: EncoderRunner, texts: list[list[int]]) -> list[np.ndarray]:
     result = runner.execute(step_of(texts)).result()
-    assert result.ok.all() and result.embeddings is not None
+    assert not result.status.any() and result.embeddings is not None
     return [result.embeddings[i] for i in range(len(texts))]
 
 
@@ -71,7 +71,7 @@ def test_deterministic_bits_do_not_depend_on_the_others(bert: LoadedModel, mesh:
 def test_an_embedding_that_is_not_finite_is_reported(bert: LoadedModel, mesh: DeviceMesh) -> None:
     leaves = tuple(jax.tree.map(lambda x: x * jnp.nan, leaf) for leaf in bert.leaves)
     runner = EncoderRunner(dataclasses.replace(bert, leaves=leaves), POOLING, SMALL, mesh)
-    assert not runner.execute(step_of([[5, 6]])).result().ok.any()
+    assert runner.execute(step_of([[5, 6]])).result().status.tolist() == [RowStatus.NOT_FINITE]
     runner.close()
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import re
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.request import RowStatus, SamplingParams
 from jaxserve.models.dense import dense_logits
 from jaxserve.models.loader import LoadedModel
 from jaxserve.runtime import sampler, slots
@@ -27,6 +30,7 @@ COMPILING = (
     "test_sampling_through_the_whole_step",
     "test_decode_fn_is_the_same_step_as_a_plain_function",
     "test_update_weights",
+    "test_no_program_leaves_a_sum_to_the_library_that_gets_it_wrong",
 )
 
 
@@ -268,10 +272,57 @@ def test_masked_steps(runner: ModelRunner, dense: Callable[[list[int]], np.ndarr
     assert free.output == greedy_oracle(dense, [4, 5], 5)
 
 
+APART = [
+    {"logprobs": 0, "watched_token_ids": (5, 7)},
+    {"logprobs": 0, "support": True},
+    {"logprobs": 0, "hidden_states": "last"},
+]
+
+
+@pytest.mark.parametrize("changes", [None, *APART], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 7])
+def test_decode_rows_beside_one_that_is_sampled_apart(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any] | None, num_rows: int
+) -> None:
+    """One forward pass for all rows and one head; None: the row is masked."""
+    requests = [(prompt, i) for i, prompt in enumerate(prompts(num_rows, seed=31, longest=9))]
+    free = HandScheduler(runner)
+    expected = free.generate([free.add(prompt, SamplingParams(), seed=seed) for prompt, seed in requests], 4)
+    scheduler = HandScheduler(runner)
+    first = SamplingParams(**(changes or {}))
+    seqs = [scheduler.add(p, SamplingParams() if i else first, seed=seed) for i, (p, seed) in enumerate(requests)]
+    scheduler.generate(seqs, 1)
+    for family in ("extend", "decode"):
+        monkeypatch.setitem(runner._by_size, family, {})
+    before = runner.num_dispatches
+    mask = None if changes else np.full((num_rows, slots.mask_words(V)), -1, np.int32)
+    for _ in range(3):
+        scheduler.step([(seq, None) for seq in seqs], mask)
+    assert [seq.output for seq in seqs] == expected
+    assert runner.num_dispatches - before == 3 * (3 if changes == APART[2] else 2), "a hidden state is a dispatch more"
+
+
 def test_masked_step_without_a_sampling_row(runner: ModelRunner) -> None:
     scheduler = HandScheduler(runner)
     seq = scheduler.add(list(range(20)), GREEDY)
     assert scheduler.step([(seq, 8)]).num_valid.tolist() == [0]
+
+
+def test_a_row_whose_mask_is_late_gets_the_same_tokens_later(runner: ModelRunner) -> None:
+    """Late at the end of its prompt and twice after it, where the place of a drawn token counts, beside another row."""
+    params = SamplingParams(temperature=1.0, repetition_penalty=1.3)
+    outputs = []
+    for late in ((), (0, 2, 3)):
+        scheduler = HandScheduler(runner)
+        seqs = [scheduler.add(list(range(3, 15 + i)), params, seed=i) for i in range(2)]
+        mask = np.full((2, slots.mask_words(V)), -1, np.int32)
+        for step in range(6 + len(late)):
+            chunks = [(seq, None if step else len(seq.tokens)) for seq in seqs]
+            result = scheduler.step(chunks, mask, {1} if step in late else ())
+            assert result.num_valid.tolist() == [1, int(step not in late)]
+            assert result.status.tolist() == [RowStatus.FINE] * 2
+        outputs.append([seq.output[:6] for seq in seqs])
+    assert outputs[0] == outputs[1]
 
 
 def test_a_masked_step_must_be_sampled_before_the_next(runner: ModelRunner) -> None:
@@ -374,9 +425,12 @@ def test_candidates_of_a_row_beside_a_greedy_one(runner: ModelRunner) -> None:
 
 def test_a_watermark_is_found_by_its_key_alone(runner: ModelRunner) -> None:
     scheduler = HandScheduler(runner)
-    marked = SamplingParams(temperature=1.0, logprobs=0, watermark_key=2**40 + 7)
+    marked = SamplingParams(temperature=1.0, watermark_key=2**40 + 7)
     seqs = [scheduler.add([5, 6, 7, 8, 9], marked), scheduler.add([5, 6, 7, 8, 9], SamplingParams(), seed=3)]
     scheduler.generate(seqs, 100)
+    before = runner.num_dispatches
+    scheduler.step([(seq, None) for seq in seqs])
+    assert runner.num_dispatches == before + 1, "a watermark costs no dispatch of its own"
     assert watermark_score(seqs[0].tokens, 2**40 + 7).z > 8
     assert abs(watermark_score(seqs[0].tokens, 2**40 + 6).z) < 5
     assert abs(watermark_score(seqs[1].tokens, 2**40 + 7).z) < 5
@@ -462,9 +516,31 @@ def test_a_row_that_is_not_finite_fails_alone(runner: ModelRunner) -> None:
     page = seqs[1].pages[0]
     runner.import_pages([page], [np.full((1, 8, 4, 4), np.nan, np.float32)] * 2)
     results = [scheduler.step([(seq, None) for seq in seqs]) for _ in range(3)]
-    assert [result.ok.tolist() for result in results] == [[True, False, True]] * 3
+    expected_status = [RowStatus.FINE, RowStatus.NOT_FINITE, RowStatus.FINE]
+    assert [result.status.tolist() for result in results] == [expected_status] * 3
     assert [seqs[0].output, seqs[2].output] == expected
     runner.import_pages([page], [np.zeros((1, 8, 4, 4), np.float32)] * 2)
+
+
+def test_a_chunk_that_is_not_finite_shows_before_its_prompt_ends(runner: ModelRunner) -> None:
+    """No row of the last two steps samples: their status comes from the hidden states."""
+    scheduler = HandScheduler(runner)
+    bad, good = (scheduler.add(list(range(1 + i, 31 + i)), GREEDY) for i in range(2))
+    fine = scheduler.step([(bad, 9), (good, 8)]).status.tolist()
+    runner.import_pages(bad.pages[:1], [np.full((1, 8, 4, 4), np.nan, np.float32)] * 2)
+    both = scheduler.step([(bad, 5), (good, 9)])
+    alone = scheduler.step([(good, 1)])
+    runner.import_pages(bad.pages[:1], [np.zeros((1, 8, 4, 4), np.float32)] * 2)
+    assert fine == [RowStatus.FINE] * 2 and not both.num_valid.any()
+    assert both.status.tolist() == [RowStatus.NOT_FINITE, RowStatus.FINE] and not alone.status.any()
+
+
+def test_a_row_whose_mask_allows_nothing_fails_alone(runner: ModelRunner) -> None:
+    scheduler = HandScheduler(runner)
+    seqs = [scheduler.add(prompt, GREEDY) for prompt in prompts(2, seed=21, longest=8)]
+    mask = np.stack([slots.pack_bits([], V, allow=True), slots.pack_bits([7], V, allow=True)])
+    result = scheduler.step([(seq, len(seq.tokens)) for seq in seqs], bitmask=mask)
+    assert result.status.tolist() == [RowStatus.NOTHING_ALLOWED, RowStatus.FINE] and result.token_ids[1, 0] == 7
 
 
 # --- limits and weights
@@ -494,11 +570,12 @@ def test_warming_up_leaves_no_trace(runner: ModelRunner) -> None:
 def test_warming_up_attends_in_every_size(runner: ModelRunner) -> None:
     """A kernel first run by a request costs that 80 ms; a step without rows would leave the loops over them alone."""
     attended = 0
-    for _ in runner._first_runs():
+    for program in runner._sizes():
+        runner._run_on_zeros(*program)
         if np.asarray(runner.caches[0]).any():
             attended += 1
             runner.rebuild()
-    assert attended == len(runner.buckets.decode) + len(runner.buckets.extend)
+    assert attended == sum(map(len, (runner.buckets.decode, runner.buckets.decode_hidden, runner.buckets.extend)))
     runner.rebuild()
 
 
@@ -545,7 +622,9 @@ def test_decode_fn_is_the_same_step_as_a_plain_function(
 # --- the compiled programs
 
 
-@pytest.mark.parametrize("name", ["decode[1]", "decode[8]", "extend[1]", "extend[32]", "head_sample[8]", "admit"])
+@pytest.mark.parametrize(
+    "name", ["decode[1]", "decode[8]", "decode_hidden[8]", "extend[32]", "head_sample[8]", "admit"]
+)
 def test_no_copies_of_the_cache_or_the_counts(runner: ModelRunner, name: str) -> None:
     """Everything donated is updated in place: nothing of its size is copied or kept as temporary memory."""
     compiled = runner.compiled[name]
@@ -559,8 +638,25 @@ def test_no_copies_of_the_cache_or_the_counts(runner: ModelRunner, name: str) ->
     assert analysis.alias_size_in_bytes >= donated + large
 
 
+@pytest.mark.skipif(version("jaxlib") != "0.10.2", reason="other versions sum rightly, and keep their fusions")
+def test_no_program_leaves_a_sum_to_the_library_that_gets_it_wrong(runner: ModelRunner) -> None:
+    assert not any(library_sums(compiled) for compiled in runner.compiled.values())
+    plain = dataclasses.replace(runner._programs, options={}).decode(8)
+    assert library_sums(plain.compile()), "without the option it does"
+
+
+def library_sums(compiled: jax.stages.Compiled) -> int:
+    """Fusions that YNNPACK computes and that hold a reduction."""
+    text = compiled.as_text() or ""
+    bodies = dict(re.findall(r"^(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+    called = [re.search(r"calls=(%[\w.-]+)", line) for line in text.splitlines() if "__ynn_fusion" in line]
+    return sum(" reduce(" in bodies[match[1]] for match in called if match)
+
+
 def test_plan_and_programs(runner: ModelRunner) -> None:
     assert runner.num_programs == len(runner.compiled) <= 30
+    kept = {program.name for program in dataclasses.replace(runner._programs, page_programs=False).all()}
+    assert set(runner.compiled) - kept == {"copy_pages", "export_pages", "import_pages"}, "nobody's but the tests'"
     assert runner.plan.kv_bytes == sum(cache.nbytes for cache in runner.caches)
     assert runner.plan.scratch_bytes > 0
     assert runner.plan.as_dict()["kv_tokens"] == 2048 * 8

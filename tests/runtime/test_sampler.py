@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import MAX_LOGIT_BIAS, SamplingParams, SlotInit
+from jaxserve.engine.request import MAX_LOGIT_BIAS, RowStatus, SamplingParams, SlotInit
 from jaxserve.runtime import sampler, slots
 from jaxserve.text.watermark import token_numbers
 
@@ -190,7 +190,7 @@ def test_min_tokens_yields_to_a_grammar_that_allows_nothing_else() -> None:
     state = state_of([SamplingParams(temperature=0, min_tokens=5)], eos=(2,))
     only_eos = slots.pack_bits([2], V, allow=True)[None]
     sampled = run(random_logits(1), state, bitmask=only_eos)
-    assert np.asarray(sampled.tokens).tolist() == [[2, 1]]
+    assert np.asarray(sampled.tokens).tolist() == [[2, RowStatus.FINE]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
@@ -206,10 +206,33 @@ def test_static_and_step_masks(temperature: float) -> None:
     assert tokens(run(logits, state, bitmask=step)).tolist()[:2] == [150, 199]
 
 
-def test_a_row_with_nothing_allowed_is_not_ok() -> None:
-    state = state_of([SamplingParams(allowed_token_ids=(5,)), GREEDY])
-    step = np.stack([slots.pack_bits([6], V, allow=True), slots.pack_bits([6], V, allow=True)])
-    assert np.asarray(run(random_logits(2), state, bitmask=step).tokens)[:, 1].tolist() == [0, 1]
+def test_three_masks_at_once() -> None:
+    """What min_tokens bans may be drawn only where nothing else is left; what the other two ban, never."""
+    params = SamplingParams(temperature=0, min_tokens=5, stop_token_ids=(2, 3), bad_words_token_ids=((4,),))
+    logits = np.zeros((3, V), np.float32)
+    logits[:, [4, 9]], logits[:, 2], logits[:, 3], logits[:, 7] = 9, 8, 7, 6
+    ids = [[2, 3, 4, 7], [2, 3, 4], [4]]
+    step = np.stack([slots.pack_bits(allowed, V, allow=True) for allowed in ids])
+    sampled = np.asarray(run(logits, state_of([params] * 3), bitmask=step).tokens)
+    # between two that are only banned early the first is taken: both are BANNED
+    assert sampled[:, 1].tolist() == [RowStatus.FINE, RowStatus.FINE, RowStatus.NOTHING_ALLOWED]
+    assert sampled[:2, 0].tolist() == [7, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_nothing_allowed_is_told_from_one_that_is_not_finite(temperature: float) -> None:
+    only = SamplingParams(allowed_token_ids=(5,), temperature=temperature)
+    state = state_of([only, only, only, GREEDY])
+    step = np.stack([slots.pack_bits([6], V, allow=True)] * 4)
+    logits = random_logits(4)
+    logits[1, 100], logits[2] = np.nan, -np.inf
+    status = np.asarray(run(logits, state, bitmask=step).tokens)[:, 1].tolist()
+    assert status == [RowStatus.NOTHING_ALLOWED, RowStatus.NOT_FINITE, RowStatus.NOT_FINITE, RowStatus.FINE]
+
+
+def test_parameters_that_overflow_are_not_the_models_fault() -> None:
+    state = state_of([SamplingParams(repetition_penalty=1e-38)], prompt=range(V))
+    assert np.asarray(run(random_logits(1) * 100, state).tokens)[:, 1].tolist() == [RowStatus.NOTHING_ALLOWED]
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -221,7 +244,7 @@ def test_logits_that_are_not_finite_fail_their_row_alone(poison: float, temperat
     clean = tokens(run(logits, state_of(params, vocab=vocab)))
     logits[1, 17] = poison
     sampled = np.asarray(run(logits, state_of(params, vocab=vocab)).tokens)
-    assert sampled[:, 1].tolist() == [1, 0, 1]
+    assert sampled[:, 1].tolist() == [RowStatus.FINE, RowStatus.NOT_FINITE, RowStatus.FINE]
     assert sampled[[0, 2], 0].tolist() == clean[[0, 2]].tolist()
     assert 0 <= sampled[1, 0] < vocab
 
@@ -230,7 +253,7 @@ def test_minus_infinity_in_the_logits_is_no_error() -> None:
     logits = random_logits(1)
     logits[0, 100:] = -np.inf
     sampled = np.asarray(run(logits, state_of([SamplingParams()])).tokens)
-    assert sampled[0, 1] == 1 and sampled[0, 0] < 100
+    assert sampled[0, 1] == RowStatus.FINE and sampled[0, 0] < 100
 
 
 # --- which tokens may be drawn

@@ -22,7 +22,7 @@ def row(slot: int, start: int, tokens: list[int] | None, pages: dict[int, int] |
 def state() -> slots.SlotState:
     empty = slots.empty_state(S, 10, PAGES)
     return empty.replace(
-        last_token=jnp.arange(S, dtype=jnp.int32) + 50,
+        recent=jnp.zeros((S, slots.RECENT), jnp.int32).at[:, -1].set(jnp.arange(S, dtype=jnp.int32) + 50),
         position=jnp.arange(S, dtype=jnp.int32) * 3,
         page_table=jnp.arange(S * PAGES, dtype=jnp.int32).reshape(S, PAGES),
     )

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.engine.request import SamplingParams
+from jaxserve.engine.request import RowStatus, SamplingParams
 from jaxserve.runtime import sampler, slots
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.vocab import Vocab
@@ -82,7 +82,7 @@ def compared(vocab_size: int, tensor: int, expert: int) -> dict[str, int]:
     split = Vocab.of(vocab_size, make_mesh("cpu", tensor=tensor, expert=expert).mesh)
     assert split.parts == tensor * expert
     runs = [sampler_over(vocab, vocab_size) for vocab in (Vocab(), split)]
-    differ = dict.fromkeys(("tokens", "ok", "logprobs", "watched", "support", "top-p rows", "top-p tokens"), 0)
+    differ = dict.fromkeys(("tokens", "status", "logprobs", "watched", "support", "top-p rows", "top-p tokens"), 0)
     top_p = np.array([params.top_p < 1 for params in PARAMS])
     drawn: set[int] = set()
     for step in range(STEPS):
@@ -90,8 +90,8 @@ def compared(vocab_size: int, tensor: int, expert: int) -> dict[str, int]:
         ids = jnp.asarray(np.random.default_rng(step).integers(0, vocab_size, (S, 6)), jnp.int32)
         args = (x["logits"], now, x["bitmask"], x["masked"], x["wanted"], ids)
         one, many = (jax.tree.map(np.asarray, run(*args)) for run in runs)
-        fine = one.tokens[:, 1] == 1
-        differ["ok"] += int((one.tokens[:, 1] != many.tokens[:, 1]).sum())
+        fine = one.tokens[:, 1] == RowStatus.FINE
+        differ["status"] += int((one.tokens[:, 1] != many.tokens[:, 1]).sum())
         other_token = fine & (one.tokens[:, 0] != many.tokens[:, 0])
         other_border = fine & top_p & (other_token | (one.support[:, 1] != many.support[:, 1]))
         differ["top-p rows"] += int(other_border.sum())

@@ -59,8 +59,8 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
 def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store")
     kept, lost = asyncio.run(upload(store)), asyncio.run(upload(store))
-    (tmp_path / "store" / "files" / "file-orphan").write_bytes(b"x")
-    (tmp_path / "store" / "tmp" / "half").write_bytes(b"x")
+    (tmp_path / "store" / "files" / f"file-{'0' * 24}").write_bytes(b"x")
+    (tmp_path / "store" / "tmp" / ("0" * 24)).write_bytes(b"x")
     (tmp_path / "store" / "files" / lost.id).unlink()
     store = reopen(store, tmp_path)
     assert [path.name for path in (tmp_path / "store" / "files").iterdir()] == [kept.id]

@@ -64,9 +64,9 @@ def test_random_tokens_at_two_microseconds_each(shared_data: Any, directory: str
     ids = random.Random(0).choices(range(tokenizer.vocab_size), k=20_000)
     make_detokenizer(tokenizer).push(ids)  # fills the table of bytes
     detokenizer = make_detokenizer(tokenizer)
-    start = time.perf_counter()
+    start = time.thread_time()
     out = [detokenizer.push((i,)) for i in ids]
-    assert (time.perf_counter() - start) / len(ids) < 20e-6  # measured 0.7-1.5 us; the margin is for a busy machine
+    assert (time.thread_time() - start) / len(ids) < 20e-6  # measured 0.7-1.5 us
     if tokenizer.decoder_kind == "byte_level":
         assert tokenizer.decode(ids).startswith("".join(out))
 

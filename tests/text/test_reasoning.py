@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.events import ParsedOutput, parse_whole
 from jaxserve.text.output_parser import ParserChoice, choose_parsers
-from jaxserve.text.reasoning import REASONING_FAMILIES
+from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkParser
+from jaxserve.text.renderer import Renderer
+from jaxserve.text.template_worker import Conversation
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
 
@@ -79,6 +80,66 @@ def test_reasoning_then_calls(text: str) -> None:
 def test_a_call_may_end_the_thinking() -> None:
     output = run(ParserChoice(tool="hermes", reasoning="qwen3"), list("<think>hm\n" + CALL), tools=TOOLS)
     assert (output.reasoning, output.content, len(output.tool_calls)) == ("hm", None, 1)
+
+
+# reasoning family, its family of calls, texts within the thinking that are no call, a call
+OPENINGS = [
+    ("qwen3", "hermes", ["<tool_call>", "`<tool_call>` and", "<tool_call></tool_call>"], CALL),
+    ("qwen3", "hermes", ["<tool_call><tool_call>"], '<tool_call>\n[{"name": "f", "arguments": {}}]</tool_call>'),
+    ("qwen3", "qwen3_coder", ["<tool_call>\n<func"], "<tool_call>\n<function=f>\n</function>\n</tool_call>"),
+    ("glm45", "glm45", ["<tool_call> f is", "<tool_call>g\n<arg_key>", "<tool_call>"], "<tool_call>f\n</tool_call>"),
+    ("glm45", "glm45", ["<tool_call>f</"], "<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
+    (
+        *("kimi_k2", "kimi_k2", ["<|tool_calls_section_begin|> comes first"]),
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+]
+
+
+@pytest.mark.parametrize("reasoning, tool, mentions, call", OPENINGS)
+def test_only_a_call_ends_the_thinking(reasoning: str, tool: str, mentions: list[str], call: str) -> None:
+    choice = ParserChoice(tool=tool, reasoning=reasoning)
+    for mention in mentions:
+        text = f"<think>I could write {mention} here. Let me think on.</think>A tag."
+        for deltas in ([text], list(text)):
+            for tools in (TOOLS, None):
+                output = run(choice, deltas, tools=tools)
+                assert output.reasoning == f"I could write {mention} here. Let me think on.", (mention, tools)
+                assert (output.content, output.tool_calls) == ("A tag.", [])
+        text = f"<think>I write {mention} or {call}"
+        for deltas in ([text], list(text)):
+            output = run(choice, deltas, tools=TOOLS)
+            assert output.reasoning == f"I write {mention} or" and output.content is None
+            assert [call.name for call in output.tool_calls] == ["f"]
+
+
+@pytest.mark.parametrize("reasoning, tool, mentions, call", OPENINGS)
+def test_without_tools_no_call_ends_the_thinking(reasoning: str, tool: str, mentions: list[str], call: str) -> None:
+    choice = ParserChoice(tool=tool, reasoning=reasoning)
+    text = f"<think>I write {call} or so.</think>Done."
+    for deltas in ([text], list(text)):
+        assert run(choice, deltas).reasoning == f"I write {call} or so."
+        kept = run(choice, deltas, tools=TOOLS, separate_reasoning=False)
+        assert (kept.content or "").startswith("<think>I write") and [c.name for c in kept.tool_calls] == ["f"]
+
+
+@pytest.mark.parametrize("family", [name for name, tags in REASONING_FAMILIES.items() if tags.calls])
+def test_text_that_may_be_a_call_survives(family: str) -> None:
+    tags = REASONING_FAMILIES[family]
+    parts = [tags.end, " ", "\n", "f", "fg", "{", "<function=", "<arg_key>", "<|tool_call_begin|>"]
+    parts += tags.markers(tools=True)
+    rng = random.Random(family)
+    for _ in range(300):
+        text = "".join(rng.choices(parts, k=10))
+        seen = []
+        for deltas in ([text], list(text)):
+            parser, output = ThinkParser(tags, inside=True, keep=True, tools=("f", "fg")), ParsedOutput()
+            for delta in deltas:
+                output.add(parser.feed(delta))
+            output.add(parser.finish())
+            assert (output.reasoning or "") + (output.content or "") == text
+            seen.append((output.reasoning, output.content))
+        assert seen[0] == seen[1]
 
 
 def test_without_tools_calls_stay_text() -> None:
@@ -171,11 +232,13 @@ def test_special_tokens_that_must_be_seen(shared_data: Any) -> None:
 
 
 def test_prompt_of_a_real_template_opens_or_closes(shared_data: Any) -> None:
-    template = ChatTemplate.load(Tokenizer.from_directory(shared_data / "tokenizers/qwen3"))
+    template = Renderer.load(Tokenizer.from_directory(shared_data / "tokenizers/qwen3"))
     assert template is not None
     choice = choose_parsers(template.source)
     assert choice == ParserChoice("hermes", "qwen3") and choice.think_tags is not None
-    prompt = template.render([{"role": "user", "content": "<think>"}], kwargs={"enable_thinking": False})
+    conversation = Conversation([{"role": "user", "content": "<think>"}], kwargs={"enable_thinking": False})
+    prompt = template.render_here(conversation)
+    assert prompt is not None
     assert not choice.think_tags.opened_by(prompt)
     assert parse_whole(choice.make(prompt=prompt), "x").reasoning is None
 
@@ -185,7 +248,9 @@ def test_any_text_survives(family: str) -> None:
     tags = REASONING_FAMILIES[family]
     rng = random.Random(family)
     for _ in range(100):
-        text = "".join(rng.choices([tags.start, tags.end, " ", "\n", "a", tags.end[:3], *tags.ends], k=12))
+        text = "".join(
+            rng.choices([tags.start, tags.end, " ", "\n", "a", tags.end[:3], *tags.markers(tools=True)], k=12)
+        )
         whole = run(ParserChoice(reasoning=family), [text])
         assert run(ParserChoice(reasoning=family), list(text)) == whole
         kept = run(ParserChoice(reasoning=family), list(text), separate_reasoning=False)

@@ -93,13 +93,12 @@ def test_a_long_text_is_read_as_a_short_one_and_beside_other_threads(special: bo
     text = " ".join(f"word {i}, {'é' * (i % 3)} 日本<|im_end|>" for i in range(10_000))
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(tokenizer.encode, text, add_special_tokens=special)
-        gaps, last = [0.0], time.perf_counter()
+        turns = 0
         while not future.done():
             time.sleep(0.001)
-            gaps.append(time.perf_counter() - last)
-            last = time.perf_counter()
+            turns += 1
     assert future.result() == tokenizer.backend.encode(text, add_special_tokens=special).ids
-    assert len(gaps) > 20, "the interpreter's lock is held while it encodes"
+    assert turns > 5, "the interpreter's lock is held while it encodes"
 
 
 def test_facts_of_a_directory(shared_data: Any) -> None:

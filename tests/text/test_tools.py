@@ -23,6 +23,8 @@ TOOLS = ToolSet(
             },
         },
         "now": {"type": "object", "properties": {}},
+        "f": {},
+        "x": {},
     },
     custom=("shell",),
 )
@@ -165,6 +167,75 @@ def test_what_is_no_call_is_content(family: str, text: str) -> None:
         assert (output.content, output.tool_calls) == (text, [])
 
 
+ANSWERS_LOOK_LIKE_CALLS = ("llama3_json", "pythonic", "json")
+# an output that ends with one of them, and with no call before it, was cut in the head of a call
+HEADS = (
+    "<tool_call>",
+    '<tool_call>{"na',
+    "<function=no",
+    "[TOOL_CALLS]",
+    "calls▁begin｜>",
+    "<｜tool▁sep｜>now",
+    "function_calls>",
+    "section_begin|>",
+    "functions.no",
+    "<|tool_call|>",
+    "<|plugin|>",
+    "<tool_calls>",
+    "<|channel|>",
+)
+# calls of a tool that is not offered, the last of them beside a call that is
+UNOFFERED = [
+    ("hermes", '<tool_call>\n{"name": "nope", "arguments": {"a": 1}}\n</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "nope"}</tool_call>'),
+    ("hermes", '<tool_call>{"type": "function", "function": {"name": "nope", "arguments": {}}}</tool_call>'),
+    ("qwen3_coder", "<tool_call>\n<function=nope>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+    ("qwen3_coder", "Write <function=foo> to call it."),
+    ("llama3_json", '<|python_tag|>{"name": "nope", "parameters": {}}'),
+    ("mistral", '[TOOL_CALLS][{"name": "nope", "arguments": {}}]'),
+    ("mistral", "[TOOL_CALLS]nope[ARGS]{}"),
+    ("deepseek_v3", deepseek("nope<｜tool▁sep｜>{}")),
+    ("deepseek_v3", deepseek("function<｜tool▁sep｜>nope\n```json\n{}\n```")),
+    ("deepseek_v32", DSML[: DSML.index("get_weather")] + 'nope">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'),
+    ("glm45", "<tool_call>nope<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.nope:0<|tool_call_argument_begin|>{}"
+                "<|tool_call_end|><|tool_calls_section_end|>"),
+    ("pythonic", "<|python_start|>[nope(x=1)]<|python_end|>"),
+    ("granite", '<|tool_call|>[{"name": "nope", "arguments": {}}]'),
+    ("internlm", '<|action_start|><|plugin|>{"name": "nope", "parameters": {}}<|action_end|>'),
+    ("phi4_mini_json", 'functools[{"name": "nope", "arguments": {}}]'),
+    ("jamba", '<tool_calls>[{"name": "nope", "arguments": {}}]</tool_calls>'),
+    ("harmony", "<|channel|>commentary to=functions.nope <|constrain|>json<|message|>{}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, text", UNOFFERED)
+def test_a_call_of_a_tool_that_is_not_offered_is_text_and_counted(family: str, text: str) -> None:
+    for deltas in ([text], list(text)):
+        counted: list[int] = []
+        tools = ToolSet(TOOLS.parameters, TOOLS.custom, lambda counted=counted: counted.append(1))
+        parser, output = FAMILIES[family](tools), ParsedOutput()
+        for delta in deltas:
+            output.add(parser.feed(delta))
+        output.add(parser.finish())
+        assert (output.content, output.tool_calls) == (text, []) and counted == [1]
+
+
+@pytest.mark.parametrize("family, text", [
+    ("hermes", '<tool_call>{"name": "nope"}</tool_call><tool_call>{"name": "now"}</tool_call>'),
+    ("deepseek_v3", deepseek("nope<｜tool▁sep｜>{}", "now<｜tool▁sep｜>{}")),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.nope:0<|tool_call_argument_begin|>{}"
+                "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}"
+                "<|tool_call_end|><|tool_calls_section_end|>"),
+    ("deepseek_v32", DSML.replace("get_weather", "nope")),
+    ("qwen3_coder", QWEN_CODER.replace("get_weather", "nope")),
+    ("glm45", GLM.replace("get_weather", "nope")),
+])  # fmt: skip
+def test_calls_after_one_that_is_not_offered_are_calls(family: str, text: str) -> None:
+    output = run(family, list(text))
+    assert [call.name for call in output.tool_calls] == ["now"] and "nope" in (output.content or "")
+
+
 ALL_TEXTS = [(family, text) for family, text, *_ in CASES] + PLAIN
 
 
@@ -180,14 +251,16 @@ def test_cuts_do_not_matter(family: str, text: str) -> None:
 
 @pytest.mark.parametrize("family, text", [case for case in ALL_TEXTS if len(case[1]) < 500])
 def test_an_output_may_end_anywhere(family: str, text: str) -> None:
-    """Nothing raises, no call appears from nothing, and the arguments sent are a beginning of the whole ones."""
-    calls = run(family, [text]).tool_calls
+    """Nothing raises, no call appears from nothing, the arguments sent are a beginning of the whole ones, and the
+    content has nothing that the whole output's has not."""
+    whole_output = run(family, [text])
+    calls = whole_output.tool_calls
     for end in range(len(text)):
         output = run(family, list(text[:end]))
         cut = output.tool_calls
         assert len(cut) <= len(calls)
-        if len(cut) == len(calls) > 0:
-            assert "<" not in (output.content or "")
+        if cut or (calls and text[:end].endswith(HEADS) and family not in ANSWERS_LOOK_LIKE_CALLS):
+            assert (whole_output.content or "").startswith((output.content or "").rstrip()), text[:end]
         for part, whole in zip(cut, calls, strict=False):
             assert part.name == whole.name
             assert whole.arguments.startswith(part.arguments)

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from jaxserve.api.batch.pause import StoragePause
 from jaxserve.errors import StorageError
 from jaxserve.store import LineResult
-
-logger = logging.getLogger(__name__)
 
 Waiting = list[tuple[LineResult, asyncio.Future[None]]]
 
 
 class Committer:
-    """Hands results to `save`, group by group, for as long as it takes: a full disk holds lines up, it loses none.
+    """Hands results to `save`, group by group, for as long as it takes: a full disk holds lines up, it loses none."""
 
-    retry_delay: seconds between attempts while the disk refuses
-    """
-
-    def __init__(self, save: Callable[[Sequence[LineResult]], Awaitable[None]], retry_delay: float) -> None:
+    def __init__(self, save: Callable[[Sequence[LineResult]], Awaitable[None]], pause: StoragePause) -> None:
         self._save = save
-        self._retry_delay = retry_delay
+        self._pause = pause
         self._waiting: Waiting = []
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -54,15 +49,12 @@ class Committer:
         self._task = None
 
     async def _save_group(self, group: Sequence[LineResult]) -> None:
-        paused = False
         while True:
             try:
-                return await self._save(group)
+                await self._save(group)
+                return self._pause.end()
             except StorageError as error:
-                if not paused:
-                    logger.error("a batch pauses: %s", error.message)
-                paused = True
-                await asyncio.sleep(self._retry_delay)
+                await self._pause.wait(error)
 
     async def close(self, timeout: float | None) -> None:
         """Take no more results, and return when those taken are durable, or given up after `timeout` seconds."""

@@ -14,12 +14,12 @@ class LineAnswer(NamedTuple):
 
 
 class LineHandler(Protocol):
-    """Runs one request. Cancelling the call ends it in the engine too.
+    """Runs one request of the API key `owner`. Cancelling the call ends it in the engine too.
 
     Raises HTTPError where an online client would be answered with an error.
     """
 
-    async def __call__(self, body: bytes, request_id: str) -> LineAnswer: ...
+    async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer: ...
 
 
 Handlers = Mapping[str, LineHandler]  # by endpoint, with the /v1 prefix

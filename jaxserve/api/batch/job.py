@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from jaxserve.api.batch import lines
 from jaxserve.api.batch.committer import Committer
 from jaxserve.api.batch.execution import Execution, Input
+from jaxserve.api.batch.failure_log import FailureLog
 from jaxserve.api.batch.handlers import Handlers
 from jaxserve.api.batch.lines import LineRunner, unexecuted_line
+from jaxserve.api.batch.pause import StoragePause
 from jaxserve.api.batch.window import Window
 from jaxserve.errors import StorageError
 from jaxserve.store import BatchError, BatchRecord, BatchStatus, Store, Validator
@@ -43,7 +45,7 @@ class BatchSettings:
     max_running: int = 8  # batches whose lines are in flight at once; more wait their turn
     clock: Callable[[], float] = time.time
     tick: float = 1.0  # seconds between looks at the clock
-    retry_delay: float = 1.0  # seconds until a disk or a line that failed is tried again
+    retry_delay: float = 1.0  # seconds until a disk or a line that failed is tried again; doubles
 
 
 class BatchJob:
@@ -65,6 +67,7 @@ class BatchJob:
         self._turn = turn
         self._settings = settings
         self._stop = asyncio.Event()
+        self.pause = StoragePause(batch_id, settings.retry_delay)
         self._stages = {
             BatchStatus.VALIDATING: self._validate,
             BatchStatus.IN_PROGRESS: self._execute,
@@ -84,9 +87,9 @@ class BatchJob:
                 if batch.status.terminal:
                     return batch
                 await self._stages[batch.status](batch)
+                self.pause.end()
             except StorageError as error:
-                logger.error("batch %s pauses: %s", self._id, error.message)
-                await asyncio.sleep(self._settings.retry_delay)
+                await self.pause.wait(error)
 
     async def _validate(self, batch: BatchRecord) -> None:
         settings = self._settings
@@ -123,8 +126,10 @@ class BatchJob:
         """Run what is left of the batch; whether that is all of it. What finished is durable."""
         settings = self._settings
         left = Input(self._store.input_path(batch), settings.max_line_bytes, await self._store.finished_lines(batch.id))
-        committer = Committer(functools.partial(self._store.add_results, batch.id), settings.retry_delay)
-        runner = LineRunner(self._handlers[batch.endpoint], settings.ready, settings.retry_delay)
+        committer = Committer(functools.partial(self._store.add_results, batch.id), self.pause)
+        failures = FailureLog(batch.id)
+        handler = self._handlers[batch.endpoint]
+        runner = LineRunner(handler, settings.ready, failures, settings.retry_delay, batch.owner)
         execution = asyncio.create_task(self._in_turn(Execution(left, runner, self._window, committer)))
         leaving = True
         try:
@@ -132,6 +137,7 @@ class BatchJob:
             leaving = False
         finally:
             await _cancel(execution)
+            failures.flush()
             await committer.close(STOP_SECONDS if leaving else None)
         return execution.done() and not execution.cancelled() and execution.result() is None
 

@@ -8,7 +8,6 @@ fails this line alone.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 import orjson
 
+from jaxserve.api.batch.failure_log import FailureLog
 from jaxserve.api.batch.handlers import LineAnswer, LineHandler
 from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, QueueFullError, ServerError
 from jaxserve.store import BatchLine, LineResult, Usage
@@ -27,16 +27,16 @@ MAX_WAIT = 5.0  # seconds between two attempts at a full queue, at most
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class LineRunner:
-    """Runs lines of one endpoint. `ready` says whether the engine takes requests now."""
+    """Runs lines of one endpoint, of a batch of `owner`. `ready` says whether the engine takes requests now."""
 
     handler: LineHandler
     ready: Callable[[], bool]
+    failures: FailureLog
     retry_delay: float = 1.0  # seconds before the second attempt; doubles
+    owner: str = ""
 
     async def run(self, number: int, line: BatchLine) -> LineResult:
         """The outcome of a line that passed validation. Never raises but when cancelled."""
@@ -51,14 +51,15 @@ class LineRunner:
         while True:
             await self._until_ready()
             try:
-                return await self.handler(body, request_id)
+                return await self.handler(body, request_id, self.owner)
             except (QueueFullError, NotReadyError) as error:
                 await asyncio.sleep(min(error.retry_after or 1.0, MAX_WAIT))
             except Exception as error:
                 failure = _as_failure(error)
+                if failure.status >= 500:
+                    self.failures.note(error)
                 if failure.status < 500 or attempt == MAX_ATTEMPTS:
                     return LineAnswer(failure.status, orjson.dumps(failure.body()))
-                logger.warning("a batch line is tried again (attempt %d): %s", attempt, failure.message)
                 await asyncio.sleep(self.retry_delay * 2 ** (attempt - 1))
                 attempt += 1
 
@@ -70,7 +71,6 @@ class LineRunner:
 def _as_failure(error: Exception) -> HTTPError:
     if isinstance(error, HTTPError):
         return error
-    logger.error("unexpected error in a batch line", exc_info=error)
     return ServerError("The server had an internal error. Its log has the details.", code="internal_error")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from jaxserve.api.batch.lines import engine_ready
 from jaxserve.api.batch.route_handler import route_handlers
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.batch.service import ENDPOINTS
+from jaxserve.api.body_cost import max_line_bytes
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.store import BatchLine, BatchRecord, NewBatch, SqliteStore, Validation, Validator, normalize_url
+from jaxserve.store.directory import FILES, TMP, remove
 from jaxserve.store.jsonl import read_lines
 
 NO_WINDOW_SECONDS = 100 * 365 * 24 * 3600  # no completion window: it takes as long as it takes
@@ -96,7 +99,7 @@ async def run_offline(
         await asyncio.to_thread(_deliver, batch, record)
     finally:
         await store.close()
-    shutil.rmtree(batch.directory)
+    remove(batch.directory)
     return record
 
 
@@ -104,7 +107,7 @@ def _runner(store: SqliteStore, engine: EngineProtocol, config: Config) -> Batch
     settings = BatchSettings(
         known_model=lambda name: name in engine.info.served_names,
         ready=lambda: engine_ready(engine.check_ready),
-        max_line_bytes=config.server.max_body_bytes,
+        max_line_bytes=max_line_bytes(config.server),
         max_lines=MAX_LINES,
     )
     # A quarter more than fit: the next line is queued in the engine when a slot becomes free.
@@ -140,8 +143,8 @@ def _deliver(batch: OfflineBatch, record: BatchRecord) -> None:
     for file_id, target in ((record.output_file_id, batch.output), (record.error_file_id, batch.errors)):
         if file_id is None:
             continue
-        temporary = batch.directory / f"{file_id}.deliver"
-        shutil.copyfile(batch.directory / "files" / file_id, temporary)
+        temporary = batch.directory / TMP / secrets.token_hex(12)
+        shutil.copyfile(batch.directory / FILES / file_id, temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         temporary.rename(target)

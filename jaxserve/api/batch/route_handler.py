@@ -17,6 +17,10 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from jaxserve.api.batch.handlers import LineAnswer, LineHandler
+from jaxserve.api.body import invalid_json
+from jaxserve.api.body_cost import LARGE_BYTES
+from jaxserve.api.keys import Caller, set_caller
+from jaxserve.api.state import ServerState
 from jaxserve.engine.request import BACKGROUND_PRIORITY
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -39,13 +43,21 @@ class RouteHandler:
         self._path = path
         self._endpoint = endpoint
 
-    async def __call__(self, body: bytes, request_id: str) -> LineAnswer:
-        request = Request(self._scope(request_id), _one_body(with_batch_priority(body)))
+    async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer:
+        state: ServerState = self._app.state.server
+        limits = state.body_limits()
+
+        def work() -> bytes:
+            limits.check_json(body, self._path)
+            return with_batch_priority(body)
+
+        prepared = work() if len(body) <= LARGE_BYTES else await state.body_work.run(work, len(body))
+        request = Request(self._scope(request_id, owner), _one_body(prepared))
         response = await self._endpoint(request)
         return LineAnswer(response.status_code, bytes(response.body))
 
-    def _scope(self, request_id: str) -> dict[str, Any]:
-        return {
+    def _scope(self, request_id: str, owner: str) -> dict[str, Any]:
+        scope = {
             "type": "http",
             "method": "POST",
             "path": self._path,
@@ -54,6 +66,8 @@ class RouteHandler:
             "app": self._app,
             "state": {"request_id": request_id},
         }
+        set_caller(scope, Caller(owner))
+        return scope
 
 
 def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
@@ -69,8 +83,14 @@ def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
 
 
 def with_batch_priority(body: bytes) -> bytes:
-    """The body with its priority among background work; a priority that is no whole number is left to the route."""
-    fields = orjson.loads(body)
+    """The body with its priority among background work; a priority that is no whole number is left to the route.
+
+    Raises InvalidValueError for a number beyond a float's range.
+    """
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid_json(error) from None
     own = fields.get("priority") or 0
     if type(own) is not int:
         return body

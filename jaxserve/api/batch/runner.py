@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from jaxserve.api.batch.handlers import Handlers
 from jaxserve.api.batch.job import BatchJob, BatchSettings
 from jaxserve.api.batch.window import Window
-from jaxserve.errors import HTTPError, StorageError
-from jaxserve.store import BatchRecord, NewBatch, Store
+from jaxserve.errors import HTTPError, StorageError, StoreDamagedError
+from jaxserve.store import BatchError, BatchRecord, NewBatch, Store
 from jaxserve.store.database import LeaseLostError
 
 SWEEP_SECONDS = 60.0
@@ -36,8 +36,11 @@ class BatchRunner:
 
     async def start(self) -> None:
         """Go on with every batch that has not ended."""
-        for batch_id in await self.store.live_batches():
-            self._add(batch_id)
+        try:
+            for batch_id in await self.store.live_batches():
+                self._add(batch_id)
+        except HTTPError as error:
+            logger.critical("no batch can go on: %s", error.message)
         self._spawn(self._sweep_forever())
 
     async def stop(self) -> None:
@@ -56,12 +59,20 @@ class BatchRunner:
             self._add(record.id)
         return answer
 
-    async def cancel(self, batch_id: str) -> BatchRecord:
-        """Cancel a batch; its lines are told before this returns."""
-        record = await self.store.cancel_batch(batch_id)
+    async def cancel(self, batch_id: str, owner: str | None = None) -> BatchRecord:
+        """Cancel a batch, as Store.cancel_batch; its lines are told before this returns."""
+        record = await self.store.cancel_batch(batch_id, owner=owner)
         if (job := self._jobs.get(batch_id)) is not None:
             job.stop_lines()
         return record
+
+    def pause_of(self, batch_id: str) -> BatchError | None:
+        """What a batch waits for, if the store holds it up."""
+        job = self._jobs.get(batch_id)
+        return None if job is None else job.pause.error
+
+    def num_paused(self) -> int:
+        return sum(job.pause.error is not None for job in self._jobs.values())
 
     def _add(self, batch_id: str) -> None:
         job = BatchJob(batch_id, self.store, self.handlers, self.window, self._turn, self._settings)
@@ -78,7 +89,7 @@ class BatchRunner:
             try:
                 batch = await job.run()
                 break
-            except LeaseLostError as error:
+            except (LeaseLostError, StoreDamagedError) as error:
                 logger.critical("batch %s stops here: %s", batch_id, error.message)
                 return
             except Exception:
@@ -97,6 +108,7 @@ class BatchRunner:
     async def _sweep(self) -> None:
         try:
             await self.store.sweep()
+        except (StorageError, StoreDamagedError):
+            return  # the store has logged it
         except HTTPError as error:
-            level = logging.WARNING if isinstance(error, StorageError) else logging.CRITICAL
-            logger.log(level, "the store cannot be swept: %s", error.message)
+            logger.critical("the store cannot be swept: %s", error.message)

@@ -14,6 +14,7 @@ from jaxserve.api.batch.lines import engine_ready
 from jaxserve.api.batch.route_handler import route_handlers
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.batch.window import spare_slots
+from jaxserve.api.body_cost import max_line_bytes
 from jaxserve.api.engine_protocol import EngineProtocol
 from jaxserve.api.routes import chat, completions, embeddings
 from jaxserve.api.state import ServerState
@@ -33,11 +34,18 @@ def install_batches(app: FastAPI, state: ServerState, store: Store) -> None:
     settings = BatchSettings(
         known_model=lambda name: name in state.engine.info.served_names,
         ready=lambda: engine_ready(state.engine.check_ready),
-        max_line_bytes=state.config.server.max_body_bytes,
+        max_line_bytes=max_line_bytes(state.config.server),
     )
-    app.state.batches = BatchRunner(
-        store, route_handlers(app, ENDPOINTS), settings, functools.partial(line_limit, state.engine)
-    )
+    runner = BatchRunner(store, route_handlers(app, ENDPOINTS), settings, functools.partial(line_limit, state.engine))
+    app.state.batches = runner
+    state.metrics.watch_gauges(lambda: _gauges(runner))
+
+
+def _gauges(runner: BatchRunner) -> dict[str, float]:
+    return {
+        "jaxserve:store_writable": float(runner.store.condition.status == "ok"),
+        "jaxserve:batches_paused": float(runner.num_paused()),
+    }
 
 
 def line_limit(engine: EngineProtocol, lines: int) -> int:

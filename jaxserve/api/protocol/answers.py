@@ -82,8 +82,8 @@ class MessageAnswer(Answer):
     content: str | None
     refusal: None
     annotations: list[Any]
-    reasoning_content: str | None = None
-    reasoning: str | None = None
+    reasoning_content: str | None
+    reasoning: str | None = None  # with server.reasoning_field: both
     tool_calls: list[ToolCallAnswer] | None = None
     function_call: FunctionAnswer | None = None
 
@@ -147,7 +147,7 @@ class Delta(Answer):
     role: str | None = None
     content: str | None = None
     refusal: None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None
     reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
     function_call: FunctionDelta | None = None
@@ -237,10 +237,16 @@ class ModelList(Answer):
     data: list[ModelAnswer]
 
 
+class StoreHealth(Answer):
+    status: str  # ok, full, failing, damaged
+    detail: str | None
+
+
 class Health(Answer):
     status: str
     phase: str
     progress: dict[str, int]
+    store: StoreHealth | None = None
     error: ErrorDetail | None = None
 
 
@@ -275,7 +281,7 @@ class Tokenized(Answer):
     tokens: list[int] | list[list[int]]
     count: int | list[int]
     max_model_len: int
-    token_strs: list[str] | list[list[str]] | None = None
+    token_strs: list[str] | list[list[str]] | None
 
 
 class Detokenized(Answer):

@@ -8,7 +8,15 @@ from pydantic import Field
 
 from jaxserve.api.protocol.answers import Answer
 from jaxserve.api.protocol.common import Body, Part
-from jaxserve.store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, BatchRecord, BatchStatus, NewBatch, normalize_url
+from jaxserve.store import (
+    MAX_EXPIRY_SECONDS,
+    MIN_EXPIRY_SECONDS,
+    BatchError,
+    BatchRecord,
+    BatchStatus,
+    NewBatch,
+    normalize_url,
+)
 
 WINDOW_SECONDS = {"24h": 24 * 3600}
 
@@ -100,7 +108,7 @@ class BatchList(Answer):
     has_more: bool
 
 
-def new_batch(body: CreateBatchRequest) -> NewBatch:
+def new_batch(body: CreateBatchRequest, owner: str = "") -> NewBatch:
     expiry = body.output_expires_after
     return NewBatch(
         normalize_url(body.endpoint),
@@ -109,14 +117,16 @@ def new_batch(body: CreateBatchRequest) -> NewBatch:
         WINDOW_SECONDS[body.completion_window],
         body.metadata,
         expiry and expiry.seconds,
+        owner,
     )
 
 
-def batch_object(batch: BatchRecord) -> dict[str, Any]:
+def batch_object(batch: BatchRecord, pause: BatchError | None = None) -> dict[str, Any]:
+    """The Batch object. pause: what holds the batch up now; it stands in `errors` for as long."""
     usage = batch.usage
     errors = [
         {"code": error.code, "message": error.message, "param": error.param, "line": error.line}
-        for error in batch.errors
+        for error in (*batch.errors, *([pause] if pause else []))
     ]
     return {
         "id": batch.id,

@@ -35,6 +35,7 @@ class CustomCall(Part):
 
 class ToolCall(Part):
     id: str | None = None
+    index: int | None = Field(None, description="Not used; clients that join a stream send it back.")
     type: Literal["function", "custom"] | None = None
     function: CalledFunction | None = None
     custom: CustomCall | None = None
@@ -47,8 +48,8 @@ class Message(Part):
     tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
+    reasoning_content: str | None = Field(None, description="The reasoning of an assistant's message.")
+    reasoning: str | None = Field(None, description="The same as reasoning_content.")
     function_call: CalledFunction | None = None
 
 
@@ -87,7 +88,7 @@ class NamedTool(Part):
 
 class AllowedTools(Part):
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_TOOLS)]
 
 
 class ToolChoice(Part):
@@ -108,23 +109,27 @@ class Thinking(Part):
 
 class ChatCompletionRequest(SamplingFields):
     model: str
-    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(max_length=limits.MAX_MESSAGES)] = Field(
+        description="One at least, unless input_ids are given."
+    )
     input_ids: limits.TokenIds | None = Field(None, description="Token ids used instead of the rendered messages.")
     max_completion_tokens: limits.TokenCount | None = Field(None, description="Default: the rest of the context.")
     max_tokens: limits.TokenCount | None = Field(None, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: limits.LogprobsCount | None = Field(None, description="Needs logprobs.")
 
-    tools: Annotated[list[Tool], Field(max_length=limits.MAX_CHOICES)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Default true.")
-    functions: Annotated[list[FunctionDefinition], Field(max_length=limits.MAX_CHOICES)] | None = None
+    functions: Annotated[list[FunctionDefinition], Field(max_length=limits.MAX_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | NamedTool | None = None
 
     reasoning_effort: str | Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     reasoning: Reasoning | None = None
     thinking: bool | Thinking | None = Field(None, description="Think or not, as enable_thinking for the template.")
-    thinking_token_budget: limits.TokenCountOrZero | None = Field(None, description="Thinking is ended after so many.")
+    thinking_token_budget: limits.TokenCountOrZero | None = Field(
+        None, description="Thinking is ended after so many output tokens."
+    )
     separate_reasoning: bool | None = Field(None, description="Default true; false leaves it in content.")
     include_reasoning: bool | None = Field(None, description="Default true; false leaves it out of the answer.")
     stream_reasoning: bool | None = Field(None, description="Default true; false sends it in one piece.")
@@ -134,13 +139,13 @@ class ChatCompletionRequest(SamplingFields):
     add_special_tokens: bool | None = Field(None, description="Default false: templates write their own.")
     echo: bool | None = Field(None, description="The last message before the output. Default false.")
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_DOCUMENTS)] | None = None
 
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Given to the chat template.")
     task: Literal["action", "query", "authority", "domain", "title", "read_url"] | None = Field(
         None, description="Given to the chat template: DeepSeek's one-word tasks."
     )
-    modalities: list[str] | None = Field(None, description="Only text.")
+    modalities: Annotated[list[str], Field(max_length=8)] | None = Field(None, description="Only text.")
     metadata: limits.Metadata | None = Field(None, description="Not used.")
     store: bool | None = Field(None, description="Not used: nothing is kept.")
     service_tier: str | None = Field(None, description="Not used; the answer says default.")

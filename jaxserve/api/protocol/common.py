@@ -1,14 +1,14 @@
 """What the bodies of all generating routes have in common: their base class, the sampling fields, the known refusals.
 
-A field of no known API is kept in `model_extra` and logged once (see body.py); a field of a known API that this server
-does not support stands in UNSUPPORTED and is answered 400.
+A field of no known API is kept in `model_extra` and logged once (see body.py), in nested objects too; a field of a
+known API that this server does not support stands in UNSUPPORTED and is answered 400.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr
 from pydantic_core import CoreSchema
 
 from jaxserve.api import limits
@@ -74,14 +74,30 @@ class _Strict(BaseModel):
 class Body(_Strict):
     """A JSON object from a client."""
 
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the JSON text, which bound the work that its parts can make; 0 if it was not made of any."""
+        return self._size
+
+    def note_size(self, size: int) -> None:
+        self._size = size
+
 
 class Part(_Strict):
     """A nested object."""
 
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
 
 class StreamOptions(Part):
     include_usage: bool | None = Field(None, description="End with a chunk that holds the usage.")
-    continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="The usage so far in every chunk, unless `include_usage` is false."
+    )
     include_obfuscation: bool | None = Field(None, description="Accepted; no padding is sent either way.")
 
 
@@ -90,7 +106,7 @@ class StructuredOutputs(Part):
 
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: list[str] | None = Field(None, min_length=1, max_length=limits.MAX_GRAMMAR_CHOICES)
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
@@ -104,8 +120,21 @@ class JsonSchemaFormat(Part):
 
 
 class ResponseFormat(Part):
+    """OpenAI's form. Other servers' clients write the schema beside the type; a json_object with a schema has to match
+    it too."""
+
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema", description="The same as json_schema.schema.")
+    value: dict[str, Any] | bool | None = Field(None, description="The same as json_schema.schema.")
+    name: str | None = Field(None, max_length=64, description="The same as json_schema.name.")
+    description: str | None = Field(None, description="The same as json_schema.description.")
+    strict: bool | None = Field(None, description="The same as json_schema.strict.")
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None for structural_tag: the tag is written into the object itself."""
+        return {} if self.type == "structural_tag" else super().unknown_fields
 
 
 class RepetitionDetection(Part):
@@ -146,12 +175,16 @@ class SamplingFields(Body):
     )
     min_tokens: limits.TokenCountOrZero | None = Field(None, description="No end before so many. Default 0.")
     ignore_eos: bool | None = Field(None, description="Go on to max_tokens. Default false.")
-    stop: limits.StopText | limits.Stops | None = Field(None, description="Texts that end the output.")
+    stop: limits.StopText | limits.Stops | None = Field(
+        None, description="Texts that end the output; at most 4,096 characters in all."
+    )
     stop_token_ids: limits.TokenIds | None = Field(None, description="Tokens that end the output, beside the model's.")
     stop_regex: limits.StopPattern | limits.StopPatterns | None = Field(
-        None, description="Patterns that end the output; no anchors, look-around or back-references."
+        None, description="Patterns of RE2 that end the output where a match ends. The matched text stays."
     )
-    include_stop_str_in_output: bool | None = Field(None, description="Keep what stopped it. Default false.")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Keep the stop string or token that ended the output. Default false."
+    )
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     spaces_between_special_tokens: bool | None = Field(None, description="Default true. Fast tokenizers add none.")
@@ -188,11 +221,11 @@ class SamplingFields(Body):
     response_format: ResponseFormat | None = Field(None, description="What the output must be; OpenAI's form.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
     json_schema: str | dict[str, Any] | None = Field(None, description="The same: a schema, or its JSON text.")
-    regex: str | None = Field(None, description="The output must match the pattern.")
+    regex: str | None = Field(None, description="The output must match the pattern, in which \\d and \\w are ASCII.")
     ebnf: str | None = Field(None, description="The output must match the grammar.")
     guided_json: str | dict[str, Any] | None = Field(None, description="The older name of structured_outputs.json.")
     guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = Field(
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=limits.MAX_GRAMMAR_CHOICES)] | None = Field(
         None, description="The older name of structured_outputs.choice."
     )
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
@@ -201,7 +234,9 @@ class SamplingFields(Body):
     priority: limits.Priority | None = Field(None, description="Lower runs earlier (policy: priority). Default 0.")
     cache_salt: limits.CacheSalt | None = Field(None, description="Only requests with the same share a prefix.")
     extra_key: limits.CacheSalt | None = Field(None, description="The same as cache_salt; both are combined.")
-    request_id: limits.Identifier | None = Field(None, description="The id of the answer; unique while it runs.")
+    request_id: limits.Identifier | None = Field(
+        None, description="The id of the answer, for aborts and logs. Requests may share one."
+    )
     rid: limits.Identifier | None = Field(None, description="The same as request_id.")
     session_id: str | None = Field(None, description="Not used: a hint for routers; prefixes are found by content.")
     session_params: SessionParams | None = Field(None, description="Go on in a session of /open_session.")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
 from jaxserve.api import limits
-from jaxserve.api.protocol.common import Body, SessionParams
+from jaxserve.api.protocol.common import Body, Part, SessionParams
 
 
-class NativeSampling(Body):
+class NativeSampling(Part):
     """`sampling_params` of /generate. Absent fields take the model's defaults, as on the other routes."""
 
     max_new_tokens: limits.TokenCountOrZero | None = Field(None, description="Default 128.")
@@ -39,23 +39,27 @@ class NativeSampling(Body):
     stream_interval: limits.TokenCount | None = None
 
 
+T = TypeVar("T")
+PerPrompt = Annotated[list[T], Field(max_length=limits.MAX_PROMPTS)]
+
+
 class GenerateRequest(Body):
     text: str | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)] | None = None
     input_ids: limits.TokenIds | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    sampling_params: NativeSampling | PerPrompt[NativeSampling] | None = None
     session_id: str | None = Field(None, description="Not used: a hint for routers.")
     session_params: SessionParams | None = Field(None, description="Go on in a session of /open_session; one prompt.")
-    rid: limits.Identifier | list[limits.Identifier] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: limits.PromptStart | list[limits.PromptStart] | None = Field(
+    rid: limits.Identifier | PerPrompt[limits.Identifier] | None = None
+    return_logprob: bool | PerPrompt[bool] | None = None
+    logprob_start_len: limits.PromptStart | PerPrompt[limits.PromptStart] | None = Field(
         None, description="First prompt position, at most their number; -1: outputs only."
     )
-    top_logprobs_num: limits.LogprobsCount | list[limits.LogprobsCount] | None = None
-    token_ids_logprob: limits.WatchedIds | list[limits.WatchedIds] | None = Field(
+    top_logprobs_num: limits.LogprobsCount | PerPrompt[limits.LogprobsCount] | None = None
+    token_ids_logprob: limits.WatchedIds | PerPrompt[limits.WatchedIds] | None = Field(
         None, description="Log-probabilities of these tokens, beside the others; needs return_logprob."
     )
     return_text_in_logprobs: bool | None = None
-    return_sampling_mask: bool | list[bool] | None = Field(
+    return_sampling_mask: bool | PerPrompt[bool] | None = Field(
         None, description="The candidates that each token was drawn from, at most 256."
     )
     sampling_logprobs_mode: Literal["selected", "support"] | None = Field(
@@ -68,10 +72,10 @@ class GenerateRequest(Body):
         None, description="First prompt position of them. Default 0."
     )
     watermark: bool | None = Field(None, description="Default: yes where the server has a watermark key, else a 400.")
-    return_hidden_states: bool | Literal["last"] | list[bool | Literal["last"]] | None = Field(
+    return_hidden_states: bool | Literal["last"] | PerPrompt[bool | Literal["last"]] | None = Field(
         None, description="What each token was drawn after, normed as the head takes it; first of the whole prompt."
     )
     stream: bool | None = None
-    incremental: bool | None = Field(None, description="Stream deltas instead of the text so far.")
+    incremental: bool | None = Field(None, description="Events hold what is new: text, ids, output lists of meta_info.")
     priority: limits.Priority | None = None
-    extra_key: limits.CacheSalt | list[limits.CacheSalt] | None = None
+    extra_key: limits.CacheSalt | PerPrompt[limits.CacheSalt] | None = None

@@ -18,12 +18,12 @@ class TokenizeRequest(Body):
     prompt: str | Texts | None = Field(None, description="A text or texts; or give messages.")
     text: str | None = Field(None, description="The same as prompt.")
     messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=limits.MAX_CHOICES)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = Field(None, description="Default true for texts, false for messages.")
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     continue_final_message: bool | None = Field(None, description="Default false.")
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = Field(None, description="Also the text of each token.")
+    return_token_strs: bool | None = Field(None, description="Also each token as the vocabulary spells it.")
 
 
 class DetokenizeRequest(Body):

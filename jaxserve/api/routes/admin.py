@@ -1,4 +1,7 @@
-"""Routes for the operator: they need the admin key and are off without one (see middleware.Authentication)."""
+"""Routes for the operator: they need the admin key and are off without one (see middleware.Authentication).
+
+With `server.keys` each key may end requests of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.body import read_body
+from jaxserve.api.keys import caller_of
 from jaxserve.api.openapi import documented
 from jaxserve.api.protocol.admin import AbortRequest
 from jaxserve.api.protocol.answers import Aborted, Success
@@ -28,11 +32,10 @@ async def flush_cache(request: Request) -> Response:
 
 @router.post("/abort_request", **documented(Aborted, body=AbortRequest))
 async def abort_request(request: Request) -> Response:
-    """End the requests whose id begins with `rid`, or all; each ends with finish_reason abort."""
+    """End the key's requests whose id begins with `rid`, or all of them; each ends with finish_reason abort."""
     state = server_state(request)
     body = await read_body(request, AbortRequest)
     if not body.abort_all and not body.rid:
         raise InvalidValueError("Give rid or abort_all.", param="rid")
-    found = state.live.matching("" if body.abort_all else body.rid or "")
-    aborted = [request_id for request_id in found if await state.engine.abort(request_id)]
+    aborted = state.live.abort("" if body.abort_all else body.rid or "", caller_of(request).sees)
     return json_response({"success": True, "aborted": aborted})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from hashlib import sha256
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from jaxserve.api.batch.service import batch_runner
 from jaxserve.api.body import read_body
 from jaxserve.api.errors import error_response
+from jaxserve.api.keys import caller_of
 from jaxserve.api.openapi import documented
 from jaxserve.api.protocol.batches import BatchAnswer, BatchList, CreateBatchRequest, batch_object, new_batch
 from jaxserve.api.protocol.files import list_object
@@ -29,7 +31,7 @@ router = APIRouter()
 async def create_batch(request: Request) -> Response:
     """Run the requests of a file. With an Idempotency-Key the same request twice makes one batch."""
     runner = batch_runner(request)
-    new = new_batch(await read_body(request, CreateBatchRequest))
+    new = new_batch(await read_body(request, CreateBatchRequest), caller_of(request).owner)
     if new.endpoint not in runner.handlers:
         offered = ", ".join(runner.handlers)
         raise InvalidValueError(f"endpoint must be one of {offered}.", param="endpoint")
@@ -38,13 +40,14 @@ async def create_batch(request: Request) -> Response:
 
 
 def _idempotency(request: Request, new: NewBatch) -> tuple[str, bytes] | None:
-    """The client's key and a digest of what it asked for."""
+    """The client's key and a digest of what it asked for. (Keys of different owners have nothing in common.)"""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
     if not 0 < len(key) <= MAX_KEY_CHARS:
         raise InvalidValueError(f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters.", param="Idempotency-Key")
-    return key, sha256(orjson.dumps(new, option=orjson.OPT_SORT_KEYS)).digest()
+    asked = {name: value for name, value in asdict(new).items() if name != "owner"}
+    return key, sha256(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)).digest()
 
 
 @router.get("/v1/batches", **documented(BatchList))
@@ -52,21 +55,24 @@ async def list_batches(
     request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
 ) -> Response:
     """Batches, newest first."""
-    page = await batch_runner(request).store.list_batches(limit=limit, after=after)
-    return json_response(list_object([batch_object(batch) for batch in page.items], page))
+    runner = batch_runner(request)
+    page = await runner.store.list_batches(limit=limit, after=after, owner=caller_of(request).sees)
+    return json_response(list_object([batch_object(each, runner.pause_of(each.id)) for each in page.items], page))
 
 
 @router.get("/v1/batches/{batch_id}", **documented(BatchAnswer))
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
     """How far a batch is."""
-    return json_response(batch_object(await batch_runner(request).store.get_batch(batch_id)))
+    runner = batch_runner(request)
+    batch = await runner.store.get_batch(batch_id, owner=caller_of(request).sees)
+    return json_response(batch_object(batch, runner.pause_of(batch_id)))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **documented(BatchAnswer))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """End a batch. What has finished is delivered."""
     try:
-        return json_response(batch_object(await batch_runner(request).cancel(batch_id)))
+        return json_response(batch_object(await batch_runner(request).cancel(batch_id, caller_of(request).sees)))
     except ConflictError as error:
         response = error_response(error)
         response.headers["x-should-retry"] = "false"  # clients repeat a 409 otherwise, and this one is final

@@ -17,22 +17,24 @@ from jaxserve.api.chat_output import ChatChoices, ChatOptions, Joined
 from jaxserve.api.constraints import after_reasoning, constraint
 from jaxserve.api.conversation import ChatPrompt, chat_prompt, check_messages, last_text, thinking_is_off
 from jaxserve.api.extras import Extras
-from jaxserve.api.generation import Generation, Job, new_id
+from jaxserve.api.generation import Generation, Job, new_id, prefix_namespace
+from jaxserve.api.keys import Caller, caller_of
 from jaxserve.api.openapi import documented
 from jaxserve.api.prompts import session_context
 from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.sampling import sampling_params
-from jaxserve.api.shapes import marked, remembered, shaped
+from jaxserve.api.shapes import budgeted, marked, remembered, shaped
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
-from jaxserve.api.stream_rules import ThinkingBudget
 from jaxserve.api.tool_constraints import raw_input_of, with_tools
 from jaxserve.api.tools import RawInputParser, ToolUse, tool_use
-from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
-from jaxserve.engine.request import GrammarSpec, SamplingParams
+from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_answer
+from jaxserve.config import ServerSection
+from jaxserve.engine.request import GrammarSpec, SamplingParams, ThinkingBudget
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.text.events import OutputParser
+from jaxserve.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -46,14 +48,16 @@ async def create_chat_completion(request: Request) -> Response:
     state = server_state(request)
     body = await read_body(request, ChatCompletionRequest)
     check_chat(body)
-    answer = await prepare(body, state)
+    answer = await prepare(body, state, caller_of(request))
     if body.stream:
-        return EventStream(answer.events())
-    return json_response(await until_disconnect(request, answer.whole()))
+        return EventStream(answer.events(), answer.held_bytes, state.unread)
+    return await json_answer(await until_disconnect(request, answer.whole()))
 
 
 def check_chat(body: ChatCompletionRequest) -> None:
     check_stream_options(body)
+    if not body.messages and body.input_ids is None:
+        raise InvalidValueError("messages is empty.", param="messages")
     if body.top_logprobs and not body.logprobs:
         raise InvalidValueError("top_logprobs needs logprobs: true.", param="top_logprobs")
     for modality in body.modalities or ():
@@ -61,40 +65,47 @@ def check_chat(body: ChatCompletionRequest) -> None:
             raise UnsupportedParameterError(f"modalities: {modality!r} cannot be made.", param="modalities")
 
 
-async def prepare(body: ChatCompletionRequest, state: ServerState) -> ChatAnswer:
+async def prepare(body: ChatCompletionRequest, state: ServerState, caller: Caller) -> ChatAnswer:
     """Everything that can be wrong with the request is found here."""
     model = state.check_generates(body.model)
     check_messages(body.messages)
     tools = tool_use(body)
     prompt = await chat_prompt(body, state, tools.shown or None)
     if body.session_params is not None:
-        prompt = replace(prompt, token_ids=session_context(body, state, prompt.token_ids))
+        prompt = replace(prompt, token_ids=session_context(body, state, prompt.token_ids, caller))
     job = Job(prompt.token_ids, _params(body, state, tools, prompt, await _grammar(body, state, tools, prompt)))
     job = marked(job, body, state)
-    budget = _thinking_budget(body, state, prompt)
-    job = shaped(job, body, state.engine.tokenizer, state.engine.info.eos_token_ids, budget)
-    salt = (body.cache_salt or "") + (body.extra_key or "")
+    job = budgeted(job, _thinking_budget(body, state, tools, prompt, job.params.grammar))
+    job = shaped(job, body, state.engine.tokenizer, state.engine.info.eos_token_ids)
+    salt = prefix_namespace(body.cache_salt, body.extra_key)
     request_id = new_id("chatcmpl", body.request_id or body.rid)
-    job = remembered(job, state, body.session_params, request_id)
-    generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1)
+    job = remembered(job, state, body.session_params, request_id, caller)
+    generation = Generation(state, request_id, [job], body.priority or 0, salt, body.stream_interval or 1, caller)
     echo = last_text(body.messages) if body.echo else ""
-    options = ChatOptions(tools.parallel, tools.legacy, echo, prompt.text)
+    options = ChatOptions(tools.parallel, tools.legacy, echo, prompt.text, _reasoning_fields(state.config.server))
     extras = Extras(body, request_id)
     make_parser = _parser_factory(body, state, tools, prompt)
     choices = ChatChoices(body, job, state.token_texts, generation.usage, make_parser, options, extras)
     return ChatAnswer(body, model, generation, choices)
 
 
+def _reasoning_fields(section: ServerSection) -> tuple[str, ...]:
+    return ("reasoning_content", "reasoning") if section.reasoning_field == "both" else ("reasoning_content",)
+
+
 async def _grammar(
     body: ChatCompletionRequest, state: ServerState, tools: ToolUse, prompt: ChatPrompt
 ) -> GrammarSpec | None:
     """The constraint of the output, known to be enforceable."""
-    found = with_tools(constraint(body, state.engine.tokenizer), tools, state)
+    answer = constraint(body, state.engine.tokenizer)
+    found = with_tools(answer, tools, state)
     if found is None:
         return None
-    await state.grammars.check(*found, state.engine)
+    checked = await state.grammars.check(*found, state.engine)
+    if state.parsers.harmony and found is not answer:
+        return checked  # it holds from the first token: the channels, reasoning's too, are in it
     off = await thinking_is_off(body, state, tools.shown or None, prompt)
-    return after_reasoning(found[0], state.parsers, state.engine.tokenizer, prompt.text, prompt.continued, off)
+    return after_reasoning(checked, state.parsers, state.engine.tokenizer, prompt.text, prompt.continued, off)
 
 
 def _params(
@@ -114,26 +125,46 @@ def _params(
     return msgspec.structs.replace(params, visible_token_ids=visible)
 
 
-def _thinking_budget(body: ChatCompletionRequest, state: ServerState, prompt: ChatPrompt) -> ThinkingBudget | None:
+def _thinking_budget(
+    body: ChatCompletionRequest, state: ServerState, tools: ToolUse, prompt: ChatPrompt, grammar: GrammarSpec | None
+) -> ThinkingBudget | None:
     tags = state.parsers.think_tags
     if body.thinking_token_budget is None:
         return None
     if tags is None:
         message = "thinking_token_budget: this model does not think between tags."
         raise InvalidValueError(message, param="thinking_token_budget")
-    text = f"\n{tags.end}\n\n"
-    ids = state.engine.tokenizer.encode(text, add_special_tokens=False)
-    return ThinkingBudget(body.thinking_token_budget, tags, tags.opened_by(prompt.text, prompt.continued), text, ids)
+    offered = tools.tool_set
+    return ThinkingBudget(
+        tokens=body.thinking_token_budget,
+        family=state.parsers.reasoning or "",
+        inside=tags.opened_by(prompt.text, prompt.continued),
+        tools=() if offered is None else offered.names,
+        end_token_ids=_end_of_thinking(tags.end, state.engine.tokenizer, grammar),
+    )
+
+
+def _end_of_thinking(end: str, tokenizer: Tokenizer, grammar: GrammarSpec | None) -> tuple[int, ...]:
+    """The tokens that are written for a model that thought too long.
+
+    A grammar begins after its own ids of the tag, and nothing may stand between.
+    """
+    if grammar is None or not grammar.begin_after:
+        return tuple(tokenizer.encode(f"\n{end}\n\n", add_special_tokens=False))
+    ids = tuple(tokenizer.encode(f"\n{end}", add_special_tokens=False))
+    return ids if ids[-len(grammar.begin_after) :] == grammar.begin_after else grammar.begin_after
 
 
 def _parser_factory(
     body: ChatCompletionRequest, state: ServerState, tools: ToolUse, prompt: ChatPrompt
 ) -> Callable[[], OutputParser]:
-    raw_input = raw_input_of(tools)
+    raw_input, offered = raw_input_of(tools), tools.tool_set
+    if offered is not None:
+        offered = replace(offered, on_unoffered=state.metrics.unoffered_calls.inc)
 
     def make() -> OutputParser:
         parser = state.parsers.make(
-            tools=None if raw_input is not None else tools.tool_set,
+            tools=None if raw_input is not None else offered,
             prompt=prompt.text,
             continued=prompt.continued,
             separate_reasoning=body.separate_reasoning is not False,
@@ -151,6 +182,7 @@ class ChatAnswer:
         self._body = body
         self._model = model
         self._generation = generation
+        self.held_bytes = generation.held_bytes
         self._choices = choices
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -158,7 +190,12 @@ class ChatAnswer:
         writer = ChunkWriter(envelope, self._generation.usage, self._body)
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
-                for chunk in self._choices.chunks(output):
+                chunks = self._choices.chunks(output)
+                if writer.continuous:
+                    for event in writer.counted(chunks, len(output.token_ids), self._choices.take_about_prompt()):
+                        yield event
+                    chunks = []
+                for chunk in chunks:
                     if self._choices.about_prompt:
                         yield writer.chunk_beside(chunk, self._choices.take_about_prompt())
                     else:
@@ -177,9 +214,14 @@ class ChatAnswer:
                 if self._choices.complete:
                     break
         envelope = Envelope(self._generation.request_id, "chat.completion", self._model)
-        return (envelope.head() | self._choices.about_prompt) | {
-            "choices": [found[index].result() for index in sorted(found)],
-            "usage": self._generation.usage.as_dict(),
-            "service_tier": "default",
-            "system_fingerprint": None,
-        }
+        about_prompt = {"prompt_token_ids": None, "prompt_logprobs": None} | self._choices.about_prompt
+        return (
+            envelope.head()
+            | about_prompt
+            | {
+                "choices": [found[index].result() for index in sorted(found)],
+                "usage": self._generation.usage.as_dict(),
+                "service_tier": "default",
+                "system_fingerprint": None,
+            }
+        )

@@ -12,21 +12,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.body import read_body
-from jaxserve.api.completion_output import CompletionChoices, join
+from jaxserve.api.completion_output import CompletionChoices, Joined
 from jaxserve.api.constraints import checked_grammar
 from jaxserve.api.extras import Extras
-from jaxserve.api.generation import Generation, Job, new_id
+from jaxserve.api.generation import Generation, Job, new_id, prefix_namespace
 from jaxserve.api.infill import infill_prompt
+from jaxserve.api.keys import Caller, caller_of
 from jaxserve.api.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
 from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, session_context, truncate
+from jaxserve.api.prompts import as_prompts, check_ids, check_length, session_context, truncate
 from jaxserve.api.protocol.answers import Completion
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.sampling import sampling_params
 from jaxserve.api.shapes import marked, remembered, shaped
 from jaxserve.api.sse import EventStream, until_disconnect
 from jaxserve.api.state import ServerState, server_state
-from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_response
+from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_answer
 from jaxserve.engine.request import GrammarSpec, SamplingParams
 from jaxserve.errors import InvalidValueError
 
@@ -39,10 +40,10 @@ async def create_completion(request: Request) -> Response:
     state = server_state(request)
     body = await read_body(request, CompletionRequest)
     _check(body)
-    answer = await _Answer.prepare(body, state)
+    answer = await _Answer.prepare(body, state, caller_of(request))
     if body.stream:
-        return EventStream(answer.events())
-    return json_response(await until_disconnect(request, answer.whole()))
+        return EventStream(answer.events(), answer.held_bytes, state.unread)
+    return await json_answer(await until_disconnect(request, answer.whole()))
 
 
 def _check(body: CompletionRequest) -> None:
@@ -58,17 +59,21 @@ def _check(body: CompletionRequest) -> None:
         raise InvalidValueError("suffix and echo exclude each other.", param="suffix")
 
 
+_UNASKED = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}  # vLLM's, null unless asked for
+
+
 class _Answer:
     """One request on its way to one answer."""
 
     def __init__(self, body: CompletionRequest, model: str, generation: Generation, choices: CompletionChoices) -> None:
         self._body = body
         self._generation = generation
+        self.held_bytes = generation.held_bytes
         self._choices = choices
         self._envelope = Envelope(generation.request_id, "text_completion", model)
 
     @classmethod
-    async def prepare(cls, body: CompletionRequest, state: ServerState) -> _Answer:
+    async def prepare(cls, body: CompletionRequest, state: ServerState, caller: Caller) -> _Answer:
         """Everything that can be wrong with the request is found here."""
         model = state.check_generates(body.model)
         prompts = as_prompts(body.prompt, "prompt")
@@ -77,16 +82,18 @@ class _Answer:
         if len(prompts) * (body.n or 1) > MAX_CHOICES * 16:
             raise InvalidValueError("prompts times n are more than 2048 choices.", param="n")
         grammar = await checked_grammar(body, state.engine, state.grammars)
-        jobs = [await _job(body, prompt, state, grammar) for prompt in prompts]
+        jobs = [await _job(body, prompt, state, grammar, caller) for prompt in prompts]
         texts = [_prompt_text(prompt, job, body, state) for prompt, job in zip(prompts, jobs, strict=True)]
         request_id = new_id("cmpl", body.request_id or body.rid)
+        silent = body.max_tokens == 0
         generation = Generation(
             state,
             request_id,
-            [remembered(job, state, body.session_params, request_id, silent=body.max_tokens == 0) for job in jobs],
+            [remembered(job, state, body.session_params, request_id, caller, silent=silent) for job in jobs],
             body.priority or 0,
-            (body.cache_salt or "") + (body.extra_key or ""),
+            prefix_namespace(body.cache_salt, body.extra_key),
             body.stream_interval or 1,
+            caller,
         )
         hidden = state.engine.tokenizer.special_ids
         extras = Extras(body, request_id)
@@ -105,18 +112,18 @@ class _Answer:
             yield writer.usage_chunk()
 
     async def whole(self) -> dict[str, Any]:
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, Joined] = {}
         scores: dict[int, list[float]] = {}
         async with aclosing(self._generation.outputs()) as outputs:
             async for job, output in outputs:
                 delta = self._choices.delta(job, output)
                 index = delta["index"]
-                found[index] = join(found.get(index), delta)
+                found.setdefault(index, Joined()).add(delta)
                 scores.setdefault(index, []).extend(entry.logprob for entry in output.logprobs or ())
         self._cut_usage()
-        ordered = [found[index] for index in sorted(found)]
+        ordered = [found[index].result() for index in sorted(found)]
         return self._envelope.head() | {
-            "choices": self._best(ordered, scores),
+            "choices": [_UNASKED | choice for choice in self._best(ordered, scores)],
             "usage": self._generation.usage.as_dict(),
             "system_fingerprint": None,
         }
@@ -149,22 +156,24 @@ def _says_something(delta: dict[str, Any]) -> bool:
 
 
 async def _job(
-    body: CompletionRequest, prompt: str | list[int], state: ServerState, grammar: GrammarSpec | None
+    body: CompletionRequest, prompt: str | list[int], state: ServerState, grammar: GrammarSpec | None, caller: Caller
 ) -> Job:
     info, tokenizer = state.engine.info, state.engine.tokenizer
     if isinstance(prompt, list):
         check_ids(prompt, info, "prompt")
+    limit = info.max_model_len if body.truncate_prompt_tokens is None else None
     if body.suffix:
-        token_ids = infill_prompt(tokenizer, prompt, body.suffix)
+        token_ids = await infill_prompt(state.encoder, tokenizer, prompt, body.suffix, limit)
     elif isinstance(prompt, str):
-        token_ids = await encode(tokenizer, prompt, add_special_tokens=body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        token_ids = await state.encoder.encode(prompt, add_special_tokens=special, limit=limit)
     else:
         token_ids = prompt
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     token_ids = truncate(
         token_ids, body.truncate_prompt_tokens, body.truncation_side or "left", max_tokens, info.max_model_len
     )
-    token_ids = session_context(body, state, token_ids)
+    token_ids = session_context(body, state, token_ids, caller)
     check_length(token_ids, info, "prompt")
     job = Job(token_ids, _params(body, token_ids, max_tokens, state, grammar))
     return shaped(marked(job, body, state), body, tokenizer, info.eos_token_ids)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from jaxserve.api.body import read_body
 from jaxserve.api.generation import Generation, Job, new_id
 from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import Side, as_prompts, check_ids, encode
+from jaxserve.api.prompts import Side, as_prompts, check_ids
 from jaxserve.api.protocol.answers import Embeddings
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.sse import until_disconnect
@@ -60,7 +60,9 @@ async def _token_ids(prompt: str | list[int], body: EmbeddingRequest, state: Ser
         frame, token_ids = [], prompt
     else:
         frame = tokenizer.encode("") if body.add_special_tokens is not False else []
-        token_ids = await encode(tokenizer, prompt, add_special_tokens=body.add_special_tokens is not False)
+        limit = info.max_model_len if body.truncate_prompt_tokens is None else None
+        special = body.add_special_tokens is not False
+        token_ids = await state.encoder.encode(prompt, add_special_tokens=special, limit=limit, param="input")
     keep = body.truncate_prompt_tokens
     if keep is not None:
         keep = info.max_model_len if keep < 0 else keep
@@ -68,8 +70,7 @@ async def _token_ids(prompt: str | list[int], body: EmbeddingRequest, state: Ser
     if not token_ids:
         raise InvalidValueError("input has no tokens.", param="input")
     if len(token_ids) > info.max_model_len:
-        message = f"This model takes {info.max_model_len} tokens; an input has {len(token_ids)}."
-        raise ContextLengthError(message, param="input")
+        raise ContextLengthError.too_long(len(token_ids), info.max_model_len, param="input")
     return token_ids
 
 

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.api.batch.service import batch_runner
 from jaxserve.api.errors import ClientDisconnected
+from jaxserve.api.keys import caller_of
 from jaxserve.api.multipart import UploadForm
 from jaxserve.api.openapi import documented
 from jaxserve.api.protocol.files import (
@@ -31,6 +32,7 @@ from jaxserve.api.protocol.files import (
 )
 from jaxserve.api.state import server_state
 from jaxserve.api.wire import json_response
+from jaxserve.api.work_pool import Waiting
 from jaxserve.errors import InvalidValueError, PayloadTooLargeError
 from jaxserve.store import FileRecord, Store, Upload
 
@@ -60,7 +62,7 @@ async def upload_file(request: Request) -> Response:
     form = UploadForm(request.headers.get("content-type", ""))
     incoming = store_of(request).begin_upload()
     try:
-        await _receive(request, form, incoming)
+        await _receive(request, form, incoming, server_state(request).file_work)
         record = await _finish(request, form, incoming)
     except BaseException:
         await asyncio.shield(incoming.discard())
@@ -68,8 +70,8 @@ async def upload_file(request: Request) -> Response:
     return json_response(file_object(record))
 
 
-async def _receive(request: Request, form: UploadForm, incoming: Upload) -> None:
-    """The body into the upload. Of what is too large the rest is dropped."""
+async def _receive(request: Request, form: UploadForm, incoming: Upload, work: Waiting) -> None:
+    """The body into the upload. Of what is too large the rest is dropped. Raises QueueFullError if much waits."""
     too_large = False
     received = 0
     try:
@@ -80,7 +82,8 @@ async def _receive(request: Request, form: UploadForm, incoming: Upload) -> None
             if received > MAX_DRAINED_BYTES:
                 break
             if passed and not too_large:
-                await incoming.write(passed)
+                with work.held(len(passed)):
+                    await incoming.write(passed)
     except ClientDisconnect:
         raise ClientDisconnected from None
     if too_large:
@@ -100,7 +103,12 @@ async def _finish(request: Request, form: UploadForm, incoming: Upload) -> FileR
     if fields.purpose == "batch" and not form.filename.lower().endswith(".jsonl"):
         raise InvalidValueError("Invalid file format for Batch API. Must be .jsonl", param="file")
     server_state(request).unknown_fields.note("/v1/files", sorted(form.fields.keys() - KNOWN_FIELDS))
-    return await incoming.finish(filename=form.filename, purpose=fields.purpose, expires_seconds=expiry_seconds(fields))
+    return await incoming.finish(
+        filename=form.filename,
+        purpose=fields.purpose,
+        expires_seconds=expiry_seconds(fields),
+        owner=caller_of(request).owner,
+    )
 
 
 def _too_large(limit: int) -> PayloadTooLargeError:
@@ -116,34 +124,39 @@ async def list_files(
     after: str | None = None,
 ) -> Response:
     """Files, newest first unless told otherwise."""
-    page = await store_of(request).list_files(purpose=purpose, limit=limit, after=after, ascending=order == "asc")
+    owner = caller_of(request).sees
+    page = await store_of(request).list_files(
+        purpose=purpose, limit=limit, after=after, ascending=order == "asc", owner=owner
+    )
     return json_response(list_object([file_object(file) for file in page.items], page))
 
 
 @router.get("/v1/files/{file_id}", **documented(FileAnswer))
 async def retrieve_file(request: Request, file_id: str) -> Response:
     """What is known of a file."""
-    return json_response(file_object(await store_of(request).get_file(file_id)))
+    return json_response(file_object(await store_of(request).get_file(file_id, owner=caller_of(request).sees)))
 
 
 @router.get("/v1/files/{file_id}/content", **_CONTENT)
 async def file_content(request: Request, file_id: str) -> Response:
     """The bytes of a file."""
-    return FileBytes(*await store_of(request).open_file(file_id))
+    record, file = await store_of(request).open_file(file_id, owner=caller_of(request).sees)
+    return FileBytes(record, file, server_state(request).file_work)
 
 
 @router.delete("/v1/files/{file_id}", **documented(FileDeleted))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file. A batch that reads it goes on."""
-    await store_of(request).delete_file(file_id)
+    await store_of(request).delete_file(file_id, owner=caller_of(request).sees)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
 class FileBytes(Response):
     """A stored file, sent from an open file: deleting it meanwhile does no harm."""
 
-    def __init__(self, record: FileRecord, file: BinaryIO) -> None:
+    def __init__(self, record: FileRecord, file: BinaryIO, work: Waiting) -> None:
         self._file = file
+        self._work = work
         headers: dict[str, Any] = {
             "content-length": str(record.bytes),
             "content-disposition": f"attachment; filename*=UTF-8''{quote(record.filename, safe='')}",
@@ -152,7 +165,13 @@ class FileBytes(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file:
+            data = await self._read()  # before the head: where too much waits, the answer is an error
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            while data := await asyncio.to_thread(self._file.read, CHUNK_BYTES):
+            while data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+                data = await asyncio.to_thread(self._file.read, CHUNK_BYTES)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _read(self) -> bytes:
+        with self._work.held(CHUNK_BYTES):
+            return await asyncio.to_thread(self._file.read, CHUNK_BYTES)

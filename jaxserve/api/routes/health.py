@@ -1,12 +1,16 @@
-"""GET /health, /live and /metrics: answered in every phase, without touching the engine."""
+"""GET /health, /live and /metrics: answered in every phase, without touching the engine. /health_generate uses it."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from jaxserve.api.openapi import documented
+from jaxserve.api.probe import check_generates
 from jaxserve.api.protocol.answers import Health
 from jaxserve.api.state import server_state
 from jaxserve.api.wire import json_response
@@ -18,10 +22,16 @@ router = APIRouter()
 
 @router.get("/health", **documented(Health))
 async def health(request: Request) -> Response:
-    """200 while requests are taken and the engine's loop ticks; else 503 with the phase and its progress."""
-    engine = server_state(request).engine
-    status = engine.status
-    report = {"status": status.phase, "phase": status.detail, "progress": {"done": status.done, "total": status.total}}
+    """200 while requests are taken and the engine's loop ticks; else 503 with the phase and its progress.
+
+    `store` says whether files and batches can be written. Generation does not need it, so it changes no status code.
+    """
+    state = server_state(request)
+    engine, status = state.engine, state.engine.status
+    progress = {"done": status.done, "total": status.total}
+    report: dict[str, Any] = {"status": status.phase, "phase": status.detail, "progress": progress}
+    if state.store is not None:
+        report["store"] = asdict(state.store.condition)
     try:
         engine.check_ready()
         if not engine.alive:
@@ -31,6 +41,13 @@ async def health(request: Request) -> Response:
         response.headers["Retry-After"] = "1"
         return response
     return json_response(report)
+
+
+@router.get("/health_generate", **documented())
+async def health_generate(request: Request) -> Response:
+    """200 once the engine has made one token for this probe, or computed others' meanwhile; 503 if not within 20 s."""
+    await check_generates(server_state(request).engine)
+    return json_response({"status": "ready"})
 
 
 @router.get("/live", **documented())

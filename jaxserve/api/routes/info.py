@@ -12,6 +12,7 @@ from starlette.responses import Response
 from jaxserve.api.openapi import documented
 from jaxserve.api.state import server_state
 from jaxserve.api.wire import json_response
+from jaxserve.config import SECRETS
 from jaxserve.version import __version__
 
 router = APIRouter()
@@ -49,8 +50,8 @@ async def server_info(request: Request) -> Response:
     state = server_state(request)
     info = state.engine.info
     config = state.config.model_dump(mode="json")
-    for name in ("api_key", "admin_api_key", "watermark_key"):
-        config["server"][name] = None if config["server"][name] is None else "set"
+    for name in SECRETS:
+        config["server"][name] = "set" if config["server"][name] else None
     return json_response(
         {
             "version": __version__,

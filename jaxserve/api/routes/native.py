@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -14,17 +15,20 @@ from starlette.responses import Response
 from jaxserve.api.body import read_body, refuse_unsupported
 from jaxserve.api.constraints import checked_grammar
 from jaxserve.api.details import mark, route, show_hidden, tell_candidates, watch
-from jaxserve.api.generation import Generation, Job, new_id
-from jaxserve.api.native_output import LogprobOptions, NativeChoice
+from jaxserve.api.generation import Generation, Job, new_id, prefix_namespace
+from jaxserve.api.keys import Caller, caller_of
+from jaxserve.api.native_logprobs import LogprobOptions
+from jaxserve.api.native_output import NativeChoice
 from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import as_prompts, check_ids, check_length, encode, session_context
+from jaxserve.api.prompts import as_prompts, check_ids, check_length, session_context
 from jaxserve.api.protocol.answers import Generated
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
 from jaxserve.api.sampling import native_params
 from jaxserve.api.shapes import remembered
 from jaxserve.api.sse import EventStream, event, until_disconnect
 from jaxserve.api.state import ServerState, server_state
-from jaxserve.api.wire import json_response
+from jaxserve.api.wire import json_answer
+from jaxserve.config_types import reveal
 from jaxserve.engine.request import HiddenStates
 from jaxserve.errors import InvalidValueError
 
@@ -38,11 +42,12 @@ _HIDDEN: dict[bool | str, HiddenStates] = {False: "", True: "all", "last": "last
 @router.put("/generate", include_in_schema=False)
 async def generate(request: Request) -> Response:
     """Continue a text or token ids; `meta_info` tells how it went."""
+    state = server_state(request)
     body = await read_body(request, GenerateRequest)
-    answer = await _Native.prepare(body, server_state(request))
+    answer = await _Native.prepare(body, state, caller_of(request))
     if body.stream:
-        return EventStream(answer.events())
-    return json_response(await until_disconnect(request, answer.whole()))
+        return EventStream(answer.events(), answer.held_bytes, state.unread)
+    return await json_answer(await until_disconnect(request, answer.whole()))
 
 
 class _Native:
@@ -51,9 +56,10 @@ class _Native:
         self._generation = generation
         self._choices = choices
         self._single = not _is_batch(body)
+        self.held_bytes = generation.held_bytes
 
     @classmethod
-    async def prepare(cls, body: GenerateRequest, state: ServerState) -> _Native:
+    async def prepare(cls, body: GenerateRequest, state: ServerState, caller: Caller) -> _Native:
         state.check_generates(None)
         prompts = _prompts(body)
         count = len(prompts)
@@ -65,19 +71,26 @@ class _Native:
             raise InvalidValueError("A request of a session has one prompt.", param="session_params")
         rid = body.rid if isinstance(body.rid, str) else (body.rid[0] if body.rid else None)
         request_id = new_id("gen", rid)
-        jobs = [await _job(body, *each, state) for each in zip(prompts, sampling, options, strict=True)]
+        jobs = [await _job(body, *each, state, caller) for each in zip(prompts, sampling, options, strict=True)]
         silent = sampling[0].max_new_tokens == 0
-        jobs = [remembered(job, state, body.session_params, request_id, silent=silent) for job in jobs]
+        jobs = [remembered(job, state, body.session_params, request_id, caller, silent=silent) for job in jobs]
         salts = set(_spread(body.extra_key or "", count, "extra_key"))
         if len(salts) > 1:
             raise InvalidValueError("extra_key: one for all prompts of a request.", param="extra_key")
         interval = min(each.stream_interval or 1 for each in sampling)
-        generation = Generation(state, request_id, jobs, body.priority or 0, salts.pop(), interval)
         many = [f"{request_id}_{number}" for number in range(count)]
         given = body.rid if isinstance(body.rid, list) else many if _is_batch(body) else [request_id]
         ids = _spread(given, count, "rid")
+        jobs = [replace(job, request_id=rid) for job, rid in zip(jobs, ids, strict=True)]
+        generation = Generation(
+            state, request_id, jobs, body.priority or 0, prefix_namespace(None, salts.pop()), interval, caller
+        )
+        incremental = bool(body.stream and body.incremental)
         choices = [
-            [NativeChoice(rid, job, option, state.token_texts, each.max_new_tokens == 0) for _ in range(job.params.n)]
+            [
+                NativeChoice(rid, job, option, state.token_texts, each.max_new_tokens == 0, incremental)
+                for _ in range(job.params.n)
+            ]
             for rid, job, option, each in zip(ids, jobs, options, sampling, strict=True)
         ]
         return cls(body, generation, choices)
@@ -87,8 +100,8 @@ class _Native:
         async with aclosing(self._generation.outputs()) as outputs:
             async for number, output in outputs:
                 choice = self._choices[number][output.index]
-                shown = choice.add(output)
-                result = choice.result(shown if self._body.incremental else None)
+                choice.add(output)
+                result = choice.result()
                 if not self._single or len(self._choices[number]) > 1:
                     result["index"] = number * len(self._choices[number]) + output.index
                 yield event(orjson.dumps(result))
@@ -154,14 +167,16 @@ async def _job(
     sampling: NativeSampling,
     options: LogprobOptions,
     state: ServerState,
+    caller: Caller,
 ) -> Job:
     info = state.engine.info
     if isinstance(prompt, str):
-        param, token_ids = "text", await encode(state.engine.tokenizer, prompt, add_special_tokens=True)
+        param = "text"
+        token_ids = await state.encoder.encode(prompt, add_special_tokens=True, limit=info.max_model_len, param=param)
     else:
         param, token_ids = "input_ids", prompt
         check_ids(token_ids, info, param)
-    token_ids = session_context(body, state, token_ids)
+    token_ids = session_context(body, state, token_ids, caller)
     check_length(token_ids, info, param)
     if options.start > len(token_ids):
         message = f"logprob_start_len is {options.start}, and the prompt has {len(token_ids)} tokens."
@@ -177,5 +192,5 @@ async def _job(
     params = watch(params, options.watched, info, "token_ids_logprob")
     params = tell_candidates(params, options.candidates, options.sampling_mode)
     params = route(params, body.return_routed_experts, body.routed_experts_start_len, len(token_ids), info)
-    params = mark(params, body.watermark, state.config.server.watermark_key, "watermark")
+    params = mark(params, body.watermark, reveal(state.config.server.watermark_key), "watermark")
     return Job(token_ids, show_hidden(params, options.hidden, len(token_ids), info))

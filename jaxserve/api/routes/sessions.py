@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.body import read_body
+from jaxserve.api.keys import caller_of
 from jaxserve.api.openapi import documented
 from jaxserve.api.protocol.answers import SessionId, Success
 from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
@@ -20,12 +21,12 @@ router = APIRouter()
 async def open_session(request: Request) -> Response:
     """Begin a session; requests go on in it with `session_params`."""
     body = await read_body(request, OpenSessionRequest)
-    return json_response(server_state(request).sessions.open(body))
+    return json_response(server_state(request).sessions.open(body, caller_of(request).owner))
 
 
 @router.post("/close_session", **documented(Success, body=CloseSessionRequest))
 async def close_session(request: Request) -> Response:
     """End a session: its tokens are forgotten."""
     body = await read_body(request, CloseSessionRequest)
-    server_state(request).sessions.close(body.session_id)
+    server_state(request).sessions.close(body.session_id, caller_of(request).owner)
     return json_response({"success": True})

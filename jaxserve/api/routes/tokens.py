@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,12 +12,14 @@ from starlette.responses import Response
 from jaxserve.api.body import read_body
 from jaxserve.api.conversation import check_messages, render_messages
 from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import check_ids, encode
+from jaxserve.api.prompts import check_ids
 from jaxserve.api.protocol.answers import Detokenized, Tokenized
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from jaxserve.api.state import ServerState, server_state
 from jaxserve.api.wire import json_response
 from jaxserve.errors import InvalidValueError
+
+INLINE_TOKENS = 4096
 
 router = APIRouter()
 
@@ -29,17 +32,27 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest)
     state.check_model(body.model)
     texts, special = await _texts(body, state)
-    ids = [await encode(state.engine.tokenizer, text, add_special_tokens=special) for text in texts]
+    ids = [await state.encoder.encode(text, add_special_tokens=special) for text in texts]
     many = isinstance(body.prompt, list)
-    answer: dict[str, Any] = {
-        "tokens": ids if many else ids[0],
-        "count": [len(each) for each in ids] if many else len(ids[0]),
-        "max_model_len": state.engine.info.max_model_len,
-    }
-    if body.return_token_strs:
-        strings = [[state.token_texts.text(i) for i in each] for each in ids]
-        answer["token_strs"] = strings if many else strings[0]
-    return json_response(answer)
+
+    def answer() -> Response:
+        content: dict[str, Any] = {
+            "tokens": ids if many else ids[0],
+            "count": [len(each) for each in ids] if many else len(ids[0]),
+            "max_model_len": state.engine.info.max_model_len,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            strings = [[state.engine.tokenizer.id_to_token(i) or "" for i in each] for each in ids]
+            content["token_strs"] = strings if many else strings[0]
+        return json_response(content)
+
+    return await _off_loop_if_long(answer, sum(map(len, ids)), state)
+
+
+async def _off_loop_if_long(work: Callable[[], Response], num_tokens: int, state: ServerState) -> Response:
+    """To write or to read a token takes up to 0.5 us."""
+    return work() if num_tokens <= INLINE_TOKENS else await state.text_work.run(work, num_tokens)
 
 
 async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[list[str], bool]:
@@ -55,6 +68,7 @@ async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[list[str], 
     rendered = await render_messages(
         body.messages,
         state,
+        body.size,
         tools=tools or None,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
@@ -78,9 +92,13 @@ async def detokenize(request: Request) -> Response:
     for each in lists:
         check_ids(each, state.engine.info, "tokens")
     decode = state.engine.tokenizer.decode
-    texts = [decode(each, skip_special_tokens=bool(body.skip_special_tokens)) for each in lists]
-    text: Any = texts if many else texts[0]
-    return json_response({"prompt": text, "text": text})
+
+    def answer() -> Response:
+        texts = [decode(each, skip_special_tokens=bool(body.skip_special_tokens)) for each in lists]
+        text: Any = texts if many else texts[0]
+        return json_response({"prompt": text, "text": text})
+
+    return await _off_loop_if_long(answer, sum(map(len, lists)), state)
 
 
 @router.get("/tokenizer_info", **documented())

@@ -6,18 +6,22 @@ read arrays in row-major order and are for one device: inside shard_map, or wher
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import logging
 import os
-import stat
 import tempfile
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
-from jaxserve.ops.native.library import build
+from jaxserve.ops.native.library import build, kept, library_name
+
+logger = logging.getLogger(__name__)
 
 _MATMUL, _MATVEC, _ATTEND = "jaxserve_matmul", "jaxserve_matvec", "jaxserve_attend"
 LANES = 16  # a head's depth is a multiple of it
@@ -26,38 +30,32 @@ LANES = 16  # a head's depth is a multiple of it
 @functools.cache  # XLA's registry is the process's: a name is registered once
 def load() -> None:
     """Makes the kernels callable in this process. ConfigError with the reason where they cannot be compiled."""
-    directory = _kept_directory()
-    if directory is not None:
-        library = _open(directory)
-    else:
-        with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
-            library = _open(Path(scratch))  # a library in use needs no name
+    with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
+        library = _open(Path(scratch))  # a library in use needs no name
     for name in (_MATMUL, _MATVEC, _ATTEND):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 
 
-def _open(directory: Path) -> ctypes.CDLL:
+def _open(scratch: Path) -> ctypes.CDLL:
+    """The library of the user's cache, or one made for this process if there is no safe cache."""
     try:
-        return ctypes.CDLL(str(build(directory)))
-    except OSError:
-        build(directory).unlink(missing_ok=True)  # cut short, by a loss of power say: once more
+        with opened(user_cache("kernels")) as cache:
+            return _open_kept(cache, scratch)
+    except (CacheDirectoryError, OSError) as error:
+        logger.warning("the compiled kernels are not kept: %s", error)
     try:
-        return ctypes.CDLL(str(build(directory)))
+        return ctypes.CDLL(str(build(scratch)))
     except OSError as error:
         raise ConfigError(f"the CPU's kernels cannot be loaded: {error}", fix="set runtime.attention: xla") from error
 
 
-def _kept_directory() -> Path | None:
-    """Where libraries are kept, in the user's cache; None where that cannot be written, or others could write to it."""
+def _open_kept(cache: OpenDirectory, scratch: Path) -> ctypes.CDLL:
     try:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxserve", "kernels")
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryFile(dir=directory):
-            info = directory.stat()
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        return None
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return directory if info.st_uid == os.geteuid() and not info.st_mode & others else None
+        return ctypes.CDLL(kept(cache, scratch))
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(library_name(), dir_fd=cache.descriptor)  # cut short, by a loss of power say: once more
+    return ctypes.CDLL(kept(cache, scratch))
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:

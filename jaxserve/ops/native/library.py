@@ -9,16 +9,18 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import secrets
 import shlex
 import shutil
+import stat
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 import jax
 
+from jaxserve.cache_directory import OpenDirectory
 from jaxserve.errors import ConfigError
 
 SOURCES = ("matmul.c", "matvec.c", "paged_attention.c")
@@ -28,17 +30,45 @@ COMPILE_SECONDS = 60.0  # it takes one
 
 
 def build(directory: Path, flags: Sequence[str] = FLAGS) -> Path:
-    """The library in `directory`, made if it is not there. ConfigError with the reason where it cannot be made."""
-    path = directory / f"kernels-{_fingerprint(flags)}.so"
+    """The library, compiled into `directory` unless it is there. Raises ConfigError with the reason."""
+    path = directory / library_name(flags)
     if not path.exists():
-        compiler = _compiler()
-        directory.mkdir(parents=True, exist_ok=True)
-        # Made beside its place and moved there: another server that starts now sees all of it or nothing.
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            made = Path(scratch, path.name)
-            _compile([*compiler, *flags, *_inputs(), "-o", str(made), "-lm"])
-            made.replace(path)
+        _compile([*_compiler(), *flags, *_inputs(), "-o", str(path), "-lm"])
     return path
+
+
+def kept(cache: OpenDirectory, scratch: Path, flags: Sequence[str] = FLAGS) -> str:
+    """A path of the library in `cache`, where it is made if it is not there; good as long as the cache is open.
+
+    scratch: a private directory, for the compiler. Raises OSError if the cache cannot be written.
+    """
+    name = library_name(flags)
+    if not _is_sound(cache.descriptor, name):
+        _put(cache.descriptor, name, build(scratch, flags))
+    return cache.file(name)
+
+
+def _is_sound(cache: int, name: str) -> bool:
+    """Whether it is a file that only this user can have written."""
+    try:
+        info = os.stat(name, dir_fd=cache, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    others = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(info.st_mode) and info.st_uid in (os.geteuid(), 0) and not others and info.st_size > 0
+
+
+def _put(cache: int, name: str, made: Path) -> None:
+    """Another server that starts now sees all of the file or nothing."""
+    temporary = f".{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=cache)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(made.read_bytes())
+        os.rename(temporary, name, src_dir_fd=cache, dst_dir_fd=cache)
+    except BaseException:
+        os.unlink(temporary, dir_fd=cache)
+        raise
 
 
 def _compiler() -> list[str]:
@@ -69,10 +99,11 @@ def _compile(command: Sequence[str]) -> None:
         raise ConfigError(f"the CPU's kernels cannot be compiled by {command[0]}: {reason}", fix=fix)
 
 
-def _fingerprint(flags: Sequence[str]) -> str:
+def library_name(flags: Sequence[str] = FLAGS) -> str:
+    """Of these sources and flags, this jaxlib and this processor."""
     sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.[ch]"))]
     parts = [metadata.version("jaxlib"), *flags, platform.machine(), _processor(), *sources]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 
 
 def _processor() -> str:

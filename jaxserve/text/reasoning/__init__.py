@@ -1,18 +1,29 @@
 """Reasoning parsers by name. gpt-oss's channels carry reasoning and calls at once: see jaxserve/text/harmony.py."""
 
-from jaxserve.text.reasoning.think import ThinkParser, ThinkTags
+from jaxserve.text.reasoning.limit import ThinkingLimit
+from jaxserve.text.reasoning.think import CallOpening, ThinkParser, ThinkTags
 
-__all__ = ["REASONING_ALIASES", "REASONING_FAMILIES", "ThinkParser", "ThinkTags", "reasoning_of_template"]
+__all__ = [
+    "REASONING_ALIASES",
+    "REASONING_FAMILIES",
+    "CallOpening",
+    "ThinkParser",
+    "ThinkTags",
+    "ThinkingLimit",
+    "reasoning_of_template",
+]
 
-_CALLS = ("<tool_call>",)
-_KIMI_CALLS = ("<|tool_calls_section_begin|>",)
+_QWEN_CALLS = (CallOpening("<tool_call>", ("{", "[{", "<function=")),)
+_GLM_CALLS = (CallOpening("<tool_call>", ("<arg_key>", "</tool_call>"), named=True),)
+_KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
+_KIMI_CALLS = tuple(CallOpening(section, ("<|tool_call_begin|>",)) for section in _KIMI_SECTIONS)
 
 REASONING_FAMILIES: dict[str, ThinkTags] = {
-    "qwen3": ThinkTags(ends=_CALLS),
+    "qwen3": ThinkTags(calls=_QWEN_CALLS),
     "deepseek_r1": ThinkTags(always=True),
     "deepseek_v3": ThinkTags(),
-    "glm45": ThinkTags(ends=_CALLS),
-    "kimi_k2": ThinkTags(ends=_KIMI_CALLS),
+    "glm45": ThinkTags(calls=_GLM_CALLS),
+    "kimi_k2": ThinkTags(calls=_KIMI_CALLS),
     "kimi": ThinkTags("◁think▷", "◁/think▷"),
     "mistral": ThinkTags("[THINK]", "[/THINK]"),
     "seed_oss": ThinkTags("<seed:think>", "</seed:think>"),

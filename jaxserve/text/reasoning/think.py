@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, merged
@@ -9,21 +10,45 @@ from jaxserve.text.reader import Reading, TextReader
 
 
 @dataclass(frozen=True, slots=True)
+class CallOpening:
+    """How a tool call begins that ends the thinking without its closing tag.
+
+    `marker`, white space, the name of a tool of the request if `named`, white space, and one of `first`. The marker
+    alone is not enough: a model that thinks about its format writes it too.
+    """
+
+    marker: str
+    first: tuple[str, ...]
+    named: bool = False
+
+    def read(self, reader: TextReader, tools: Collection[str]) -> Reading[str]:
+        """Take the opening; the end of it, or "" if what comes next is none. What was taken is remembered."""
+        reader.mark()
+        yield from reader.accept(self.marker)
+        yield from reader.space()
+        if self.named:
+            if not (yield from reader.accept(*tools)):
+                return ""
+            yield from reader.space()
+        return (yield from reader.accept(*self.first))
+
+
+@dataclass(frozen=True, slots=True)
 class ThinkTags:
     """A family of models that think between tags.
 
     always: the model thinks though neither the prompt nor its output opens the tag
-    ends: texts that end the thinking without its closing tag and belong to what follows (a tool call)
+    calls: tool calls that end the thinking without its closing tag
     """
 
     start: str = "<think>"
     end: str = "</think>"
     always: bool = False
-    ends: tuple[str, ...] = ()
+    calls: tuple[CallOpening, ...] = ()
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return (self.start, self.end, *self.ends)
+    def markers(self, *, tools: bool) -> tuple[str, ...]:
+        """Texts that the parser looks for. tools: the request offers some."""
+        return (self.start, self.end, *((call.marker for call in self.calls) if tools else ()))
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
         """Does the output begin inside the thinking?
@@ -41,21 +66,24 @@ class ThinkParser:
     """Splits an output into reasoning and content. White space around the tags is layout and is dropped.
 
     keep: leave the tags and all white space in the reasoning, for callers that put both together again
+    tools: names of the request's tools; only a request that offers some can have its thinking ended by a call
+    thinking: whether the text read so far ends within the thinking; None: its first characters may still open it
     """
 
-    def __init__(self, tags: ThinkTags, *, inside: bool, keep: bool = False) -> None:
+    def __init__(self, tags: ThinkTags, *, inside: bool, keep: bool = False, tools: Collection[str] = ()) -> None:
         self._tags = tags
         self._keep = keep
         self._inside = inside
+        self._tools = tools
+        self.thinking: bool | None = True if inside else None
         self.reader = TextReader()
         self._events: list[Event] = []
         self._space: list[str] = []  # white space that is dropped if the reasoning ends here
         self._begun = False
         self._run = self._parts()
-        self._rest = False
 
     def feed(self, delta: str) -> list[Event]:
-        if self._rest:
+        if self.thinking is False:
             return [ContentDelta(delta)] if delta else []
         self.reader.push(delta)
         return self._advance()
@@ -65,12 +93,12 @@ class ThinkParser:
         return self._advance()
 
     def _advance(self) -> list[Event]:
-        if not self._rest:
+        if self.thinking is not False:
             try:
                 next(self._run)
             except StopIteration:
-                self._rest = True
-        if self._rest and (text := self.reader.take_rest()):
+                self.thinking = False
+        if self.thinking is False and (text := self.reader.take_rest()):
             self._events.append(ContentDelta(text))
         events, self._events = self._events, []
         return merged(events)
@@ -82,10 +110,21 @@ class ThinkParser:
             if space:
                 self._events.append(ContentDelta(space))
             return
+        self.thinking = True
         if self._keep:
             self._events.append(ReasoningDelta(space + opened))
-        marker = yield from self.reader.copy_until((self._tags.end, *self._tags.ends), self._reasoning, take=False)
-        if marker == self._tags.end:
+        calls = {call.marker: call for call in self._tags.calls} if self._tools else {}
+        while True:
+            marker = yield from self.reader.copy_until((self._tags.end, *calls), self._reasoning, take=False)
+            if marker not in calls:
+                break
+            found = yield from calls[marker].read(self.reader, self._tools)
+            text = self.reader.unmark()
+            if found:
+                self._events.append(ContentDelta(text))
+                return
+            self._reasoning(text)
+        if marker:
             yield from self.reader.accept(marker)
             space = yield from self.reader.space()
             if self._keep:

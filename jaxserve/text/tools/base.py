@@ -10,9 +10,8 @@ import json
 import logging
 import re
 import secrets
-import string
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,13 +29,19 @@ class ToolSet:
 
     parameters: name of a function to the JSON schema of its parameters
     custom: names of custom tools, which the prompt shows as functions with one text parameter "input"
+    on_unoffered: called for each call of a tool that is not here, which becomes text
     """
 
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     custom: Collection[str] = ()
+    on_unoffered: Callable[[], None] | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self.parameters or name in self.custom
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.parameters, *self.custom)
 
     def types(self, name: str, parameter: str) -> set[str]:
         """JSON types that a parameter may have; empty if the schema does not say."""
@@ -75,12 +80,18 @@ class ToolParser(ABC):
         self._trim = False  # white space that comes next follows a call and is dropped
         self._input: InputDecoder | None = None
         self._arguments_sent = False
+        self._marked = False  # a marker of the family was read: what follows does not only look like a call
+        self._open_json = False  # the output's end cut off a JSON object before its name was known
         self._run = self._calls()
         self._done = False
 
     @abstractmethod
     def _calls(self) -> Reading[None]:
         """Read the output, using the methods below; what follows after the end of the generator is content."""
+
+    def heads(self) -> Iterable[str]:
+        """Texts with which a call may begin where one is certain, without white space; NAME is a tool's."""
+        return ()
 
     def make_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
@@ -124,10 +135,28 @@ class ToolParser(ABC):
 
     def content_until(self, *markers: str) -> Reading[str]:
         """Emit content up to the first of `markers`, which is returned and remembered for `give_up`; "" at the end."""
-        marker = yield from self.reader.copy_until(markers, self.content)
+        marker = yield from self.reader.copy_until(markers, self.content, drop_partial=self.num_calls > 0)
+        self._marked = bool(marker)
         if marker:
             self.reader.mark(marker)
         return marker
+
+    def sections(
+        self, begins: Sequence[str], call_begin: str, call: Callable[[], Reading[bool]], ends: Sequence[str]
+    ) -> Reading[None]:
+        """Read an output with sections of calls, each call read by `call` after its `call_begin`.
+
+        After one that was no call, a `call_begin` is looked for outside of sections too.
+        """
+        while marker := (yield from self.content_until(*begins, call_begin)):
+            if marker != call_begin:
+                yield from self.reader.space()
+                marker = yield from self.reader.accept(call_begin, drop_partial=True)
+            if not marker or not (yield from call()):
+                self.give_up()
+                continue
+            yield from self.reader.space()
+            yield from self.reader.accept(*ends, drop_partial=True)
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
         self.reader.unmark()
@@ -155,13 +184,26 @@ class ToolParser(ABC):
         self._events.append(ToolCallEnd(self.num_calls - 1))
         self._trim = True
 
-    def valid_name(self, name: str, *, known: bool = False) -> bool:
-        """known: formats that look like ordinary answers count only with the name of a tool of the request."""
-        return bool(_NAME.fullmatch(name)) and (name in self.tools or not known)
+    def offered(self, name: str) -> bool:
+        """Whether a call of `name` is a call. One of a tool that the request does not have stays text."""
+        if name in self.tools:
+            return True
+        if self._marked and _NAME.fullmatch(name) and self.tools.on_unoffered is not None:
+            self.tools.on_unoffered()
+        return False
 
     def give_up(self) -> None:
-        """What was read since `mark` was no call."""
-        self.content(self.reader.unmark())
+        """What was read since `mark` was no call. The beginning of one that the output's end cut off is dropped."""
+        text = self.reader.unmark()
+        if not (self.reader.ended and self._begins_call(text)):
+            self.content(text)
+
+    def _begins_call(self, text: str) -> bool:
+        cut = "".join(text.split())
+        names = self.tools.names or ("",)
+        if self._open_json and (self._marked or self.num_calls):
+            return True
+        return bool(cut) and any(head.replace("NAME", name).startswith(cut) for head in self.heads() for name in names)
 
     def json_arguments(self) -> Reading[bool]:
         """Stream the arguments of the call that was started; False if they break off. A string holds JSON text."""
@@ -179,16 +221,19 @@ class ToolParser(ABC):
             self.arguments(text)
         return text is not None
 
-    def json_call(self, *, known: bool = False) -> Reading[bool]:
+    def json_call(self) -> Reading[bool]:
         """Read {"name": ..., "arguments": {...}} in any order of keys, also inside {"function": {...}}.
 
         True if a call was started (and ended, perhaps broken); False if nothing was sent.
         """
         if not (yield from self.reader.accept("{")):
             return False
-        return (yield from _JsonCall(self, known).read())
+        call = _JsonCall(self)
+        started = yield from call.read()
+        self._open_json = call.is_open
+        return started
 
-    def json_call_list(self, *, known: bool = False) -> Reading[bool]:
+    def json_call_list(self) -> Reading[bool]:
         """Read [call, call, ...] after its opening bracket; True if any call was started."""
         started = False
         while True:
@@ -199,7 +244,7 @@ class ToolParser(ABC):
                 self.reader.mark()
                 yield from self.reader.accept(",")
                 yield from self.reader.space()
-            if not (yield from self.json_call(known=known)):
+            if not (yield from self.json_call()):
                 if started:
                     self.give_up()
                 return started
@@ -257,13 +302,15 @@ class _JsonCall:
     NAMES = ("name", "tool_name", "function")
     ARGUMENTS = ("arguments", "parameters", "args", "tool_input")
 
-    def __init__(self, parser: ToolParser, known: bool) -> None:
-        self.parser, self.reader, self.known = parser, parser.reader, known
+    def __init__(self, parser: ToolParser) -> None:
+        self.parser, self.reader = parser, parser.reader
         self.started = False
+        self.is_open = False  # the end of the text cut it off before its name
         self.early: str | None = None  # arguments that came before the name
 
     def read(self) -> Reading[bool]:
         whole = yield from self._members()
+        self.is_open = not (whole or self.started) and self.reader.ended
         if self.started:
             self.parser.end_call(whole=whole)
             if not whole:
@@ -301,7 +348,7 @@ class _JsonCall:
         return text is not None
 
     def _start(self, name: str) -> bool:
-        if not self.parser.valid_name(name, known=self.known):
+        if not self.parser.offered(name):
             return False
         self.started = True
         self.parser.start_call(name)
@@ -348,7 +395,3 @@ _KINDS: tuple[tuple[type, set[str]], ...] = (
 def _fits(value: Any, types: Collection[str]) -> bool:
     kinds = next((names for kind, names in _KINDS if isinstance(value, kind)), {"null"})
     return bool(kinds & set(types)) or "other" in types
-
-
-def alphanumeric_id(length: int) -> str:
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from jaxserve.text.reader import Reading
@@ -17,33 +18,26 @@ class DeepSeekParser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
     def _calls(self) -> Reading[None]:
-        while (yield from self.content_until(CALLS_BEGIN)):
-            any_call = False
-            while True:
-                yield from self.reader.space()
-                if not (yield from self.reader.accept(CALL_BEGIN)):
-                    break
-                if not (yield from self._call()):
-                    break
-                any_call = True
-            if not any_call:
-                self.give_up()
-            yield from self.reader.accept(CALLS_END, drop_partial=True)
+        yield from self.sections((CALLS_BEGIN,), CALL_BEGIN, self._call, (CALLS_END,))
+
+    def heads(self) -> Iterable[str]:
+        calls = (f"{CALL_BEGIN}NAME{SEPARATOR}", f"{CALL_BEGIN}function{SEPARATOR}NAME")
+        return *calls, *(CALLS_BEGIN + call for call in calls)
 
     def _call(self) -> Reading[bool]:
         name, end = yield from self.reader.until(SEPARATOR)
         if end and name.strip() == "function" and (yield from self.reader.peek()) != "{":
             name, end = yield from self.reader.until("\n", "{", take=False)
-        if not end or not self.valid_name(name.strip()):
+        if not end or not self.offered(name.strip()):
             return False
         self.start_call(name.strip())
         yield from self.reader.space()
-        fenced = yield from self.reader.accept("```json", "```")
+        fenced = yield from self.reader.accept("```json", "```", drop_partial=True)
         whole = yield from self.json_arguments()
         self.end_call(whole=whole)
         if whole and fenced:
             yield from self.reader.space()
-            yield from self.reader.accept("```")
+            yield from self.reader.accept("```", drop_partial=True)
         yield from self.reader.space()
         yield from self.reader.accept(CALL_END, drop_partial=True)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from jaxserve.text.reader import Reading
@@ -24,6 +25,9 @@ class HermesParser(ToolParser):
                 self.give_up()
             elif self.end:
                 yield from self._skip_to_end()
+
+    def heads(self) -> Iterable[str]:
+        return self.begin + "{", f"{self.begin}[{{", ",{"
 
     def _skip_to_end(self) -> Reading[None]:
         yield from self.reader.space()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 from jaxserve.text.reader import Reading
@@ -20,23 +21,16 @@ class KimiParser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = (*SECTION_BEGIN, *SECTION_END, CALL_BEGIN, ARGUMENTS, CALL_END)
 
     def _calls(self) -> Reading[None]:
-        while (yield from self.content_until(*SECTION_BEGIN)):
-            any_call = False
-            while True:
-                yield from self.reader.space()
-                if not (yield from self.reader.accept(CALL_BEGIN)):
-                    break
-                if not (yield from self._call()):
-                    break
-                any_call = True
-            if not any_call:
-                self.give_up()
-            yield from self.reader.accept(*SECTION_END, drop_partial=True)
+        yield from self.sections(SECTION_BEGIN, CALL_BEGIN, self._call, SECTION_END)
+
+    def heads(self) -> Iterable[str]:
+        call = f"{CALL_BEGIN}functions.NAME:{self.num_calls}{ARGUMENTS}"
+        return call, *(begin + call for begin in SECTION_BEGIN)
 
     def _call(self) -> Reading[bool]:
         call_id, end = yield from self.reader.until(ARGUMENTS)
         match = _CALL_ID.fullmatch(call_id.strip())
-        if not end or match is None or not self.valid_name(match["name"]):
+        if not end or match is None or not self.offered(match["name"]):
             return False
         self.start_call(match["name"], call_id.strip())
         whole = yield from self.json_arguments()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 from jaxserve.text.reader import Reading
@@ -19,10 +20,10 @@ class LlamaJsonParser(ToolParser):
     def _calls(self) -> Reading[None]:
         self.reader.mark()
         yield from self.reader.space()
-        yield from self.reader.accept("<|python_tag|>")
+        self._marked = bool((yield from self.reader.accept("<|python_tag|>")))
         yield from self.reader.space()
         if (yield from self.reader.accept("[")):
-            started = yield from self.json_call_list(known=True)
+            started = yield from self.json_call_list()
         else:
             started = yield from self._sequence()
         if not started:
@@ -32,10 +33,13 @@ class LlamaJsonParser(ToolParser):
             if not (yield from self._sequence()):
                 self.give_up()
 
+    def heads(self) -> Iterable[str]:
+        return "<|python_tag|>{", ";{", ",{"
+
     def _sequence(self) -> Reading[bool]:
         """Calls joined by ";"; True if there was one."""
         started = False
-        while (yield from self.json_call(known=True)):
+        while (yield from self.json_call()):
             started = True
             yield from self.reader.space()
             self.reader.mark()

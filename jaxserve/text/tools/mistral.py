@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
+import string
+from collections.abc import Iterable
 from typing import ClassVar
 
 from jaxserve.text.reader import Reading
-from jaxserve.text.tools.base import ToolParser, alphanumeric_id
+from jaxserve.text.tools.base import ToolParser
 
 TAG, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -16,7 +19,8 @@ class MistralParser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = (TAG, ARGS, CALL_ID)
 
     def make_id(self) -> str:
-        return alphanumeric_id(9)  # its templates take no other length
+        """Nine letters and digits: Mistral's templates take no other length."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def _calls(self) -> Reading[None]:
         while (yield from self.content_until(TAG)):
@@ -30,6 +34,9 @@ class MistralParser(ToolParser):
             if not started:
                 self.give_up()
 
+    def heads(self) -> Iterable[str]:
+        return TAG + "{", f"{TAG}[{{", ",{", f"{TAG}NAME{ARGS}", f"{TAG}NAME{CALL_ID}"
+
     def _named(self) -> Reading[bool]:
         """name{...}, name[ARGS]{...} or name[CALL_ID]id[ARGS]{...}."""
         name, marker = yield from self.reader.until("{", ARGS, CALL_ID, take=False)
@@ -37,7 +44,7 @@ class MistralParser(ToolParser):
         if marker == CALL_ID:
             yield from self.reader.accept(CALL_ID)
             call_id, marker = yield from self.reader.until("{", ARGS, take=False)
-        if not marker or not self.valid_name(name.strip()):
+        if not marker or not self.offered(name.strip()):
             return False
         self.start_call(name.strip(), call_id and call_id.strip())
         yield from self.reader.accept(ARGS)

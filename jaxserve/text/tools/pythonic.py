@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from jaxserve.text.reader import Reading
@@ -31,11 +32,19 @@ class PythonicParser(ToolParser):
     def _calls(self) -> Reading[None]:
         self.reader.mark()
         yield from self.reader.space()
-        yield from self.reader.accept("<|python_start|>")
+        self._marked = bool((yield from self.reader.accept("<|python_start|>")))
         yield from self.reader.space()
         if (yield from self.reader.accept("[")):
             yield from self._list()
         self.give_up()
+
+    def heads(self) -> Iterable[str]:
+        return "<|python_start|>[NAME(", ",NAME("
+
+    def _begins_call(self, text: str) -> bool:
+        """Also in its arguments: a call is sent when it is complete."""
+        head, bracket, _ = text.partition("(")
+        return super()._begins_call(head + bracket)
 
     def _list(self) -> Reading[None]:
         while (yield from self._call()):
@@ -51,7 +60,7 @@ class PythonicParser(ToolParser):
     def _call(self) -> Reading[bool]:
         head, end = yield from self.reader.until("(", limit=256)
         match = _CALL_HEAD.fullmatch(head)
-        if not end or match is None or not self.valid_name(match["name"], known=True):
+        if not end or match is None or not self.offered(match["name"]):
             return False
         text = yield from self._until_closed()
         arguments = None if text is None else parse_arguments(text)

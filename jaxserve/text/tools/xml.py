@@ -7,6 +7,7 @@ it comes, others when they are complete.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 from jaxserve.text.reader import Reading
@@ -22,15 +23,18 @@ class Qwen3CoderParser(ToolParser):
         while marker := (yield from self.content_until("<tool_call>", "<function=")):
             if marker == "<tool_call>":
                 yield from self.reader.space()
-                marker = yield from self.reader.accept("<function=")
+                marker = yield from self.reader.accept("<function=", drop_partial=True)
             name, end = (yield from self.reader.until(">")) if marker else ("", "")
-            if not end or not self.valid_name(name.strip()):
+            if not end or not self.offered(name.strip()):
                 self.give_up()
                 continue
             self.start_call(name.strip())
             whole = yield from self._parameters(name.strip())
             self.end_call(whole=whole)
             yield from self._closing()
+
+    def heads(self) -> Iterable[str]:
+        return "<tool_call><function=NAME>", "<function=NAME>"
 
     def _parameters(self, name: str) -> Reading[bool]:
         first = True
@@ -65,7 +69,7 @@ class GlmParser(ToolParser):
     def _calls(self) -> Reading[None]:
         while (yield from self.content_until("<tool_call>")):
             name, end = yield from self.reader.until("<arg_key>", "</tool_call>", take=False)
-            if not end or not self.valid_name(name.strip()):
+            if not end or not self.offered(name.strip()):
                 self.give_up()
                 continue
             self.start_call(name.strip())
@@ -73,6 +77,9 @@ class GlmParser(ToolParser):
             self.end_call(whole=whole)
             yield from self.reader.space()
             yield from self.reader.accept("</tool_call>", drop_partial=True)
+
+    def heads(self) -> Iterable[str]:
+        return "<tool_call>NAME<arg_key>", "<tool_call>NAME</tool_call>"
 
     def _parameters(self, name: str) -> Reading[bool]:
         first = True
@@ -101,18 +108,12 @@ class DsmlParser(ToolParser):
     markers: ClassVar[tuple[str, ...]] = (TAG,)
 
     def _calls(self) -> Reading[None]:
-        while (yield from self.content_until(*self.BEGIN)):
-            any_call = False
-            while True:
-                yield from self.reader.space()
-                if not (yield from self.reader.accept(f"<{self.TAG}invoke")):
-                    break
-                if not (yield from self._invoke()):
-                    break
-                any_call = True
-            if not any_call:
-                self.give_up()
-            yield from self.reader.accept(*(tag.replace("<", "</") for tag in self.BEGIN), drop_partial=True)
+        ends = [tag.replace("<", "</") for tag in self.BEGIN]
+        yield from self.sections(self.BEGIN, f"<{self.TAG}invoke", self._invoke, ends)
+
+    def heads(self) -> Iterable[str]:
+        call = f'<{self.TAG}invokename="NAME">'
+        return call, *(begin + call for begin in self.BEGIN)
 
     def _attributes(self) -> Reading[dict[str, str]]:
         text, end = yield from self.reader.until(">")
@@ -120,7 +121,7 @@ class DsmlParser(ToolParser):
 
     def _invoke(self) -> Reading[bool]:
         name = (yield from self._attributes()).get("name", "")
-        if not self.valid_name(name):
+        if not self.offered(name):
             return False
         self.start_call(name)
         whole = yield from self._parameters(name)

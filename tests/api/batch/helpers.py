@@ -34,22 +34,36 @@ def input_file(count: int, **body: Any) -> bytes:
 
 @dataclass
 class FakeHandler:
-    """Answers with the question. `behave` may raise, wait or answer otherwise for one call."""
+    """Answers with the question. `behave` may raise, wait or answer otherwise for one call.
+
+    Calls after the first `allowed` wait: so a batch stops where a test wants it, however fast it is.
+    """
 
     behave: Callable[[dict[str, Any]], Any] = lambda body: None
     delay: float = 0.0
+    allowed: float = float("inf")
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
     calls: Counter[str] = field(default_factory=Counter)
     running: int = 0
     peak: int = 0
     cancelled: int = 0
 
-    async def __call__(self, body: bytes, request_id: str) -> LineAnswer:
+    def allow(self, more: float = float("inf")) -> None:
+        """Let so many further calls end."""
+        self.allowed = self.calls.total() + more
+        self._more.set()
+        self._more = asyncio.Event()
+
+    async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer:
         fields = orjson.loads(body)
         question = fields["messages"][0]["content"]
         self.calls[question] += 1
+        number = self.calls.total()
         self.running += 1
         self.peak = max(self.peak, self.running)
         try:
+            while number > self.allowed:
+                await self._more.wait()
             await asyncio.sleep(self.delay)
             special = self.behave(fields)
             if asyncio.iscoroutine(special):
@@ -115,11 +129,19 @@ async def submit(runner: BatchRunner, data: bytes) -> str:
 
 
 async def until(runner: BatchRunner, batch_id: str, condition: Callable[[BatchRecord], bool]) -> BatchRecord:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition(batch := await runner.store.get_batch(batch_id)):
         assert time.monotonic() < deadline, f"it never came: {batch}"
         await asyncio.sleep(0.005)
     return batch
+
+
+async def holds(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        await asyncio.sleep(0.005)
 
 
 async def ended(runner: BatchRunner, batch_id: str) -> BatchRecord:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 import pytest
 
 from jaxserve.api.batch.committer import Committer
+from jaxserve.api.batch.pause import StoragePause
 from jaxserve.errors import StorageError
 from jaxserve.store import LineResult
+from tests.waiting import LAST_RESORT
 
 
 class Disk:
@@ -30,7 +32,7 @@ def test_lines_that_finish_during_a_commit_share_the_next() -> None:
     async def main() -> None:
         disk = Disk()
         disk.gate.clear()
-        committer = Committer(disk.save, 0.01)
+        committer = Committer(disk.save, StoragePause("batch_1", 0.01))
         first = asyncio.create_task(committer.commit(result(1)))
         await asyncio.sleep(0.01)
         others = [asyncio.create_task(committer.commit(result(line))) for line in (2, 3, 4)]
@@ -48,7 +50,7 @@ def test_a_full_disk_is_waited_for() -> None:
     async def main() -> None:
         disk = Disk()
         disk.full = True
-        committer = Committer(disk.save, 0.01)
+        committer = Committer(disk.save, StoragePause("batch_1", 0.01))
         task = asyncio.create_task(committer.commit(result(1)))
         await asyncio.sleep(0.05)
         assert not task.done()
@@ -63,7 +65,7 @@ def test_what_was_handed_in_is_saved_though_nobody_waits() -> None:
     async def main() -> None:
         disk = Disk()
         disk.full = True
-        committer = Committer(disk.save, 0.01)
+        committer = Committer(disk.save, StoragePause("batch_1", 0.01))
         tasks = [asyncio.create_task(committer.commit(result(line))) for line in (1, 2)]
         await asyncio.sleep(0.02)
         for task in tasks:
@@ -82,10 +84,10 @@ def test_closing_may_be_given_a_limit() -> None:
     async def main() -> None:
         disk = Disk()
         disk.full = True
-        committer = Committer(disk.save, 0.01)
+        committer = Committer(disk.save, StoragePause("batch_1", 0.01))
         task = asyncio.create_task(committer.commit(result(1)))
         await asyncio.sleep(0)
-        await asyncio.wait_for(committer.close(0.03), 1)
+        await asyncio.wait_for(committer.close(0.03), LAST_RESORT)
         assert not task.done()  # the disk is full: the line is not called saved
         task.cancel()
         await asyncio.wait({task})
@@ -98,7 +100,7 @@ def test_other_errors_reach_every_line_and_the_close() -> None:
         async def save(results: Sequence[LineResult]) -> None:
             raise KeyError("bug")
 
-        committer = Committer(save, 0.01)
+        committer = Committer(save, StoragePause("batch_1", 0.01))
         outcomes = await asyncio.gather(*(committer.commit(result(i)) for i in (1, 2)), return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [KeyError, KeyError]
         with pytest.raises(KeyError):

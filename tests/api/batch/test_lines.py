@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from jaxserve.api.batch import lines
+from jaxserve.api.batch.failure_log import FailureLog
 from jaxserve.api.batch.handlers import LineAnswer
 from jaxserve.api.batch.lines import LineRunner, engine_ready, read_usage, unexecuted_line
 from jaxserve.errors import (
@@ -22,7 +23,7 @@ def run(outcomes: list[Any], ready: Any = lambda: True) -> tuple[dict[str, Any],
     """Run one line whose attempts end as told; its line of the output, success, and the attempts."""
     attempts = 0
 
-    async def handler(body: bytes, request_id: str) -> LineAnswer:
+    async def handler(body: bytes, request_id: str, owner: str) -> LineAnswer:
         nonlocal attempts
         attempts += 1
         outcome = outcomes.pop(0)
@@ -31,7 +32,7 @@ def run(outcomes: list[Any], ready: Any = lambda: True) -> tuple[dict[str, Any],
         return outcome
 
     line = BatchLine('id \u2028 "x"\n', "POST", "/v1/completions", b'{"a": 1}')  # type: ignore[arg-type]
-    result = asyncio.run(LineRunner(handler, ready, retry_delay=0.001).run(7, line))
+    result = asyncio.run(LineRunner(handler, ready, FailureLog("batch_1"), retry_delay=0.001).run(7, line))
     assert result.line == 7 and b"\n" not in result.payload and not outcomes
     return json.loads(result.payload), result.succeeded, attempts
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.api.batch.offline import OfflineBatch, run_offline, validate
 from jaxserve.config import Config
+from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.store import BatchRecord
 from tests.api.batch.helpers import input_file, input_line
@@ -21,14 +22,20 @@ def batch(tmp_path: Path) -> OfflineBatch:
 
 
 class Run:
-    """One call: until it ends, or until `stop_at` lines are there and it is cancelled."""
+    """One call: until it ends, or until `stop_at` lines are there and it is cancelled; it gets no further than 30."""
 
-    def __init__(self, batch: OfflineBatch, stop_at: int | None = None, delay: float = 0.0) -> None:
+    def __init__(self, batch: OfflineBatch, stop_at: int | None = None) -> None:
         self.link = FakeLink()
-        self.link.delay = delay
+        if stop_at is not None:
+            self.link.script = self._hold_after_30
         self.seen: list[BatchRecord] = []
         self.stop_at = stop_at
         self.record = asyncio.run(self._main(batch))
+
+    def _hold_after_30(self, prompt: list[int], params: SamplingParams) -> str:
+        if len(self.link.seen) > 30:
+            self.link.hold.clear()
+        return "fine"
 
     async def _main(self, batch: OfflineBatch) -> BatchRecord | None:
         engine, _ = fake_engine(Config(), self.link)
@@ -69,7 +76,7 @@ def test_failed_lines_have_their_own_file(batch: OfflineBatch) -> None:
 
 
 def test_the_same_call_goes_on_after_an_end_in_the_middle(batch: OfflineBatch) -> None:
-    first = Run(batch, stop_at=10, delay=0.005)
+    first = Run(batch, stop_at=10)
     assert first.record is None and not batch.output.exists() and batch.directory.is_dir()
     batch.check()
     second = Run(batch)
@@ -80,7 +87,7 @@ def test_the_same_call_goes_on_after_an_end_in_the_middle(batch: OfflineBatch) -
 
 
 def test_the_rest_of_another_input_is_not_gone_on_with(batch: OfflineBatch) -> None:
-    Run(batch, stop_at=10, delay=0.005)
+    Run(batch, stop_at=10)
     batch.input.write_bytes(input_file(61))
     with pytest.raises(ConfigError, match="another input"):
         Run(batch)

@@ -15,6 +15,7 @@ from tests.api.batch.helpers import (
     DAY,
     Bench,
     ended,
+    holds,
     input_file,
     input_line,
     read_lines,
@@ -138,7 +139,7 @@ def test_engine_deaths_fail_no_line(bench: Bench) -> None:
 
 def test_counts_are_true_at_every_moment(bench: Bench) -> None:
     async def main() -> None:
-        bench.handler.delay = 0.001
+        bench.handler.allowed = 20
         seen: list[tuple[int, int]] = []
         called = [0]  # at each look: the batch that the next one sees is younger
         async with bench.running() as runner:
@@ -152,6 +153,8 @@ def test_counts_are_true_at_every_moment(bench: Bench) -> None:
                 assert batch.usage == Usage(5 * done, 2 * done, 3 * done)
                 assert batch.total == (0 if batch.status == S.VALIDATING else 200)
                 seen.append((batch.completed, batch.failed))
+                if done >= bench.handler.allowed:
+                    bench.handler.allow(20)
                 return batch.status.terminal
 
             await until(runner, batch_id, look)
@@ -163,22 +166,21 @@ def test_counts_are_true_at_every_moment(bench: Bench) -> None:
 @pytest.mark.parametrize("times", [1, 2])
 def test_cancel_midway_delivers_what_was_finished(bench: Bench, times: int) -> None:
     async def main() -> None:
-        bench.handler.delay = 0.002
+        bench.handler.allowed = 20
         async with bench.running() as runner:
-            batch_id = await submit(runner, input_file(5000))
-            await until(runner, batch_id, lambda batch: batch.completed >= 20)
-            bench.handler.delay = 60
-            await asyncio.sleep(0.1)
+            batch_id = await submit(runner, input_file(2000))
+            await until(runner, batch_id, lambda batch: batch.completed == 20)
+            await holds(lambda: bench.handler.running == bench.places)
             for _ in range(times):
                 assert (await runner.cancel(batch_id)).status == S.CANCELLING
-            batch = await asyncio.wait_for(ended(runner, batch_id), 10)
+            batch = await ended(runner, batch_id)
             assert bench.handler.running == 0 and bench.handler.cancelled == bench.places
             output = await custom_ids(runner, batch.output_file_id)
             errors = await read_lines(runner, batch.error_file_id)
             assert (batch.status, batch.completed) == (S.CANCELLED, len(output))
-            assert batch.failed == len(errors) == 5000 - len(output)
+            assert batch.failed == len(errors) == 2000 - len(output)
             assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
-            assert sorted(output + [line["custom_id"] for line in errors]) == sorted(ids(*range(1, 5001)))
+            assert sorted(output + [line["custom_id"] for line in errors]) == sorted(ids(*range(1, 2001)))
             assert (await runner.cancel(batch_id)) == batch
             assert runner.window.lines == 0
 
@@ -215,9 +217,9 @@ def test_a_handler_that_does_not_end_holds_no_cancel_up(bench: Bench, monkeypatc
             batch_id = await submit(runner, input_file(3))
             await until(runner, batch_id, lambda batch: bench.handler.running == 3)
             await runner.cancel(batch_id)
-            batch = await asyncio.wait_for(ended(runner, batch_id), 2)
+            batch = await ended(runner, batch_id)
             release.set()
-            await asyncio.sleep(0.02)
+            await holds(lambda: bench.handler.running == 0)
             assert (batch.status, batch.failed) == (S.CANCELLED, 3)
             assert await runner.store.get_batch(batch_id) == batch
 
@@ -226,14 +228,14 @@ def test_a_handler_that_does_not_end_holds_no_cancel_up(bench: Bench, monkeypatc
 
 def test_expiry_while_running(bench: Bench) -> None:
     async def main() -> None:
-        bench.handler.delay = 0.002
+        bench.handler.allowed = 20
         async with bench.running() as runner:
             batch_id = await submit(runner, input_file(1000))
-            await until(runner, batch_id, lambda batch: batch.completed >= 20)
+            await until(runner, batch_id, lambda batch: batch.completed == 20)
             bench.now += DAY
             batch = await ended(runner, batch_id)
             await check_expired(runner, batch)
-            assert batch.completed >= 20
+            assert batch.completed == 20
 
     asyncio.run(main())
 
@@ -241,11 +243,11 @@ def test_expiry_while_running(bench: Bench) -> None:
 @pytest.mark.parametrize("started", [True, False])
 def test_expiry_while_the_server_was_down(bench: Bench, started: bool) -> None:
     async def main() -> None:
-        bench.handler.delay = 0.002 if started else 100
+        bench.handler.allowed = 20 if started else 0
         async with bench.running() as runner:
             batch_id = await submit(runner, input_file(1000))
             if started:
-                await until(runner, batch_id, lambda batch: batch.completed >= 20)
+                await until(runner, batch_id, lambda batch: batch.completed == 20)
         calls = bench.handler.calls.total()
         bench.now += 2 * DAY
         async with bench.running() as runner:
@@ -267,18 +269,17 @@ async def check_expired(runner: Any, batch: BatchRecord) -> None:
 
 def test_restarts_lose_and_repeat_nothing(bench: Bench) -> None:
     async def main() -> None:
-        bench.handler.delay = 0.002
+        bench.handler.allowed = 0
         async with bench.running() as runner:
             batch_id = await submit(runner, input_file(400))
         lives = 1
-        while True:
+        for done in (90, 180, 270, 360, 400):
+            bench.handler.allow(90)
             async with bench.running() as runner:
-                batch = await runner.store.get_batch(batch_id)
-                if batch.status.terminal:
-                    break
-                await asyncio.sleep(0.05)
-                lives += 1
-        assert lives > 2
+                await until(runner, batch_id, lambda batch, done=done: batch.completed == done)
+            lives += 1
+        async with bench.running() as runner:
+            batch = await ended(runner, batch_id)
         async with bench.running() as runner:
             assert await custom_ids(runner, batch.output_file_id) == ids(*range(1, 401))
         assert (batch.status, batch.completed, batch.failed) == (S.COMPLETED, 400, 0)
@@ -289,11 +290,12 @@ def test_restarts_lose_and_repeat_nothing(bench: Bench) -> None:
 
 def test_several_batches_share_the_window_and_take_turns(bench: Bench) -> None:
     async def main() -> None:
-        bench.handler.delay = 0.002
+        bench.handler.allowed = 20
         async with bench.running() as runner:
-            large = await submit(runner, input_file(2000))
-            await until(runner, large, lambda batch: batch.completed > 0)
+            large = await submit(runner, input_file(1000))
+            await until(runner, large, lambda batch: batch.completed == 20)
             small = await submit(runner, input_file(20))
+            bench.handler.allow(500)  # the small one ends among them
             assert (await ended(runner, small)).completed == 20
             assert not (await runner.store.get_batch(large)).status.terminal
             assert bench.handler.peak == bench.places
@@ -304,13 +306,14 @@ def test_several_batches_share_the_window_and_take_turns(bench: Bench) -> None:
 
 def test_batches_beyond_the_limit_wait_and_can_be_cancelled(bench: Bench) -> None:
     async def main() -> None:
-        bench.max_running, bench.handler.delay = 1, 0.002
+        bench.max_running, bench.handler.allowed = 1, 20
         async with bench.running() as runner:
             first = await submit(runner, input_file(300))
-            await until(runner, first, lambda batch: batch.completed > 0)
+            await until(runner, first, lambda batch: batch.completed == 20)
             second, third = await submit(runner, input_file(10)), await submit(runner, input_file(10))
             await until(runner, third, lambda batch: batch.status == S.IN_PROGRESS)
             await runner.cancel(second)
+            bench.handler.allow()
             assert (await ended(runner, second)).completed == 0
             assert (await ended(runner, third)).completed == 10
 
@@ -319,11 +322,12 @@ def test_batches_beyond_the_limit_wait_and_can_be_cancelled(bench: Bench) -> Non
 
 def test_the_input_may_be_deleted_while_the_batch_runs(bench: Bench) -> None:
     async def main() -> None:
-        bench.handler.delay = 0.002
+        bench.handler.allowed = 20
         async with bench.running() as runner:
             batch_id = await submit(runner, input_file(100))
-            batch = await until(runner, batch_id, lambda batch: batch.completed > 0)
+            batch = await until(runner, batch_id, lambda batch: batch.completed == 20)
             await runner.store.delete_file(batch.input_file_id)
+        bench.handler.allow()
         async with bench.running() as runner:
             assert (await ended(runner, batch_id)).completed == 100
 
@@ -333,11 +337,11 @@ def test_the_input_may_be_deleted_while_the_batch_runs(bench: Bench) -> None:
 @pytest.mark.parametrize("started", [True, False])
 def test_an_input_lost_from_the_disk_fails_the_batch(bench: Bench, started: bool) -> None:
     async def main() -> None:
-        bench.handler.delay = 0.01
+        bench.handler.allowed = 20 if started else 0
         async with bench.running() as runner:
-            batch_id = await submit(runner, input_file(500))
+            batch_id = await submit(runner, input_file(50))
             if started:
-                await until(runner, batch_id, lambda batch: batch.completed > 0)
+                await until(runner, batch_id, lambda batch: batch.completed == 20)
             input_file_id = (await runner.store.get_batch(batch_id)).input_file_id
         (bench.path / "store" / "files" / input_file_id).unlink()
         async with bench.running() as runner:
@@ -353,15 +357,17 @@ def test_a_disk_that_refuses_pauses_the_batch(bench: Bench, code: int) -> None:
     disk = FailingDisk(code)
 
     async def main() -> None:
-        bench.disk, bench.handler.delay = disk, 0.001
+        bench.disk, bench.handler.allowed = disk, 20
         async with bench.running() as runner:
             batch_id = await submit(runner, input_file(200))
-            await until(runner, batch_id, lambda batch: batch.completed >= 20)
+            await until(runner, batch_id, lambda batch: batch.completed == 20)
             disk.failing = {"commit"}
-            await asyncio.sleep(0.1)
+            bench.handler.allow()
+            await holds(lambda: runner.num_paused() == 1 and bench.handler.running == 0)
             paused, calls = await runner.store.get_batch(batch_id), bench.handler.calls.total()
-            assert calls - paused.completed <= bench.places
-            await asyncio.sleep(0.1)
+            assert calls - paused.completed == bench.places
+            attempts = disk.refused
+            await holds(lambda: disk.refused >= attempts + 3)
             assert (await runner.store.get_batch(batch_id), bench.handler.calls.total()) == (paused, calls)
             disk.failing = set()
             batch = await ended(runner, batch_id)
@@ -399,10 +405,13 @@ def test_only_so_many_lines_are_in_flight_as_the_engine_has_room_for(bench: Benc
             batch_id = await submit(runner, input_file(2000))
             await until(runner, batch_id, lambda batch: batch.completed > 10)
             bench.places = 1
-            await asyncio.sleep(0.1)
-            assert bench.handler.running <= 1
-            bench.places = 20
-            await until(runner, batch_id, lambda batch: bench.handler.peak == 20)
+            await holds(lambda: bench.handler.running <= 1)
+            bench.handler.peak, calls = 0, bench.handler.calls.total()
+            await holds(lambda: bench.handler.calls.total() >= calls + 20)
+            assert bench.handler.peak == 1
+            bench.places, bench.handler.allowed = 20, bench.handler.calls.total()
+            await holds(lambda: bench.handler.running == 20)
+            assert bench.handler.peak == 20
             await runner.cancel(batch_id)
             await ended(runner, batch_id)
 

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from jaxserve.api.batch.window import Window, spare_slots
+from tests.waiting import LAST_RESORT
 
 
 def test_the_limit_holds_and_is_read_again() -> None:
@@ -73,7 +74,7 @@ def test_giving_up_takes_no_place() -> None:
         waiting.cancel()
         await asyncio.wait({waiting})
         window.leave(1)
-        await asyncio.wait_for(window.enter(1), 1)
+        await asyncio.wait_for(window.enter(1), LAST_RESORT)
         assert window.lines == 1
 
     asyncio.run(main())

@@ -1,0 +1,160 @@
+"""docs/errors.md: every error that a client can get, made from the code that raises it.
+
+python -m jaxserve.api.error_index > docs/errors.md
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxserve.api.app import create_app
+from jaxserve.errors import ContextLengthError, HTTPError
+
+_HEAD = """\
+# Errors
+
+Made by `python -m jaxserve.api.error_index` from the code that raises them. Tests hold its sections to the code, and
+every error that they provoke to it.
+
+Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. After a stream has begun it
+is an event of the stream. A word in braces stands for what the message says there.
+"""
+
+
+class Entry(NamedTuple):
+    """What clients can tell errors apart by."""
+
+    status: int
+    type: str
+    code: str | None
+
+
+# what to do about an error; one without a line here is a mistake that a test finds
+FIXES: dict[tuple[int, str | None], str] = {
+    (400, "context_length_exceeded"): "Shorten the conversation or the prompt; `truncate_prompt_tokens` cuts it.",
+    (400, "invalid_json"): "Send a body that is JSON.",
+    (400, "invalid_json_schema"): "Simplify the schema, the pattern or the grammar that `param` names.",
+    (400, "invalid_type"): "Send the type that docs/routes.md names for the field.",
+    (400, "invalid_value"): "Send a value that docs/routes.md allows for the field.",
+    (400, "missing_required_parameter"): "Send the field that `param` names.",
+    (400, "request_aborted"): "The request was ended by `/abort_request`: send it again if it is still wanted.",
+    (400, "unsupported_parameter"): "Leave the field out: this server does not offer what it asks for.",
+    (401, "invalid_api_key"): "Send the server's key as `Authorization: Bearer KEY`.",
+    (403, None): "Ask the operator: the route is off.",
+    (404, None): "Check the id; it may have expired or been deleted.",
+    (404, "model_not_found"): "Use a name of `GET /v1/models`.",
+    (404, "not_found"): "Check the path; docs/routes.md lists them.",
+    (405, "method_not_allowed"): "Use a method of the `Allow` header.",
+    (408, "request_timeout"): "Send the body faster.",
+    (
+        408,
+        "stream_not_read",
+    ): "Read the stream while it comes; the operator sets `server.max_unread_bytes`.",
+    (409, None): "Read the state of the object, then decide again.",
+    (413, None): "Send less at once; of bytes the operator sets the limit, `server.max_body_bytes`.",
+    (429, "rate_limit_exceeded"): "Wait as long as `Retry-After` says, then send it again.",
+    (500, None): "Send it again; if it stays, ask the operator for the server's log.",
+    (500, "internal_error"): "A defect of the server: ask the operator for its log.",
+    (503, "engine_dead"): "Wait as long as `Retry-After` says: the engine is restarted. The request is not replayed.",
+    (503, "not_ready"): "Wait as long as `Retry-After` says: the server is loading or draining.",
+    (503, "store_damaged"): "Ask the operator: files and batches are off, generation works.",
+    (503, "store_lease_lost"): "Send it to the server that has the store now, or ask the operator.",
+    (503, "store_unavailable"): "Ask the operator for a store: files and batches are off, generation works.",
+    (504, "request_timeout"): "Ask for fewer tokens, or send it when the server is less busy.",
+    (507, "insufficient_storage"): "Delete files, or ask the operator for room on the disk.",
+}
+
+# made by calls whose words or codes are no literals
+_COMPUTED: list[tuple[Entry, str]] = [
+    (Entry(400, "invalid_request_error", "invalid_type"), "{param}: {what is wrong with its type}"),
+    (Entry(400, "invalid_request_error", "invalid_value"), "{param}: {what is wrong with its value}"),
+    (Entry(400, "invalid_request_error", "missing_required_parameter"), "{param}: Field required"),
+    *(
+        (Entry(400, "invalid_request_error", "context_length_exceeded"), example.message)
+        for example in (
+            ContextLengthError.too_long(6013, 2048, param="messages"),
+            ContextLengthError.no_room(1000, 2000, 2048),
+        )
+    ),
+]
+
+
+def entries() -> dict[Entry, list[str]]:
+    """Each error with the messages that it can have."""
+    classes = {each.__name__: each for each in _subclasses(HTTPError)}
+    found: dict[Entry, set[str]] = {Entry(each.status, each.type, each.code): set() for each in classes.values()}
+    for entry, words in _COMPUTED:
+        found.setdefault(entry, set()).add(words)
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        for name, code, words in _calls(ast.parse(path.read_text(encoding="utf-8")), classes):
+            known = classes[name]
+            found.setdefault(Entry(known.status, known.type, code or known.code), set()).update(words)
+    ordered = sorted(found, key=lambda entry: (entry.status, entry.code or ""))
+    return {entry: sorted(found[entry]) for entry in ordered if found[entry]}
+
+
+def _subclasses(kind: type[HTTPError]) -> Iterator[type[HTTPError]]:
+    assert create_app  # imported for the classes that its modules define
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _calls(tree: ast.Module, classes: dict[str, type[HTTPError]]) -> Iterator[tuple[str, str | None, list[str]]]:
+    """(class, code, messages) of each place that makes an error."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        texts = {
+            node.targets[0].id: _template(node.value)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        for node in ast.walk(function):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes):
+                continue
+            codes = [word.value for word in node.keywords if word.arg == "code"]
+            if codes and not isinstance(codes[0], ast.Constant):
+                continue  # in _COMPUTED
+            first = node.args[0] if node.args else None
+            words = texts.get(first.id) if isinstance(first, ast.Name) else _template(first)
+            code = codes[0].value if codes and isinstance(codes[0], ast.Constant) else None
+            yield node.func.id, code, [words or "{message}"]  # type: ignore[misc]
+
+
+def _template(node: ast.expr | None) -> str | None:
+    """A text with the expressions in it by the last name that they have."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if not isinstance(node, ast.JoinedStr):
+        return None
+    return "".join(
+        str(part.value) if isinstance(part, ast.Constant) else "{" + _placeholder(part.value) + "}"
+        for part in node.values
+        if isinstance(part, ast.Constant | ast.FormattedValue)
+    )
+
+
+def _placeholder(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else "..."
+
+
+def index() -> str:
+    """The whole document."""
+    sections = [_HEAD]
+    for entry, words in entries().items():
+        fix = FIXES[entry.status, entry.code]
+        lines = [f"- `{text}`" for text in words]
+        kind = f"type `{entry.type}`, code `{entry.code or 'null'}`. {fix}"
+        sections.append("\n".join([f"## {entry.status} {entry.code or entry.type}", "", kind, "", *lines, ""]))
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(index())

@@ -1,0 +1,133 @@
+"""How long a loop is held, written down by its own process where another one can read it."""
+
+from __future__ import annotations
+
+import array
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SLOW = 0.02  # seconds; what is longer is written down with its time
+FLUSH = 0.5  # seconds between two writes
+
+
+class Slow(NamedTuple):
+    """at: time.monotonic() of its end; one clock for all processes of a machine."""
+
+    at: float
+    seconds: float
+
+
+class HeldLog:
+    """Appends to NAME.f32, all samples in seconds, and NAME.jsonl, those over SLOW. The process may be killed."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._samples = (directory / f"{name}.f32").open("ab", buffering=0)
+        self._slow = (directory / f"{name}.jsonl").open("a", buffering=1)
+        self._kept = array.array("f")
+        self._written = time.monotonic()
+
+    def add(self, seconds: float) -> None:
+        self._kept.append(seconds)
+        now = time.monotonic()
+        if seconds > SLOW:
+            self._slow.write(json.dumps([now, seconds]) + "\n")
+        if now - self._written > FLUSH:
+            self._samples.write(self._kept.tobytes())
+            self._kept, self._written = array.array("f"), now
+
+    def close(self) -> None:
+        self._samples.write(self._kept.tobytes())
+        self._samples.close()
+        self._slow.close()
+
+
+class Turns:
+    """Host seconds of the turns of an engine's loop: what is spent in the device's calls is taken off.
+
+    A turn ends with `step`. It begins at the end of the one before, or, where nothing was left to do then, with the
+    first message.
+    """
+
+    def __init__(self, clock: Callable[[], float], add: Callable[[float], None]) -> None:
+        self._clock, self._add = clock, add
+        self._began: float | None = None
+        self._device = 0.0
+
+    def message(self) -> None:
+        self._began = self._clock() if self._began is None else self._began
+
+    def end(self, busy: bool) -> None:
+        now = self._clock()
+        if self._began is not None:
+            self._add(now - self._began - self._device)
+        self._began, self._device = (now if busy else None), 0.0
+
+    def on_device(self, call: Callable[..., Any], *args: Any) -> Any:
+        began = self._clock()
+        try:
+            return call(*args)
+        finally:
+            self._device += self._clock() - began
+
+
+class TimedRunner:
+    """A Runner whose calls, and those of its steps, are the device's."""
+
+    def __init__(self, inner: Any, turns: Turns) -> None:
+        self._inner, self._turns = inner, turns
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def execute(self, output: Any) -> TimedStep:
+        return TimedStep(self._turns.on_device(self._inner.execute, output), self._turns)
+
+
+class TimedStep:
+    def __init__(self, inner: Any, turns: Turns) -> None:
+        self._inner, self._turns = inner, turns
+
+    def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
+        self._turns.on_device(self._inner.sample, bitmask, late)
+
+    def result(self) -> Any:
+        return self._turns.on_device(self._inner.result)
+
+
+def watch_core(core: Any, turns: Turns) -> None:
+    """Measure the turns of a loop around an EngineCore: its `add`, `abort` and `step` are called by that loop alone."""
+
+    def before(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **keys: Any) -> Any:
+            turns.message()
+            return method(*args, **keys)
+
+        return call
+
+    def step() -> Any:
+        turns.message()
+        try:
+            return inner()
+        finally:
+            turns.end(core.has_work)
+
+    inner = core.step
+    core.runner = TimedRunner(core.runner, turns)
+    core.add, core.abort, core.step = before(core.add), before(core.abort), step
+
+
+def read_samples(directory: Path, name: str) -> np.ndarray:
+    """float32 [N], seconds."""
+    path = directory / f"{name}.f32"
+    return np.fromfile(path, np.float32, count=path.stat().st_size // 4) if path.exists() else np.zeros(0, np.float32)
+
+
+def read_slow(directory: Path, name: str) -> list[Slow]:
+    path = directory / f"{name}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Slow(*json.loads(line)) for line in lines if line.endswith("]")]

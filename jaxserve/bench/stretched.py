@@ -1,0 +1,97 @@
+"""Requests whose fields are those of the routes' own schemas, with sizes, depths and types stretched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pydantic import BaseModel
+
+from jaxserve.api.protocol.chat import ChatCompletionRequest
+from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.protocol.embeddings import EmbeddingRequest
+from jaxserve.api.protocol.generate import GenerateRequest
+from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
+
+# route -> (its body, fields that make the smallest request, as JSON)
+ROUTES: dict[str, tuple[type[BaseModel], dict[str, str]]] = {
+    "/v1/chat/completions": (
+        ChatCompletionRequest,
+        {"model": '"demo"', "messages": '[{"role":"user","content":"Hi"}]', "max_tokens": "2"},
+    ),
+    "/v1/completions": (CompletionRequest, {"model": '"demo"', "prompt": '"Hi"', "max_tokens": "2"}),
+    "/v1/embeddings": (EmbeddingRequest, {"model": '"demo"', "input": '"Hi"'}),
+    "/generate": (GenerateRequest, {"text": '"Hi"', "sampling_params": '{"max_new_tokens":2}'}),
+    "/tokenize": (TokenizeRequest, {"prompt": '"Hi"'}),
+    "/detokenize": (DetokenizeRequest, {"tokens": "[5]"}),
+}
+OUTPUT_LENGTHS = ("max_tokens", "max_completion_tokens", "ignore_eos", "min_tokens")  # not stretched: time, not cost
+SMALL = (1, 30, 1000)
+SIZES = (*SMALL, 20_000, 100_000, 400_000)
+DEPTHS = (2, 150, 199, 5000, 100_000)
+WORDS = ("a", "word ", "a b.", "\\n", "\\u00e9", "<|im_start|>", "[{,:", "日本", "\\\\", "1")
+ATOMS = ("null", "true", "0", "-1", "1e99", "1e400", "5", '"a"', '""', "{}", "[]", "9" * 5000)
+MAX_VALUE = 3_000_000  # characters of a list or an object, about
+PART = '{{"role":"user","type":"text","name":"a","function":{{"name":"f","arguments":{0}}},"content":{0},"text":{0}}}'
+
+
+class Stretched(NamedTuple):
+    """changed: the fields that are not those of the smallest request, for reports."""
+
+    path: str
+    changed: tuple[str, ...]
+    body: bytes
+
+
+def stretched(rng: random.Random) -> Stretched:
+    """A request with one or two of its route's fields stretched, at times beside many unknown ones."""
+    path = rng.choice(sorted(ROUTES))
+    model, fields = ROUTES[path]
+    names = {field.alias or name for name, field in model.model_fields.items()} - {*OUTPUT_LENGTHS, "model"}
+    known = [*sorted(names), "x_unknown"]
+    changed = {rng.choice(known): _value(rng) for _ in range(rng.choice((1, 2)))}
+    extra = {f"field_{number}": "0" for number in range(rng.choice(SIZES))} if rng.randrange(10) == 0 else {}
+    parts = [f'"{name}":{value}' for name, value in (fields | changed | extra).items()]
+    told = (*changed, f"{len(extra)} unknown fields") if extra else tuple(changed)
+    return Stretched(path, told, ("{" + ",".join(parts) + "}").encode())
+
+
+def _value(rng: random.Random) -> str:
+    kinds: tuple[Callable[[random.Random], str], ...] = (_plain, _many, _nested, _many_of_many)
+    return rng.choice(kinds)(rng)
+
+
+def _plain(rng: random.Random) -> str:
+    return _text(rng, SIZES) if rng.random() < 0.5 else rng.choice(ATOMS)
+
+
+def _text(rng: random.Random, sizes: tuple[int, ...]) -> str:
+    word = rng.choice(WORDS)
+    return '"' + word * (rng.choice(sizes) // len(word) + 1) + '"'
+
+
+def _part(rng: random.Random) -> str:
+    return PART.format(_text(rng, SMALL) if rng.random() < 0.5 else rng.choice(ATOMS))
+
+
+def _many(rng: random.Random) -> str:
+    return _entries(rng, SIZES, _part(rng) if rng.random() < 0.5 else rng.choice(ATOMS))
+
+
+def _many_of_many(rng: random.Random) -> str:
+    kinds: tuple[Callable[[random.Random], str], ...] = (_plain, _part, lambda r: _entries(r, SMALL, r.choice(ATOMS)))
+    return _entries(rng, SMALL, rng.choice(kinds)(rng))
+
+
+def _entries(rng: random.Random, sizes: tuple[int, ...], item: str) -> str:
+    count = max(1, min(rng.choice(sizes), MAX_VALUE // (len(item) + 10)))
+    if rng.random() < 0.5:
+        return "{" + ",".join([f'"k{number}":{item}' for number in range(count)]) + "}"
+    return "[" + ",".join([item] * count) + "]"
+
+
+def _nested(rng: random.Random) -> str:
+    depth, item = rng.choice(DEPTHS), rng.choice(ATOMS)
+    opening, closing = rng.choice((('{"a":', "}"), ("[", "]")))
+    return opening * depth + item + closing * depth

@@ -1,0 +1,142 @@
+"""Directories that hold code which is loaded again: compiled kernels and programs.
+
+Whoever can change such a directory, or exchange one on the way to it, runs code in this process. So a path is walked
+from the root, one directory at a time, by descriptor; each must belong to this user or to root, and others must not
+be able to write to it. In a directory with the sticky bit (/tmp) others can neither remove nor rename what is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+
+_WALK = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_LINKS = 40
+
+
+class CacheDirectoryError(ConfigError):
+    """A directory that cannot be used for code, and why."""
+
+
+@dataclass(frozen=True)
+class OpenDirectory:
+    """A directory that was found safe. `descriptor` is for calls with `dir_fd`."""
+
+    descriptor: int
+    path: Path
+
+    def file(self, name: str) -> str:
+        """A path for calls that take no descriptor; through the descriptor if this system can do that."""
+        held = f"/proc/self/fd/{self.descriptor}"
+        return os.path.join(held if os.path.isdir(held) else self.path, name)
+
+
+def user_cache(name: str) -> Path:
+    """Where this user's cache `name` of jaxserve belongs. Raises CacheDirectoryError if the user has no home.
+
+    A relative XDG_CACHE_HOME is ignored, as its specification says: it would be the working directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base, "jaxserve", name)
+    try:
+        return Path.home() / ".cache" / "jaxserve" / name
+    except RuntimeError:
+        raise CacheDirectoryError("the home directory is unknown", fix="set HOME or XDG_CACHE_HOME") from None
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[OpenDirectory]:
+    """The directory, which is made if it is not there.
+
+    Raises CacheDirectoryError if another user could put code into it, or if it cannot be made.
+    """
+    try:
+        descriptor = _walk(path.absolute())
+    except OSError as error:
+        raise CacheDirectoryError(f"{path} cannot be used: {error.strerror}") from None
+    try:
+        yield OpenDirectory(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def _walk(path: Path) -> int:
+    names, links = [*reversed(path.parts[1:])], 0
+    here, at = os.open("/", _WALK), "/"
+    try:
+        _check(os.fstat(here), at, last=not names)
+        while names:
+            name = names.pop()
+            target = _link(here, name)
+            if target is not None:
+                links += 1
+                if links > _MAX_LINKS:
+                    raise CacheDirectoryError(f"{path} cannot be used: too many links")
+                names += reversed([part for part in Path(target).parts if part != "/"])
+                if os.path.isabs(target):
+                    os.close(here)
+                    here, at = os.open("/", _WALK), "/"
+                continue
+            inner = _enter(here, name)
+            os.close(here)
+            here, at = inner, os.path.join(at, name)
+            _check(os.fstat(here), at, last=not names)
+    except BaseException:
+        os.close(here)
+        raise
+    return here
+
+
+def _link(directory: int, name: str) -> str | None:
+    """Where a link in `directory` leads; None if `name` is no link. A link of another user is an error."""
+    try:
+        info = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISLNK(info.st_mode):
+        return None
+    if info.st_uid not in _owners():
+        raise CacheDirectoryError(f"the link {name} belongs to another user ({info.st_uid})")
+    return os.readlink(name, dir_fd=directory)
+
+
+def _enter(directory: int, name: str) -> int:
+    with contextlib.suppress(FileExistsError):
+        try:
+            return os.open(name, _WALK, dir_fd=directory)
+        except FileNotFoundError:
+            os.mkdir(name, 0o700, dir_fd=directory)
+    return os.open(name, _WALK, dir_fd=directory)
+
+
+def _check(info: os.stat_result, at: str, *, last: bool) -> None:
+    if info.st_uid not in _owners():
+        raise CacheDirectoryError(f"{at} belongs to another user ({info.st_uid})")
+    open_to_others = info.st_mode & stat.S_IWOTH or (info.st_mode & stat.S_IWGRP and not _is_own_group(info.st_gid))
+    if open_to_others and (last or not info.st_mode & stat.S_ISVTX):
+        raise CacheDirectoryError(f"other users can write to {at}")
+
+
+def _owners() -> tuple[int, int]:
+    return os.geteuid(), 0
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether only this user is in it: the private group that many systems give a user, or one without a name."""
+    if group not in {os.getegid(), *os.getgroups()}:
+        return False
+    try:
+        entry = grp.getgrgid(group)
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return True
+    return entry.gr_name == user and set(entry.gr_mem) <= {user}

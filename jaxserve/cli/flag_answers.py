@@ -1,0 +1,77 @@
+"""The three answers to a flag of another server, and how its values are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from jaxserve.errors import ConfigError
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
+
+
+def count(text: str) -> str:
+    """A number of tokens: 32k is 32,000, 32K is 32,768; auto and -1 are the default."""
+    if text in ("auto", "-1"):
+        return "null"
+    match = _COUNT.fullmatch(text)
+    return text if match is None else str(int(float(match[1]) * _SUFFIXES[match[2]]))
+
+
+def json_list(text: str) -> str:
+    """The only entry of a JSON list of texts, or the text itself."""
+    try:
+        entries = json.loads(text)
+    except ValueError:
+        return text
+    if not isinstance(entries, list) or len(entries) != 1:
+        raise ConfigError(f"{text} should be one value", fix="write a list in the configuration file")
+    return str(entries[0])
+
+
+def reserved_share(text: str) -> str:
+    """SGLang's conservativeness as the share of a request's max_tokens that admission reserves: 0.7 times it."""
+    try:
+        return str(min(1.0, 0.7 * float(text)))
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Key:
+    """The flag sets a key of the configuration.
+
+    const: what a switch sets it to. words: values of the flag with another name here. others: what any value stands
+    for that is not one of the key's own words, with a notice. many: it takes several words. note: said when it
+    is taken.
+    """
+
+    key: str
+    const: str | None = None
+    words: Mapping[str, str] = field(default_factory=dict)
+    others: str | None = None
+    convert: Callable[[str], str] | None = None
+    many: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """The flag is taken and does nothing here. values: those for which that is so; others are refused with `fix`."""
+
+    reason: str
+    values: tuple[str, ...] = ()
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What the flag asks for is not done, or in another way. fix: what to do here."""
+
+    fix: str
+
+
+Answer = Key | NoEffect | Refused

@@ -1,0 +1,40 @@
+"""`jaxserve launch` and `jaxserve serve` up to the server: the help, the configuration, and what needs no engine.
+
+The server itself is loaded by name afterwards: a mistake is answered before anything large is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from jaxserve.cli.config import dump
+from jaxserve.cli.help import launch_help
+from jaxserve.cli.main import imported
+from jaxserve.cli.settings import load_config
+from jaxserve.config import Config
+from jaxserve.log import configure_logging
+from jaxserve.models.local import check_local_model, local_directory
+
+logger = logging.getLogger(__name__)
+
+
+def run(words: Sequence[str]) -> int:
+    if any(word in ("-h", "--help", "--help-all") for word in words):
+        print(launch_help(everything="--help-all" in words))
+        return 0
+    config = load_config(words, os.environ)
+    configure_logging(config.logging)
+    for line in dump(config).splitlines():
+        logger.debug("configuration: %s", line)
+    check_files(config)
+    return imported("jaxserve.cli.launch").serve(config)
+
+
+def check_files(config: Config) -> None:
+    """Raises ConfigError for a model or a tokenizer whose path is wrong."""
+    if config.model.path is not None:
+        check_local_model(config.model.path)
+    if config.model.tokenizer is not None:
+        local_directory(config.model.tokenizer)

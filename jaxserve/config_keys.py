@@ -1,0 +1,77 @@
+"""API keys with names: `server.keys` of the configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+
+from jaxserve.config_types import Key, reveal
+
+DEFAULT_KEY = "default"  # the name of server.api_key
+MAX_KEYS = 256  # all are compared with the key of each request
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+
+def digest_of(key: str) -> bytes:
+    """SHA-256 of a key, 32 bytes."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _digest(value: SecretStr) -> SecretStr:
+    if not _DIGEST.fullmatch(value.get_secret_value()):
+        raise ValueError("should be 64 hexadecimal digits")
+    return value
+
+
+class ApiKey(BaseModel):
+    """A key and its name: what the key makes belongs to the name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Of whoever has the key.")
+    value: Key | None = Field(None, description="The key.")
+    sha256: Annotated[SecretStr, AfterValidator(_digest)] | None = Field(None, description="Or its hash, hexadecimal.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> ApiKey:
+        if (self.value is None) == (self.sha256 is None):
+            raise ValueError("give value or sha256, one of them")
+        return self
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key, 32 bytes."""
+        return digest_of(reveal(self.value)) if self.sha256 is None else bytes.fromhex(reveal(self.sha256))
+
+
+def _parsed(value: Any) -> Any:
+    """The list, which is JSON in the environment and as a flag."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError("should be a list, as JSON in the environment and as a flag") from None
+
+
+ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_parsed), Field(max_length=MAX_KEYS)]
+
+
+def check_distinct(keys: Sequence[ApiKey], single: SecretStr | None, admin: SecretStr | None) -> None:
+    """Raises ValueError for a name that is given twice, and for a key with two names: it is not clear whose it is.
+
+    single, admin: server.api_key and server.admin_api_key
+    """
+    names = Counter([key.name for key in keys] + [DEFAULT_KEY] * (single is not None))
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"the name {repeated[0]!r} is given twice ({DEFAULT_KEY!r} is that of server.api_key)")
+    others = {digest_of(reveal(key)) for key in (single, admin) if key is not None}
+    digests = Counter([key.digest for key in keys] + list(others))
+    if repeated := [key.name for key in keys if digests[key.digest] > 1]:
+        raise ValueError(f"the key {repeated[0]!r} is the same as another one")

@@ -1,0 +1,115 @@
+"""The types of configuration values: what each may be, whatever key holds it.
+
+Every number has a range, every text is printable, every secret hides itself where a Config is printed or dumped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Secret, SecretStr
+
+WEEK = 7 * 24 * 3600.0
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_KEY = re.compile(r"[\x21-\x7e]+")
+_NO_KEYS = ("none", "null")
+_ORIGIN = re.compile(r"\*|https?://[^/\s]+")
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return value
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("should be a finite number")
+    return value
+
+
+def _text(value: str) -> str:
+    if not value.strip():
+        raise ValueError("is empty")
+    if _CONTROL.search(value):
+        raise ValueError("has a control character in it")
+    return value
+
+
+def _template(value: str) -> str:
+    if not value.strip():
+        raise ValueError("is empty")
+    if "\0" in value:
+        raise ValueError("has a NUL character in it")
+    return value
+
+
+def _one_or_list(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _directory(value: Any) -> Any:
+    if not isinstance(value, str | Path):
+        return value
+    try:
+        return str(Path(_text(str(value))).expanduser())
+    except RuntimeError:
+        raise ValueError("begins with ~, and the home directory is unknown") from None
+
+
+def _key(value: SecretStr) -> SecretStr:
+    key = value.get_secret_value()
+    if not key:
+        raise ValueError("is empty")
+    if key.lower() in _NO_KEYS:
+        raise ValueError("is the word for no key; for an open server leave it out, or write null in YAML")
+    if not _KEY.fullmatch(key):
+        raise ValueError("may hold visible ASCII characters only: no space, no newline")
+    return value
+
+
+def _origin(value: str) -> str:
+    if not _ORIGIN.fullmatch(value):
+        raise ValueError("should be * or an origin such as https://example.com")
+    return value
+
+
+def _url(value: str) -> str:
+    try:
+        parts = urlsplit(_text(value))
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError
+    except ValueError:
+        raise ValueError("should be a URL such as http://localhost:4318/v1/traces") from None
+    return value
+
+
+def _without_password(url: str | None) -> str | None:
+    """A URL as it may be printed."""
+    if url is None or "@" not in urlsplit(url).netloc:
+        return url
+    parts = urlsplit(url)
+    return parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def reveal(secret: Secret[Any] | SecretStr | None) -> Any:
+    """The value of a secret key; None if it is not set."""
+    return None if secret is None else secret.get_secret_value()
+
+
+Auto = Literal["auto"]
+Int = Annotated[int, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(_finite)]
+Seconds = Annotated[Float, Field(ge=0.001, le=WEEK)]
+Text = Annotated[str, AfterValidator(_text)]
+TextOrTemplate = Annotated[str, AfterValidator(_template)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_list)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_one_or_list)]
+DirPath = Annotated[Path, BeforeValidator(_directory)]
+Key = Annotated[SecretStr, AfterValidator(_key)]
+SecretSeed = Secret[Annotated[Int, Field(ge=0, lt=2**63)]]
+Url = Annotated[str, AfterValidator(_url), PlainSerializer(_without_password, when_used="json")]

@@ -1,0 +1,63 @@
+"""Requests whose grammar is being compiled. They wait as those in the scheduler's queue do, but cannot be scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from jaxserve.engine.request import GrammarSpec, Request
+from jaxserve.engine.stopping import Timers, overdue
+
+Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread; the future is of a Matcher
+
+
+class CompilingRequests:
+    """queue_timeout: seconds that a request may wait, here and in the scheduler's queue together."""
+
+    def __init__(self, queue_timeout: float | None) -> None:
+        self.num_tokens = 0  # prompt tokens that wait
+        self._queue_timeout = queue_timeout
+        self._requests: dict[str, tuple[Request, Future[Any]]] = {}
+        self._timers = Timers()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._requests)
+
+    def add(self, request: Request, matcher: Future[Any]) -> None:
+        self._requests[request.request_id] = request, matcher
+        self.num_tokens += request.num_prompt_tokens
+        self._timers.watch(request, self._queue_timeout)
+
+    def remove(self, request_id: str) -> Request | None:
+        """Take a request out, or None if it does not wait here. Its compilation is not begun if that can be."""
+        if request_id not in self._requests:
+            return None
+        request, matcher = self._requests.pop(request_id)
+        self.num_tokens -= request.num_prompt_tokens
+        matcher.cancel()
+        return request
+
+    def take_compiled(self) -> list[tuple[Request, Future[Any]]]:
+        """Take out the requests whose compilation has ended, by success or failure."""
+        done = [entry for entry in self._requests.values() if entry[1].done()]
+        for request, _ in done:
+            self.remove(request.request_id)
+        return done
+
+    def take_overdue(self, now: float) -> list[tuple[Request, str]]:
+        """Take out the requests that end by the clock, with the reason. now: time.monotonic() seconds"""
+        ended: list[tuple[Request, str]] = []
+        for request_id in self._timers.due(now):
+            entry = self._requests.get(request_id)
+            if entry is not None and (reason := overdue(entry[0], now, self._queue_timeout)):
+                self.remove(request_id)
+                ended.append((entry[0], reason))
+        return ended

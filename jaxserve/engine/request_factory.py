@@ -1,0 +1,95 @@
+"""From what enters the engine to its record of it: checks an EngineRequest and makes the Request."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxserve.engine.exclusions import check_allowed
+from jaxserve.engine.request import MAX_LOGIT_BIAS, MAX_WATCHED, EngineRequest, Request, SamplingParams
+from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.errors import InvalidValueError
+
+
+class RequestFactory:
+    """generates: the model makes tokens; else embeddings only. seed: of the requests that have none of their own."""
+
+    def __init__(
+        self, config: SchedulerConfig, vocab_size: int, generates: bool, seed: int, clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._generates = generates
+        self._seeds = random.Random(seed)
+        self._clock = clock
+
+    def make(self, requests: Sequence[EngineRequest], prompt: np.ndarray | None = None) -> list[Request]:
+        """The records, in order. A list of prompt tokens that neighbours share is checked once. Raises RequestError.
+
+        prompt: int32 [n], the one prompt of all, if it is at hand as an array
+        """
+        checked: list[int] | None = None
+        for request in requests:
+            if request.prompt_token_ids is not checked:
+                checked = request.prompt_token_ids
+                self._check_tokens(np.asarray(checked) if prompt is None else prompt)
+            self._check_tokens(np.asarray(request.resumed_token_ids))
+        return [self._record(request) for request in requests]
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self._vocab_size):
+            raise InvalidValueError(f"token ids must be in [0, {self._vocab_size})", param="prompt")
+
+    def _check(self, request: EngineRequest) -> None:
+        params = request.params
+        if not (params.embed or self._generates):
+            raise InvalidValueError("the model makes embeddings and generates no text", param="model")
+        if params.max_tokens is not None and params.max_tokens < 0:
+            raise InvalidValueError(f"max_tokens is {params.max_tokens}", param="max_tokens")
+        if request.deadline is not None and not math.isfinite(request.deadline):
+            raise InvalidValueError(f"the deadline is {request.deadline} s", param="timeout")
+        sampled = 0 if params.embed or params.max_tokens == 0 else 1
+        self._config.check_fits(len(request.prompt_token_ids), sampled)
+        self._check_logit_bias(params.logit_bias)
+        self._check_details(params)
+        check_allowed(params, self._vocab_size)
+
+    def _check_logit_bias(self, bias: dict[int, float]) -> None:
+        if len(bias) > MAX_LOGIT_BIAS or not all(0 <= token < self._vocab_size for token in bias):
+            message = f"logit_bias takes at most {MAX_LOGIT_BIAS} token ids in [0, {self._vocab_size})"
+            raise InvalidValueError(message, param="logit_bias")
+
+    def _check_details(self, params: SamplingParams) -> None:
+        if not params.detailed:
+            return
+        watched = params.watched_token_ids
+        if len(watched) > MAX_WATCHED or not all(0 <= token < self._vocab_size for token in watched):
+            message = f"at most {MAX_WATCHED} token ids in [0, {self._vocab_size}) can be watched"
+            raise InvalidValueError(message, param="logprob_token_ids")
+        if params.logprobs is None or params.embed:
+            raise InvalidValueError("details are given with log-probabilities only", param="logprobs")
+
+    def _record(self, request: EngineRequest) -> Request:
+        self._check(request)
+        params, prompt = request.params, request.prompt_token_ids
+        room = self._config.max_sequence_tokens - len(prompt)
+        max_tokens = 0 if params.embed else params.max_tokens
+        now = self._clock()
+        return Request(
+            request_id=request.request_id,
+            prompt_token_ids=prompt,
+            params=params,
+            arrival=now,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
+            priority=request.priority,
+            namespace=request.namespace,
+            group=request.group,
+            client_id=request.client_id,
+            is_answered=request.is_answered,
+            deadline=None if request.deadline is None else now + request.deadline,
+            output_token_ids=list(request.resumed_token_ids),
+        )

@@ -1,0 +1,67 @@
+"""How long a step of the served model takes, by its size, as measured in the warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NEARLY = 0.9  # of the most tokens a second
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of the programs that were timed. Both tables may be empty.
+
+    decode     decode rows -> seconds
+    prefill    tokens of a step with a prompt -> seconds
+    """
+
+    decode: Mapping[int, float]
+    prefill: Mapping[int, float]
+
+    @classmethod
+    def of(cls, decode: Mapping[int, float], prefill: Mapping[int, float]) -> StepTimes:
+        """From one measurement of each size, any of which may have been disturbed: no size takes longer than a larger
+        one."""
+        return cls(_rising(decode), _rising(prefill))
+
+    def decode_seconds(self, rows: int) -> float:
+        """Of a step of so many decode rows. 0 if nothing was timed."""
+        return _seconds(self.decode or self.prefill, rows)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Of the steps that compute so many prompt tokens. 0 if nothing was timed."""
+        return _seconds(self.prefill, tokens)
+
+    def full_rows(self, most: int) -> int:
+        """The fewest decode rows with which steps make nearly as many tokens a second as with any number up to `most`.
+        `most` if nothing was timed."""
+        speeds = {rows: rows / seconds for rows, seconds in self.decode.items() if seconds > 0 and rows <= most}
+        return min((rows for rows in speeds if speeds[rows] >= NEARLY * max(speeds.values())), default=most)
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """The most tokens that a step with a prompt computes in so long, and at least those of the smallest size. None
+        if nothing was timed."""
+        if not self.prefill:
+            return None
+        largest = max(self.prefill)
+        if seconds > self.prefill[largest] > 0:
+            return int(largest * seconds / self.prefill[largest])
+        return max((size for size, taken in self.prefill.items() if taken <= seconds), default=min(self.prefill))
+
+
+def _rising(table: Mapping[int, float]) -> dict[int, float]:
+    return {size: min(taken for other, taken in table.items() if other >= size) for size in sorted(table)}
+
+
+UNTIMED = StepTimes({}, {})
+
+
+def _seconds(table: Mapping[int, float], count: int) -> float:
+    """Of the smallest size that holds `count`; beyond the largest one in proportion to it."""
+    if not table:
+        return 0.0
+    largest = max(table)
+    if count > largest:
+        return table[largest] * count / largest
+    return table[min(size for size in table if size >= count)]

@@ -1,0 +1,66 @@
+"""What JSON text would cost to decode, told from its bytes: objects, lists and names, values, very long numbers.
+
+To decode takes 0.4 us and 100 bytes for an object or a name, 0.1 us and 40 bytes for a number, and the interpreter's
+lock is held to the end. To count takes 1 ns a byte in calls of a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMALL_BYTES = 16 * 1024  # text that is not worth counting: 16,000 lists take 7 ms
+
+MAX_DIGITS = 400  # a float has 309; to read many numbers of thousands takes long
+
+# Numbers with their digits as 0, so that a search in C finds them: twenty times as quick as a pattern's
+_SHAPES = bytes(48 if chr(byte) in "0123456789." else 101 if chr(byte) in "eE" else byte for byte in range(256))
+_LONG_NUMBER = b"0" * MAX_DIGITS
+_LARGE_EXPONENTS = (b"0e000", b"0e+000")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLimits:
+    """structures: objects, lists and names of fields. values: entries of objects and lists, but for the first."""
+
+    structures: int
+    values: int
+
+
+def over_limit(raw: bytes, limits: JsonLimits) -> str | None:
+    """What the text has too much of; None if nothing.
+
+    Text that is no JSON may pass: its decoder ends at the mistake.
+    """
+    if len(raw) <= SMALL_BYTES:
+        return None
+    if _over(raw, limits) is None and not _has_long_number(raw):
+        return None  # what strings hold was counted too
+    outside = _outside_strings(raw, 2 * (limits.structures + limits.values))
+    if outside is None:
+        return f"{limits.structures + limits.values} texts and names"
+    over = _over(outside, limits)
+    return f"{MAX_DIGITS} digits in a number" if over is None and _has_long_number(outside) else over
+
+
+def _over(text: bytes, limits: JsonLimits) -> str | None:
+    if text.count(b"{") + text.count(b"[") + text.count(b":") > limits.structures:
+        return f"{limits.structures} objects, lists and names"
+    return f"{limits.values} values" if text.count(b",") > limits.values else None
+
+
+def may_have_large_exponent(raw: bytes) -> bool:
+    """Whether the text may have a number with an exponent of three digits."""
+    shapes = raw.translate(_SHAPES)
+    return any(each in shapes for each in _LARGE_EXPONENTS)
+
+
+def _has_long_number(text: bytes) -> bool:
+    return _LONG_NUMBER in text.translate(_SHAPES)
+
+
+def _outside_strings(raw: bytes, max_quotes: int) -> bytes | None:
+    """The text without its strings; None if they are too many to be taken out."""
+    text = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if text.count(b'"') > max_quotes:
+        return None
+    return b"".join(text.split(b'"')[::2])

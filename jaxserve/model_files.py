@@ -1,0 +1,76 @@
+"""Files of a model's directory, which somebody else wrote: regular files inside it, of bounded size, as text or JSON.
+
+`check_directory` runs before anything is read: a FIFO would be waited for, a link would show a file of the operator's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import ModelLoadError
+
+MAX_BYTES = 256 << 20  # of a file of text: the index of a checkpoint with 100,000 tensors has 10 MB, a tokenizer 30
+MAX_TEMPLATE_BYTES = 256 << 10  # published ones have 20 kB at most; so much takes 2 s to compile
+# every file that the server, the loader or the converter opens
+_READ = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"),
+    *("additional_chat_templates/*.jinja", "*_Pooling/config.json", "arrays/*/*"),
+)
+
+
+def check_directory(directory: Path) -> None:
+    """Raises ModelLoadError naming a file that is none, or that a link leads out of the directory.
+
+    Links of the hub's cache stay allowed: they lead from snapshots/REVISION to the blobs of the same model.
+    """
+    root = directory.resolve()
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    for path in (path for pattern in _READ for path in sorted(directory.glob(pattern))):
+        if not _is_inside(path, allowed):
+            raise ModelLoadError(
+                f"{path} is no regular file inside the model's directory", fix="put the file itself there, not a link"
+            )
+
+
+def _is_inside(path: Path, allowed: list[Path]) -> bool:
+    try:
+        real = path.resolve(strict=True)
+        return stat.S_ISREG(os.stat(real).st_mode) and any(real.is_relative_to(root) for root in allowed)
+    except (OSError, RuntimeError):  # a link that leads nowhere, or around in a circle
+        return False
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Raises ModelLoadError for a file that is absent, no regular one, too large or no UTF-8."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would be waited for, a device has no end
+            raise ModelLoadError(f"{path} is no regular file", fix="put the file itself there")
+        if path.stat().st_size > max_bytes:
+            raise ModelLoadError(f"{path} has more than {max_bytes} bytes")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path} does not exist", fix="name a directory with a published checkpoint") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """Raises ModelLoadError naming the file."""
+    try:
+        return json.loads(read_text(path))
+    except RecursionError:
+        raise ModelLoadError(f"{path} cannot be read, it is nested too deep") from None
+    except ValueError as error:
+        raise ModelLoadError(f"{path} cannot be read, it is not valid JSON: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelLoadError naming the file."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} does not hold a JSON object")
+    return value

@@ -1,0 +1,38 @@
+"""Whether a model is a local directory, and whether it looks like one: answered without a network and without JAX."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import check_directory
+
+
+def local_directory(path_or_id: str | Path) -> Path | None:
+    """The directory that is named; None for a hub id. Raises ModelLoadError for a path that is none."""
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelLoadError(f"{path} is a file", fix="name the directory that holds config.json and the weights")
+    if _is_path(str(path_or_id)):
+        raise ModelLoadError(
+            f"model directory {path} does not exist", fix="check the path, or give a hub id 'owner/name'"
+        )
+    return None
+
+
+def check_local_model(path_or_id: str | Path) -> None:
+    """Raises ModelLoadError if the model is a path that cannot be a published checkpoint."""
+    directory = local_directory(path_or_id)
+    if directory is not None:
+        check_directory(directory)
+    if directory is not None and not (directory / "config.json").is_file():
+        raise ModelLoadError(
+            f"{directory / 'config.json'} does not exist", fix="name a directory with a published checkpoint"
+        )
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith((".", "~", os.sep)) or text.count("/") != 1

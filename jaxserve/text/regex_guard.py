@@ -1,0 +1,120 @@
+"""Whether a regular expression of somebody's tokenizer is quick on every text, as far as its form shows.
+
+The library's engine backtracks: a repeat inside a repeat takes time that doubles with each character, and the loop of
+the server waits for it. Published patterns have at most two repeats one after the other and none inside another.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MAX_REPEATS = 2  # in a row: the time then grows as the square of a text's length at most
+MANY = 64  # a repeat of up to so many times counts as one without end
+MAX_PATTERN = 4096  # characters; the longest published one has 300
+MAX_DEPTH = 20
+
+_PREFIX = re.compile(r"\?(?:[:=!>|]|<[=!]|<\w+>|P<\w+>|[a-z-]*:)?")
+_ESCAPE = re.compile(r"\\(?:[pPxu]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d*)(,?)(\d*)\})[?+]?")
+_COMMENT = re.compile(r"\?[a-z-]+\)")  # (?i): switches for what follows
+
+
+@dataclass
+class _Part:
+    """What an alternation holds: the most repeats of one branch, and whether there are several branches."""
+
+    repeats: int = 0
+    branches: int = 1
+    required_behind: bool = False  # something that must match stands behind the last repeat
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises ValueError with the reason for a pattern that may take very long."""
+    if len(pattern) > MAX_PATTERN:
+        raise ValueError(f"it has more than {MAX_PATTERN} characters")
+    position, _ = _alternation(pattern, 0, 0)
+    if position < len(pattern):
+        raise ValueError("its parentheses do not match")
+
+
+def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Part]:
+    """Reads up to the closing parenthesis or the end."""
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deep")
+    whole, branch = _Part(), _Part()
+    while position < len(pattern) and pattern[position] != ")":
+        if pattern[position] == "|":
+            whole.repeats, branch = max(whole.repeats, branch.repeats), _Part()
+            whole.branches += 1
+            position += 1
+            continue
+        position, inner = _atom(pattern, position, depth)
+        match = _QUANTIFIER.match(pattern, position)
+        least, endless = _bounds(match) if match else (1, False)
+        position = match.end() if match else position
+        _add(branch, inner, least, endless)
+    whole.repeats = max(whole.repeats, branch.repeats)
+    return position, whole
+
+
+def _add(branch: _Part, inner: _Part, least: int, endless: bool) -> None:
+    if endless and (inner.repeats or inner.branches > 1):
+        raise ValueError("it repeats a group that has a repeat or a choice in it")
+    if inner.repeats or endless:
+        branch.repeats += inner.repeats + endless
+        branch.required_behind = False
+    elif least and branch.repeats and not branch.required_behind:
+        branch.required_behind = True
+        branch.repeats += 1  # what follows may fail after each length of the repeat before
+    if branch.repeats > MAX_REPEATS:
+        raise ValueError(f"more than {MAX_REPEATS} repeats stand in a row, or text that must match behind them")
+
+
+def _atom(pattern: str, position: int, depth: int) -> tuple[int, _Part]:
+    """One character, class, escape or group."""
+    match pattern[position]:
+        case "\\":
+            found = _ESCAPE.match(pattern, position)
+            if found is None or found[0][1] in "123456789kg":
+                raise ValueError("it refers back to a group")
+            return found.end(), _Part()
+        case "[":
+            return _class_end(pattern, position), _Part()
+        case "(":
+            switches = _COMMENT.match(pattern, position + 1)
+            if switches is not None:
+                return switches.end(), _Part()
+            prefix = _PREFIX.match(pattern, position + 1)
+            position, inner = _alternation(pattern, prefix.end() if prefix else position + 1, depth + 1)
+            if position >= len(pattern):
+                raise ValueError("its parentheses do not match")
+            return position + 1, inner
+    return position + 1, _Part()
+
+
+def _class_end(pattern: str, position: int) -> int:
+    """Behind the class that begins here; classes may hold classes."""
+    depth, start = 0, position
+    while position < len(pattern):
+        char = pattern[position]
+        if char == "\\":
+            position += 1
+        elif char == "[":
+            depth += 1
+        elif char == "]" and position > start + 1:
+            depth -= 1
+            if depth == 0:
+                return position + 1
+        position += 1
+    raise ValueError("a class in it has no end")
+
+
+def _bounds(match: re.Match[str]) -> tuple[int, bool]:
+    """How often at least, and whether without end or as good as that."""
+    sign, low, comma, high = match.groups()
+    if sign:
+        return (1 if sign == "+" else 0), sign != "?"
+    least = int(low or 0)
+    most = int(high) if high else (least if not comma else MANY + 1)
+    return least, most > MANY

@@ -1,0 +1,119 @@
+"""What is wrong with a template or a tokenizer ends the start, with one line that says what to do."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import AddedToken
+
+from jaxserve.api.app import check_files, create_app, warm_up
+from jaxserve.api.start_checks import check_template, check_vocabulary
+from jaxserve.api.state import ServerState
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError
+
+from .fakes import FakeLink, fake_engine
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+RAISES = "{{ raise_exception('no') }}"
+NO_TOOLS = PLAIN + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}<tool_call>"
+
+
+async def start(link: FakeLink, **model: Any) -> ServerState:
+    config = Config().replace(model=model)
+    engine, _ = fake_engine(config, link)
+    await engine.start()
+    state: ServerState = create_app(engine, config).state.server
+    await engine.stop()
+    return state
+
+
+def started(link: FakeLink, **model: Any) -> ServerState:
+    return asyncio.run(start(link, **model))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("/nothing/here.jinja", "neither a readable file nor a Jinja template"),
+        ("{% if %}", "does not parse"),
+        (RAISES, "trying a plain conversation"),
+        ("{{ messages[7].content }}{{ undefined_name.x }}", "trying a plain conversation"),
+        ("{% for i in range(99999999) %}{{ i }}{% endfor %}", "trying a plain conversation"),
+    ],
+)
+def test_a_template_that_cannot_be_used(template: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_template(started(FakeLink(), chat_template=template))
+    assert caught.value.fix
+
+
+def test_a_template_that_cannot_render_tools(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="trying a conversation with tools"):
+        check_template(started(FakeLink(), chat_template=NO_TOOLS, tool_parser="hermes"))
+    check_template(started(FakeLink(), chat_template=NO_TOOLS, tool_parser="none"))
+    assert "tools" not in caplog.text
+    check_template(started(FakeLink(), chat_template=NO_TOOLS))
+    assert "requests with tools will be refused" in caplog.text
+
+
+def test_good_files_pass_in_silence(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "a.jinja"
+    path.write_text(PLAIN)
+    for model in ({}, {"chat_template": str(path)}):
+        state = started(FakeLink(), **model)
+        check_template(state)
+        check_vocabulary(state)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_before_the_tokenizer_is_loaded_nothing_is_known() -> None:
+    async def check() -> bool:
+        engine, _ = fake_engine()
+        return check_files(create_app(engine, Config()))
+
+    assert asyncio.run(check()) is False
+
+
+@pytest.mark.parametrize("padded", [0, 64])
+def test_a_model_with_a_larger_vocabulary_is_usual(padded: int) -> None:
+    link = FakeLink()
+    link.info = msgspec.structs.replace(link.info, vocab_size=link.info.vocab_size + padded)
+    check_vocabulary(started(link))
+
+
+def test_a_tokenizer_of_another_model() -> None:
+    link = FakeLink()
+    link.info = msgspec.structs.replace(link.info, vocab_size=link.info.vocab_size - 300)
+    with pytest.raises(ConfigError, match="unknown to the model") as caught:
+        asyncio.run(warm_up_of(link))
+    assert "model.tokenizer" in str(caught.value.fix)
+
+
+async def warm_up_of(link: FakeLink) -> None:
+    engine, _ = fake_engine(link=link)
+    await engine.start()
+    try:
+        await warm_up(create_app(engine, Config()))
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("template", [None, PLAIN + "<added>"])
+def test_an_added_special_token_without_a_row_is_an_error_only_if_it_is_used(
+    template: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = started(FakeLink(), chat_template=template)
+    tokenizer: Any = state.engine.tokenizer
+    tokenizer.backend.add_special_tokens([AddedToken("<added>", special=True)])
+    changed = type(tokenizer)(tokenizer.backend, tokenizer.config, chat_templates=tokenizer.chat_templates)
+    state.engine._tokenizer = changed  # type: ignore[attr-defined]
+    if template is None:
+        check_vocabulary(state)
+        assert "1 special tokens of the tokenizer are unknown" in caplog.text
+    else:
+        with pytest.raises(ConfigError, match="unknown to the model"):
+            check_vocabulary(state)

@@ -1,0 +1,31 @@
+"""What a chat template may cost the server: over HTTP, with the real worker."""
+
+import resource
+
+from jaxserve.config import Config
+from tests.waiting import with_quick_collections
+
+from .conftest import LiveServer
+from .loop_meter import LoopMeter
+
+COSTLY = """{% if messages[0].content == 'now' %}{{ ([[1, 2, 3]] * 50000)|map('string')|list|length }}{% endif %}
+{%- if messages[0].content == 'all' %}{% set n = namespace(x=[]) %}
+{%- for i in range(999) %}{% set n.x = n.x + ['a' * 16000000 ~ i] %}{% endfor %}{% endif %}fine"""
+
+
+def test_a_costly_template_holds_nobody_up() -> None:
+    """The render is somewhere else: the loop takes its turns, and the memory is not this process's."""
+    say = {"model": "demo", "max_tokens": 1}
+    with (
+        LiveServer(Config().replace(model={"chat_template": COSTLY})) as server,
+        with_quick_collections(),
+        LoopMeter(server) as meter,
+    ):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for text, status in (("now", 200), ("all", 400), ("hello", 200)):
+            answer = server.post("/v1/chat/completions", say | {"messages": [{"role": "user", "content": text}]})
+            assert answer.status_code == status, answer.text
+            if status == 400:
+                assert answer.json()["error"]["param"] == "messages"
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+    assert meter.longest < 0.25

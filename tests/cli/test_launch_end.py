@@ -1,0 +1,222 @@
+"""How a server ends: what was not asked for is an exception that becomes one line and an exit code, never 0."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jaxserve.cli import main
+from jaxserve.cli.launch import Launch, bind, check_certificates
+from jaxserve.config import Config
+from jaxserve.engine import supervisor
+from jaxserve.engine.request import FinishReason, SamplingParams
+from jaxserve.errors import ConfigError, UnexpectedEndError
+from tests.engine.test_async_engine import HandLink
+
+Work = Callable[[Launch, HandLink], Awaitable[None]]
+
+
+def serve(tmp_path: Path, work: Work | None = None) -> int:
+    """The exit code of a server whose engine is in the test's hand. Raises what ends it. work: once it is ready."""
+
+    async def run(listener: socket.socket) -> int:
+        link = HandLink()
+        launch = Launch(config, listener, quiet=True, make_link=lambda _: link)
+        task = asyncio.create_task(launch.serve())
+        if work is not None:
+            await launch.engine.wait_ready()
+            await work(launch, link)
+        return await asyncio.wait_for(task, 60)
+
+    config = Config().replace(store={"path": str(tmp_path)}, server={"port": 0})
+    with bind(config.server) as listener:
+        return asyncio.run(run(listener))
+
+
+async def read(launch: Launch) -> list[int]:
+    """The tokens of a request."""
+    return [token async for output in launch.engine.generate([1], SamplingParams()) for token in output.token_ids]
+
+
+async def kill_for_good(launch: Launch, link: HandLink) -> None:
+    while launch.engine.status.phase != "dead":
+        link.die()
+        await launch.engine.next_status()
+
+
+def test_an_end_that_was_asked_for(tmp_path: Path) -> None:
+    async def work(launch: Launch, link: HandLink) -> None:
+        launch.stop()
+
+    assert serve(tmp_path, work) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("running", [False, True])
+def test_signals_drain_and_say_so(
+    number: signal.Signals, running: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def work(launch: Launch, link: HandLink) -> None:
+        launch.handle_signals()
+        answers = [asyncio.create_task(read(launch))] if running else []
+        while len(link.requests) < len(answers):
+            await asyncio.sleep(0)
+        os.kill(os.getpid(), number)
+        while launch.engine.status.phase != "draining":
+            await launch.engine.next_status()
+        for request in link.requests:
+            link.give(request.request_id, 5, FinishReason.STOP)
+        assert await asyncio.gather(*answers) == [[5]] * running
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the test may run under nohup
+    try:
+        assert serve(tmp_path, work) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    what = "draining: 1 running, at most 30 s" if running else "stopping"
+    assert f"jaxserve: {number.name}: {what}; a second signal ends it at once\n" in capsys.readouterr().err
+
+
+def test_a_server_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    async def work(launch: Launch, link: HandLink) -> None:
+        launch.handle_signals()
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert launch.engine.status.phase == "ready"
+        launch.stop()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert serve(tmp_path, work) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_engine_that_is_dead_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0,))
+    with pytest.raises(UnexpectedEndError, match="the engine is dead: killed by the test, after 1 restarts"):
+        serve(tmp_path, kill_for_good)
+
+
+def test_an_engine_that_is_dead_for_good_in_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked to end, and not to lose what was running."""
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0,))
+
+    async def work(launch: Launch, link: HandLink) -> None:
+        answer = asyncio.create_task(read(launch))
+        while not link.requests:
+            await asyncio.sleep(0)
+        launch.stop()
+        await kill_for_good(launch, link)
+        await asyncio.gather(answer, return_exceptions=True)
+
+    with pytest.raises(UnexpectedEndError, match="the engine is dead"):
+        serve(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        (OSError("disk I/O error"), UnexpectedEndError("the HTTP server ended: OSError: disk I/O error", fix="")),
+        (ConfigError("the store is damaged"), ConfigError("the store is damaged")),
+    ],
+)
+def test_an_application_that_does_not_start(
+    cause: Exception, expected: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def broken(app: Any) -> AsyncIterator[None]:
+        raise cause
+        yield
+
+    monkeypatch.setattr("jaxserve.api.app.batches_running", broken)
+    with pytest.raises(type(expected)) as caught:
+        serve(tmp_path)
+    assert str(caught.value) == str(expected)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no more sockets")])
+def test_an_http_server_that_ends_by_itself(
+    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main_loop(server: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("uvicorn.Server.main_loop", main_loop)
+    with pytest.raises(UnexpectedEndError, match=r"the HTTP server ended: (RuntimeError: no more sockets|it stopped)"):
+        serve(tmp_path)
+
+
+# exit codes
+
+
+def command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    """The exit code of a command that raises."""
+
+    def run(words: list[str]) -> int:
+        raise error
+
+    module = ModuleType("raising")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setattr("importlib.import_module", lambda name: module)
+    return main(["launch"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ConfigError("a cause", fix="a fix"), 2, "a cause -> a fix"),
+        (UnexpectedEndError("a cause", fix="a fix"), 1, "a cause -> a fix"),
+        (ZeroDivisionError("zero"), 1, "ZeroDivisionError: zero -> a bug: report it with the lines above"),
+    ],
+)
+def test_the_last_line_says_why(
+    error: Exception, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, error) == code
+    assert capsys.readouterr().err.splitlines()[-1] == f"jaxserve: {line}"
+
+
+def test_ctrl_c_has_an_exit_code_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == ""
+
+
+# certificates
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"ssl_certfile": "/nonexistent.pem"}, "No such file"),
+        ({"ssl_certfile": "/etc/passwd"}, "certificate cannot be used"),
+        ({"ssl_certfile": "/"}, "certificate cannot be used"),
+        ({"ssl_keyfile": "/etc/passwd"}, "server.ssl_certfile is not"),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_refused(files: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_certificates(Config().replace(server=files).server)
+    assert "--ssl-certfile" in (caught.value.fix or "")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_a_key_with_a_password_is_refused_and_asked_for_nothing(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-passout", "pass:secret", "-subj", "/CN=localhost"]
+    subprocess.run([*words, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    config = Config().replace(server={"ssl_certfile": str(certificate), "ssl_keyfile": str(key)})
+    with pytest.raises(ConfigError, match="certificate cannot be used"):
+        check_certificates(config.server)

@@ -1,0 +1,98 @@
+"""Make a model whose answers are written down here: python -m tests.clients.scripted_model DIR
+
+Coding agents send prompts that are longer than the demo model's context and expect answers that it cannot give. This is
+a Llama whose next token depends on its last one alone, and whose chat template ends a prompt with the token that begins
+an answer. Agents run whole loops with it on a CPU, at the usual routes and with the usual parsers.
+"""
+
+import json
+import shutil
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer
+
+from tests.clients.run import DEMO
+
+CONTEXT = 65536
+HIDDEN = 64  # one for each token of an answer
+CERTAIN = 10.0  # nothing else is drawn at any temperature that clients ask for
+END = "<|im_end|>"
+# each answer in pieces, each of them one token that stands in no other answer
+ANSWERS = {
+    "call": (
+        '<tool_call>\n{"name": "bash", ',
+        '"arguments": {"command": "echo made > made.txt", ',
+        '"description": "Make it"}}\n</tool_call>',
+    ),
+    "told": ("The file ", "made.txt ", "is there."),
+    "edit": ("hello.py\n```\n", "print('hello from aider')\n", "```\n"),
+}
+CHOICE = """
+{%- if add_generation_prompt -%}
+    {%- set called = messages | selectattr('role', 'equalto', 'tool') | list | length -%}
+    {%- if tools and not called -%}{{- '<|call|>' -}}
+    {%- elif tools or messages | length == 1 or 'hello.py' not in messages | string -%}{{- '<|told|>' -}}
+    {%- else -%}{{- '<|edit|>' -}}
+    {%- endif -%}
+{%- endif -%}
+"""
+
+
+def make_tokenizer(directory: Path) -> Tokenizer:
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(DEMO / name, directory / name)
+    (directory / "chat_template.jinja").write_text((DEMO / "chat_template.jinja").read_text() + CHOICE)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in ANSWERS])
+    pieces = [piece for answer in ANSWERS.values() for piece in answer]
+    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
+
+
+def successors(tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Each token that has one, and the token after it."""
+    words = [[f"<|{name}|>", *answer, END] for name, answer in ANSWERS.items()]
+    vocabulary = tokenizer.get_vocab()
+    chains = [[vocabulary[word] for word in chain] for chain in words]
+    return [pair for chain in chains for pair in pairwise(chain)]
+
+
+def make_weights(directory: Path, vocab: int, pairs: list[tuple[int, int]]) -> None:
+    """A layer that adds nothing: the last token's row of the embedding meets the rows of the output."""
+    embedding, output = np.zeros((2, vocab, HIDDEN), np.float32)
+    for column, (token, following) in enumerate(pairs):
+        embedding[token, column], output[following, column] = 1.0, CERTAIN
+    layer, square = "model.layers.0", np.zeros((HIDDEN, HIDDEN), np.float32)
+    names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    tensors = {f"{layer}.{name}.weight": square.copy() for name in names}
+    norms = [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm"]
+    tensors |= {f"{name}.weight": np.ones(HIDDEN, np.float32) for name in norms}
+    tensors |= {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def make(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(directory)
+    config = json.loads((DEMO / "config.json").read_text()) | {
+        "hidden_size": HIDDEN,
+        "intermediate_size": HIDDEN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": HIDDEN // 4,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    make_weights(directory, tokenizer.get_vocab_size(), successors(tokenizer))
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -1,0 +1,36 @@
+// What the scripts of node's clients share; as common.py.
+import { readFileSync } from "node:fs";
+import { join } from "node:path";
+
+export const FRANCE = "What is the capital of France?";
+export const PARIS = "The capital of France is Paris.";
+export const WEATHER = "What is the weather in Paris?";
+export const PERSON = "Give me a person as JSON.";
+export const RESULT = { temperature: 21, sky: "sunny" };
+export const CITY = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+export const SCHEMA = {
+  type: "object",
+  properties: { name: { type: "string", enum: ["Ann", "Bob"] }, age: { type: "integer", enum: [7, 8] } },
+  required: ["name", "age"],
+  additionalProperties: false,
+};
+export const URL = process.argv[2] ?? "http://127.0.0.1:8000";
+
+export function check(condition, seen) {
+  if (!condition) throw new Error(`unexpected: ${JSON.stringify(seen)}`);
+}
+
+export async function report(client, tried) {
+  const results = {};
+  for (const [name, run] of Object.entries(tried)) {
+    try {
+      await run();
+      results[name] = "ok";
+    } catch (error) {
+      console.error(error);
+      results[name] = `${error.name}: ${error.message}`.slice(0, 300);
+    }
+  }
+  const { version } = JSON.parse(readFileSync(join("node_modules", client, "package.json")));
+  console.log(JSON.stringify({ client, version, results }));
+}

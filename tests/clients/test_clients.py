@@ -1,0 +1,55 @@
+"""Real clients, unmodified, each in its own environment, against a real server: `pytest -m clients`."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxserve.serving import RunningServer, launch_server
+from tests.clients.environments import packages
+from tests.clients.run import AGENTS, interpreter, run_client, scripts
+from tests.clients.scripted_model import make
+from tests.conftest import SMALL
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "clients.md"
+HOW = "make the environments with `python -m tests.clients.environments DIR`, and set JAXSERVE_CLIENTS=DIR"
+
+
+@pytest.fixture(scope="module")
+def server(compile_cache: str) -> Iterator[RunningServer]:
+    with launch_server(compile_cache=compile_cache, **SMALL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def agents_server(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    directory = tmp_path_factory.mktemp("scripted")
+    make(directory)
+    keys = SMALL | {"served_name": ("scripted",), "max_model_len": 32768}
+    with launch_server(str(directory), compile_cache=compile_cache, **keys) as server:
+        yield server
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("script", scripts())
+def test_a_client_does_all_that_it_has(script: str, request: pytest.FixtureRequest) -> None:
+    root = Path(os.environ.get("JAXSERVE_CLIENTS", "/nowhere"))
+    if not interpreter(script, root).exists():
+        pytest.skip(HOW)
+    server = request.getfixturevalue("agents_server" if script in AGENTS else "server")
+    found = run_client(script, root, server.url)
+    wrong = {name: result for name, result in found["results"].items() if result != "ok"}
+    assert not wrong, f"{found['client']} {found['version']}: {wrong}\n{found['errors']}"
+
+
+def test_every_client_has_a_script_and_stands_in_the_table() -> None:
+    python = {script.removeprefix("use_").removesuffix(".py") for script in scripts() if script.endswith(".py")}
+    assert python == packages().keys()
+    table = DOCUMENT.read_text()
+    for name, wanted in packages().items():
+        shown = "litellm proxy" if name == "litellm_proxy" else wanted[0].partition("[")[0]
+        assert f"| {shown} (PyPI) |" in table, name
+    for script in scripts():
+        if script.endswith(".mjs"):
+            assert f"| {script.removeprefix('use_').removesuffix('.mjs')} (npm) |" in table

@@ -1,0 +1,30 @@
+"""An engine in a thread whose loop is measured: CPU time of its thread for each turn, without the device's calls."""
+
+import time
+
+from jaxserve.bench.held import Turns, watch_core
+from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.engine.factory import build_engine
+from jaxserve.engine.server import BuiltEngine, Channel
+from jaxserve.engine.thread_link import ThreadLink
+from tests.api.conftest import LiveServer
+
+
+class RealServer(LiveServer):
+    """As LiveServer, with the demo model behind it."""
+
+    turns: list[float]  # CPU seconds of the engine's host work, one for each turn
+
+    def make_engine(self) -> AsyncEngine:
+        self.turns = []
+        return AsyncEngine(self.config, ThreadLink(self.config, self._build))
+
+    def _build(self, channel: Channel) -> BuiltEngine:
+        built = build_engine(self.config, channel.send)
+        watch_core(built.core, Turns(time.thread_time, self.turns.append))
+        return built
+
+    def held(self) -> list[int]:
+        """What the engine at rest holds nothing of."""
+        stats = self.engine.stats()
+        return [stats.num_running, stats.num_waiting, stats.num_compiling, stats.num_pages_used]

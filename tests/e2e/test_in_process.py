@@ -1,0 +1,248 @@
+"""Engine.chat answers as POST /v1/chat/completions does, and the README's examples print what they say."""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import jaxserve
+from jaxserve import Engine
+from jaxserve.errors import InvalidSchemaError, InvalidValueError, RequestError, UnsupportedParameterError
+from jaxserve.loop_thread import LoopThread
+from jaxserve.serving import RunningServer
+from tests.conftest import SMALL
+
+README = Path(__file__).parents[2] / "README.md"
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+DIFFERENT = ("id", "created")  # from one answer to the next
+
+
+@pytest.fixture(scope="module")
+def engine(compile_cache: str) -> Engine:
+    return Engine(compile_cache=compile_cache, **SMALL)
+
+
+def near(value: Any) -> Any:
+    """`value` to compare with: a prompt taken from the cache is computed in other shapes, whose last bits differ."""
+    if isinstance(value, dict):
+        return {name: near(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [near(part) for part in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
+def plain(answer: Any) -> dict[str, Any]:
+    """Without what differs from one answer to the next, nulls, and how much of the prompt was cached."""
+    value = answer.model_dump(exclude_none=True, exclude=set(DIFFERENT))
+    if "usage" in value:
+        del value["usage"]["prompt_tokens_details"]
+    for choice in value["choices"]:
+        said = choice.get("message") or choice["delta"]
+        for call in said.get("tool_calls", ()):
+            call.pop("id", None)
+    return value
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "text": {"messages": FRANCE},
+    "choices": {"messages": FRANCE, "n": 2, "seed": 7, "temperature": 1.0, "max_tokens": 8},
+    "logprobs": {"messages": FRANCE, "logprobs": True, "top_logprobs": 3},
+    "length": {"messages": FRANCE, "max_tokens": 3},
+    "stop": {"messages": FRANCE, "stop": [" is"]},
+    "reasoning": {
+        "messages": [{"role": "user", "content": "What is 2+3? Think."}],
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+    },
+    "tools": {"messages": WEATHER, "tools": [TOOL]},
+    "named tool": {
+        "messages": FRANCE,
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+    },
+    "schema": {"messages": FRANCE, "response_format": SCHEMA},
+    "beams": {"messages": FRANCE, "max_tokens": 6, "n": 2, "extra_body": {"use_beam_search": True}},
+}
+
+
+def fields(name: str) -> dict[str, Any]:
+    asked = {"temperature": 0, **ASKED[name]}
+    more: dict[str, Any] = asked.pop("extra_body", {})
+    return asked | more
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_an_answer_is_that_of_the_server(name: str, engine: Engine, client: openai.OpenAI) -> None:
+    expected = client.chat.completions.create(**{"model": "demo", "temperature": 0} | ASKED[name])
+    assert plain(engine.chat(**fields(name))) == near(plain(expected))
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("name", [name for name in ASKED if name not in ("beams", "choices")])
+def test_a_stream_is_that_of_the_server(name: str, engine: Engine, client: openai.OpenAI) -> None:
+    asked = {"model": "demo", "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    expected = client.chat.completions.create(**asked | ASKED[name])
+    found = engine.chat(**fields(name), stream=True, stream_options={"include_usage": True})
+    assert [plain(chunk) for chunk in found] == [near(plain(chunk)) for chunk in expected]
+    assert not engine.has_unfinished
+
+
+def test_a_tool_loop_over_messages_of_answers(engine: Engine) -> None:
+    messages: list[Any] = list(WEATHER)
+    message = engine.chat(messages, tools=[TOOL], temperature=0).choices[0].message
+    assert message.tool_calls is not None and message.tool_calls[0].function is not None
+    assert message.tool_calls[0].function.arguments == '{"city": "Paris"}'
+    result = {
+        "role": "tool",
+        "tool_call_id": message.tool_calls[0].id,
+        "content": '{"temperature": 21, "sky": "sunny"}',
+    }
+    last = engine.chat([*messages, message, result], tools=[TOOL], temperature=0).choices[0].message
+    assert last.content is not None and "21" in last.content
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "param"),
+    [
+        ({"temprature": 1}, InvalidValueError, "temprature"),
+        ({"temperature": "hot"}, InvalidValueError, "temperature"),
+        ({"messages": []}, InvalidValueError, "messages"),
+        ({"model": "gpt-9"}, RequestError, "model"),
+        ({"chat_template": "x"}, UnsupportedParameterError, "chat_template"),
+        ({"top_logprobs": 2}, InvalidValueError, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "x " * 5000}]}, RequestError, "messages"),
+        (
+            {"response_format": SCHEMA | {"json_schema": {"schema": {"type": "no"}}}},
+            InvalidSchemaError,
+            "response_format",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_field_is_named_at_once(
+    wrong: dict[str, Any], error: type[RequestError], param: str, stream: Any, engine: Engine
+) -> None:
+    with pytest.raises(error) as caught:
+        engine.chat(**{"messages": FRANCE, "stream": stream} | wrong)
+    assert caught.value.param == param
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("end", ["close", "forget", "collect"])
+def test_a_stream_that_is_left_is_aborted(end: str, engine: Engine) -> None:
+    stream: Any = engine.chat(FRANCE, stream=True, ignore_eos=True)
+    next(stream)
+    assert engine.has_unfinished
+    if end == "close":
+        stream.close()
+    elif end == "collect":
+        loop = [stream]
+        loop.append(loop)
+        del loop
+    del stream
+    gc.collect()
+    assert not engine.has_unfinished
+
+
+def test_streams_and_other_requests_share_the_engine(engine: Engine) -> None:
+    alone = [engine.chat(messages, temperature=0).choices[0].message.content for messages in (FRANCE, WEATHER)]
+    streams = [engine.chat(messages, temperature=0, stream=True) for messages in (FRANCE, WEATHER)]
+    queued = engine.add_request("Once upon a time")
+    texts = ["", ""]
+    for chunks in itertools.zip_longest(*streams):
+        for place, chunk in enumerate(chunks):
+            texts[place] += chunk.choices[0].delta.content or "" if chunk else ""
+    assert texts == alone
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert {output.request_id for output in outputs} == {queued} and outputs[-1].finished
+
+
+def test_a_caller_inside_a_running_loop(engine: Engine) -> None:
+    """As in a notebook."""
+
+    async def cell() -> str | None:
+        return engine.chat(FRANCE, temperature=0).choices[0].message.content
+
+    assert asyncio.run(cell()) == "The capital of France is Paris."
+
+
+def test_an_interrupt_aborts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = iter([KeyboardInterrupt])
+    wait = threading.Event.wait
+
+    def interrupted(event: threading.Event, timeout: float | None = None) -> bool:
+        if engine.has_unfinished and (error := next(waits, None)):
+            raise error
+        return wait(event, timeout)
+
+    stream: Any = engine.chat(FRANCE, stream=True, ignore_eos=True)
+    next(stream)
+    monkeypatch.setattr(threading.Event, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert not engine.has_unfinished
+    assert engine.chat(FRANCE, temperature=0).choices[0].message.content == "The capital of France is Paris."
+
+
+def test_a_loop_thread_passes_errors_on_and_ends() -> None:
+    loop = LoopThread("test-loop")
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        loop.run(fail())
+    loop.close()
+    loop.settle(fail())  # nothing runs any more: it is dropped
+    assert "test-loop" not in {thread.name for thread in threading.enumerate()}
+
+
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_an_example_of_the_readme_prints_what_it_says(
+    number: int,
+    engine: Engine,
+    server: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = examples()[number]
+    monkeypatch.setattr(jaxserve, "Engine", lambda: engine, raising=False)
+    monkeypatch.setattr(jaxserve, "launch_server", lambda: contextlib.nullcontext(server), raising=False)
+    names: dict[str, Any] = {}
+    exec(code.replace("http://127.0.0.1:8000", server.url), names)
+    if "client" in names:
+        names["client"].close()
+    said = [line.removeprefix("# ") for line in code.splitlines() if line.startswith("# ")] or [server.url]
+    assert capsys.readouterr().out.replace("\n", "") == "".join(said)
+
+
+def test_every_example_of_the_readme_is_run() -> None:
+    assert len(examples()) == 3

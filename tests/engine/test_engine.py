@@ -1,0 +1,206 @@
+"""Engine, in process: failures are results, nothing is queued by half, and no error leaves it unusable."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from jaxserve.config import Config
+from jaxserve.engine import engine as engine_module
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.engine import Completion, Engine
+from jaxserve.engine.messages import Located
+from jaxserve.engine.output import RequestOutput, SequenceText
+from jaxserve.engine.request import FinishReason, SamplingParams, SchedulerOutput, ThinkingBudget, TokenOutput
+from jaxserve.engine.server import BuiltEngine
+from jaxserve.errors import ContextLengthError, InvalidValueError, RequestError, ServerError
+from jaxserve.text.tokenizer import Tokenizer
+from tests.api.fakes import DEMO, demo_info
+from tests.fakes import VOCAB, alone, make_core, small_config
+from tests.faults.faulty_runner import FaultyRunner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+BUDGET = ThinkingBudget(tokens=1, family="qwen3", end_token_ids=(5,))
+PROMPTS: list[Any] = [[1, 2, 3], [9, 8], [5]]
+
+
+def make_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
+    def build(config: Config, send: Callable[[Any], None], seed: int = 0) -> BuiltEngine:
+        send(Located(str(DEMO), str(DEMO)))
+        return BuiltEngine(
+            make_core(small_config(), **options), demo_info(Tokenizer.from_directory(DEMO)), lambda spec: Future()
+        )
+
+    monkeypatch.setattr(engine_module, "build_engine", build)
+    return Engine()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return make_engine(monkeypatch)
+
+
+def fail(engine: Engine, plan: Callable[[SchedulerOutput], str | None]) -> None:
+    engine.core.runner = FaultyRunner(engine.core.runner, plan)
+
+
+def expected(prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    return alone(prompt, params)[0]
+
+
+def check_usable(engine: Engine) -> None:
+    """Nothing is left behind, and what comes next is right."""
+    assert not engine.has_unfinished and engine.step() == []
+    stats = engine.core.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert [each[0].token_ids for each in engine.generate(PROMPTS, GREEDY)] == [expected(p) for p in PROMPTS]
+    engine.core.scheduler.check_integrity()
+    assert engine.core.scheduler.stats().num_pages_held == 0
+
+
+def take(engine: Engine, seen: dict[tuple[str, int], Completion]) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    for output in outputs:
+        seen.setdefault((output.request_id, output.index), Completion()).add(output)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error"),
+    [
+        ([[1], [1] * 500], GREEDY, ContextLengthError),
+        ([[1], [VOCAB]], GREEDY, InvalidValueError),
+        ([[1], [2**40]], GREEDY, InvalidValueError),
+        ([[1], []], GREEDY, InvalidValueError),
+        ([[1], 2], GREEDY, InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(n=0)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(top_k=-1)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(logit_bias={VOCAB: 1.0})], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(thinking=BUDGET)], InvalidValueError),
+        ([[1], [2]], [GREEDY], ValueError),
+    ],
+)
+def test_prompts_are_queued_all_or_none(engine: Engine, prompts: Any, params: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        engine.generate(prompts, params)
+    assert engine.core.stats().num_waiting == 0
+    check_usable(engine)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_failed_sequence_is_a_result_and_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    engine = make_engine(monkeypatch, not_finite={format(n, "x")})  # the first choice of the second prompt
+    found = engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12, n=n))
+    (bad, *siblings), good = found[1], [found[0], found[2]]
+    assert bad.finish_reason is FinishReason.ERROR and isinstance(bad.error, ServerError) and bad.num_prompt_tokens == 2
+    assert [each.token_ids for each in siblings] == [expected(PROMPTS[1])] * (n - 1)
+    for prompt, completions in zip((PROMPTS[0], PROMPTS[2]), good, strict=True):
+        assert [(each.token_ids, each.error) for each in completions] == [(expected(prompt), None)] * n
+    check_usable(engine)
+
+
+def test_a_failed_sequence_is_the_last_output_of_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = make_engine(monkeypatch, not_finite={"1"}), dict[tuple[str, int], Completion]()
+    engine.add_request(PROMPTS[0], GREEDY, request_id="good")
+    for _ in range(4):
+        for output in engine.step():
+            seen.setdefault((output.request_id, output.index), Completion()).add(output)
+    engine.add_request(PROMPTS[1], GREEDY, request_id="bad")
+    take(engine, seen)
+    assert seen["good", 0].token_ids == expected(PROMPTS[0]) and seen["good", 0].error is None
+    assert seen["bad", 0].error is not None and seen["bad", 0].token_ids == []
+
+
+def test_text_that_cannot_be_made_ends_its_sequence_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = SequenceText.push
+
+    def raises_for_one(self: SequenceText, output: TokenOutput) -> RequestOutput:
+        if output.request_id == "1":
+            raise KeyError("a token")
+        return push(self, output)
+
+    monkeypatch.setattr(SequenceText, "push", raises_for_one)
+    found = engine.generate(PROMPTS, GREEDY)
+    assert isinstance(found[1][0].error, ServerError) and found[0][0].token_ids == expected(PROMPTS[0])
+    monkeypatch.undo()
+    check_usable(engine)
+
+
+def test_a_failed_step_is_computed_again(engine: Engine) -> None:
+    fail(engine, lambda output: "read" if output.step in (1, 6) else None)
+    assert [each[0].token_ids for each in engine.generate(PROMPTS, GREEDY)] == [expected(p) for p in PROMPTS]
+    check_usable(engine)
+
+
+def test_a_request_that_always_fails_the_device_is_a_result(engine: Engine) -> None:
+    fail(engine, lambda output: "read" if any(row.request_id == "1" for row in output.rows) else None)
+    found = engine.generate(PROMPTS, GREEDY)
+    assert found[1][0].error is not None and "the device fails" in found[1][0].error.message
+    assert [found[i][0].token_ids for i in (0, 2)] == [expected(PROMPTS[i]) for i in (0, 2)]
+    check_usable(engine)
+
+
+@pytest.mark.parametrize("step", [1, 2, 7])
+def test_an_interrupt_aborts_what_generate_queued(engine: Engine, step: int) -> None:
+    due = [step]
+
+    def plan(output: SchedulerOutput) -> None:
+        if due and output.step == due[0]:
+            raise KeyboardInterrupt(due.pop())
+
+    fail(engine, plan)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, GREEDY)
+    check_usable(engine)
+
+
+def test_an_interrupt_between_two_steps_aborts_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(EngineCore, "step", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        engine.generate(PROMPTS, GREEDY)
+    check_usable(engine)
+
+
+def test_requests_of_one_name_are_apart(engine: Engine) -> None:
+    engine.add_request([1, 2], GREEDY, request_id="same")
+    engine.add_request([3], SamplingParams(temperature=0.0, max_tokens=3), request_id="same")
+    outputs = take(engine, {})
+    by_prompt = {size: [o for o in outputs if o.num_prompt_tokens == size] for size in (1, 2)}
+    assert [i for o in by_prompt[2] for i in o.token_ids] == expected([1, 2])
+    assert [i for o in by_prompt[1] for i in o.token_ids] == expected([3])[:3]
+    engine.add_request([1, 2], GREEDY, request_id="same")
+    engine.add_request([3], SamplingParams(n=2), request_id="same")
+    engine.add_request([4], SamplingParams(temperature=0.0, max_tokens=2), request_id="other")
+    engine.abort("same")
+    assert {output.request_id for output in take(engine, {})} == {"other"}
+    check_usable(engine)
+
+
+def test_generate_keeps_the_outputs_of_requests_that_were_there_before(engine: Engine) -> None:
+    name = engine.add_request([1, 2], SamplingParams(temperature=0.0, max_tokens=4))
+    found = engine.generate([[7], [8]], GREEDY)
+    assert [each[0].token_ids for each in found] == [expected([7]), expected([8])]
+    assert engine.has_unfinished
+    seen: dict[tuple[str, int], Completion] = {}
+    take(engine, seen)
+    assert seen[name, 0].token_ids == expected([1, 2])[:4]
+    check_usable(engine)
+
+
+def test_choices_have_seeds_of_their_own_and_stop_strings_end_them(engine: Engine) -> None:
+    found = engine.generate([1, 2], SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=5))[0]
+    for seed, choice in enumerate(found, 7):
+        assert choice.token_ids == expected([1, 2], SamplingParams(temperature=1.0, seed=seed, max_tokens=5))
+    stop = engine.tokenizer.decode(expected([1])[4:6])
+    [[stopped]] = engine.generate([1], SamplingParams(temperature=0.0, max_tokens=12, stop=(stop,)))
+    assert stopped.finish_reason is FinishReason.STOP and stopped.matched_stop == stop
+    check_usable(engine)
+
+
+def test_errors_of_add_request_queue_nothing(engine: Engine) -> None:
+    with pytest.raises(RequestError):
+        engine.add_request([1] * 500, SamplingParams(n=3))
+    check_usable(engine)
