@@ -55,6 +55,13 @@ def write(descriptor: int, data: bytes | bytearray) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def take_pipes() -> tuple[BinaryIO, int]:
+    """This process's stdin, unbuffered, and what was its stdout. Whatever prints from now on prints to stderr."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(0, "rb", buffering=0), stdout
+
+
 def limit_memory(extra: int) -> None:
     """Let this process take `extra` bytes more than it has."""
     if not os.path.exists("/proc/self/statm"):

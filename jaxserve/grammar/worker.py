@@ -18,7 +18,7 @@ import llguidance
 import llguidance.numpy
 import msgspec
 
-from jaxserve.child_frames import frame, limit_memory, read_frame, write
+from jaxserve.child_frames import frame, limit_memory, read_frame, take_pipes, write
 from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.translate import translate
@@ -195,9 +195,7 @@ class _Server:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process when it has drained
     os.nice(5)  # checks share the cores with the engine
-    stdout = os.dup(1)
-    os.dup2(2, 1)  # whatever prints, prints to stderr
-    stdin = os.fdopen(0, "rb", buffering=0)
+    stdin, stdout = take_pipes()
     body = read_frame(stdin)
     if body is None:
         return

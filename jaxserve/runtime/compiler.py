@@ -1,6 +1,6 @@
 """Ahead-of-time compilation: every program the server will ever run is compiled before the first request.
 
-Owns the list of programs, their parallel compilation, the persistent cache and the count of XLA compilations. What is
+Owns the list of programs, their parallel compilation and the count of XLA compilations. What is
 handed out is compiled for one shape: a call with another is an error, never a compilation on the serving path.
 Knows nothing of what the programs compute.
 """
@@ -14,15 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
 from jax import monitoring
-from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve.cache_directory import opened
+from jaxserve.runtime import program_cache
 
 # YNNPACK computes dots one by one, and no fusion of a dot or a reduction with its neighbours.
 _SINGLE_DOTS: Mapping[str, bool | str] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
@@ -96,7 +94,7 @@ class CompileCounter:
 def compile_all(
     programs: Sequence[Program], *, workers: int | None = None, progress: Progress | None = None
 ) -> dict[str, jax.stages.Compiled]:
-    """Compile in a thread pool, largest first. The first error stops the rest and is raised."""
+    """Compile in a thread pool, largest first, and share what was compiled. The first error stops the rest."""
     order = sorted(programs, key=lambda program: -program.weight)
     compiled: dict[str, jax.stages.Compiled] = {}
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="compile")
@@ -108,20 +106,8 @@ def compile_all(
                 progress(names[future], done, len(order))
     finally:
         pool.shutdown(cancel_futures=True)
+        program_cache.share()
     return compiled
-
-
-def enable_persistent_cache(directory: Path) -> None:
-    """Keep compiled programs on disk, whatever their size. Process-wide, as JAX's cache is; safe to call again.
-
-    Raises CacheDirectoryError if another user could put programs there: what JAX reads back is run.
-    """
-    with opened(directory):
-        pass  # nobody else can exchange a directory on a path that was found safe
-    compilation_cache.reset_cache()  # JAX would stay with the first directory that it used
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def timed(compiled: jax.stages.Compiled, *args: Any) -> float:

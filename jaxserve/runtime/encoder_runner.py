@@ -20,7 +20,7 @@ from jaxserve.models.loader import LoadedModel
 from jaxserve.models.pooling import PoolingConfig, pool
 from jaxserve.models.structure import ModelStructure
 from jaxserve.ops.linear import linear
-from jaxserve.runtime import memory
+from jaxserve.runtime import memory, program_cache
 from jaxserve.runtime.buckets import EncodeBuckets
 from jaxserve.runtime.compiler import (
     CompileCounter,
@@ -28,7 +28,6 @@ from jaxserve.runtime.compiler import (
     Progress,
     compile_all,
     compiler_options,
-    enable_persistent_cache,
 )
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -57,7 +56,7 @@ class EncoderRunner:
     ) -> None:
         started = time.perf_counter()
         if config.compile_cache is not None:
-            enable_persistent_cache(config.compile_cache)
+            program_cache.enable(config.compile_cache)
         self.config = config
         self.mesh = mesh
         self.leaves: Leaves = loaded.leaves

@@ -28,14 +28,13 @@ from jaxserve.engine.window_size import WindowSize
 from jaxserve.models.loader import LoadedModel
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import Backend, get_backend
-from jaxserve.runtime import kv_cache, memory, slots, step_input
+from jaxserve.runtime import kv_cache, memory, program_cache, slots, step_input
 from jaxserve.runtime.buckets import Buckets, fit, make_buckets
 from jaxserve.runtime.compiler import (
     CompileCounter,
     Progress,
     compile_all,
     compiler_options,
-    enable_persistent_cache,
 )
 from jaxserve.runtime.details import Asked, TokensOf, expert_places, hidden_places, pack_watched
 from jaxserve.runtime.memory import MemoryPlan
@@ -82,7 +81,7 @@ class ModelRunner:
     ) -> None:
         started = time.perf_counter()
         if config.compile_cache is not None:
-            enable_persistent_cache(config.compile_cache)
+            program_cache.enable(config.compile_cache)
         self.config = config
         self.mesh = mesh
         self.leaves: Leaves = loaded.leaves
@@ -235,6 +234,7 @@ class ModelRunner:
             if time.perf_counter() - began > WARM_UP_SECONDS:
                 break
         self.rebuild()
+        program_cache.share()  # with the small ones that the first run of a program compiles
         return StepTimes.of(seconds.get("decode", {}), seconds.get("extend", {}))
 
     def _sizes(self) -> list[tuple[str, int]]:

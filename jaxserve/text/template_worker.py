@@ -8,7 +8,6 @@ answer is an error, and on the time of a processor, which ends this process.
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import signal
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.child_frames import framed, limit_memory, read_frame, write
+from jaxserve.child_frames import framed, limit_memory, read_frame, take_pipes, write
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.shield import Shield
@@ -88,9 +87,7 @@ class _Server:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process when it has drained
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    stdout = os.dup(1)
-    os.dup2(2, 1)  # whatever prints, prints to stderr
-    stdin = os.fdopen(0, "rb", buffering=0)
+    stdin, stdout = take_pipes()
     body = read_frame(stdin)
     if body is None:
         return

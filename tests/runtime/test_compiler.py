@@ -1,6 +1,3 @@
-from pathlib import Path
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +8,6 @@ from jaxserve.runtime.compiler import (
     Program,
     compile_all,
     compiler_options,
-    enable_persistent_cache,
 )
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -53,19 +49,6 @@ def test_the_counter_counts_between_making_and_closing() -> None:
         assert counter.count == 1 and counter.seconds > 0
     jax.jit(lambda x: x - 18.5).lower(SHAPE).compile()
     assert counter.count == 1
-
-
-def test_the_persistent_cache_keeps_the_smallest_program(tmp_path: Path) -> None:
-    flags: Any = jax.config
-    directory = flags.jax_compilation_cache_dir
-    shortest = flags.jax_persistent_cache_min_compile_time_secs
-    try:
-        enable_persistent_cache(tmp_path / "new" / "cache")
-        jax.jit(lambda x: x * 1.25 + 3).lower(SHAPE).compile()
-        assert list((tmp_path / "new" / "cache").iterdir()) or directory is not None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", directory)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
 
 
 @pytest.mark.parametrize("num_rows", [16_385, 32_769, 40_001])
