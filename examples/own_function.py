@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import Engine
-from jaxserve.models.dense import dense_logits
+from jaxserve.library.dense import dense_logits
 
 
 def main() -> None:

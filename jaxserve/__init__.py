@@ -8,13 +8,13 @@ import importlib
 TYPE_CHECKING = False  # typing's; under `python -m jaxserve` the working directory is still on the import path here
 
 if TYPE_CHECKING:
+    from jaxserve.client.async_engine import AsyncEngine
     from jaxserve.config import Config
-    from jaxserve.engine.async_engine import AsyncEngine
     from jaxserve.engine.engine import Completion
-    from jaxserve.engine.output import RequestOutput
-    from jaxserve.engine.request import GrammarSpec, SamplingParams
-    from jaxserve.in_process import Engine
-    from jaxserve.serving import launch_server
+    from jaxserve.library.in_process import Engine
+    from jaxserve.library.serving import launch_server
+    from jaxserve.text.output.sequence_text import RequestOutput
+    from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
 __all__ = [
     "AsyncEngine",
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncEngine": "jaxserve.engine.async_engine",
+    "AsyncEngine": "jaxserve.client.async_engine",
     "Completion": "jaxserve.engine.engine",
     "Config": "jaxserve.config",
-    "Engine": "jaxserve.in_process",
-    "GrammarSpec": "jaxserve.engine.request",
-    "RequestOutput": "jaxserve.engine.output",
-    "SamplingParams": "jaxserve.engine.request",
-    "launch_server": "jaxserve.serving",
+    "Engine": "jaxserve.library.in_process",
+    "GrammarSpec": "jaxserve.types.request",
+    "RequestOutput": "jaxserve.text.output.sequence_text",
+    "SamplingParams": "jaxserve.types.request",
+    "launch_server": "jaxserve.library.serving",
 }
 
 

@@ -2,7 +2,7 @@
 
 This file owns the keys, their defaults and their limits. It reads nothing from a model or a device: "auto" values
 stay "auto" here and are resolved by whoever knows the answer, into a new Config (`resolved`).
-Parsing of files, flags and environment variables is cli/settings.py's.
+Parsing of files, flags and environment variables is cli/options/settings.py's.
 """
 
 from __future__ import annotations

@@ -19,19 +19,10 @@ import msgspec
 import numpy as np
 
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.request import (
-    EngineRequest,
-    FinishReason,
-    PageTableUpdate,
-    RowStatus,
-    SampledTokens,
-    SamplingParams,
-    ScheduledRow,
-    SchedulerOutput,
-    SlotInit,
-    TokenOutput,
-)
-from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step import PageTableUpdate, RowStatus, SampledTokens, ScheduledRow, SchedulerOutput, SlotInit
 
 VOCAB = 97
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # log-probabilities, ranks, top ids, theirs

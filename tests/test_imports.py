@@ -1,117 +1,64 @@
 """The import direction: a module may import only rooms of a lower rank, or its own room. No jax where none belongs."""
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent / "jaxserve"
 
-# the longest matching prefix decides
-RANKS = {
-    "jaxserve": 90,
-    "jaxserve.errors": 0,
-    "jaxserve.config": 2,
-    "jaxserve.model_files": 1,
-    "jaxserve.config_keys": 1,
-    "jaxserve.config_types": 0,
-    "jaxserve.cache_directory": 1,
-    "jaxserve.version": 0,
-    "jaxserve.child_process": 0,
-    "jaxserve.child_frames": 0,
-    "jaxserve.installation": 0,
-    "jaxserve.json_cost": 0,
-    "jaxserve.log": 5,
-    "jaxserve.metrics": 42,
-    "jaxserve.tracing": 42,
-    "jaxserve.engine.mask_budget": 1,
-    "jaxserve.engine.request": 2,
-    "jaxserve.engine.messages": 3,
-    "jaxserve.engine.logprobs": 3,
-    "jaxserve.engine.exclusions": 3,
-    "jaxserve.engine.stopping": 3,
-    "jaxserve.engine.token_mask": 3,
-    "jaxserve.engine.scheduler_stats": 3,
-    "jaxserve.engine.running_set": 3,
-    "jaxserve.engine.step_times": 2,
-    "jaxserve.engine.scheduler_config": 3,
-    "jaxserve.engine.prompt_shares": 3,
-    "jaxserve.engine.aging": 4,
-    "jaxserve.engine.waiting_queue": 5,
-    "jaxserve.engine.output_groups": 3,
-    "jaxserve.engine.background": 4,
-    "jaxserve.engine.window_size": 2,
-    "jaxserve.engine.page_pool": 3,
-    "jaxserve.engine.radix_cache": 4,
-    "jaxserve.engine.window_index": 5,
-    "jaxserve.engine.window_group": 6,
-    "jaxserve.engine.kv_manager": 7,
-    "jaxserve.engine.admission": 8,
-    "jaxserve.engine.step_builder": 8,
-    "jaxserve.engine.preemption": 9,
-    "jaxserve.engine.admitter": 10,
-    "jaxserve.engine.scheduler": 11,
-    "jaxserve.text": 10,
-    "jaxserve.grammar": 11,
-    "jaxserve.store": 10,
-    "jaxserve.ops": 20,
-    "jaxserve.models": 25,
-    "jaxserve.runtime": 30,
-    "jaxserve.engine": 40,
-    "jaxserve.api": 50,
-    "jaxserve.bench": 60,
-    "jaxserve.cli": 70,
-    "jaxserve.bench.lag_server": 80,
-}
-# what runs in the API process or in the scheduler never imports these
-HOST_ONLY = (
+# The rooms in the order of their imports: a file imports from its own folder and from folders above it in this list.
+ORDER = (
+    "jaxserve",  # the ground: errors, configuration, logging; `__init__` and `__main__` are apart
+    "jaxserve.types",
+    "jaxserve.transport",
+    "jaxserve.kv",
+    "jaxserve.scheduler",
     "jaxserve.text",
+    "jaxserve.text.reasoning",
+    "jaxserve.text.tools",
+    "jaxserve.text.template",
+    "jaxserve.text.output",
     "jaxserve.grammar",
     "jaxserve.store",
+    "jaxserve.ops",
+    "jaxserve.ops.native",
+    "jaxserve.ops.linear",
+    "jaxserve.ops.moe",
+    "jaxserve.ops.paged_attention",
+    "jaxserve.models",
+    "jaxserve.models.families",
+    "jaxserve.models.loading",
+    "jaxserve.runtime.compilation",
+    "jaxserve.runtime.sampling",
+    "jaxserve.runtime",
+    "jaxserve.engine",
+    "jaxserve.client",
+    "jaxserve.telemetry",
+    "jaxserve.api.protocol",
+    "jaxserve.api.shared",
+    "jaxserve.api.http",
+    "jaxserve.api.generate",
+    "jaxserve.api.respond",
+    "jaxserve.api.batch",
+    "jaxserve.api.docs",
+    "jaxserve.api.routes",
     "jaxserve.api",
-    "jaxserve.engine.mask_budget",
-    "jaxserve.engine.request",
-    "jaxserve.engine.messages",
-    "jaxserve.engine.page_pool",
-    "jaxserve.engine.radix_cache",
-    "jaxserve.engine.scheduler",
-    "jaxserve.engine.background",
-    "jaxserve.engine.aging",
-    "jaxserve.engine.admitter",
-    "jaxserve.engine.preemption",
-    "jaxserve.engine.prompt_shares",
-    "jaxserve.engine.step_times",
-    "jaxserve.engine.output_groups",
-    "jaxserve.engine.kv_manager",
-    "jaxserve.engine.window_size",
-    "jaxserve.engine.window_index",
-    "jaxserve.engine.window_group",
-    "jaxserve.engine.admission",
-    "jaxserve.engine.running_set",
-    "jaxserve.engine.waiting_queue",
-    "jaxserve.engine.step_builder",
-    "jaxserve.engine.stopping",
-    "jaxserve.engine.token_mask",
-    "jaxserve.engine.logprobs",
-    "jaxserve.engine.exclusions",
-    "jaxserve.engine.scheduler_config",
-    "jaxserve.engine.scheduler_stats",
-    "jaxserve.engine.core",
-    "jaxserve.engine.link",
-    "jaxserve.engine.shared_state",
-    "jaxserve.engine.socket_directory",
-    "jaxserve.engine.supervisor",
-    "jaxserve.engine.watchdog",
-    "jaxserve.engine.work_record",
-    "jaxserve.engine.async_engine",
-    "jaxserve.engine.sequence_table",
-    "jaxserve.engine.output",
-    "jaxserve.config",
-    "jaxserve.errors",
-    "jaxserve.model_files",
+    "jaxserve.bench",
+    "jaxserve.cli.options",
+    "jaxserve.cli",
+    "jaxserve.library",
 )
-DEVICE = ("jax", "flax", "jaxserve.ops", "jaxserve.models", "jaxserve.runtime")
+TOP = ("jaxserve", "jaxserve.__main__")  # the public names, and `python -m jaxserve`
+
+# What runs where no device is, and what runs where no HTTP is, by the transitive closure of imports.
+HOST = ("types", "transport", "kv", "scheduler", "text", "grammar", "store", "client", "telemetry", "api")
+HOST_COMMANDS = ("main", "launch", "start", "batch", "config", "progress")
+DEVICE = ("jax", "jaxlib", "flax", "jaxserve.ops", "jaxserve.models", "jaxserve.runtime")
+ENGINE = ("types", "transport", "kv", "scheduler", "ops", "models", "runtime", "engine")
+HTTP = ("fastapi", "starlette", "uvicorn", "jaxserve.api", "jaxserve.client")
 
 
 def modules() -> dict[str, Path]:
@@ -126,7 +73,11 @@ MODULES = modules()
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    yield from named(ast.walk(ast.parse(path.read_text())), str(path))
+
+
+def named(nodes: Iterable[ast.AST], path: str = "") -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -136,33 +87,67 @@ def imports(path: Path) -> Iterator[str]:
                 yield inner if inner in MODULES else node.module
 
 
-def rank(module: str) -> int:
-    while module not in RANKS:
-        module = module.rpartition(".")[0]
-    return RANKS[module]
+@functools.cache
+def imports_when_loaded(path: Path) -> list[str]:
+    """Those at the top of the file; not those for type checkers, nor those inside functions."""
+    tree = ast.parse(path.read_text())
+    body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return list(named(body))
 
 
-def room(module: str) -> str:
-    while module not in RANKS:
-        module = module.rpartition(".")[0]
-    return module
+def folder(module: str) -> str:
+    return ".".join(["jaxserve", *MODULES[module].relative_to(ROOT).parent.parts])
 
 
 def within(module: str, rooms: tuple[str, ...]) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in rooms)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
+def in_rooms(rooms: tuple[str, ...]) -> list[str]:
+    return sorted(module for module in MODULES if within(module, tuple(f"jaxserve.{room}" for room in rooms)))
+
+
+def test_every_folder_has_a_place_in_the_order() -> None:
+    assert {folder(module) for module in MODULES if MODULES[module].stat().st_size} <= set(ORDER)
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - set(TOP)))
 def test_a_module_imports_only_lower_rooms(module: str) -> None:
     for target in imports(MODULES[module]):
-        if target.startswith("jaxserve") and room(target) != room(module):
-            assert rank(target) < rank(module), f"{module} imports {target}"
+        if target in MODULES:
+            assert target not in TOP, f"{module} imports {target}"
+            assert ORDER.index(folder(target)) <= ORDER.index(folder(module)), f"{module} imports {target}"
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if within(m, HOST_ONLY)))
-def test_host_code_imports_no_device_code(module: str) -> None:
-    for target in imports(MODULES[module]):
-        assert not within(target, DEVICE), f"{module} imports {target}"
+def closure(module: str) -> set[str]:
+    """Everything that an import of `module` imports, packages on the way and what is not ours included."""
+    found: set[str] = set()
+    rest = [module]
+    while rest:
+        name = rest.pop()
+        if name not in found:
+            found.add(name)
+            if name in MODULES:
+                rest += imports_when_loaded(MODULES[name])
+                rest += [parent for parent in parents(name) if parent in MODULES]
+    return found
+
+
+def parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+@pytest.mark.parametrize("module", in_rooms(HOST) + [f"jaxserve.cli.{name}" for name in HOST_COMMANDS])
+def test_host_code_reaches_no_device_code(module: str) -> None:
+    reached = [name for name in closure(module) if within(name, DEVICE)]
+    assert reached == []
+
+
+@pytest.mark.parametrize("module", in_rooms(ENGINE))
+def test_the_engine_reaches_no_http(module: str) -> None:
+    reached = [name for name in closure(module) if within(name, HTTP)]
+    assert reached == []
 
 
 def test_no_cycles() -> None:

@@ -12,11 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from jaxserve.api.batch.service import batches_running, install_batches
-from jaxserve.api.docs_page import install_docs
-from jaxserve.api.engine_protocol import EngineProtocol
-from jaxserve.api.errors import install_error_handlers
-from jaxserve.api.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
-from jaxserve.api.openapi import install_openapi
+from jaxserve.api.docs.docs_page import install_docs
+from jaxserve.api.docs.openapi import install_openapi
+from jaxserve.api.http.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
+from jaxserve.api.protocol.errors import install_error_handlers
 from jaxserve.api.routes import (
     admin,
     batches,
@@ -32,19 +31,26 @@ from jaxserve.api.routes import (
     tokens,
 )
 from jaxserve.api.routes.no_store import no_store_router
-from jaxserve.api.start_checks import check_template, check_vocabulary
-from jaxserve.api.state import ServerState
+from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.api.shared.start_checks import check_template, check_vocabulary
+from jaxserve.api.shared.state import ServerState
 from jaxserve.config import Config
-from jaxserve.engine.messages import EngineStats
 from jaxserve.errors import NotReadyError
-from jaxserve.metrics import EngineReading, Metrics
 from jaxserve.store import Store
-from jaxserve.text.output_parser import choose_parsers
-from jaxserve.tracing import make_tracing
+from jaxserve.telemetry.metrics import EngineReading, Metrics
+from jaxserve.telemetry.tracing import make_tracing
+from jaxserve.text.output.output_parser import choose_parsers
+from jaxserve.types.messages import EngineStats
 from jaxserve.version import __version__
 
 STORE_ROUTERS = (files, batches)
 ROUTERS = (health, models, completions, chat, embeddings, native, sessions, tokens, info, admin)
+
+BATCH_ENDPOINTS = {
+    "/v1/chat/completions": chat.create_chat_completion,
+    "/v1/completions": completions.create_completion,
+    "/v1/embeddings": embeddings.create_embedding,
+}
 
 
 def create_app(
@@ -80,7 +86,7 @@ def create_app(
     if store is None:
         app.include_router(no_store_router(no_store))
     else:
-        install_batches(app, state, store)
+        install_batches(app, state, store, BATCH_ENDPOINTS)
     return app
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxserve.bench.device_rows import Bench, Options, Results, Row, describe
-from jaxserve.child_process import child_environment, python_command
+from jaxserve.transport.child_process import child_environment, python_command
 
 RESULTS = "device.json"
 PREFIX = "ROW "  # of a child's lines that are rows

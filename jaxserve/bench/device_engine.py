@@ -28,7 +28,8 @@ from jaxserve.bench.make_model import TOKENIZER_FILES
 from jaxserve.bench.offline import run_offline
 from jaxserve.bench.workload import random_workload
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.request import SamplingParams, ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
 
 PROMPT = 30  # tokens of each prompt of the workloads, as in SGLang's published runs
 

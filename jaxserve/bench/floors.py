@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.hf_config import read_config
-from jaxserve.models.loader import build
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.loader import build
 from jaxserve.ops import native
 
 _READ_BYTES = 2**28  # several times any cache

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.messages import EngineStats
-from jaxserve.engine.request import SamplingParams
+from jaxserve.types.messages import EngineStats
+from jaxserve.types.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jaxserve.api.batch.offline import OfflineBatch, run_offline, validate
-from jaxserve.api.body_cost import max_line_bytes
+from jaxserve.api.shared.body_cost import max_line_bytes
 from jaxserve.bench.load import root_url
+from jaxserve.cli.offline_batch import OfflineBatch, run_offline, validate
+from jaxserve.cli.options.settings import load_config
 from jaxserve.cli.progress import StartProgress
-from jaxserve.cli.settings import load_config
+from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
 from jaxserve.store import BatchError, BatchRecord

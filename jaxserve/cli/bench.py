@@ -1,4 +1,4 @@
-"""`jaxserve bench serve|offline|engine`: measure a server, the engine in process, or the engine's host work."""
+"""`jaxserve bench serve|offline`: measure a server, or the engine in process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import orjson
 from rich.console import Console
 from rich.progress import track
 
-from jaxserve.bench import engine as bench_engine
 from jaxserve.bench.load import Target, Timing, find_model, root_url, run_load
 from jaxserve.bench.offline import run_offline
 from jaxserve.bench.plot import plot
 from jaxserve.bench.report import environment, summarize, table
 from jaxserve.bench.workload import LoadRequest, dataset_workload, poisson, random_workload, trace_workload
-from jaxserve.cli.settings import load_config
+from jaxserve.cli.options.settings import load_config
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 
@@ -65,69 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     offline.add_argument("--json", type=Path)
     offline.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch, e.g. -- --model DIR")
     offline.set_defaults(run=_offline)
-    inner = commands.add_parser("engine", help="host work, dispatches, prefix hits, stalls, compilations")
-    inner.add_argument("--rows", type=int, nargs="+", default=list(bench_engine.ROWS), help="of the host work")
-    inner.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8, 32], help="on the device")
-    inner.add_argument("--prompt-tokens", type=int, default=1024, help="of the prefix hit and of the stall")
-    inner.add_argument("--contexts", type=int, nargs="+", default=[], help="tokens behind which a row decodes")
-    inner.add_argument("--deterministic-rows", type=int, nargs="+", default=[], help="cost of runtime.deterministic at")
-    inner.add_argument("--json", type=Path)
-    inner.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch")
-    inner.set_defaults(run=_engine)
     return parser
-
-
-def _engine(options: argparse.Namespace) -> int:
-    host = [bench_engine.host_work(rows) for rows in options.rows]
-    print(f"{'rows':>6}{'scheduler us':>14}{'pack us':>10}{'unpack us':>11}{'total us':>10}")
-    for work in host:
-        print(f"{work.rows:6}{work.scheduler:14.1f}{work.pack:10.1f}{work.unpack:11.1f}{work.total:10.1f}")
-    engine = Engine(config=load_config(_flags(options), os.environ))
-    decode = [bench_engine.decode_cost(engine, rows) for rows in options.decode_rows]
-    for cost in decode:
-        print(f"decode of {cost.rows} rows: {cost.step_ms:.3f} ms a step, {cost.dispatches:.2f} dispatches a step")
-    hit = bench_engine.prefix_hit(engine, options.prompt_tokens)
-    print(
-        f"prefix hit of {hit.cached_tokens} of {hit.prompt_tokens} tokens: first token after {hit.warm_ms:.1f} ms "
-        f"instead of {hit.cold_ms:.1f} ms, {hit.speedup:.1f} times faster"
-    )
-    contexts = [bench_engine.context_cost(engine, context) for context in sorted(options.contexts)]
-    for cost in contexts:
-        print(f"decode over {cost.context} of at most {cost.table_tokens} tokens: {cost.step_ms:.2f} ms a step")
-    stall = bench_engine.stall(engine, streams=16, prompt_tokens=options.prompt_tokens)
-    print(
-        f"a prompt of {stall.prompt_tokens} tokens among {stall.streams} streams: longest gap "
-        f"{stall.longest_gap_with_prompt_ms:.1f} ms, without it {stall.longest_gap_ms:.1f} ms; "
-        f"a chunk takes {stall.chunk_ms:.1f} ms"
-    )
-    copies = bench_engine.cache_copies(engine)
-    print(f"copies of cache size in {len(copies)} decode programs: {sum(copies.values())}")
-    compiles = engine.core.stats().compiles
-    print(f"XLA compilations after warm-up: {compiles}")
-    strict = _deterministic_costs(engine, options)
-    records = {"host": [asdict(w) for w in host], "decode": [asdict(c) for c in decode], "prefix_hit": asdict(hit)}
-    records |= {"stall": asdict(stall), "cache_copies": copies, "compiles": compiles}
-    records |= {"contexts": [asdict(cost) for cost in contexts]}
-    records |= {"deterministic": [asdict(cost) for cost in strict]}
-    line = {"model": engine.info.served_names[0], "environment": environment(), **records}
-    print(orjson.dumps(line).decode())
-    if options.json is not None:
-        options.json.write_bytes(orjson.dumps(line))
-    return 0
-
-
-def _deterministic_costs(plain: Engine, options: argparse.Namespace) -> list[bench_engine.DeterministicCost]:
-    if not options.deterministic_rows:
-        return []
-    flags = [*_flags(options), "--runtime.deterministic", "true"]
-    strict = Engine(config=load_config(flags, os.environ))
-    costs = [bench_engine.deterministic_cost(plain, strict, rows) for rows in options.deterministic_rows]
-    for cost in costs:
-        print(
-            f"deterministic mode at {cost.rows} rows: {cost.deterministic_ms:.2f} ms a step instead of "
-            f"{cost.plain_ms:.2f}, {cost.factor:.2f} times"
-        )
-    return costs
 
 
 def _flags(options: argparse.Namespace) -> list[str]:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxserve.models import orbax
-from jaxserve.models.hf_config import read_config
-from jaxserve.models.hub import resolve
-from jaxserve.models.loader import load_model
+from jaxserve.models.loading import orbax
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.hub import resolve
+from jaxserve.models.loading.loader import load_model
 from jaxserve.runtime.mesh import make_mesh
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -26,11 +26,11 @@ import uvloop
 from fastapi import FastAPI
 
 from jaxserve.api.app import check_files, create_app, warm_up
-from jaxserve.api.connection import limited_protocol
+from jaxserve.api.http.connection import limited_protocol
 from jaxserve.cli.progress import StartProgress, show_ready
+from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.link import EngineLink
 from jaxserve.config import Config, ServerSection, StoreSection
-from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.link import EngineLink
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
 from jaxserve.store import SqliteStore
 from jaxserve.version import __version__

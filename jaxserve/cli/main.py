@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.child_process import without_empty_entries
 from jaxserve.errors import ConfigError, UnexpectedEndError
+from jaxserve.transport.child_process import without_empty_entries
 from jaxserve.version import __version__
 
 # command -> (module, what it does). A module is imported only when its command runs: `--help` stays instant.

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.hf_config import read_config_file
-from jaxserve.models.hub import resolve
-from jaxserve.models.published_size import published_size, read_quantization
-from jaxserve.models.structure import build
+from jaxserve.models.loading.hf_config import read_config_file
+from jaxserve.models.loading.hub import resolve
+from jaxserve.models.loading.published_size import published_size, read_quantization
+from jaxserve.models.loading.structure import build
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 
 GIB = 2**30

@@ -16,8 +16,8 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jaxserve.engine.messages import EngineInfo
-from jaxserve.engine.supervisor import EngineStatus
+from jaxserve.client.supervisor import EngineStatus
+from jaxserve.types.messages import EngineInfo
 
 GIB = 2**30
 COLUMNS = 80  # of a terminal that nobody has made wider

@@ -10,12 +10,12 @@ import os
 from collections.abc import Sequence
 
 from jaxserve.cli.config import dump
-from jaxserve.cli.help import launch_help
 from jaxserve.cli.main import imported
-from jaxserve.cli.settings import load_config
+from jaxserve.cli.options.help import launch_help
+from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config
 from jaxserve.log import configure_logging
-from jaxserve.models.local import check_local_model, local_directory
+from jaxserve.model_directory import check_local_model, local_directory
 
 logger = logging.getLogger(__name__)
 

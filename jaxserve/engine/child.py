@@ -22,7 +22,13 @@ from typing import NoReturn
 import zmq
 
 from jaxserve.config import Config
-from jaxserve.engine.messages import (
+from jaxserve.engine.server import BuiltEngine, EngineServer
+from jaxserve.errors import ConfigError
+from jaxserve.log import configure_logging
+from jaxserve.runtime.host_memory import keep_freed_memory
+from jaxserve.transport.shared_state import SharedState
+from jaxserve.transport.socket_directory import STATE
+from jaxserve.types.messages import (
     MAX_WEIGHT,
     Failed,
     FromEngine,
@@ -32,12 +38,6 @@ from jaxserve.engine.messages import (
     encode,
     weight,
 )
-from jaxserve.engine.server import BuiltEngine, EngineServer
-from jaxserve.engine.shared_state import SharedState
-from jaxserve.engine.socket_directory import STATE
-from jaxserve.errors import ConfigError
-from jaxserve.log import configure_logging
-from jaxserve.runtime.host_memory import keep_freed_memory
 
 BEAT_INTERVAL = 0.5  # seconds
 MAX_FRAMES = 1024  # taken in before the next step, those that are no messages included

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from jaxserve.engine.request import GrammarSpec, Request
-from jaxserve.engine.stopping import Timers, overdue
+from jaxserve.scheduler.stopping import Timers, overdue
+from jaxserve.types.request import Request
+from jaxserve.types.sampling import GrammarSpec
 
 Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread; the future is of a Matcher
 

@@ -17,25 +17,19 @@ from concurrent.futures import Executor
 import numpy as np
 
 from jaxserve.engine.compiling import CompilingRequests, Prepare
-from jaxserve.engine.mask_budget import MaskBudget
-from jaxserve.engine.mask_table import FillRows, MaskTable
-from jaxserve.engine.messages import EngineStats
-from jaxserve.engine.request import (
-    EngineRequest,
-    FinishReason,
-    GrammarSpec,
-    Request,
-    Runner,
-    SchedulerOutput,
-    StepHandle,
-    TokenOutput,
-)
 from jaxserve.engine.request_factory import RequestFactory
-from jaxserve.engine.scheduler import Scheduler
-from jaxserve.engine.scheduler_config import SchedulerConfig
-from jaxserve.engine.suspects import Suspects
-from jaxserve.engine.token_mask import Matcher, TokenMask
 from jaxserve.errors import HTTPError, InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
+from jaxserve.grammar.mask_table import FillRows, MaskTable
+from jaxserve.grammar.token_mask import Matcher, TokenMask
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.types.mask_budget import MaskBudget
+from jaxserve.types.messages import EngineStats
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.request import Request
+from jaxserve.types.sampling import EngineRequest, GrammarSpec
+from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step import Runner, SchedulerOutput, StepHandle
+from jaxserve.types.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 

@@ -18,20 +18,14 @@ from typing import Any
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.factory import build_engine
-from jaxserve.engine.messages import Add, EngineInfo, FromEngine, Located
-from jaxserve.engine.output import RequestOutput, SequenceText, error_of, make_stops
-from jaxserve.engine.request import (
-    EngineRequest,
-    FinishReason,
-    SamplingParams,
-    Support,
-    TokenLogprobs,
-    TokenOutput,
-)
-from jaxserve.engine.request_seed import request_seed
-from jaxserve.engine.siblings import siblings
 from jaxserve.errors import HTTPError, InvalidValueError, ServerError
+from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
+from jaxserve.types.output import FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.request_seed import request_seed
+from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.siblings import siblings
 
 Prompt = str | list[int]
 Sink = Callable[[RequestOutput], None]  # takes the outputs of a sequence as they come

@@ -15,24 +15,24 @@ import msgspec
 
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.mask_table import mask_threads
-from jaxserve.engine.messages import EngineInfo, FromEngine, Located, Progress
-from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.server import BuiltEngine
-from jaxserve.engine.step_times import UNTIMED, StepTimes
 from jaxserve.errors import ConfigError
 from jaxserve.grammar.bitmask import BitmaskFiller
+from jaxserve.grammar.mask_table import mask_threads
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.hf_config import read_config
-from jaxserve.models.hub import resolve
-from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.hub import resolve
+from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.pooling import PoolingConfig, is_embedder, read_pooling
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import EngineInfo, FromEngine, Located, Progress
+from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step_times import UNTIMED, StepTimes
 
 DEMO_NAME = "demo"
 # On a CPU, of the rows that fill a step: so many lines of batches are kept in work. All of them lengthen the steps of

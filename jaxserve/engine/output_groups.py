@@ -5,7 +5,8 @@ A message a step for each line would cost the API process more than online reque
 
 from __future__ import annotations
 
-from jaxserve.engine.request import BACKGROUND_PRIORITY, EngineRequest, TokenOutput
+from jaxserve.types.output import TokenOutput
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
 
 GROUP_TOKENS = 64  # a new engine computes at most so many tokens of a line again after a death of this one
 

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxserve.engine.exclusions import check_allowed
-from jaxserve.engine.request import MAX_LOGIT_BIAS, MAX_WATCHED, EngineRequest, Request, SamplingParams
-from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.errors import InvalidValueError
+from jaxserve.scheduler.exclusions import check_allowed
+from jaxserve.types.request import Request
+from jaxserve.types.sampling import MAX_LOGIT_BIAS, MAX_WATCHED, EngineRequest, SamplingParams
+from jaxserve.types.scheduler_config import SchedulerConfig
 
 
 class RequestFactory:

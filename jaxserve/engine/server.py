@@ -12,24 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxserve.engine.compiling import Prepare
 from jaxserve.engine.core import EngineCore, StepError
-from jaxserve.engine.messages import (
-    Abort,
-    Add,
-    Call,
-    EngineInfo,
-    FromEngine,
-    Outputs,
-    Ready,
-    Reply,
-    Stop,
-    ToEngine,
-)
 from jaxserve.engine.output_groups import OutputGroups
-from jaxserve.engine.request import FinishReason, TokenOutput
-from jaxserve.engine.shared_state import SharedState
 from jaxserve.engine.stats_log import StatsLog
-from jaxserve.engine.work_record import RecordingRunner, WorkRecord
 from jaxserve.errors import HTTPError, JaxserveError
+from jaxserve.transport.shared_state import SharedState
+from jaxserve.transport.work_record import RecordingRunner, WorkRecord
+from jaxserve.types.messages import Abort, Add, Call, EngineInfo, FromEngine, Outputs, Ready, Reply, Stop, ToEngine
+from jaxserve.types.output import FinishReason, TokenOutput
 
 STATS_INTERVAL = 0.25  # seconds between two stats of a busy engine; a frame of stats costs about 20 us
 IDLE_WAIT = 1.0  # seconds an idle loop sleeps at most, so that stats and deadlines move on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from jaxserve.engine.messages import EngineStats
+from jaxserve.types.messages import EngineStats
 
 logger = logging.getLogger(__name__)
 

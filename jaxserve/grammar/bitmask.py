@@ -8,8 +8,8 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
-from jaxserve.engine.token_mask import Matcher
 from jaxserve.grammar.matcher import GrammarMatcher
+from jaxserve.grammar.token_mask import Matcher
 
 
 class BitmaskFiller:

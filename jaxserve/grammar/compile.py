@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jaxserve.child_frames import frame
-from jaxserve.child_process import child_environment, python_command
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES
 from jaxserve.grammar.worker import Cancel, Check, Setup, Verdict
+from jaxserve.transport.child_frames import frame
+from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.types.sampling import GrammarSpec
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import llguidance
 import numpy as np
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.cache import CachedGrammar, GrammarCache
 from jaxserve.grammar.translate import translate
 from jaxserve.grammar.worker import build_tokenizer, parser_limits
+from jaxserve.types.sampling import GrammarSpec
 
 
 class GrammarMatcher:

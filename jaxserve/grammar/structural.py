@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.char_classes import ascii_classes
 from jaxserve.grammar.lark import LarkWriter, one_of
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES, loads
+from jaxserve.types.sampling import GrammarSpec
 
 MAX_TAGS = 256
 MAX_DEPTH = 16

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.embed import embed_before, embed_in_json
 from jaxserve.grammar.lark import LarkWriter, one_of
 from jaxserve.grammar.translate import closed
+from jaxserve.types.sampling import GrammarSpec
 
 MAX_CALLS = 64  # in one output
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.char_classes import ascii_classes, ascii_schema
+from jaxserve.types.sampling import GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -18,10 +18,10 @@ import llguidance
 import llguidance.numpy
 import msgspec
 
-from jaxserve.child_frames import frame, limit_memory, read_frame, take_pipes, write
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.translate import translate
+from jaxserve.transport.child_frames import frame, limit_memory, read_frame, take_pipes, write
+from jaxserve.types.sampling import GrammarSpec
 
 STACK_BYTES = 4 << 20  # half of what the engine's threads have: what is too deep for them dies here first
 MAX_MESSAGE = 1500  # characters of a reason

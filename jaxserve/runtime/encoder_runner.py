@@ -14,24 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.request import ScheduledRow, SchedulerOutput
 from jaxserve.errors import ConfigError
-from jaxserve.models.loader import LoadedModel
+from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, pool
-from jaxserve.models.structure import ModelStructure
 from jaxserve.ops.linear import linear
-from jaxserve.runtime import memory, program_cache
-from jaxserve.runtime.buckets import EncodeBuckets
-from jaxserve.runtime.compiler import (
-    CompileCounter,
-    Program,
-    Progress,
-    compile_all,
-    compiler_options,
-)
+from jaxserve.runtime import memory
+from jaxserve.runtime.compilation import program_cache
+from jaxserve.runtime.compilation.buckets import EncodeBuckets
+from jaxserve.runtime.compilation.compiler import CompileCounter, Program, Progress, compile_all, compiler_options
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.step_handle import DeviceStep, Pooled
+from jaxserve.types.step import ScheduledRow, SchedulerOutput
 
 Leaves = tuple[jax.Array, ...]
 

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import psutil
 
-from jaxserve.engine.window_size import WindowSize
 from jaxserve.errors import ConfigError
+from jaxserve.types.window_size import WindowSize
 
 MIB = 2**20
 CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pool takes this, or as much as the weights, whichever is more

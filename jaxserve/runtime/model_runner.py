@@ -22,21 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.request import MAX_WATCHED, SamplingParams, ScheduledRow, SchedulerOutput, SlotInit
-from jaxserve.engine.step_times import StepTimes
-from jaxserve.engine.window_size import WindowSize
-from jaxserve.models.loader import LoadedModel
+from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import Backend, get_backend
-from jaxserve.runtime import kv_cache, memory, program_cache, slots, step_input
-from jaxserve.runtime.buckets import Buckets, fit, make_buckets
-from jaxserve.runtime.compiler import (
-    CompileCounter,
-    Progress,
-    compile_all,
-    compiler_options,
-)
-from jaxserve.runtime.details import Asked, TokensOf, expert_places, hidden_places, pack_watched
+from jaxserve.runtime import kv_cache, memory, step_input
+from jaxserve.runtime.compilation import program_cache
+from jaxserve.runtime.compilation.buckets import Buckets, fit, make_buckets
+from jaxserve.runtime.compilation.compiler import CompileCounter, Progress, compile_all, compiler_options
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.program_set import (
@@ -48,11 +40,17 @@ from jaxserve.runtime.program_set import (
 )
 from jaxserve.runtime.programs import Caches, Leaves, StepPrograms
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.runtime.sampler import Sampled
-from jaxserve.runtime.slots import SlotState
+from jaxserve.runtime.sampling import slots
+from jaxserve.runtime.sampling.details import Asked, TokensOf, expert_places, hidden_places, pack_watched
+from jaxserve.runtime.sampling.sampler import Sampled
+from jaxserve.runtime.sampling.slots import SlotState
+from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.runtime.step_handle import DeviceStep, Pooled, PromptChunk
 from jaxserve.runtime.step_input import PageUpdates
-from jaxserve.runtime.vocab import Vocab
+from jaxserve.types.sampling import MAX_WATCHED, SamplingParams
+from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
+from jaxserve.types.step_times import StepTimes
+from jaxserve.types.window_size import WindowSize
 
 WARM_UP_SECONDS = 5.0
 FIRST_RUN_SECONDS = 1.0  # a longer run takes hardly longer for being the first

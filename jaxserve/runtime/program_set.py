@@ -14,15 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxserve.engine.request import MAX_WATCHED
-from jaxserve.runtime import programs, slots, step_input
-from jaxserve.runtime.buckets import Buckets
-from jaxserve.runtime.compiler import Program
+from jaxserve.runtime import programs, step_input
+from jaxserve.runtime.compilation.buckets import Buckets
+from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.programs import StepPrograms
-from jaxserve.runtime.slots import SlotState
-from jaxserve.runtime.vocab import Vocab
+from jaxserve.runtime.sampling import slots
+from jaxserve.runtime.sampling.slots import SlotState
+from jaxserve.runtime.sampling.vocab import Vocab
+from jaxserve.types.sampling import MAX_WATCHED
 
 PAGE_GROUP = 64  # pages a dispatch of copy, export and import
 POOL_GROUP = 32  # tokens a dispatch of pool

@@ -33,8 +33,9 @@ from jaxserve.models.pooling import normalized
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
-from jaxserve.runtime.sampler import Details, Sampled, pack_watching, sample
-from jaxserve.runtime.slots import SlotState, append_tokens, state_partition
+from jaxserve.runtime.sampling.sampler import Details, Sampled, pack_watching, sample
+from jaxserve.runtime.sampling.slots import SlotState, append_tokens, state_partition
+from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.runtime.step_input import (
     HeadInput,
     TokenInput,
@@ -42,7 +43,6 @@ from jaxserve.runtime.step_input import (
     unpack_extend,
     unpack_head,
 )
-from jaxserve.runtime.vocab import Vocab
 
 Leaves = tuple[jax.Array, ...]
 Caches = tuple[jax.Array, ...]

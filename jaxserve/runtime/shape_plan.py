@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxserve.engine.window_size import WindowSize
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.structure import ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
-from jaxserve.models.structure import ModelStructure, build
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.runtime.memory import Sizes, split_pool
 from jaxserve.runtime.mesh import AXES
+from jaxserve.types.window_size import WindowSize
 
 _CHUNK = 8192  # tokens of a step on an accelerator
 

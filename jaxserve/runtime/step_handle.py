@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.engine.request import RowStatus, SampledTokens
-from jaxserve.runtime.details import TokensOf, fetch_details, fetch_hidden, spread
-from jaxserve.runtime.sampler import Sampled, unpack_logprobs
+from jaxserve.runtime.sampling.details import TokensOf, fetch_details, fetch_hidden, spread
+from jaxserve.runtime.sampling.sampler import Sampled, unpack_logprobs
+from jaxserve.types.step import RowStatus, SampledTokens
 
 Pooled = tuple[Sequence[int], jax.Array]
 PromptLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.request import PageTableUpdate, ScheduledRow
-from jaxserve.runtime.slots import SlotState
+from jaxserve.runtime.sampling.slots import SlotState
+from jaxserve.types.step import PageTableUpdate, ScheduledRow
 
 PAGE_GROUP = 256  # page-table entries a dispatch of `set_pages`
 FROM_DEVICE = -1

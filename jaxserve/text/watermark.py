@@ -3,7 +3,7 @@
 The watermark is that of Aaronson (2022): where the sampler would draw at random, each candidate token gets a number in
 (0, 1) from the key, the four tokens before it and itself, and the draw is decided by those numbers. A single draw
 follows the model's distribution as before; over many tokens the numbers of those that were chosen are too high for
-chance. What the sampler computes on the device (runtime/sampler.py) is computed here once more, with numpy.
+chance. What the sampler computes on the device (runtime/sampling/sampler.py) is computed here once more, with numpy.
 """
 
 from __future__ import annotations

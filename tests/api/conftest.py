@@ -16,8 +16,8 @@ import uvloop
 from jaxserve.api.app import create_app
 from jaxserve.api.error_index import entries
 from jaxserve.cli.launch import Server, http_config
+from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.store import Disk, SqliteStore
 from tests.waiting import LAST_RESORT, until
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 import jaxserve
+from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.messages import (
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import (
     Abort,
     Add,
     Call,
@@ -25,8 +26,8 @@ from jaxserve.engine.messages import (
     Reply,
     ToEngine,
 )
-from jaxserve.engine.request import EngineRequest, FinishReason, SamplingParams, Support, TokenLogprobs, TokenOutput
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.output import FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.sampling import EngineRequest, SamplingParams
 
 DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
 MAX_MODEL_LEN = 512

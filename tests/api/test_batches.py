@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from jaxserve.api.batch.route_handler import BATCH_PRIORITY
-from jaxserve.engine.request import BACKGROUND_PRIORITY
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from tests.api.conftest import LiveServer
 from tests.waiting import wait_until
 

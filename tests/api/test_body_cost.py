@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 from pydantic import field_validator
 
-from jaxserve.api.body import read_body
-from jaxserve.api.body_cost import (
+from jaxserve.api.http.body import read_body
+from jaxserve.api.protocol.common import Body
+from jaxserve.api.shared.body_cost import (
     BODIES_IN_SUM,
     BYTES_A_TOKEN,
     EMBEDDING_VALUES,
@@ -23,7 +24,6 @@ from jaxserve.api.body_cost import (
     VALUES,
     BodyLimits,
 )
-from jaxserve.api.protocol.common import Body
 from jaxserve.config import Config, ServerSection
 from jaxserve.json_cost import MAX_DIGITS, SMALL_BYTES
 from tests.waiting import wait_until

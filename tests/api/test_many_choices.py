@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.generation import MAX_CHOICE_TOKENS
+from jaxserve.api.generate.generation import MAX_CHOICE_TOKENS
 
 from .conftest import LiveServer, reply_with
 from .loop_meter import LoopMeter

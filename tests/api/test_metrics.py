@@ -15,12 +15,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from jaxserve.api import app as app_module
 from jaxserve.config import Config, LoggingSection
-from jaxserve.engine.messages import EngineStats, Outputs
-from jaxserve.engine.request import BACKGROUND_PRIORITY
-from jaxserve.engine.scheduler_stats import STEP_SIZES
-from jaxserve.metrics import EngineReading, _gauges
+from jaxserve.scheduler.scheduler_stats import STEP_SIZES
+from jaxserve.telemetry.metrics import EngineReading, _gauges
+from jaxserve.telemetry.tracing import NoTracing, OpenTelemetry, make_tracing
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.tracing import NoTracing, OpenTelemetry, make_tracing
+from jaxserve.types.messages import EngineStats, Outputs
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
 
 from .conftest import LiveServer, reply_with
 from .fakes import DEMO, demo_info

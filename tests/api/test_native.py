@@ -7,12 +7,13 @@ from typing import Any
 import orjson
 import pytest
 
-from jaxserve.api.generation import Job, coalesce
-from jaxserve.api.logprobs import TokenTexts
-from jaxserve.api.native_logprobs import LogprobOptions
-from jaxserve.api.native_output import NativeChoice
-from jaxserve.engine.output import RequestOutput
-from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from jaxserve.api.generate.generation import Job, coalesce
+from jaxserve.api.respond.native_logprobs import LogprobOptions
+from jaxserve.api.respond.native_output import NativeChoice
+from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import FinishReason, TokenLogprobs
+from jaxserve.types.sampling import SamplingParams
 
 from .conftest import LiveServer, reply_with
 

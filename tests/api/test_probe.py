@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxserve.api import probe
+from jaxserve.api.shared import probe
 from jaxserve.config import Config
-from jaxserve.engine.messages import EngineStats, Outputs
 from jaxserve.errors import QueueFullError
+from jaxserve.types.messages import EngineStats, Outputs
 
 from .conftest import LiveServer
 

@@ -14,7 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from jaxserve.api import keys, middleware
+from jaxserve.api.http import middleware
+from jaxserve.api.shared import keys
 from jaxserve.cli.launch import bind
 from jaxserve.config import Config, LoggingSection
 from jaxserve.log import JsonFormatter, TextFormatter, configure_logging

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.api.middleware import GENERATING_PATHS
+from jaxserve.api.http.middleware import GENERATING_PATHS
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
 
@@ -183,7 +183,7 @@ def test_two_requests_with_one_id(server: LiveServer) -> None:
 
 def test_a_full_queue_is_a_429(caplog: pytest.LogCaptureFixture) -> None:
     config = Config().replace(scheduler={"max_queued_requests": 1}, logging={"requests": True})
-    with LiveServer(config) as server, caplog.at_level("INFO", logger="jaxserve.api.middleware"):
+    with LiveServer(config) as server, caplog.at_level("INFO", logger="jaxserve.api.http.middleware"):
         server.call(server.link.hold.clear)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(server.post, "/v1/completions", TEXT | {"n": 8})

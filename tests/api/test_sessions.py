@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api import sessions
+from jaxserve.api.shared import sessions
 from jaxserve.errors import QueueFullError
 
 from .conftest import LiveServer, reply_with

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.beam_search import beam_search
-from jaxserve.api.stream_rules import RepetitionRule, Repetitions
-from jaxserve.engine.output import RequestOutput
-from jaxserve.engine.request import FinishReason, SamplingParams, TokenLogprobs
+from jaxserve.api.generate.beam_search import beam_search
+from jaxserve.api.generate.stream_rules import RepetitionRule, Repetitions
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import FinishReason, TokenLogprobs
+from jaxserve.types.sampling import SamplingParams
 
 from .conftest import LiveServer, reply_with
 

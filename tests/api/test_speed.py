@@ -16,10 +16,11 @@ import uvloop
 
 from jaxserve.api.app import create_app
 from jaxserve.cli.launch import Server
+from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.messages import Add, Outputs, ToEngine
-from jaxserve.engine.request import EngineRequest, FinishReason, TokenOutput
+from jaxserve.types.messages import Add, Outputs, ToEngine
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.sampling import EngineRequest
 
 from .fakes import FakeLink
 

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken
 
 from jaxserve.api.app import check_files, create_app, warm_up
-from jaxserve.api.start_checks import check_template, check_vocabulary
-from jaxserve.api.state import ServerState
+from jaxserve.api.shared.start_checks import check_template, check_vocabulary
+from jaxserve.api.shared.state import ServerState
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 

@@ -13,20 +13,21 @@ from typing import Any
 import orjson
 import pytest
 
-from jaxserve.api.chat_output import Joined as JoinedChat
-from jaxserve.api.completion_output import Joined as JoinedCompletion
-from jaxserve.api.details import RoutedExperts
-from jaxserve.api.generation import Job, coalesce
-from jaxserve.api.logprobs import TokenTexts
-from jaxserve.api.native_logprobs import LogprobOptions
-from jaxserve.api.native_output import NativeChoice
-from jaxserve.api.sessions import Session, Turn
-from jaxserve.engine.output import RequestOutput
-from jaxserve.engine.request import SamplingParams, TokenLogprobs
-from jaxserve.text.output_parser import ParserChoice
+from jaxserve.api.generate.generation import Job, coalesce
+from jaxserve.api.respond.chat_output import Joined as JoinedChat
+from jaxserve.api.respond.completion_output import Joined as JoinedCompletion
+from jaxserve.api.respond.details import RoutedExperts
+from jaxserve.api.respond.native_logprobs import LogprobOptions
+from jaxserve.api.respond.native_output import NativeChoice
+from jaxserve.api.shared.sessions import Session, Turn
+from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.text.output.output_parser import ParserChoice
+from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
+from jaxserve.types.output import TokenLogprobs
+from jaxserve.types.sampling import SamplingParams
 
 from .fakes import DEMO
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.encoding import (
+from jaxserve.api.shared.encoding import (
     CHARS_A_TOKEN,
     INLINE_CHARS,
     LONG_CHARS,
@@ -17,7 +17,7 @@ from jaxserve.api.encoding import (
     TextEncoder,
     TextWork,
 )
-from jaxserve.api.work_pool import WorkPool
+from jaxserve.api.shared.work_pool import WorkPool
 from jaxserve.config import Config
 from jaxserve.errors import ContextLengthError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer

@@ -20,13 +20,13 @@ HANDLERS = (
     ("/concurrent/futures/thread.py", "run"),  # what a route gives to a thread
     ("/jaxserve/api/batch/route_handler.py", "__call__"),
     ("/jaxserve/engine/server.py", "run"),
-    ("/jaxserve/engine/async_engine.py", "_handle"),
-    ("/jaxserve/engine/messages.py", ""),
-    ("/jaxserve/engine/link.py", "receive"),
+    ("/jaxserve/client/async_engine.py", "_handle"),
+    ("/jaxserve/types/messages.py", ""),
+    ("/jaxserve/client/link.py", "receive"),
     ("/jaxserve/engine/child.py", "receive"),
     ("/jaxserve/grammar/worker.py", "run"),
     ("/jaxserve/grammar/matcher.py", "__call__"),
-    ("/jaxserve/text/chat_template.py", "render"),
+    ("/jaxserve/text/template/chat_template.py", "render"),
     ("/jaxserve/store/sqlite_store.py", ""),
 )
 # where Python itself compiles or executes: a module that is imported late, the source line of a traceback (Jinja's, of
@@ -38,7 +38,7 @@ ALLOWED = (
     ("/inspect.py", "get_annotations"),
     ("/typing.py", ""),
     ("/jinja2/debug.py", "fake_traceback"),
-    ("/jaxserve/text/renderer.py", "load"),
+    ("/jaxserve/text/template/renderer.py", "load"),
 )
 
 

@@ -1,5 +1,6 @@
 """The audit hook is at work: in this process, and in the processes that tests start."""
 
+import ast
 import asyncio
 import functools
 import os
@@ -14,8 +15,10 @@ import pytest
 
 from jaxserve.config import Config
 from tests.api.conftest import LiveServer
+from tests.audit import hook
 from tests.audit.hook import VARIABLE
 
+ROOT = Path(__file__).parents[2]
 PICKLED = pickle.dumps(Path("."))
 CRIMES: dict[str, Callable[[], object]] = {
     "pickle.find_class": lambda: pickle.loads(PICKLED),
@@ -72,3 +75,13 @@ run()
     done = subprocess.run([sys.executable, "-c", program], env=os.environ, capture_output=True, text=True)
     assert done.returncode == 1 and "forbidden by the tests' audit hook" in done.stderr
     assert found.read_text().startswith("compile")
+
+
+@pytest.mark.parametrize(
+    "file,function", [place for place in (*hook.HANDLERS, *hook.ALLOWED) if "jaxserve" in place[0]]
+)
+def test_the_places_exist(file: str, function: str) -> None:
+    """A place that was moved would be watched no longer, in silence."""
+    tree = ast.parse((ROOT / file.removeprefix("/")).read_text())
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert not function or function in names

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.bench.attention import Case, Heads, attention_seconds
+from benchmarks.attention import Case, Heads, attention_seconds
 from jaxserve.ops.paged_attention import get_backend
 
 

@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from jaxserve.bench import behind_long
-from jaxserve.bench.behind_long import first_token_seconds, requests_of
+from benchmarks import behind_long
+from benchmarks.behind_long import first_token_seconds, requests_of
 from jaxserve.bench.load import Target
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.errors import ConfigError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench import compare
+from benchmarks import compare
 from jaxserve.bench.floors import Machine, ModelSize
 from jaxserve.bench.report import LoadReport, Spread
 

@@ -12,8 +12,8 @@ import pytest
 from jaxserve.bench import device
 from jaxserve.bench.device_engine import MODELS
 from jaxserve.bench.device_rows import Bench, Options, Results, Row
-from jaxserve.models.hf_config import read_config
-from jaxserve.models.loader import build
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.loader import build
 from jaxserve.ops.paged_attention import get_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

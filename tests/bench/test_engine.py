@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench import engine as bench
+from benchmarks import engine as bench
 from jaxserve.bench.make_model import Shape, make_model
 from jaxserve.engine.engine import Engine
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.bench.held import SLOW, HeldLog, Turns, read_samples, read_slow, watch_core
-from jaxserve.bench.lag import Sent, blame, spread, worst
-from jaxserve.bench.stretched import ROUTES, stretched
+from benchmarks.held import SLOW, HeldLog, Turns, read_samples, read_slow, watch_core
+from benchmarks.lag import Sent, blame, spread, worst
+from benchmarks.stretched import ROUTES, stretched
 from tests.conftest import SMALL
 
 
@@ -87,7 +87,7 @@ def test_stretched_requests_are_the_same_again_and_reach_every_route() -> None:
 def test_a_short_run_with_a_real_server(tmp_path: Path, compile_cache: str) -> None:
     flags = [f"--scheduler.{name.replace('_', '-')} {number}" for name, number in SMALL.items()]
     flags += [f"--runtime.compile-cache {compile_cache}"]
-    words = [sys.executable, "-m", "jaxserve.bench.lag", "--seconds", "5", "--json", str(tmp_path / "found")]
+    words = [sys.executable, "-m", "benchmarks.lag", "--seconds", "5", "--json", str(tmp_path / "found")]
     subprocess.run([*words, "--launch", " ".join(flags)], stdout=subprocess.DEVNULL)
     found = json.loads((tmp_path / "found").read_text())
     assert found["requests"] > 0 and not found["failed"] and found["restarts"] == 0

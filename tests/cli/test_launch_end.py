@@ -16,11 +16,12 @@ import pytest
 
 from jaxserve.cli import main
 from jaxserve.cli.launch import Launch, bind, check_certificates
+from jaxserve.client import supervisor
 from jaxserve.config import Config
-from jaxserve.engine import supervisor
-from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, UnexpectedEndError
-from tests.engine.test_async_engine import HandLink
+from jaxserve.types.output import FinishReason
+from jaxserve.types.sampling import SamplingParams
+from tests.client.test_async_engine import HandLink
 
 Work = Callable[[Launch, HandLink], Awaitable[None]]
 

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from tests.cli.test_launch import FLAGS, launch
-from tests.test_child_process import plant
+from tests.transport.test_child_process import plant
 from tests.waiting import LAST_RESORT
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llama.yaml"

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.models.hf_config import read_config
-from jaxserve.models.loader import load_model
-from jaxserve.models.published_size import published_size, read_quantization
-from jaxserve.models.structure import build
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.loader import load_model
+from jaxserve.models.loading.published_size import published_size, read_quantization
+from jaxserve.models.loading.structure import build
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import ENCODERS
 from tests.models.published import PUBLISHED

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from jaxserve.cli.progress import FIRST_PHASE, StartProgress, ready_card
-from jaxserve.engine.messages import EngineInfo
-from jaxserve.engine.supervisor import EngineStatus
+from jaxserve.client.supervisor import EngineStatus
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import EngineInfo
 from tests.api.fakes import DEMO, demo_info
 
 

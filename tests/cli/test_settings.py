@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from jaxserve.cli.config import dump
-from jaxserve.cli.help import launch_help
 from jaxserve.cli.launch import warn_if_open
 from jaxserve.cli.main import main
-from jaxserve.cli.settings import load_config
+from jaxserve.cli.options.help import launch_help
+from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.serving import RunningServer, launch_server
+from jaxserve.library.serving import RunningServer, launch_server
 from tests.clients.environments import packages
 from tests.clients.run import AGENTS, interpreter, run_client, scripts
 from tests.clients.scripted_model import make

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from jaxserve import launch_server
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
 
 

@@ -2,12 +2,12 @@
 
 import time
 
-from jaxserve.bench.held import Turns, watch_core
-from jaxserve.engine.async_engine import AsyncEngine
+from benchmarks.held import Turns, watch_core
+from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.engine.factory import build_engine
 from jaxserve.engine.server import BuiltEngine, Channel
-from jaxserve.engine.thread_link import ThreadLink
 from tests.api.conftest import LiveServer
+from tests.thread_link import ThreadLink
 
 
 class RealServer(LiveServer):

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from jaxserve import launch_server
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from tests.waiting import LAST_RESORT, wait_until
 
 QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Japan", "Italy", "Spain", "Peru")]

@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 
 LIST = "List 3 countries and their capitals."
 ROME = [

@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 
 PROMPT = "The capital of France is"
 BODY: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}

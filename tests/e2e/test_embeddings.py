@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from jaxserve import Engine, SamplingParams, launch_server
-from jaxserve.models.dense import dense_embedding
-from jaxserve.models.loader import load_model
+from jaxserve.library.dense import dense_embedding
+from jaxserve.library.serving import RunningServer
+from jaxserve.models.loading.loader import load_model
 from jaxserve.models.pooling import read_pooling
-from jaxserve.serving import RunningServer
 from tests.conftest import SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_modules, write_words
 from tests.models.families import CASES, ENCODERS, SENTENCES, VOCAB

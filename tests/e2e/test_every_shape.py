@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
 from tests.waiting import LAST_RESORT, until
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from examples.demo_model.facts import COUNTRIES
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from tests.waiting import LAST_RESORT, wait_until
 
 LIST_QUESTION = "List 3 countries and their capitals."

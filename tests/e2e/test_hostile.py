@@ -10,8 +10,8 @@ import httpx2
 import openai
 import pytest
 
-from jaxserve.engine.request import GrammarSpec
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
+from jaxserve.types.sampling import GrammarSpec
 from tests.grammar.hostile import many_hostile
 from tests.waiting import LAST_RESORT
 

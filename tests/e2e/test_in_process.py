@@ -15,8 +15,8 @@ import pytest
 import jaxserve
 from jaxserve import Engine
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, RequestError, UnsupportedParameterError
-from jaxserve.loop_thread import LoopThread
-from jaxserve.serving import RunningServer
+from jaxserve.library.loop_thread import LoopThread
+from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
 
 README = Path(__file__).parents[2] / "README.md"

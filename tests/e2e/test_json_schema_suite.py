@@ -12,7 +12,7 @@ import pytest
 from jsonschema.validators import extend
 
 from jaxserve.grammar.worker import build_tokenizer
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from jaxserve.text.tokenizer import Tokenizer
 from tests.api.fakes import DEMO
 from tests.conftest import SharedData

@@ -5,7 +5,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from tests.api.test_limits import CASES, HUGE, LISTS, ODD, edges, raw_body, schema_of
 
 HEADERS = {"content-type": "application/json"}

@@ -6,7 +6,7 @@ import httpx2
 import openai
 import pytest
 
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 
 CASES = [
     ("The capital of France is", " Paris."),

@@ -11,8 +11,9 @@ import pytest
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.request import EngineRequest, FinishReason
-from jaxserve.engine.scheduler_config import SchedulerConfig
+from jaxserve.types.output import FinishReason
+from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.scheduler_config import SchedulerConfig
 from tests.conftest import SMALL, SharedData
 
 CROWD = 64

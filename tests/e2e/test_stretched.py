@@ -1,7 +1,7 @@
 """Requests whose fields are those of the routes' own schemas, with sizes, depths and types stretched.
 
 No 5xx, no restart, nothing left behind, neither loop held for long, and another tenant's text as before. How late the
-loops come on an idle machine is told by `python -m jaxserve.bench.lag`.
+loops come on an idle machine is told by `python -m benchmarks.lag`.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from jaxserve.bench.stretched import stretched
+from benchmarks.stretched import stretched
 from jaxserve.config import Config
 from tests.api.loop_meter import LoopMeter
 from tests.conftest import SMALL

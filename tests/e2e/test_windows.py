@@ -19,15 +19,15 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.factory import _scheduler_config
-from jaxserve.engine.scheduler_config import SchedulerConfig
-from jaxserve.engine.step_times import UNTIMED
-from jaxserve.engine.window_size import WindowSize
-from jaxserve.models.dense import dense_logits
-from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.library.dense import dense_logits
+from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.kv_cache import group_window
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step_times import UNTIMED
+from jaxserve.types.window_size import WindowSize
 from tests.fakes import make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint

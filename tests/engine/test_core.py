@@ -12,18 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.core import EngineCore, StepError
-from jaxserve.engine.request import (
-    BACKGROUND_PRIORITY,
-    EngineRequest,
-    FinishReason,
-    GrammarSpec,
-    SamplingParams,
-    SchedulerOutput,
-)
-from jaxserve.engine.scheduler_config import SchedulerConfig
-from jaxserve.engine.step_times import StepTimes
-from jaxserve.engine.suspects import NobodyToBlame
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
+from jaxserve.types.output import FinishReason
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
+from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.step_times import StepTimes
+from jaxserve.types.suspects import NobodyToBlame
 from tests.fakes import (
     VOCAB,
     CountingMatcher,

@@ -10,12 +10,14 @@ from jaxserve.config import Config
 from jaxserve.engine import engine as engine_module
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.engine import Completion, Engine
-from jaxserve.engine.messages import Located
-from jaxserve.engine.output import RequestOutput, SequenceText
-from jaxserve.engine.request import FinishReason, SamplingParams, SchedulerOutput, ThinkingBudget, TokenOutput
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ContextLengthError, InvalidValueError, RequestError, ServerError
+from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import Located
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.sampling import SamplingParams, ThinkingBudget
+from jaxserve.types.step import SchedulerOutput
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import VOCAB, alone, make_core, small_config
 from tests.faults.faulty_runner import FaultyRunner

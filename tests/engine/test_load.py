@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from jaxserve.bench.scheduler import decode_step_seconds
+from benchmarks.scheduler import decode_step_seconds
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.request import FinishReason, SampledTokens, SchedulerOutput
+from jaxserve.types.output import FinishReason
+from jaxserve.types.step import SampledTokens, SchedulerOutput
 from tests.fakes import VOCAB, Transcripts, make_core, make_request, run_all, small_config
 
 

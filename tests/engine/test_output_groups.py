@@ -5,7 +5,8 @@ import random
 import pytest
 
 from jaxserve.engine.output_groups import GROUP_TOKENS, OutputGroups
-from jaxserve.engine.request import BACKGROUND_PRIORITY, FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.output import FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from tests.fakes import make_request
 
 

@@ -9,7 +9,12 @@ import pytest
 
 from jaxserve.engine import server as server_module
 from jaxserve.engine.core import EngineCore, StepError
-from jaxserve.engine.messages import (
+from jaxserve.engine.request_factory import RequestFactory
+from jaxserve.engine.server import MAX_REBUILDS, BuiltEngine, EngineServer
+from jaxserve.errors import InvalidSchemaError
+from jaxserve.text.output.sequence_text import error_of
+from jaxserve.transport.shared_state import SharedState
+from jaxserve.types.messages import (
     Abort,
     Add,
     Call,
@@ -22,12 +27,9 @@ from jaxserve.engine.messages import (
     Stop,
     ToEngine,
 )
-from jaxserve.engine.output import error_of
-from jaxserve.engine.request import FinishReason, GrammarSpec, SamplingParams, SchedulerOutput, TokenOutput
-from jaxserve.engine.request_factory import RequestFactory
-from jaxserve.engine.server import MAX_REBUILDS, BuiltEngine, EngineServer
-from jaxserve.engine.shared_state import SharedState
-from jaxserve.errors import InvalidSchemaError
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.sampling import GrammarSpec, SamplingParams
+from jaxserve.types.step import SchedulerOutput
 from tests.fakes import VOCAB, CountingMatcher, alone, make_core, make_request, small_config
 from tests.faults.faulty_runner import FaultyRunner
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxserve.engine.messages import EngineStats
 from jaxserve.engine.stats_log import StatsLog
+from jaxserve.types.messages import EngineStats
 
 
 @pytest.fixture(autouse=True)

@@ -8,20 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.async_engine import AsyncEngine
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
-from jaxserve.engine.output import RequestOutput, SequenceText
-from jaxserve.engine.request import (
-    FinishReason,
-    SamplingParams,
-    SchedulerOutput,
-    SlotInit,
-    ThinkingBudget,
-    TokenOutput,
-)
+from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.sampling import SamplingParams, ThinkingBudget
+from jaxserve.types.step import SchedulerOutput, SlotInit
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import VOCAB, FakeRunner, FakeSlot, FakeStep, small_config
 from tests.waiting import LAST_RESORT

@@ -15,11 +15,12 @@ import msgspec
 from jaxserve.config import Config
 from jaxserve.engine.child import Send, main
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.messages import Located
-from jaxserve.engine.request import GrammarSpec, ScheduledRow, SchedulerOutput
-from jaxserve.engine.scheduler_config import SchedulerConfig
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import Located
+from jaxserve.types.sampling import GrammarSpec
+from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step import ScheduledRow, SchedulerOutput
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import VOCAB, FakeRunner, FakeStep, small_config
 

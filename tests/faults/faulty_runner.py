@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.request import Runner, SampledTokens, SchedulerOutput, StepHandle
+from jaxserve.types.step import Runner, SampledTokens, SchedulerOutput, StepHandle
 
 Plan = Callable[[SchedulerOutput], str | None]
 

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import psutil
 
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from tests.waiting import LAST_RESORT, wait_until
 
 QUESTIONS = [

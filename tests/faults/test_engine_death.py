@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from jaxserve import launch_server
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
 from tests.faults.helpers import (
     QUESTIONS,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from jaxserve import launch_server
-from jaxserve.engine.link import ProcessLink
+from jaxserve.client.link import ProcessLink
 from jaxserve.engine.server import MAX_REBUILDS
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
 from tests.faults.engine import HAPPENED
 from tests.faults.helpers import ask_all, check_goldens, engine_process, golden, stats, wait_for

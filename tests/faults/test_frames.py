@@ -15,7 +15,9 @@ import pytest
 import zmq
 
 from jaxserve.config import Config
-from jaxserve.engine.messages import (
+from jaxserve.transport.shared_state import SharedState
+from jaxserve.transport.socket_directory import STATE
+from jaxserve.types.messages import (
     Abort,
     Add,
     Call,
@@ -28,9 +30,7 @@ from jaxserve.engine.messages import (
     decode_to_engine,
     encode,
 )
-from jaxserve.engine.request import EngineRequest, GrammarSpec, SamplingParams
-from jaxserve.engine.shared_state import SharedState
-from jaxserve.engine.socket_directory import STATE
+from jaxserve.types.sampling import EngineRequest, GrammarSpec, SamplingParams
 from tests.conftest import SMALL
 
 WHOLE = [

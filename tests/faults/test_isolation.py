@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.messages import EngineStats, Located
-from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.engine.server import BuiltEngine, Channel
-from jaxserve.engine.thread_link import ThreadLink
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import EngineStats, Located
+from jaxserve.types.output import FinishReason
+from jaxserve.types.sampling import SamplingParams
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import VOCAB, alone, make_core, small_config
 from tests.faults.faulty_runner import FaultyRunner
+from tests.thread_link import ThreadLink
 from tests.waiting import until
 
 USERS = 256

@@ -11,14 +11,14 @@ import httpx2
 import msgspec
 
 from jaxserve import launch_server
-from jaxserve.engine.messages import Located
 from jaxserve.engine.server import BuiltEngine, Channel
-from jaxserve.engine.thread_link import ThreadLink
-from jaxserve.serving import RunningServer
+from jaxserve.library.serving import RunningServer
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import Located
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import make_core, small_config
 from tests.faults.faulty_runner import FaultyRunner
+from tests.thread_link import ThreadLink
 from tests.waiting import LAST_RESORT, wait_until
 
 STEP = 0.05  # seconds

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
-from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.link import ProcessLink
-from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ServerError
+from jaxserve.types.sampling import SamplingParams
 from tests.fakes import alone
 from tests.faults.fake_engine import EXIT, HANG, OUT_OF_MEMORY, SEGFAULT
 

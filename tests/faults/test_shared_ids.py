@@ -12,12 +12,13 @@ from typing import cast
 
 import pytest
 
+from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
-from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.link import ProcessLink
-from jaxserve.engine.output import RequestOutput
-from jaxserve.engine.request import FinishReason, SamplingParams
 from jaxserve.errors import NotReadyError, QueueFullError
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import FinishReason
+from jaxserve.types.sampling import SamplingParams
 from tests.fakes import alone
 from tests.faults.fake_engine import MARKS
 from tests.waiting import LAST_RESORT

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from jaxserve.client import link as link_module
+from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
-from jaxserve.engine import link as link_module
-from jaxserve.engine.async_engine import AsyncEngine
-from jaxserve.engine.link import ProcessLink
-from jaxserve.engine.request import SamplingParams
+from jaxserve.types.sampling import SamplingParams
 
 LIMIT = 1.5  # seconds
 CONFIG = Config().replace(server={"watchdog_timeout": LIMIT})

@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-from jaxserve.engine.request import GrammarSpec
+from jaxserve.types.sampling import GrammarSpec
 
 
 def deep(head: str, inner: str, tail: str, times: int) -> str:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.grammar.char_classes import ascii_classes
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.grammar.structural import structural_tag_spec
 from jaxserve.grammar.tools import GrammarTool
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.sampling import GrammarSpec
 from tests.grammar.test_grammar_tools import grammar
 from tests.grammar.test_matcher import feed
 

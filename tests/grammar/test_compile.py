@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
 from jaxserve.grammar.compile import CompileLimits, GrammarCompiler, VerdictCache
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.grammar.translate import _TRANSLATIONS, grammar_spec, schema_spec
 from jaxserve.grammar.worker import Verdict
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.sampling import GrammarSpec
 from tests.waiting import LAST_RESORT, until
 
 from .hostile import hostile

@@ -8,14 +8,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.tools import _FORMATS, GrammarTool, is_raw_input, tool_grammar
 from jaxserve.text.events import ParsedOutput, parse_whole
-from jaxserve.text.harmony import HarmonyParser
+from jaxserve.text.output.harmony import HarmonyParser
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import TOOL_FAMILIES, ToolSet
+from jaxserve.types.sampling import GrammarSpec
 from tests.grammar.conftest import byte_tokenizer
 from tests.grammar.test_matcher import feed, mask
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.bitmask import BitmaskFiller
 from jaxserve.grammar.cache import CachedGrammar, GrammarCache
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.translate import choice_spec, grammar_spec, schema_spec
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.sampling import GrammarSpec
 
 from .hostile import many_hostile
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.request import GrammarSpec
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES, closed, json_schema_part, schema_spec, translate
+from jaxserve.types.sampling import GrammarSpec
 
 
 def nested(depth: int) -> str:

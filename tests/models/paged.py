@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.layers import Cache
-from jaxserve.models.loader import LoadedModel
+from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, get_backend
 from jaxserve.ops.paged_attention.sharded import head_partition, write_and_attend
 

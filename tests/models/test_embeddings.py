@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.dense import dense_embedding, dense_hidden
-from jaxserve.models.hf_config import from_hf
-from jaxserve.models.loader import load_model
+from jaxserve.library.dense import dense_embedding, dense_hidden
+from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.loader import load_model
+from jaxserve.models.loading.structure import LoadedModel
 from jaxserve.models.pooling import Kind, PoolingConfig, pool, read_pooling
-from jaxserve.models.structure import LoadedModel
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_modules
 from tests.models.families import CASES, ENCODERS, tensors_of
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.library.dense import dense_logits
 from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig
-from jaxserve.models.dense import dense_logits
-from jaxserve.models.hf_config import from_hf, read_config
-from jaxserve.models.loader import LoadedModel, build, load_model
+from jaxserve.models.loading.hf_config import from_hf, read_config
+from jaxserve.models.loading.loader import LoadedModel, build, load_model
 from jaxserve.models.rope import LongRopeScaling, RopeConfig, YarnScaling
 from tests.models import paged
 from tests.models.checkpoints import write_checkpoint

@@ -16,12 +16,12 @@ import pytest
 
 from jaxserve.errors import MAX_LOAD_MESSAGE, ConfigError, ModelLoadError
 from jaxserve.model_files import check_directory
-from jaxserve.models.checkpoint import open_checkpoint
-from jaxserve.models.hf_config import read_config
-from jaxserve.models.hub import resolve
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.hub import resolve
 from jaxserve.models.pooling import read_pooling
 from jaxserve.text.regex_guard import check_pattern
-from jaxserve.text.renderer import Renderer
+from jaxserve.text.template.renderer import Renderer
 from jaxserve.text.tokenizer import Tokenizer
 from tests.waiting import LAST_RESORT
 

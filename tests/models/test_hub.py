@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models import hub
+from jaxserve.models.loading import hub
 
 
 def test_a_directory_is_itself(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.dense import dense_logits
-from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.library.dense import dense_logits
+from jaxserve.models.loading.loader import LoadedModel, load_model
 
 MODELS = [
     "stories260K-hf",

@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.checkpoint import open_checkpoint
-from jaxserve.models.dense import dense_logits
-from jaxserve.models.loader import LoadedModel, load_model
-from jaxserve.models.part_reader import PartReader
+from jaxserve.library.dense import dense_logits
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.loading.part_reader import PartReader
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
 
 FLOAT32 = jnp.dtype("float32")

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxserve.models.hf_config import from_hf
-from jaxserve.models.loader import build
-from jaxserve.models.structure import ModelStructure
+from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.loader import build
+from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import AttentionSpec, Backend
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton import TritonBackend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.programs import StepPrograms
-from jaxserve.runtime.slots import state_shapes
+from jaxserve.runtime.sampling.slots import state_shapes
 from jaxserve.runtime.step_input import decode_size
 from tests.models.published import PUBLISHED
 

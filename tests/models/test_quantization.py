@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.checkpoint import open_checkpoint
-from jaxserve.models.loader import LoadedModel, load_model
-from jaxserve.models.part_reader import PartReader
-from jaxserve.models.quantization import decode_mxfp4
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.loading.part_reader import PartReader
+from jaxserve.models.loading.quantization import decode_mxfp4
 from jaxserve.models.weights import Part
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES

@@ -21,14 +21,14 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve import Engine, SamplingParams
-from jaxserve.engine.request import MAX_WATCHED
 from jaxserve.errors import ModelLoadError
-from jaxserve.models import orbax
-from jaxserve.models.hf_config import from_hf
-from jaxserve.models.loader import build, load_model
+from jaxserve.models.loading import orbax
+from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime.program_set import PROMPT_CHUNK
-from jaxserve.runtime.sampler import LANES, MAX_SUPPORT, TOP_LOGPROBS
+from jaxserve.runtime.sampling.sampler import LANES, MAX_SUPPORT, TOP_LOGPROBS
+from jaxserve.types.sampling import MAX_WATCHED
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
 from tests.models.families import CASES

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig

@@ -7,16 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.engine.request import (
-    RowStatus,
-    SampledTokens,
-    SamplingParams,
-    ScheduledRow,
-    SchedulerOutput,
-    SlotInit,
-    StepHandle,
-)
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import RowStatus, SampledTokens, ScheduledRow, SchedulerOutput, SlotInit, StepHandle
 
 
 @dataclass

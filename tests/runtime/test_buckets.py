@@ -1,6 +1,6 @@
 import pytest
 
-from jaxserve.runtime.buckets import fit, make_buckets
+from jaxserve.runtime.compilation.buckets import fit, make_buckets
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -3,12 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.compiler import (
-    CompileCounter,
-    Program,
-    compile_all,
-    compiler_options,
-)
+from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all, compiler_options
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
 

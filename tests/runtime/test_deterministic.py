@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.engine.request import SamplingParams
-from jaxserve.models.loader import LoadedModel
+from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.types.sampling import SamplingParams
 from tests.runtime.hand_scheduler import HandScheduler, Sequence
 
 V = 96

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import RowStatus, ScheduledRow, SchedulerOutput
 from jaxserve.errors import ConfigError
-from jaxserve.models.dense import dense_embedding
-from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.library.dense import dense_embedding
+from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.pooling import PoolingConfig
-from jaxserve.runtime.buckets import EncodeBuckets
+from jaxserve.runtime.compilation.buckets import EncodeBuckets
 from jaxserve.runtime.encoder_runner import EncoderRunner, longest_text
 from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.types.step import RowStatus, ScheduledRow, SchedulerOutput
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import ENCODERS, VOCAB
 from tests.runtime.conftest import CONFIG

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import SamplingParams
+from jaxserve.library.dense import dense_attend, dense_logits
 from jaxserve.models.choices import take_choices
-from jaxserve.models.dense import dense_attend, dense_logits
-from jaxserve.models.loader import LoadedModel, load_model
+from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.types.sampling import SamplingParams
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import CASES
 from tests.runtime.hand_scheduler import HandScheduler

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.engine.window_size import WindowSize
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes, split_pool
+from jaxserve.types.window_size import WindowSize
 
 GIB = 2**30
 SIZES = Sizes(

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import RowStatus, SamplingParams
-from jaxserve.models.dense import dense_logits
-from jaxserve.models.loader import LoadedModel
-from jaxserve.runtime import sampler, slots
+from jaxserve.library.dense import dense_logits
+from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.sampling import sampler, slots
 from jaxserve.text.watermark import watermark_score
+from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import RowStatus
 from tests.runtime.hand_scheduler import HandScheduler, Sequence
 
 V = 96

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 from jax import monitoring
 from jaxserve.runtime import program_cache
-from jaxserve.runtime.compiler import Program, compile_all
+from jaxserve.runtime.compilation.compiler import Program, compile_all
 
 hits = []
 monitoring.register_event_listener(lambda event, **_: hits.append(event))

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import MAX_LOGIT_BIAS, RowStatus, SamplingParams, SlotInit
-from jaxserve.runtime import sampler, slots
+from jaxserve.runtime.sampling import sampler, slots
 from jaxserve.text.watermark import token_numbers
+from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.types.step import RowStatus, SlotInit
 
 V = 200  # more than one block of the inverse CDF, and no multiple of 32 or 128
 S = 8

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.hf_config import from_hf
-from jaxserve.models.loader import build
+from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.loader import build
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 from tests.conftest import SharedData
 from tests.models.published import PUBLISHED

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.engine.request import SamplingParams, SlotInit
-from jaxserve.runtime import slots
+from jaxserve.runtime.sampling import slots
+from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import SlotInit
 
 S, V = 20, 70
 

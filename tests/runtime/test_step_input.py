@@ -4,10 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.request import PageTableUpdate, ScheduledRow
-from jaxserve.runtime import host_cost, slots, step_input
+from benchmarks import host_cost
+from jaxserve.runtime import step_input
 from jaxserve.runtime.programs import attention_metadata, each_token
+from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.step_input import PageUpdates
+from jaxserve.types.step import PageTableUpdate, ScheduledRow
 
 S, PAGES = 6, 4
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.engine.request import SamplingParams
-from jaxserve.models.loader import load_model
+from jaxserve.models.loading.loader import load_model
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.types.sampling import SamplingParams
 from tests.conftest import SharedData
 from tests.runtime.hand_scheduler import HandScheduler
 

@@ -22,10 +22,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.engine.request import RowStatus, SamplingParams
-from jaxserve.runtime import sampler, slots
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.vocab import Vocab
+from jaxserve.runtime.sampling import sampler, slots
+from jaxserve.runtime.sampling.vocab import Vocab
+from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import RowStatus
 from tests.runtime.test_sampler import S, state_of
 
 STEPS = 60

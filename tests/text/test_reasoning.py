@@ -8,10 +8,10 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.text.events import ParsedOutput, parse_whole
-from jaxserve.text.output_parser import ParserChoice, choose_parsers
+from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
 from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkParser
-from jaxserve.text.renderer import Renderer
-from jaxserve.text.template_worker import Conversation
+from jaxserve.text.template.renderer import Renderer
+from jaxserve.text.template.template_worker import Conversation
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError, InvalidValueError
-from jaxserve.text import template_process
-from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.plain_template import MAX_CHARS, MAX_SECONDS
-from jaxserve.text.renderer import Renderer
-from jaxserve.text.sandbox import RenderLimitError
-from jaxserve.text.template_process import TemplateProcess
-from jaxserve.text.template_worker import Conversation, Setup
+from jaxserve.text.template import template_process
+from jaxserve.text.template.chat_template import ChatTemplate
+from jaxserve.text.template.plain_template import MAX_CHARS, MAX_SECONDS
+from jaxserve.text.template.renderer import Renderer
+from jaxserve.text.template.sandbox import RenderLimitError
+from jaxserve.text.template.template_process import TemplateProcess
+from jaxserve.text.template.template_worker import Conversation, Setup
 from jaxserve.text.tokenizer import Tokenizer
 from tests.waiting import LAST_RESORT
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxserve.text.events import ParsedOutput, ToolCall, ToolCallDelta, merged, parse_whole
-from jaxserve.text.harmony import HarmonyParser
+from jaxserve.text.output.harmony import HarmonyParser
 from jaxserve.text.tools import TOOL_FAMILIES, ToolParser, ToolSet
 from jaxserve.text.tools.json_tags import HermesParser
 

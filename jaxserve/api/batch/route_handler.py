@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from jaxserve.api.batch.handlers import LineAnswer, LineHandler
-from jaxserve.api.body import invalid_json
-from jaxserve.api.body_cost import LARGE_BYTES
-from jaxserve.api.keys import Caller, set_caller
-from jaxserve.api.state import ServerState
-from jaxserve.engine.request import BACKGROUND_PRIORITY
+from jaxserve.api.http.body import invalid_json
+from jaxserve.api.shared.body_cost import LARGE_BYTES
+from jaxserve.api.shared.keys import Caller, set_caller
+from jaxserve.api.shared.state import ServerState
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from fastapi import FastAPI
 from starlette.requests import Request
 
 from jaxserve.api.batch.job import BatchSettings
 from jaxserve.api.batch.lines import engine_ready
-from jaxserve.api.batch.route_handler import route_handlers
+from jaxserve.api.batch.route_handler import Endpoint, route_handlers
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.batch.window import spare_slots
-from jaxserve.api.body_cost import max_line_bytes
-from jaxserve.api.engine_protocol import EngineProtocol
-from jaxserve.api.routes import chat, completions, embeddings
-from jaxserve.api.state import ServerState
+from jaxserve.api.shared.body_cost import max_line_bytes
+from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.api.shared.state import ServerState
 from jaxserve.errors import NotReadyError
 from jaxserve.store import Store
 
-# Routes that lines may name.
-ENDPOINTS = {
-    "/v1/chat/completions": chat.create_chat_completion,
-    "/v1/completions": completions.create_completion,
-    "/v1/embeddings": embeddings.create_embedding,
-}
 
-
-def install_batches(app: FastAPI, state: ServerState, store: Store) -> None:
-    """Give `app` its runner, which works while `batches_running`."""
+def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: Mapping[str, Endpoint]) -> None:
+    """Give `app` its runner, which works while `batches_running`. endpoints: what lines may name."""
     settings = BatchSettings(
         known_model=lambda name: name in state.engine.info.served_names,
         ready=lambda: engine_ready(state.engine.check_ready),
         max_line_bytes=max_line_bytes(state.config.server),
     )
-    runner = BatchRunner(store, route_handlers(app, ENDPOINTS), settings, functools.partial(line_limit, state.engine))
+    runner = BatchRunner(store, route_handlers(app, endpoints), settings, functools.partial(line_limit, state.engine))
     app.state.batches = runner
     state.metrics.watch_gauges(lambda: _gauges(runner))
 

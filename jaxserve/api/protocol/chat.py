@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxserve.api import limits
+from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import Part, SamplingFields
 
 Role = Annotated[

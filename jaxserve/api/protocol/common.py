@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr
 from pydantic_core import CoreSchema
 
-from jaxserve.api import limits
+from jaxserve.api.protocol import limits
 
 # field -> why. A null, false, empty list or empty object says "not used" and passes.
 UNSUPPORTED: dict[str, str] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.engine.messages import EngineInfo
+from jaxserve.types.messages import EngineInfo
 
 
 def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:

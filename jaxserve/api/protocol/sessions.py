@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jaxserve.api import limits
+from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import Body
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jaxserve.api import limits
+from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.chat import Message, Tool
 from jaxserve.api.protocol.common import Body
 

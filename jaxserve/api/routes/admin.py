@@ -9,13 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.body import read_body
-from jaxserve.api.keys import caller_of
-from jaxserve.api.openapi import documented
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.http.body import read_body
 from jaxserve.api.protocol.admin import AbortRequest
 from jaxserve.api.protocol.answers import Aborted, Success
-from jaxserve.api.state import server_state
-from jaxserve.api.wire import json_response
+from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.keys import caller_of
+from jaxserve.api.shared.state import server_state
 from jaxserve.errors import InvalidValueError
 
 router = APIRouter()

@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.batch.service import batch_runner
-from jaxserve.api.body import read_body
-from jaxserve.api.errors import error_response
-from jaxserve.api.keys import caller_of
-from jaxserve.api.openapi import documented
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.http.body import read_body
 from jaxserve.api.protocol.batches import BatchAnswer, BatchList, CreateBatchRequest, batch_object, new_batch
+from jaxserve.api.protocol.errors import error_response
 from jaxserve.api.protocol.files import list_object
-from jaxserve.api.wire import json_response
+from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.keys import caller_of
 from jaxserve.errors import ConflictError, InvalidValueError
 from jaxserve.store import NewBatch
 

@@ -12,29 +12,29 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.body import read_body
-from jaxserve.api.chat_output import ChatChoices, ChatOptions, Joined
-from jaxserve.api.constraints import after_reasoning, constraint
-from jaxserve.api.conversation import ChatPrompt, chat_prompt, check_messages, last_text, thinking_is_off
-from jaxserve.api.extras import Extras
-from jaxserve.api.generation import Generation, Job, new_id, prefix_namespace
-from jaxserve.api.keys import Caller, caller_of
-from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import session_context
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.generate.constraints import after_reasoning, constraint
+from jaxserve.api.generate.conversation import ChatPrompt, chat_prompt, check_messages, last_text, thinking_is_off
+from jaxserve.api.generate.generation import Generation, Job, new_id, prefix_namespace
+from jaxserve.api.generate.prompts import session_context
+from jaxserve.api.generate.sampling import sampling_params
+from jaxserve.api.generate.shapes import budgeted, marked, remembered, shaped
+from jaxserve.api.generate.tool_constraints import raw_input_of, with_tools
+from jaxserve.api.generate.tools import RawInputParser, ToolUse, tool_use
+from jaxserve.api.http.body import read_body
+from jaxserve.api.http.sse import EventStream, until_disconnect
 from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.sampling import sampling_params
-from jaxserve.api.shapes import budgeted, marked, remembered, shaped
-from jaxserve.api.sse import EventStream, until_disconnect
-from jaxserve.api.state import ServerState, server_state
-from jaxserve.api.tool_constraints import raw_input_of, with_tools
-from jaxserve.api.tools import RawInputParser, ToolUse, tool_use
-from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_answer
+from jaxserve.api.respond.chat_output import ChatChoices, ChatOptions, Joined
+from jaxserve.api.respond.extras import Extras
+from jaxserve.api.respond.wire import ChunkWriter, Envelope, check_stream_options, json_answer
+from jaxserve.api.shared.keys import Caller, caller_of
+from jaxserve.api.shared.state import ServerState, server_state
 from jaxserve.config import ServerSection
-from jaxserve.engine.request import GrammarSpec, SamplingParams, ThinkingBudget
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.text.events import OutputParser
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.sampling import GrammarSpec, SamplingParams, ThinkingBudget
 
 router = APIRouter()
 

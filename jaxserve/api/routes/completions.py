@@ -11,25 +11,25 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.body import read_body
-from jaxserve.api.completion_output import CompletionChoices, Joined
-from jaxserve.api.constraints import checked_grammar
-from jaxserve.api.extras import Extras
-from jaxserve.api.generation import Generation, Job, new_id, prefix_namespace
-from jaxserve.api.infill import infill_prompt
-from jaxserve.api.keys import Caller, caller_of
-from jaxserve.api.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
-from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import as_prompts, check_ids, check_length, session_context, truncate
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.generate.constraints import checked_grammar
+from jaxserve.api.generate.generation import Generation, Job, new_id, prefix_namespace
+from jaxserve.api.generate.infill import infill_prompt
+from jaxserve.api.generate.prompts import as_prompts, check_ids, check_length, session_context, truncate
+from jaxserve.api.generate.sampling import sampling_params
+from jaxserve.api.generate.shapes import marked, remembered, shaped
+from jaxserve.api.http.body import read_body
+from jaxserve.api.http.sse import EventStream, until_disconnect
 from jaxserve.api.protocol.answers import Completion
 from jaxserve.api.protocol.completions import CompletionRequest
-from jaxserve.api.sampling import sampling_params
-from jaxserve.api.shapes import marked, remembered, shaped
-from jaxserve.api.sse import EventStream, until_disconnect
-from jaxserve.api.state import ServerState, server_state
-from jaxserve.api.wire import ChunkWriter, Envelope, check_stream_options, json_answer
-from jaxserve.engine.request import GrammarSpec, SamplingParams
+from jaxserve.api.protocol.limits import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES
+from jaxserve.api.respond.completion_output import CompletionChoices, Joined
+from jaxserve.api.respond.extras import Extras
+from jaxserve.api.respond.wire import ChunkWriter, Envelope, check_stream_options, json_answer
+from jaxserve.api.shared.keys import Caller, caller_of
+from jaxserve.api.shared.state import ServerState, server_state
 from jaxserve.errors import InvalidValueError
+from jaxserve.types.sampling import GrammarSpec, SamplingParams
 
 router = APIRouter()
 

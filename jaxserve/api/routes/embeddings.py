@@ -12,17 +12,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.body import read_body
-from jaxserve.api.generation import Generation, Job, new_id
-from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import Side, as_prompts, check_ids
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.generate.generation import Generation, Job, new_id
+from jaxserve.api.generate.prompts import Side, as_prompts, check_ids
+from jaxserve.api.http.body import read_body
+from jaxserve.api.http.sse import until_disconnect
 from jaxserve.api.protocol.answers import Embeddings
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
-from jaxserve.api.sse import until_disconnect
-from jaxserve.api.state import ServerState, server_state
-from jaxserve.engine.messages import EngineInfo
-from jaxserve.engine.request import SamplingParams
+from jaxserve.api.shared.state import ServerState, server_state
 from jaxserve.errors import ContextLengthError, InvalidValueError, UnsupportedParameterError
+from jaxserve.types.messages import EngineInfo
+from jaxserve.types.sampling import SamplingParams
 
 router = APIRouter()
 EMBED = SamplingParams(embed=True, max_tokens=0)

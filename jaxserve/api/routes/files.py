@@ -12,10 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.api.batch.service import batch_runner
-from jaxserve.api.errors import ClientDisconnected
-from jaxserve.api.keys import caller_of
-from jaxserve.api.multipart import UploadForm
-from jaxserve.api.openapi import documented
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.http.multipart import UploadForm
+from jaxserve.api.protocol.errors import ClientDisconnected
 from jaxserve.api.protocol.files import (
     CONTENT_ANSWER,
     MAX_FILE_BYTES,
@@ -30,9 +29,10 @@ from jaxserve.api.protocol.files import (
     size_limit,
     upload_fields,
 )
-from jaxserve.api.state import server_state
-from jaxserve.api.wire import json_response
-from jaxserve.api.work_pool import Waiting
+from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.keys import caller_of
+from jaxserve.api.shared.state import server_state
+from jaxserve.api.shared.work_pool import Waiting
 from jaxserve.errors import InvalidValueError, PayloadTooLargeError
 from jaxserve.store import FileRecord, Store, Upload
 

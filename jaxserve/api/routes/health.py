@@ -9,13 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from jaxserve.api.openapi import documented
-from jaxserve.api.probe import check_generates
+from jaxserve.api.docs.openapi import documented
 from jaxserve.api.protocol.answers import Health
-from jaxserve.api.state import server_state
-from jaxserve.api.wire import json_response
+from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.probe import check_generates
+from jaxserve.api.shared.state import server_state
 from jaxserve.errors import EngineDeadError, HTTPError
-from jaxserve.metrics import CONTENT_TYPE
+from jaxserve.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter()
 

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.openapi import documented
-from jaxserve.api.state import server_state
-from jaxserve.api.wire import json_response
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.state import server_state
 from jaxserve.config import SECRETS
 from jaxserve.version import __version__
 

@@ -6,11 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.openapi import documented
+from jaxserve.api.docs.openapi import documented
 from jaxserve.api.protocol.answers import ModelAnswer, ModelList
 from jaxserve.api.protocol.models import model_object
-from jaxserve.api.state import server_state
-from jaxserve.api.wire import json_response
+from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.state import server_state
 
 router = APIRouter()
 

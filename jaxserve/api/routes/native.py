@@ -12,25 +12,25 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.body import read_body, refuse_unsupported
-from jaxserve.api.constraints import checked_grammar
-from jaxserve.api.details import mark, route, show_hidden, tell_candidates, watch
-from jaxserve.api.generation import Generation, Job, new_id, prefix_namespace
-from jaxserve.api.keys import Caller, caller_of
-from jaxserve.api.native_logprobs import LogprobOptions
-from jaxserve.api.native_output import NativeChoice
-from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import as_prompts, check_ids, check_length, session_context
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.generate.constraints import checked_grammar
+from jaxserve.api.generate.details import mark, route, show_hidden, tell_candidates, watch
+from jaxserve.api.generate.generation import Generation, Job, new_id, prefix_namespace
+from jaxserve.api.generate.prompts import as_prompts, check_ids, check_length, session_context
+from jaxserve.api.generate.sampling import native_params
+from jaxserve.api.generate.shapes import remembered
+from jaxserve.api.http.body import read_body, refuse_unsupported
+from jaxserve.api.http.sse import EventStream, event, until_disconnect
 from jaxserve.api.protocol.answers import Generated
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
-from jaxserve.api.sampling import native_params
-from jaxserve.api.shapes import remembered
-from jaxserve.api.sse import EventStream, event, until_disconnect
-from jaxserve.api.state import ServerState, server_state
-from jaxserve.api.wire import json_answer
+from jaxserve.api.respond.native_logprobs import LogprobOptions
+from jaxserve.api.respond.native_output import NativeChoice
+from jaxserve.api.respond.wire import json_answer
+from jaxserve.api.shared.keys import Caller, caller_of
+from jaxserve.api.shared.state import ServerState, server_state
 from jaxserve.config_types import reveal
-from jaxserve.engine.request import HiddenStates
 from jaxserve.errors import InvalidValueError
+from jaxserve.types.sampling import HiddenStates
 
 router = APIRouter()
 T = TypeVar("T")

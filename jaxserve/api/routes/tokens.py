@@ -9,14 +9,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.api.body import read_body
-from jaxserve.api.conversation import check_messages, render_messages
-from jaxserve.api.openapi import documented
-from jaxserve.api.prompts import check_ids
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.generate.conversation import check_messages, render_messages
+from jaxserve.api.generate.prompts import check_ids
+from jaxserve.api.http.body import read_body
 from jaxserve.api.protocol.answers import Detokenized, Tokenized
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from jaxserve.api.state import ServerState, server_state
-from jaxserve.api.wire import json_response
+from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.state import ServerState, server_state
 from jaxserve.errors import InvalidValueError
 
 INLINE_TOKENS = 4096

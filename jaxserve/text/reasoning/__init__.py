@@ -1,4 +1,4 @@
-"""Reasoning parsers by name. gpt-oss's channels carry reasoning and calls at once: see jaxserve/text/harmony.py."""
+"""Reasoning parsers by name. gpt-oss's channels carry reasoning and calls at once: see text/output/harmony.py."""
 
 from jaxserve.text.reasoning.limit import ThinkingLimit
 from jaxserve.text.reasoning.think import CallOpening, ThinkParser, ThinkTags

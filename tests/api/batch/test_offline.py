@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.api.batch.offline import OfflineBatch, run_offline, validate
+from jaxserve.cli.offline_batch import OfflineBatch, run_offline, validate
 from jaxserve.config import Config
-from jaxserve.engine.request import SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.store import BatchRecord
+from jaxserve.types.sampling import SamplingParams
 from tests.api.batch.helpers import input_file, input_line
 from tests.api.fakes import FakeLink, fake_engine
 

@@ -1,0 +1,110 @@
+"""Time of decode attention alone: write and attend of some layers, at rows x context x width of the page table.
+
+    python -m benchmarks.attention 32x160 1x8192 8x512x1024 [--backend xla] [--layers 16]
+
+Pages lie in random order in the pool. The third number is the page table's width in pages, by default what the context
+needs; a backend that keeps its contract takes the same time whatever it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, get_backend
+
+Caches = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of a layer; the default is bench.make_model's 189M model."""
+
+    query: int = 16
+    kv: int = 4
+    dim: int = 64
+    page_size: int = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int
+    context: int  # tokens
+    table: int  # pages
+
+    @classmethod
+    def parse(cls, text: str, page_size: int) -> Case:
+        """ "32x160" or "32x160x1024". Raises ValueError."""
+        rows, context, *table = map(int, text.split("x"))
+        return cls(rows, context, max(-(-context // page_size), *table, 1))
+
+
+def attention_seconds(backend: Backend, case: Case, heads: Heads, *, layers: int = 16, repeats: int = 9) -> float:
+    """The best of `repeats` steps, each one token a row in every layer, float32."""
+    rng = np.random.default_rng(0)
+    metadata, num_pages = _metadata(case, heads.page_size, rng)
+    shape = backend.cache_shape(num_pages, heads.page_size, heads.kv, heads.dim)
+    caches = tuple(jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(layers))
+    q, new = (jnp.asarray(rng.standard_normal((case.rows, n, heads.dim), np.float32)) for n in (heads.query, heads.kv))
+    spec = AttentionSpec(heads.dim**-0.5, heads.kv)
+
+    def step(caches: Caches, q: jax.Array, new: jax.Array, metadata: AttentionMetadata) -> tuple[Caches, jax.Array]:
+        written = []
+        for cache in caches:
+            cache = backend.write(cache, new, new, metadata.slot_mapping)
+            q = q + backend.attend(q, cache, metadata, spec)  # one layer after the other
+            written.append(cache)
+        return tuple(written), q
+
+    compiled = jax.jit(step, donate_argnums=0).lower(caches, q, new, metadata).compile()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        caches, out = compiled(caches, q, new, metadata)
+        out.block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _metadata(case: Case, page_size: int, rng: np.random.Generator) -> tuple[AttentionMetadata, int]:
+    """Metadata of one decode step, and the number of pages in the pool."""
+    pages = -(-case.context // page_size)
+    num_pages = case.rows * pages
+    table = np.zeros((case.rows, case.table), np.int32)
+    table[:, :pages] = rng.permutation(num_pages).reshape(case.rows, pages)
+    last = case.context - 1
+    metadata = AttentionMetadata(
+        page_table=jnp.asarray(table),
+        cu_q_lens=jnp.arange(case.rows + 1, dtype=jnp.int32),
+        kv_lens=jnp.full(case.rows, case.context, jnp.int32),
+        positions=jnp.full(case.rows, last, jnp.int32),
+        slot_mapping=jnp.asarray(table[:, last // page_size] * page_size + last % page_size),
+        decode_only=True,
+    )
+    return metadata, num_pages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", help="ROWSxCONTEXT or ROWSxCONTEXTxPAGES")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--layers", type=int, default=16)
+    options = parser.parse_args()
+    heads = Heads()
+    backend = get_backend(options.backend, jax.local_devices()[0].platform)
+    for text in options.cases:
+        case = Case.parse(text, heads.page_size)
+        ms = attention_seconds(backend, case, heads, layers=options.layers) * 1e3
+        print(
+            f"{backend.name}: {case.rows} rows x {case.context} tokens, table of {case.table} pages: {ms:.2f} ms",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What a decode step costs the host in the runtime: packing its rows and unpacking its tokens.
+
+Measures the very functions that the runner calls, on made-up rows; the device is not part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxserve.runtime.sampling.sampler import Sampled
+from jaxserve.runtime.step_handle import DeviceStep
+from jaxserve.runtime.step_input import PageUpdates, pack_decode
+from jaxserve.types.step import ScheduledRow
+
+ROWS = (1, 16, 64, 256, 1024, 2048)
+
+
+@dataclass(frozen=True)
+class HostCost:
+    """Seconds a decode step, the best of the repeats."""
+
+    rows: int
+    pack: float
+    unpack: float
+
+
+def measure_host_cost(num_rows: int, *, page_size: int = 16, repeats: int = 30) -> HostCost:
+    """Of a decode step of `num_rows` rows, one in `page_size` of which takes a new page."""
+    rows = [_decode_row(slot, page_size) for slot in range(num_rows)]
+    sampled = Sampled(jnp.ones((num_rows, 2), jnp.int32), jnp.zeros((num_rows, 42), jnp.int32))
+    pack, unpack = [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        pack_decode(rows, PageUpdates.of(rows), num_rows, num_rows, any(r.logprobs is not None for r in rows))
+        packed = time.perf_counter()
+        DeviceStep(num_rows, range(num_rows), sampled, False).result()
+        pack.append(packed - start)
+        unpack.append(time.perf_counter() - packed)
+    return HostCost(num_rows, min(pack), min(unpack))
+
+
+def _decode_row(slot: int, page_size: int) -> ScheduledRow:
+    new_page_ids = [slot] if slot % page_size == 0 else []
+    return ScheduledRow(f"request-{slot}", slot, 100, 1, True, [], 7, new_page_ids)

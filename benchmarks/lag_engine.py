@@ -1,0 +1,26 @@
+"""The engine process of benchmarks.lag: the usual one, which writes down how long the host works for each step."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from benchmarks.held import HeldLog, Turns, watch_core
+from jaxserve.config import Config
+from jaxserve.engine.child import Send, main
+from jaxserve.engine.factory import build_engine
+from jaxserve.engine.server import BuiltEngine
+
+DIRECTORY = "LAG_DIRECTORY"  # an environment variable
+
+
+def build(config: Config, send: Send) -> BuiltEngine:
+    built = build_engine(config, send)
+    log = HeldLog(Path(os.environ[DIRECTORY]), "engine")
+    watch_core(built.core, Turns(time.perf_counter, log.add))
+    return built
+
+
+if __name__ == "__main__":
+    main(build)

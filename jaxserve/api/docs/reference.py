@@ -1,0 +1,182 @@
+"""docs/routes.md, made from the models that validate requests, so that it cannot be wrong.
+
+python -m jaxserve.api.docs.reference > docs/routes.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from jaxserve.api.protocol.admin import AbortRequest
+from jaxserve.api.protocol.batches import CreateBatchRequest, OutputExpiresAfter
+from jaxserve.api.protocol.chat import (
+    AllowedTools,
+    ChatCompletionRequest,
+    ContentPart,
+    CustomDefinition,
+    CustomFormat,
+    CustomGrammar,
+    FunctionDefinition,
+    Message,
+    NamedTool,
+    Reasoning,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from jaxserve.api.protocol.common import (
+    UNSUPPORTED,
+    JsonSchemaFormat,
+    RepetitionDetection,
+    ResponseFormat,
+    SamplingFields,
+    SessionParams,
+    StreamOptions,
+    StructuredOutputs,
+)
+from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.protocol.embeddings import EmbeddingRequest
+from jaxserve.api.protocol.files import UploadFields
+from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
+from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
+from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
+
+_ROUTES = """\
+# Routes
+
+Made by `python -m jaxserve.api.docs.reference`; a test holds it to the code.
+
+| route | what |
+|---|---|
+| `POST /v1/chat/completions` | answer a conversation; a stream with `stream: true` |
+| `POST /v1/completions` | continue prompts |
+| `POST /v1/embeddings` | vectors of texts, of an encoder or of a decoder's last token |
+| `GET /v1/models`, `GET /v1/models/{id}` | the served names |
+| `POST /v1/files`, `GET /v1/files` | upload a file, list the files |
+| `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | a file: facts, bytes, its end |
+| `POST /v1/batches`, `GET /v1/batches` | start a batch, list the batches (docs/batches.md) |
+| `GET /v1/batches/{id}`, `POST /v1/batches/{id}/cancel` | a batch |
+| `POST /generate` | SGLang's native form, with `meta_info` |
+| `POST /open_session`, `POST /close_session` | SGLang's sessions: `session_params` goes on in one |
+| `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | the tokenizer; also under `/v1` (the first two) |
+| `GET /model_info`, `GET /server_info`, `GET /version` | what runs here; also `/get_model_info`, `/get_server_info` |
+| `GET /health` | 200 while requests are taken and the engine ticks; else 503, phase, progress and `store` |
+| `GET /health_generate` | 200 once the engine has made a token for the probe or others; 503 if not within 20 s |
+| `GET /live` | 200 while the process answers |
+| `GET /metrics` | Prometheus |
+| `GET /docs`, `GET /openapi.json` | this, with the shapes of the answers; needs nothing from elsewhere |
+| `POST /flush_cache`, `POST /abort_request` | admin: with the admin key only, off without one |
+
+Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. A null is an absent field.
+An unknown field is accepted and logged once; a field of OpenAI's, SGLang's or vLLM's API that is not offered is a 400
+that names it (the last table). Sampling fields that are not set take the value of the model's generation_config.json.
+`max_tokens` over the rest of the context is clamped to it; a prompt that leaves no room is a 400. JSON nested deeper
+than 200 levels is refused.
+"""
+
+
+_LISTS = """\
+## Query of GET /v1/files and GET /v1/batches
+
+| field | type and limits | meaning |
+|---|---|---|
+| `after` | string | the id of the last entry seen |
+| `limit` | integer ≥ 1 ≤ 10000 (files), ≤ 100 (batches) | entries of a page; default 10000 (files), 20 (batches) |
+| `order` | asc or desc (files) | by time of creation; default desc |
+| `purpose` | string (files) | only these |
+"""
+
+PARTS: tuple[type[BaseModel], ...] = (
+    *(Message, ContentPart, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, RepetitionDetection),
+    SessionParams,
+    *(ToolCall, Tool, FunctionDefinition, CustomDefinition, CustomFormat, CustomGrammar),
+    *(ToolChoice, NamedTool, AllowedTools, Reasoning, Thinking),
+)
+
+
+def reference() -> str:
+    """The whole document."""
+    sections = [
+        _ROUTES,
+        _section("Fields of chat/completions and completions", SamplingFields),
+        _section("Fields of chat/completions", ChatCompletionRequest, SamplingFields),
+        _section("Fields of completions", CompletionRequest, SamplingFields),
+        _section("Fields of embeddings", EmbeddingRequest),
+        *(_section(f"Parts: {part.__name__}", part) for part in PARTS),
+        _section("Fields of /generate", GenerateRequest),
+        _section("Fields of sampling_params of /generate", NativeSampling),
+        _section("Fields of /open_session", OpenSessionRequest),
+        _section("Fields of /close_session", CloseSessionRequest),
+        _section("Fields of /tokenize", TokenizeRequest),
+        _section("Fields of /detokenize", DetokenizeRequest),
+        _section("Fields of /abort_request", AbortRequest),
+        _section("Form fields of POST /v1/files, beside `file`", UploadFields),
+        _section("Fields of POST /v1/batches", CreateBatchRequest),
+        _section("Parts: OutputExpiresAfter", OutputExpiresAfter),
+        _LISTS,
+        _unsupported(),
+    ]
+    return "\n".join(sections)
+
+
+def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None = None) -> str:
+    schema = model.model_json_schema(by_alias=True)
+    skipped = set(without.model_fields) if without is not None else set()
+    required = schema.get("required", ())
+    rows = [
+        f"| `{name}`{'*' if name in required else ''} | {_type(field)} | {field.get('description', '')} |"
+        for name, field in schema["properties"].items()
+        if name not in skipped
+    ]
+    return "\n".join(
+        [f"## {title}", "", "| field (* required) | type and limits | meaning |", "|---|---|---|", *rows, ""]
+    )
+
+
+def _type(field: dict[str, Any]) -> str:
+    branches = [branch for branch in field.get("anyOf", [field]) if branch.get("type") != "null"]
+    return " or ".join(dict.fromkeys(_branch(branch) for branch in branches))
+
+
+def _branch(branch: dict[str, Any]) -> str:
+    if "$ref" in branch:
+        return branch["$ref"].rpartition("/")[2]
+    if "enum" in branch or "const" in branch:
+        return ", ".join(map(str, branch.get("enum", [branch.get("const")])))
+    if branch.get("type") == "array":
+        inner = _type(branch.get("items", {}))
+        return f"list of {inner}" + "".join(f", {text}" for text in _limits(branch))
+    return str(branch.get("type", "any")) + "".join(f" {text}" for text in _limits(branch))
+
+
+def _limits(branch: dict[str, Any]) -> Iterator[str]:
+    for low, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")):
+        if low in branch:
+            yield f"{sign} {_number(branch[low])}"
+    for name, unit in (("maxItems", "entries"), ("maxLength", "characters"), ("maxProperties", "entries")):
+        if name in branch:
+            yield f"at most {branch[name]} {unit}"
+
+
+def _number(value: float) -> str:
+    powers = {2**power - 1: f"2^{power} - 1" for power in (31, 63)} | {-(2**power): f"-2^{power}" for power in (31, 63)}
+    return powers.get(int(value), f"{value:g}")
+
+
+def _unsupported() -> str:
+    rows = [f"| `{name}` | {why} |" for name, why in sorted(UNSUPPORTED.items())]
+    reason = (
+        "Each of them says something only beside what is not offered: media, hosted tools, tensors, templates and\n"
+        "code from clients, adapters, an engine in several parts. A null, false or empty value passes."
+    )
+    heading = ["## Known fields that are refused", "", reason, "", "| field | why |", "|---|---|"]
+    return "\n".join([*heading, *rows, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,97 @@
+"""Beam search over the engine's log-probabilities: each step asks for one token of every beam.
+
+Not a mode of the engine: a beam's step is a request of its own, and the prefix cache keeps what the beams share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from jaxserve.api.generate.generation import Generate
+from jaxserve.types.output import FinishReason, TokenLogprobs
+from jaxserve.types.sampling import SamplingParams
+
+MAX_WIDTH = 10  # twice as many log-probabilities a step are needed, and the engine gives 20
+
+
+@dataclass(frozen=True)
+class Beam:
+    """Tokens of an output with what predicted each, and the sum of their log-probabilities."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    total: float = 0.0
+    finish_reason: FinishReason | None = None
+
+    def score(self, length_penalty: float) -> float:
+        return self.total / max(1, len(self.token_ids)) ** length_penalty
+
+    def extended(self, entry: TokenLogprobs, token_id: int, logprob: float, ended: bool) -> Beam:
+        chosen = msgspec.structs.replace(
+            entry, token_id=token_id, logprob=logprob, rank=1 + entry.top_ids.index(token_id)
+        )
+        reason = FinishReason.STOP if ended else None
+        return Beam((*self.token_ids, token_id), (*self.logprobs, chosen), self.total + logprob, reason)
+
+
+async def beam_search(
+    generate: Generate,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    eos_token_ids: frozenset[int],
+    *,
+    width: int,
+    length_penalty: float,
+) -> list[Beam]:
+    """The `width` best outputs, best first. Ends when so many are complete, at max_tokens, or by an abort.
+
+    score: sum of log-probabilities / length ** length_penalty, over output tokens
+    """
+    ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+    step = msgspec.structs.replace(
+        params,
+        n=1,
+        max_tokens=1,
+        min_tokens=0,
+        temperature=0.0,
+        logprobs=2 * width,
+        prompt_logprobs=None,
+        ignore_eos=True,
+    )
+    live, complete = [Beam()], list[Beam]()
+    for _ in range(params.max_tokens or 1):
+        entries = await asyncio.gather(*(_next(generate, [*prompt_token_ids, *beam.token_ids], step) for beam in live))
+        if None in entries:  # aborted: what there is, and as many as were asked for
+            live = [replace(beam, finish_reason=FinishReason.ABORT) for beam in live] * width
+            break
+        candidates = [
+            (beam, entry, token_id, logprob)
+            for beam, entry in zip(live, entries, strict=True)
+            if entry is not None
+            for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+        ]
+        candidates.sort(key=lambda each: -(each[0].total + each[3]))
+        # Only those that are kept are made: a beam is a copy of all its tokens.
+        best = [beam.extended(entry, i, value, i in ends) for beam, entry, i, value in candidates[: 2 * width]]
+        complete += [beam for beam in best if beam.finish_reason is not None]
+        live = [beam for beam in best if beam.finish_reason is None][:width]
+        if len(complete) >= width or not live:
+            break
+    found = sorted([*complete, *live], key=lambda beam: -beam.score(length_penalty))
+    return found[:width]
+
+
+async def _next(generate: Generate, token_ids: list[int], params: SamplingParams) -> TokenLogprobs | None:
+    """What the model predicts after `token_ids`; None if the request is aborted."""
+    stream = generate(token_ids, params)
+    async with aclosing(stream):
+        async for output in stream:
+            if output.logprobs:
+                return output.logprobs[0]
+            if output.finish_reason is FinishReason.ABORT:
+                return None
+    raise RuntimeError("a step of the beam search made no token")

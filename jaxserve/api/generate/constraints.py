@@ -1,0 +1,190 @@
+"""What an output must look like, from the three spellings of it: response_format, structured_outputs, SGLang's fields.
+
+Makes a GrammarSpec; whether it can be enforced is the grammar compiler's to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from jaxserve.api.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs
+from jaxserve.api.protocol.generate import NativeSampling
+from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.api.shared.grammar_checks import GrammarChecks
+from jaxserve.errors import InvalidSchemaError, InvalidValueError
+from jaxserve.grammar.structural import structural_tag_spec
+from jaxserve.grammar.translate import MAX_SOURCE_BYTES, choice_spec, grammar_spec, schema_spec
+from jaxserve.text.output.output_parser import ParserChoice
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.sampling import GrammarSpec
+
+_HARMONY_FINAL = "<|channel|>final<|message|>"
+
+Constraint = tuple[GrammarSpec, str]  # with the field it came from
+
+
+def constraint(body: SamplingFields | NativeSampling, tokenizer: Tokenizer) -> Constraint | None:
+    """The one constraint of a body. Raises InvalidValueError for two, InvalidSchemaError for one that is no grammar."""
+    found: list[Constraint] = []
+    if isinstance(body, SamplingFields):
+        with _naming("response_format"):
+            found += _response_format(body.response_format, tokenizer)
+        with _naming("structured_outputs"):
+            found += _structured_outputs(body.structured_outputs, tokenizer)
+        found += _guided(body)
+    elif body.structural_tag is not None:
+        with _naming("structural_tag"):
+            found.append((structural_tag_spec(body.structural_tag, special_tokens(tokenizer)), "structural_tag"))
+    if body.json_schema is not None:
+        found.append((schema_spec(_schema(body.json_schema, "json_schema")), "json_schema"))
+    if body.regex is not None:
+        found.append((GrammarSpec(kind="regex", source=body.regex), "regex"))
+    if body.ebnf is not None:
+        found.append((grammar_spec(body.ebnf), "ebnf"))
+    if len(found) > 1:
+        names = " and ".join(name for _, name in found)
+        raise InvalidValueError(f"{names} exclude each other.", param=found[1][1])
+    return found[0] if found else None
+
+
+async def checked_grammar(
+    body: SamplingFields | NativeSampling, engine: EngineProtocol, checks: GrammarChecks
+) -> GrammarSpec | None:
+    """The constraint of a body, known to be enforceable."""
+    found = constraint(body, engine.tokenizer)
+    return None if found is None else await checks.check(*found, engine)
+
+
+def after_reasoning(
+    spec: GrammarSpec, parsers: ParserChoice, tokenizer: Tokenizer, prompt: str, continued: str, off: bool
+) -> GrammarSpec:
+    """`spec` as it holds for an output that may think first: from the end of its reasoning on.
+
+    off: the request switched thinking off
+    """
+    if parsers.harmony:
+        return msgspec.structs.replace(spec, begin_after=_ids(tokenizer, _HARMONY_FINAL))
+    tags = parsers.think_tags
+    if tags is None:
+        return spec
+    end = _ids(tokenizer, tags.end)
+    if tags.opened_by(prompt, continued):
+        return msgspec.structs.replace(spec, begin_after=end)
+    start = _ids(tokenizer, tags.start)
+    if off or continued or len(start) != 1 or prompt.rstrip().endswith(tags.end):
+        return spec
+    return msgspec.structs.replace(spec, begin_after=end, begin_unless=start)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Let an error about a grammar name the field that it came from."""
+    try:
+        yield
+    except InvalidSchemaError as error:
+        raise InvalidSchemaError(error.message, param=param) from None
+
+
+def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
+    """Text to id of the tokens that grammars must name by id.
+
+    llguidance takes added tokens written <...> for special too, whatever the tokenizer says of them.
+    """
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {
+        token.content: i
+        for i, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
+
+
+def _response_format(wanted: ResponseFormat | None, tokenizer: Tokenizer) -> list[Constraint]:
+    param = "response_format"
+    if wanted is None:
+        return []
+    if wanted.type == "structural_tag":
+        tag = wanted.model_extra or {}
+        return [(structural_tag_spec(tag, special_tokens(tokenizer)), param)]
+    schemas = _schemas_of(wanted)
+    if wanted.type == "text":
+        if schemas:
+            raise InvalidValueError(f"{next(iter(schemas))} needs type json_schema.", param=f"{param}.type")
+        return []
+    if len(schemas) > 1:
+        raise InvalidValueError(f"{' and '.join(schemas)} exclude each other.", param=list(schemas)[1])
+    if schemas:
+        strict = wanted.strict or (wanted.json_schema is not None and wanted.json_schema.strict)
+        return [(schema_spec(*schemas.values(), strict=bool(strict)), param)]
+    if wanted.type == "json_object":
+        return [(GrammarSpec(kind="json_object", source=""), param)]
+    where = f"{param}.json_schema" + ("" if wanted.json_schema is None else ".schema")
+    raise InvalidValueError(f"{where} is missing.", param=where, code="missing_required_parameter")
+
+
+def _schemas_of(wanted: ResponseFormat) -> dict[str, dict[str, Any] | bool]:
+    """Name of the field to the schema in it. An empty object beside json_object says no more than the type."""
+    named = wanted.json_schema
+    places = {"json_schema.schema": named and named.schema_, "schema": wanted.schema_, "value": wanted.value}
+    empty = ({},) if wanted.type == "json_object" else ()
+    return {
+        f"response_format.{name}": schema
+        for name, schema in places.items()
+        if schema is not None and schema not in empty
+    }
+
+
+def _guided(body: SamplingFields) -> Iterator[Constraint]:
+    """The fields that vLLM had before structured_outputs."""
+    if body.guided_json is not None:
+        yield schema_spec(_schema(body.guided_json, "guided_json")), "guided_json"
+    if body.guided_regex is not None:
+        yield GrammarSpec(kind="regex", source=body.guided_regex), "guided_regex"
+    if body.guided_choice is not None:
+        yield choice_spec(body.guided_choice), "guided_choice"
+    if body.guided_grammar is not None:
+        yield grammar_spec(body.guided_grammar), "guided_grammar"
+
+
+def _structured_outputs(wanted: StructuredOutputs | None, tokenizer: Tokenizer) -> list[Constraint]:
+    if wanted is None:
+        return []
+    specs: list[GrammarSpec] = []
+    if wanted.json_ is not None:
+        specs.append(schema_spec(_schema(wanted.json_, "structured_outputs.json")))
+    if wanted.json_object:
+        specs.append(GrammarSpec(kind="json_object", source=""))
+    if wanted.regex is not None:
+        specs.append(GrammarSpec(kind="regex", source=wanted.regex))
+    if wanted.choice is not None:
+        specs.append(choice_spec(wanted.choice))
+    if wanted.grammar is not None:
+        specs.append(grammar_spec(wanted.grammar))
+    if wanted.structural_tag is not None:
+        specs.append(structural_tag_spec(wanted.structural_tag, special_tokens(tokenizer)))
+    if len(specs) != 1:
+        message = f"structured_outputs needs exactly one constraint; it has {len(specs)}."
+        raise InvalidValueError(message, param="structured_outputs")
+    return [(specs[0], "structured_outputs")]
+
+
+def _schema(value: str | dict[str, Any] | bool, param: str) -> dict[str, Any] | bool:
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_SOURCE_BYTES:
+        raise InvalidSchemaError(f"{param} is larger than {MAX_SOURCE_BYTES} bytes.", param=param)
+    try:
+        schema = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidSchemaError(f"{param} is not valid JSON: {error}", param=param) from None
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidSchemaError(f"{param} must be an object.", param=param)
+    return schema

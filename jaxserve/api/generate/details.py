@@ -1,0 +1,100 @@
+"""What few requests ask for of each token: log-probabilities of chosen ids, the candidates of the draw, hidden states.
+
+From a body's fields to those of SamplingParams. What is answered: jaxserve/api/respond/details.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from jaxserve.errors import InvalidValueError
+from jaxserve.types.messages import EngineInfo
+from jaxserve.types.sampling import HiddenStates, SamplingParams
+
+MAX_CANDIDATES = 256  # of a token: what the device gives
+MAX_HIDDEN_NUMBERS = 2**22  # of one answer: 4 million, some 80 MB of JSON
+MAX_EXPERT_NUMBERS = 2**24  # of one answer, 64 MiB
+
+SamplingMode = Literal["selected", "support"]
+
+
+def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, param: str) -> SamplingParams:
+    """`params` with the log-probabilities of `ids` too. Raises InvalidValueError unless log-probabilities are asked."""
+    if not ids:
+        return params
+    if params.logprobs is None:
+        raise InvalidValueError(f"{param} needs log-probabilities to be asked for.", param=param)
+    for token_id in ids:
+        if token_id >= info.vocab_size:
+            message = f"{param}: {token_id} is no token id; the vocabulary has {info.vocab_size}."
+            raise InvalidValueError(message, param=param)
+    return msgspec.structs.replace(params, watched_token_ids=tuple(dict.fromkeys(ids)))
+
+
+def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingMode | None) -> SamplingParams:
+    """`params` with the candidates of each draw, if `wanted`. Raises InvalidValueError where they cannot be told."""
+    if not wanted:
+        if mode is not None:
+            message = "sampling_logprobs_mode needs return_sampling_mask: true."
+            raise InvalidValueError(message, param="sampling_logprobs_mode")
+        return params
+    cut = 0 < params.top_k <= MAX_CANDIDATES or params.top_p < 1 or params.min_p > 0
+    if params.temperature > 0 and not cut:
+        message = f"return_sampling_mask needs top_k (at most {MAX_CANDIDATES}), top_p or min_p: all tokens are drawn."
+        raise InvalidValueError(message, param="return_sampling_mask")
+    return msgspec.structs.replace(params, support=True, logprobs=params.logprobs or 0)
+
+
+def show_hidden(params: SamplingParams, mode: HiddenStates, num_prompt_tokens: int, info: EngineInfo) -> SamplingParams:
+    """`params` with hidden states. Raises InvalidValueError for more numbers than one answer may have."""
+    if not mode:
+        return params
+    tokens = num_prompt_tokens + (params.max_tokens or 0) if mode == "all" else 1
+    if tokens * info.embedding_size * params.n > MAX_HIDDEN_NUMBERS:
+        message = f"return_hidden_states: {tokens} tokens of {info.embedding_size} numbers each are too many; "
+        message += 'use "last", or fewer tokens.'
+        raise InvalidValueError(message, param="return_hidden_states")
+    return msgspec.structs.replace(params, hidden_states=mode, logprobs=params.logprobs or 0)
+
+
+def route(
+    params: SamplingParams, wanted: bool | None, start: int | None, num_prompt_tokens: int, info: EngineInfo
+) -> SamplingParams:
+    """`params` with the experts of every token. Raises InvalidValueError where there are none, or too many."""
+    if start is not None and not (wanted and start <= num_prompt_tokens):
+        message = "routed_experts_start_len goes with return_routed_experts and is at most the prompt's length."
+        raise InvalidValueError(message, param="routed_experts_start_len")
+    if not wanted:
+        return params
+    layers, each = info.routed
+    if not layers:
+        raise InvalidValueError("return_routed_experts: the model has no experts.", param="return_routed_experts")
+    if (num_prompt_tokens + (params.max_tokens or 0)) * layers * each * params.n > MAX_EXPERT_NUMBERS:
+        message = "return_routed_experts: too many numbers for one answer; ask for fewer tokens."
+        raise InvalidValueError(message, param="return_routed_experts")
+    return msgspec.structs.replace(params, experts=True, logprobs=params.logprobs or 0)
+
+
+def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str) -> SamplingParams:
+    """`params` with the server's watermark, unless `asked` is False. Raises InvalidValueError without a key."""
+    if asked and key is None:
+        raise InvalidValueError(f"{param}: the server has no watermark key (server.watermark_key).", param=param)
+    if asked is False or key is None or params.temperature == 0:
+        return params
+    return msgspec.structs.replace(params, watermark_key=key)
+
+
+def check_no_details(params: SamplingParams, shape: str) -> None:
+    """Raises InvalidValueError for a way of generating whose tokens have no details."""
+    asked = {
+        "logprob_token_ids": params.watched_token_ids,
+        "return_sampling_mask": params.support,
+        "return_hidden_states": params.hidden_states,
+        "return_routed_experts": params.experts,
+    }
+    for name, value in asked.items():
+        if value:
+            raise InvalidValueError(f"{shape} does not go with {name}.", param=name)

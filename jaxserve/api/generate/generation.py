@@ -1,0 +1,279 @@
+"""Running the engine for one HTTP request: one or more prompts, their outputs merged, counted and measured.
+
+Knows RequestOutputs, not the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
+
+import msgspec
+
+from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller
+from jaxserve.api.shared.state import ServerState
+from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.client.sequence_table import Outbox
+from jaxserve.errors import HTTPError, InvalidValueError
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.sampling import SamplingParams
+
+MAX_CHOICE_TOKENS = 2**20  # prompt tokens of all choices of a request: 2,048 texts of 512
+CONTEXTS_A_REQUEST = 32  # or so many times the context, if that is more
+MAX_MERGED = 64  # outputs between the streams and their reader; the others wait where they are counted
+
+T = TypeVar("T")
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+Stream = AsyncGenerator[RequestOutput, None]
+Generate = Callable[[list[int], SamplingParams], Stream]  # (prompt, params)
+Shape = Callable[[Generate], Stream]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt for the engine. `shape`: another way to make its stream than one plain request.
+
+    signal: aborts it, however many engine requests it takes. request_id: if the job has an id of its own
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    shape: Shape | None = None
+    signal: AbortSignal = field(default_factory=AbortSignal)
+    request_id: str = ""
+
+
+@dataclass
+class Usage:
+    """Tokens of one HTTP request, as far as it has come."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def as_dict(self, uncounted: int = 0) -> dict[str, Any]:
+        """OpenAI's usage object. uncounted: completion tokens that it leaves out."""
+        completion_tokens = self.completion_tokens - uncounted
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "reasoning_tokens": self.reasoning_tokens,
+        }
+
+
+@dataclass
+class Generation:
+    """All the engine work behind one HTTP request. `outputs()` may be iterated once; closing it aborts."""
+
+    state: ServerState
+    request_id: str
+    jobs: list[Job]
+    priority: int = 0
+    cache_salt: str = ""
+    interval: int = 1  # tokens that an output holds at least, but for the first and the last
+    caller: Caller = DEFAULT_CALLER
+    usage: Usage = field(default_factory=Usage)
+
+    def __post_init__(self) -> None:
+        self._num_sequences = sum(job.params.n for job in self.jobs)
+        self._check_size()
+        self.usage.prompt_tokens = sum(len(job.prompt_token_ids) for job in self.jobs)
+        self._cached = [0] * len(self.jobs)
+        self._outboxes: WeakSet[Outbox] = WeakSet()
+
+    def _check_size(self) -> None:
+        """Raises InvalidValueError for what is too much for one request: waiting would not help."""
+        tokens = sum(job.params.n * len(job.prompt_token_ids) for job in self.jobs)
+        most = max(MAX_CHOICE_TOKENS, CONTEXTS_A_REQUEST * self.state.engine.info.max_model_len)
+        if tokens > most:
+            message = f"The prompts of all choices have {tokens} tokens; a request may have {most}. Send several."
+            raise InvalidValueError(message, param="n" if self._num_sequences > len(self.jobs) else None)
+        limit = self.state.engine.info.max_num_seqs + self.state.config.scheduler.max_queued_requests
+        if self._num_sequences <= limit:
+            return
+        param = "n" if self._num_sequences > len(self.jobs) else None
+        message = f"The request has {self._num_sequences} sequences; this server holds at most {limit} of all requests."
+        raise InvalidValueError(message, param=param)
+
+    def outputs(self) -> Outputs:
+        """(number of the job, output) as they come. Raises what the engine raises."""
+        if len(self.jobs) == 1:
+            merged = self._measured(0)
+        else:
+            self._check_queue()
+            merged = merge([self._measured(number) for number in range(len(self.jobs))])
+        return merged if self.interval <= 1 else coalesce(merged, self.interval)
+
+    def held_bytes(self) -> int:
+        """About the memory of the outputs that nobody has read yet."""
+        return sum(outbox.held_bytes() for outbox in self._outboxes)
+
+    def _check_queue(self) -> None:
+        """Raises QueueFullError before a part of the request is sent: it would be aborted with the rest."""
+        try:
+            self.state.engine.check_queue(self._num_sequences)
+        except HTTPError as error:
+            self.state.metrics.count_error(error)
+            raise
+
+    async def _measured(self, number: int) -> Outputs:
+        """The outputs of one job. One of few functions that run for every token: keep it lean."""
+        metrics, usage = self.state.metrics, self.usage
+        times = metrics.latencies(self.priority)
+        started = time.perf_counter()
+        first: dict[int, tuple[float, float]] = {}  # choice -> its first token's time, seconds that it was queued
+        last: dict[int, float] = {}
+        job = self.jobs[number]
+        stream = self._generate(job)
+        self.state.live.add(job.signal, job.request_id or self.request_id, self.caller)
+        try:
+            async for output in stream:
+                now = time.perf_counter()
+                count = len(output.token_ids)
+                if count:
+                    before = last.get(output.index)
+                    if before is None:
+                        first[output.index] = now, output.queue_seconds
+                        times.first_token(now - started, output.queue_seconds, output.prefill_seconds)
+                    else:
+                        times.inter_token.observe((now - before) / count)
+                    last[output.index] = now
+                    usage.completion_tokens += count
+                if output.finish_reason is not None:
+                    self._finished(number, output)
+                    begun, queued = first.get(output.index, (now, output.queue_seconds))
+                    times.finished(output, job.params, now - started, now - begun, queued)
+                yield number, output
+        except HTTPError as error:
+            metrics.count_error(error)
+            raise
+        finally:
+            self.state.tracing.generation(self.request_id, time.perf_counter() - started, usage.as_dict())
+            self.state.live.remove(job.signal)
+            await stream.aclose()
+
+    def _generate(self, job: Job) -> Stream:
+        def generate(prompt_token_ids: list[int], params: SamplingParams) -> Stream:
+            outbox = Outbox()
+            self._outboxes.add(outbox)
+            stream: AsyncIterator[RequestOutput] = self.state.engine.generate(
+                prompt_token_ids,
+                params,
+                request_id=self.caller.engine_name(job.request_id or self.request_id),
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                deadline=self.state.config.server.request_timeout,
+                signal=job.signal,
+                outbox=outbox,
+            )
+            return cast("Stream", stream)
+
+        return generate(job.prompt_token_ids, job.params) if job.shape is None else job.shape(generate)
+
+    def _finished(self, number: int, output: RequestOutput) -> None:
+        self.state.metrics.requests.labels(str(output.finish_reason)).inc()
+        more = max(0, output.num_cached_tokens - self._cached[number])
+        self._cached[number] += more
+        self.usage.cached_tokens += more
+
+
+async def coalesce(stream: Outputs, interval: int) -> Outputs:
+    """Fewer, larger outputs. The first of each choice passes at once."""
+    held: dict[tuple[int, int], list[RequestOutput]] = {}
+    counts: dict[tuple[int, int], int] = {}
+    async with aclosing(stream):
+        async for number, output in stream:
+            key = number, output.index
+            first = key not in held
+            outputs = held.setdefault(key, [])
+            outputs.append(output)
+            counts[key] = counts.get(key, 0) + len(output.token_ids)
+            if first or output.finish_reason is not None or counts[key] >= interval:
+                held[key], counts[key] = [], 0
+                yield number, _joined(outputs)
+
+
+def _joined(outputs: list[RequestOutput]) -> RequestOutput:
+    """One output with what all of these bring. Time is linear in it."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return msgspec.structs.replace(
+        outputs[-1],
+        text="".join([each.text for each in outputs]),
+        token_ids=_chained([each.token_ids for each in outputs]),
+        logprobs=_chained([each.logprobs for each in outputs]),
+        prompt_logprobs=_first([each.prompt_logprobs for each in outputs]),
+        support=_chained([each.support for each in outputs]),
+        hidden=_concatenated([each.hidden for each in outputs]),
+        prompt_hidden=_first([each.prompt_hidden for each in outputs]),
+        experts=_concatenated([each.experts for each in outputs]),
+        prompt_experts=_first([each.prompt_experts for each in outputs]),
+    )
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _chained(values: Iterable[list[T] | None]) -> list[T] | None:
+    """One list of what the lists hold; None if none is there."""
+    found = [value for value in values if value is not None]
+    return list(itertools.chain.from_iterable(found)) if found else None
+
+
+def _concatenated(values: Iterable[bytes | None]) -> bytes | None:
+    found = [value for value in values if value is not None]
+    return b"".join(found) if found else None
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Interleave several streams. The first error ends all; closing closes all."""
+    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(MAX_MERGED)
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+                await asyncio.sleep(0)  # outputs of many streams wait here at once; others have a turn between them
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(prefix: str, given: str | None = None) -> str:
+    return given or f"{prefix}-{uuid.uuid4().hex}"
+
+
+def prefix_namespace(salt: str | None, key: str | None) -> str:
+    """Requests share cached prefixes if this is the same: if both `cache_salt` and `extra_key` are, in whole."""
+    if not (salt and key):
+        return f":{salt or key}" if salt or key else ""
+    return f"{len(salt)}:{salt}{key}"

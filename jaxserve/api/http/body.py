@@ -1,0 +1,155 @@
+"""From a request's bytes to a validated body, or to one 400 that names the field.
+
+One pass of pydantic over the JSON text; a second parse only to word an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from jaxserve.api.protocol.common import UNSUPPORTED, Body, Part
+from jaxserve.api.protocol.errors import ClientDisconnected, from_validation
+from jaxserve.api.shared.body_cost import LARGE_BYTES
+from jaxserve.api.shared.state import server_state
+from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
+from jaxserve.json_cost import may_have_large_exponent
+
+B = TypeVar("B", bound=Body)
+
+MAX_ERRORS = 64  # of one body that are worded
+MAX_UNKNOWN = 64  # unknown fields of one part that are looked at
+
+_NOTHING = (None, False, [], {}, "")  # values that say "not used"
+
+# the parser reads numbers of up to 4300 digits, and names no field when it gives up
+_HUGE_NUMBER = re.compile(rb'"(\w{1,64})"\s*:\s*[\[{]*-?\d{4300}')
+MAX_NAME_DISTANCE = 1024  # characters between a number that cannot be read and the name of its field
+_NAME = re.compile(r'"(\w{1,64})"\s*:')
+
+
+async def read_body(request: Request, model: type[B]) -> B:
+    """Read and validate a JSON body. Raises a RequestError (4xx)."""
+    _check_content_type(request)
+    try:
+        raw = await request.body()
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+    return await parse_body(raw, model, request)
+
+
+async def parse_body(raw: bytes, model: type[B], request: Request) -> B:
+    """Check and validate, off the event loop if the body is large."""
+    state, path = server_state(request), request.scope["path"]  # request.url is made anew for each
+    limits = state.body_limits()
+
+    def work() -> tuple[B, list[str]]:
+        limits.check_json(raw, path)
+        return validated(raw, model)
+
+    body, unknown = work() if len(raw) <= LARGE_BYTES else await state.body_work.run(work, len(raw))
+    if unknown:
+        state.unknown_fields.note(path, unknown)
+    return body
+
+
+def validated(raw: bytes, model: type[B]) -> tuple[B, list[str]]:
+    """(body, paths of its fields that are of no known API). Raises a RequestError."""
+    try:
+        body = model.model_validate_json(raw)
+    except ValidationError as error:
+        raise _explain(error, raw, model) from None
+    if may_have_large_exponent(raw):
+        _check_numbers(raw)
+    body.note_size(len(raw))
+    return body, [*refuse_unsupported(body), *_unknown_inside(body)]
+
+
+def _check_numbers(raw: bytes) -> None:
+    """Raises InvalidValueError for a number beyond a float's range: in a free field validation takes it as infinite."""
+    try:
+        orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise invalid_json(error) from None
+
+
+def invalid_json(error: orjson.JSONDecodeError) -> InvalidValueError:
+    """The error of a body that cannot be read, with the name of the last field before the mistake."""
+    names = _NAME.findall(error.doc[max(0, error.pos - MAX_NAME_DISTANCE) : error.pos])
+    param = names[-1] if names else None
+    return InvalidValueError(f"The body is not valid JSON: {error}.", param=param, code="invalid_json")
+
+
+def refuse_unsupported(body: BaseModel, prefix: str = "") -> list[str]:
+    """Raise UnsupportedParameterError for a known field that is not offered; return the unknown ones at the top."""
+    unknown = []
+    for name, value in (body.model_extra or {}).items():
+        if name not in UNSUPPORTED:
+            unknown.append(name)
+        elif value not in _NOTHING:
+            param = prefix + name
+            raise UnsupportedParameterError(f"{param} is not supported: {UNSUPPORTED[name]}.", param=param)
+    return unknown
+
+
+def _unknown_inside(body: BaseModel, prefix: str = "") -> Iterator[str]:
+    """Paths of the unknown fields in the body's parts, without list indices. One with an empty value is left out."""
+    for name in body.model_fields_set & type(body).model_fields.keys():
+        value = getattr(body, name)
+        parts = value if isinstance(value, list) else [value]
+        if not (parts and isinstance(parts[0], Part)):
+            continue
+        path = f"{prefix}{name}."
+        for part in parts:
+            unknown = itertools.islice(part.unknown_fields.items(), MAX_UNKNOWN)
+            yield from (path + key for key, given in unknown if given not in _NOTHING)
+            yield from _unknown_inside(part, path)
+
+
+def _check_content_type(request: Request) -> None:
+    """Also what keeps a web page from posting here without asking: such posts cannot be JSON without a preflight."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise InvalidValueError(f"Send JSON with Content-Type: application/json (it is {kind or 'missing'}).")
+
+
+def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> RequestError:
+    if error.error_count() > MAX_ERRORS:
+        return _explain_many(raw, model)
+    if any(detail["type"] == "json_invalid" for detail in error.errors(include_url=False, include_input=False)):
+        reason = error.errors(include_url=False, include_input=False)[0]["msg"]
+        huge = _HUGE_NUMBER.search(raw) if "number out of range" in reason else None
+        param = huge[1].decode() if huge else None
+        return InvalidValueError(f"The body is not valid JSON. {reason}", param=param, code="invalid_json")
+    return from_validation(error, _parsed(raw))
+
+
+def _explain_many(raw: bytes, model: type[BaseModel]) -> RequestError:
+    """To word a million errors takes 20 s: those of the first entries of every object stand for all."""
+    parsed = _parsed(raw)
+    if isinstance(parsed, dict):
+        try:
+            model.model_validate_json(json.dumps({name: _shortened(value) for name, value in parsed.items()}))
+        except ValidationError as error:
+            return from_validation(error, parsed)
+    return InvalidValueError("The body has many values that are not valid.")
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shortened(value[name]) for name in itertools.islice(value, MAX_ERRORS)}
+    return [_shortened(item) for item in value[:MAX_ERRORS]] if isinstance(value, list) else value
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,174 @@
+"""One client's TCP connection: cut when its headers are slow or too large, or when it does not read what it asked for.
+
+Below HTTP's meaning: knows bytes and clocks. Bodies are middleware's, which knows the route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from jaxserve.api.http.request_parser import RequestParser
+from jaxserve.api.shared.unread import ClientPace
+from jaxserve.config import ServerSection
+
+MAX_HEADER_BYTES = 64 * 1024  # request line and headers together
+MAX_HEADERS = 128
+MAX_IDLE_BYTES = 2**20  # of trailers, or of chunks that say much and bring nothing; more than one read of a socket
+LINGER = 2.0  # seconds in which a client that was answered before its body had come may end the body
+
+
+def limited_protocol(section: ServerSection) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol with the section's limits."""
+    limits = {"header_timeout": section.header_timeout, "send_timeout": section.send_timeout}
+    return type("Connection", (LimitedProtocol,), limits)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers.
+    send_timeout: seconds in which a client must take in what the transport holds for it (48 of 64 KiB)."""
+
+    header_timeout = 10.0
+    send_timeout = 60.0
+
+    def __init__(self, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.parser = RequestParser(self)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+        self._pace = ClientPace()
+        self._in_headers = True
+        self._header_bytes = 0
+        self._too_large = False
+        self._idle_bytes = 0  # received since the headers and the last piece of the body
+
+    # --- life
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(self.header_timeout, self._headers_are_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        timers = (self._header_timer, self._send_timer, self._linger_timer, self.timeout_keep_alive_task)
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
+        self._tell_request()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    # --- headers
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                self._refuse(431, "The request's headers are too large.")
+        else:
+            self._idle_bytes += len(data)
+            if self._idle_bytes > MAX_IDLE_BYTES:
+                self._cut()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # a trailer is no header of a request that has been let in
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
+        super().on_body(body)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers, self._header_bytes, self._idle_bytes = True, 0, 0
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_timeout, self._headers_are_late)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.upgrades:
+            return
+        self._in_headers = False
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+            self._too_large = True
+            raise ValueError("headers too large")  # ends the parser, which then calls send_400_response
+        self.scope.setdefault("state", {})["pace"] = self._pace
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._too_large:
+            self._refuse(431, "The request's headers are too large.")
+        else:
+            self._refuse(400, msg)
+
+    def _headers_are_late(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing():
+            self._refuse(408, "The request's headers did not arrive in time.")
+
+    def _cut(self) -> None:
+        """Close now, whatever waits to be sent. The request learns of it before it can write once more."""
+        self._tell_request()
+        self.transport.abort()
+
+    def _tell_request(self) -> None:
+        """With pipelined requests uvicorn tells the last one that came, which is not the one that runs."""
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self._running is not None and not self._running.response_complete:
+            return self._cut()  # the answer to the request before it is on its way
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        body = orjson.dumps({"error": error})
+        head = (
+            f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    # --- a body that nobody waits for any more
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body and not self.transport.is_closing():
+            self._linger_timer = self.loop.call_later(LINGER, self.transport.close)
+
+    def on_message_complete(self) -> None:
+        if self.parser.upgrades:
+            return
+        super().on_message_complete()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+            self.cycle.more_body = False
+
+    # --- a client that does not read
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._pace.paused = True
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self.send_timeout, self._cut)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._pace.paused = False
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None

@@ -1,0 +1,234 @@
+"""Pure ASGI middleware: request ids and last-resort errors, keys, readiness, the limit on bodies.
+
+No BaseHTTPMiddleware: it triples the cost of every streamed chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.api.protocol.errors import ClientDisconnected, as_http_error, send_error
+from jaxserve.api.shared.body_cost import BodyLimits, BodySum
+from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller, KeyRing, set_caller
+from jaxserve.config import ServerSection
+from jaxserve.errors import (
+    AuthenticationError,
+    HTTPError,
+    PermissionDeniedError,
+    SlowRequestError,
+)
+from jaxserve.telemetry.metrics import Metrics
+from jaxserve.telemetry.tracing import Tracing
+
+OPEN_PATHS = frozenset({"/health", "/live"})  # no key, any phase
+ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate"})
+UPLOAD_PATHS = ("/v1/files", "/files")  # have their own, larger limit
+
+SLOWEST_BYTES = 10_000.0  # a second: what a slow client's body must bring to be waited for
+
+logger = logging.getLogger(__name__)
+
+_SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestContext:
+    """Outermost: gives each request an id, counts and logs it, and turns what nobody caught into a 500."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing, log_requests: bool = False) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.tracing = tracing
+        self.log_requests = log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = time.perf_counter()
+        request_id = _request_id(scope)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        state["send_body"] = send  # nothing between here and a route looks at the body: see sse.EventStream
+        status = 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                milliseconds = b"%d" % ((time.perf_counter() - started) * 1000)
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode("latin-1")),
+                    (b"openai-processing-ms", milliseconds),
+                ]
+            await send(message)
+
+        try:
+            with self.tracing.request(scope["method"], scope["path"], request_id, Headers(scope=scope)) as span:
+                try:
+                    await self.app(scope, receive, tagged)
+                except ClientDisconnected:
+                    status = status or 499
+                except Exception as error:
+                    http_error = as_http_error(error)
+                    if status == 0:
+                        await send_error(http_error, scope, receive, tagged)
+                finally:
+                    span.end_with(status)
+        finally:
+            self.metrics.count_response(scope, status)
+            if self.log_requests:
+                seconds = time.perf_counter() - started
+                logger.info("%s %s %d %.3f s %s", scope["method"], scope["path"], status, seconds, request_id)
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _SAFE_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+class Authentication:
+    """Bearer keys. The admin key opens everything; without one the admin routes are off.
+
+    With `server.keys` a key may also abort, by id, requests of its own.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerSection) -> None:
+        self.app = app
+        self._keys = KeyRing(config)
+        self._open = OPEN_PATHS | {"/"} | (set() if config.metrics_auth else {"/metrics"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                set_caller(scope, self._caller(scope))
+            except HTTPError as error:
+                return await send_error(error, scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        """Raises HTTPError for a request whose key does not open its path."""
+        path, keys = scope["path"], self._keys
+        if path not in ADMIN_PATHS and (path in self._open or not keys.needed):
+            return DEFAULT_CALLER
+        caller = keys.find(scope)
+        if path not in ADMIN_PATHS or (path == "/abort_request" and keys.isolates):
+            allowed = caller is not None
+        elif keys.has_admin:
+            allowed = caller is not None and caller.admin
+        else:
+            raise PermissionDeniedError("Admin routes are off: server.admin_api_key is not set.")
+        if caller is None or not allowed:
+            raise AuthenticationError("Send the server's API key as `Authorization: Bearer KEY`.")
+        return caller
+
+
+class ReadinessGate:
+    """503 with Retry-After until the engine is ready, and again while it drains; 429 where its queue is full.
+
+    A full queue is seen here before the body is read: a refusal then costs 0.2 ms and not a millisecond, and it is
+    under overload that they are many.
+    """
+
+    def __init__(self, app: ASGIApp, engine: EngineProtocol, metrics: Metrics) -> None:
+        self.app = app
+        self.engine = engine
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["path"] not in ("/metrics", "/"):
+            try:
+                self.engine.check_ready()
+                if scope["path"] in GENERATING_PATHS and scope["method"] == "POST":
+                    self._check_queue()
+            except HTTPError as error:
+                return await send_error(error, scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _check_queue(self) -> None:
+        try:
+            self.engine.check_queue()
+        except HTTPError as error:
+            self.metrics.count_error(error)
+            raise
+
+
+class BodyLimit:
+    """413 for a body over the limit: at once if its length is announced, else while it streams in. 408 for a slow one.
+    429 where the bodies of all requests in hand are too much.
+
+    timeout: seconds for a body, and one more for each SLOWEST_BYTES of it. Uploads have their own limit of bytes.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Callable[[], BodyLimits], held: BodySum, timeout: float) -> None:
+        self.app = app
+        self.limits = limits
+        self.timeout = timeout
+        self.sum = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        limits = None if scope["path"].startswith(UPLOAD_PATHS) else self.limits()
+        announced = Headers(scope=scope).get("content-length", "")
+        if limits is not None and announced.isdigit() and int(announced):
+            try:
+                limits.check_size(int(announced))
+                self.sum.check(int(announced), limits.max_sum)
+            except HTTPError as error:
+                return await send_error(error, scope, receive, send)
+        body = _LimitedBody(receive, limits, self.sum, self.timeout)
+        try:
+            await self.app(scope, body, send)
+        finally:
+            body.forget()
+
+
+class _LimitedBody:
+    """A `receive` with limits. Only the time spent in waiting for the client counts."""
+
+    def __init__(self, receive: Receive, limits: BodyLimits | None, held: BodySum, timeout: float) -> None:
+        self._receive = receive
+        self._limits = limits
+        self._sum = held
+        self._timeout = timeout
+        self._waited = 0.0
+        self._received = 0
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:  # what comes now is the client's leaving
+            return await self._receive()
+        message = await self._next_part()
+        size = len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        self._received += size
+        if self._limits is not None:
+            self._sum.held += size
+            self._limits.check_size(self._received)
+            self._sum.check(0, self._limits.max_sum)
+        return message
+
+    def forget(self) -> None:
+        """The request has ended, and its body with it."""
+        if self._limits is not None:
+            self._sum.held -= self._received
+
+    async def _next_part(self) -> Message:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout + self._received / SLOWEST_BYTES - self._waited):
+                return await self._receive()
+        except TimeoutError:
+            raise SlowRequestError("The body did not arrive in time.") from None
+        finally:
+            self._waited += time.monotonic() - began

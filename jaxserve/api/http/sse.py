@@ -1,0 +1,127 @@
+"""Server-sent events, written straight to ASGI: one event is one `send`. Also: work that ends when the client leaves.
+
+The events are bytes made by the routes; this file knows nothing of their content but the error event and `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.api.protocol.errors import ClientDisconnected, as_http_error, error_body
+from jaxserve.api.shared.unread import ClientPace, UnreadStreams
+from jaxserve.errors import HTTPError
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+
+
+def event(data: bytes) -> bytes:
+    return b"data: %b\n\n" % data
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, cancelled as soon as the client goes away (then ClientDisconnected is raised)."""
+    return await _race(work, request.receive)
+
+
+async def _race(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Streams `events` (each a whole event) and ends them with `[DONE]`.
+
+    The status line waits for the first event, so that an error found before it is an ordinary HTTP error. A later one
+    is sent as an event. `events` is closed in every case: that is what aborts the request behind it.
+
+    The head goes through all layers of the application; the events take the short way, past those that only look at
+    heads (three of them, 0.2 us each for every event).
+
+    held_bytes: of the outputs behind `events` that wait to be sent. unread: what ends the stream if they are too many
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], held_bytes: Callable[[], int], unread: UnreadStreams
+    ) -> None:
+        self._events = events
+        self._unread = unread
+        self._pace = ClientPace()
+        self._task: asyncio.Task[None] | None = None
+        self._end: HTTPError | None = None
+        self.held_bytes = held_bytes
+        self.background = None
+        self.status_code = 200
+
+    @property
+    def paused(self) -> bool:
+        return self._pace.paused
+
+    def end_with(self, error: HTTPError) -> None:
+        """Send no more events but one of this error. What makes the events ends now."""
+        self._end = error
+        if self._task is not None:
+            self._task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.get("state", {})
+        self._pace = state.get("pace", self._pace)
+        self._unread.add(self)
+        try:
+            await _race(self._stream(send, state.get("send_body", send)), receive)
+        except ClientDisconnected:
+            return
+        finally:
+            self._unread.remove(self)
+            await self._events.aclose()
+
+    async def _stream(self, send: Send, send_body: Send) -> None:
+        self._task = asyncio.current_task()
+        try:
+            await self._all_events(send, send_body)
+        except asyncio.CancelledError:
+            if self._end is None or self._task is None:
+                raise
+            self._task.uncancel()
+            await self._events.aclose()
+            await send_body({"type": "http.response.body", "body": event(error_body(self._end)), "more_body": True})
+        await send_body({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _all_events(self, send: Send, send_body: Send) -> None:
+        first = await anext(self._events, DONE)
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS.copy()})
+        await send_body({"type": "http.response.body", "body": first, "more_body": True})
+        try:
+            async for data in self._events:
+                await send_body({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            data = event(error_body(as_http_error(error)))
+            await send_body({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,0 +1,81 @@
+"""What few requests ask for of each token, in the forms of the wire. What is asked: generate/details.py."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from jaxserve.api.generate.details import SamplingMode
+from jaxserve.api.respond.growing_json import GrowingArray
+from jaxserve.api.respond.logprobs import floor
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import Support
+
+
+def last_vector(output: RequestOutput) -> list[float] | None:
+    """The hidden state that the output's last token was drawn after."""
+    vectors = hidden_vectors(output)
+    return vectors[-1].tolist() if len(vectors) else None
+
+
+def hidden_vectors(output: RequestOutput) -> np.ndarray:
+    """float32 [tokens, D]"""
+    return matrix(output.hidden, len(output.token_ids))
+
+
+def matrix(data: bytes | None, rows: int) -> np.ndarray:
+    """float32 [rows, D] of what crossed the wire; [0, 0] for none."""
+    return np.zeros((0, 0), np.float32) if not data else np.frombuffer(data, "<f4").reshape(rows, -1)
+
+
+class Candidates:
+    """SGLang's sampling mask of one choice, token by token. A token that was not drawn has none.
+
+    mode: "support" gives the log-probabilities of all candidates, else of the token among them
+    """
+
+    def __init__(self, mode: SamplingMode | None) -> None:
+        self._mode = mode
+        self._masks, self._logprobs = GrowingArray(), GrowingArray()
+
+    def note(self, output: RequestOutput) -> None:
+        found = output.support or [None] * len(output.token_ids)
+        self._masks.extend([None if each is None else each.ids for each in found])
+        self._logprobs.extend([None if each is None else self._values(each) for each in found])
+
+    def _values(self, support: Support) -> float | list[float]:
+        return _floored(support.logprobs) if self._mode == "support" else floor(support.logprob)
+
+    def clear(self) -> None:
+        self._masks.clear()
+        self._logprobs.clear()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As values that orjson encodes."""
+        return {
+            "output_token_sampling_mask": self._masks.fragment,
+            "output_token_sampling_logprobs": self._logprobs.fragment,
+        }
+
+
+class RoutedExperts:
+    """The experts of one choice: of every token but the last, which nothing was computed of."""
+
+    def __init__(self) -> None:
+        self._prompt = b""
+        self._output = bytearray()  # of the token before each one of the output; the first is the prompt's last
+
+    def note(self, output: RequestOutput) -> None:
+        self._prompt = output.prompt_experts or self._prompt
+        self._output += output.experts or b""
+
+    def encoded(self, start: int, num_prompt_tokens: int) -> str:
+        """SGLang's form: base64 of int32 [tokens from `start` on, sparse layers, experts each]."""
+        size = len(self._prompt) // num_prompt_tokens
+        return base64.b64encode((self._prompt + self._output[size:])[start * size :]).decode()
+
+
+def _floored(values: list[float]) -> list[float]:
+    return [floor(value) for value in values]

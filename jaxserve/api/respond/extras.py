@@ -1,0 +1,88 @@
+"""What SGLang and vLLM add to a choice when asked: ids, counts, candidates that OpenAI's answer does not have.
+
+All of it goes with the choice's last chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.api.generate.generation import Job
+from jaxserve.api.protocol.common import SamplingFields
+from jaxserve.api.respond.details import Candidates, RoutedExperts
+from jaxserve.text.output.sequence_text import RequestOutput
+
+WEIGHT_VERSION = "default"
+
+
+class Extras:
+    """Of one request. `wanted` is False for nearly every request, and then nothing here is called again."""
+
+    def __init__(self, body: SamplingFields, request_id: str) -> None:
+        self._body = body
+        self._request_id = request_id
+        self._output_ids: dict[tuple[int, int], list[int]] = {}
+        self._candidates: dict[tuple[int, int], Candidates] = {}
+        self._experts: dict[tuple[int, int], RoutedExperts] = {}
+        self.wanted = any(
+            (
+                body.return_meta_info,
+                body.return_sampling_mask,
+                body.return_routed_experts,
+                body.return_weight_versions,
+                body.return_cached_tokens_details,
+                body.return_spec_tokens_details,
+                body.return_input_ids_in_sglext,
+                body.return_output_ids_in_sglext,
+            )
+        )
+
+    def note(self, number: int, output: RequestOutput) -> None:
+        """Take the tokens of an output of job `number`."""
+        key = number, output.index
+        self._output_ids.setdefault(key, []).extend(output.token_ids)
+        if self._body.return_sampling_mask:
+            self._candidates_of(key).note(output)
+        if self._body.return_routed_experts:
+            self._experts.setdefault(key, RoutedExperts()).note(output)
+
+    def _candidates_of(self, key: tuple[int, int]) -> Candidates:
+        if key not in self._candidates:
+            self._candidates[key] = Candidates(self._body.sampling_logprobs_mode)
+        return self._candidates[key]
+
+    def finish(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
+        """The fields for the last chunk of a choice."""
+        extras: dict[str, Any] = {}
+        if self._body.return_meta_info or self._body.return_sampling_mask:
+            extras["meta_info"] = self._meta_info(number, job, output)
+        if self._body.return_weight_versions:
+            extras["weight_versions"] = [WEIGHT_VERSION]
+        sglext = self._sglext(number, job, output)
+        return extras | {"sglext": sglext} if sglext else extras
+
+    def _meta_info(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
+        meta = {
+            "id": self._request_id,
+            "prompt_tokens": len(job.prompt_token_ids),
+            "completion_tokens": len(self._output_ids.get((number, output.index), ())),
+            "cached_tokens": output.num_cached_tokens,
+            "weight_version": WEIGHT_VERSION,
+        }
+        candidates = self._candidates.get((number, output.index))
+        return meta if candidates is None else meta | candidates.as_dict()
+
+    def _sglext(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._body.return_cached_tokens_details:
+            found["cached_tokens_details"] = {"device": output.num_cached_tokens, "host": 0}
+        if self._body.return_spec_tokens_details:
+            found["spec_tokens_details"] = None  # no tokens are drafted
+        if self._body.return_routed_experts:
+            experts, start = self._experts[number, output.index], self._body.routed_experts_start_len or 0
+            found["routed_experts"] = experts.encoded(start, len(job.prompt_token_ids))
+        if self._body.return_input_ids_in_sglext:
+            found["input_ids"] = job.prompt_token_ids
+        if self._body.return_output_ids_in_sglext:
+            found["output_ids"] = self._output_ids.get((number, output.index), [])
+        return found

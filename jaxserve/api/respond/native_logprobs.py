@@ -1,0 +1,96 @@
+"""Log-probabilities in SGLang's form: lists of [log-probability, token id, text] in `meta_info`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.api.generate.details import SamplingMode
+from jaxserve.api.respond.growing_json import GrowingArray
+from jaxserve.api.respond.logprobs import floor
+from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import TokenLogprobs
+from jaxserve.types.sampling import HiddenStates
+
+Entries = Sequence[TokenLogprobs | None]
+
+
+@dataclass(frozen=True)
+class LogprobOptions:
+    """What a request wants of log-probabilities. `start` is the first prompt position; -1: outputs only."""
+
+    wanted: bool = False
+    start: int = -1
+    top: int = 0
+    with_text: bool = False
+    watched: tuple[int, ...] = ()
+    candidates: bool = False
+    sampling_mode: SamplingMode | None = None
+    hidden: HiddenStates = ""
+    experts_from: int | None = None  # first prompt position; None: not asked for
+
+
+class NativeLogprobs:
+    """The lists of one choice. Every entry is encoded once.
+
+    incremental: the output's lists hold what is new since the last `fields`; the prompt's are whole in the event
+    that brings them and in the last one, and empty between
+    """
+
+    def __init__(self, options: LogprobOptions, texts: TokenTexts, incremental: bool) -> None:
+        self._options = options
+        self._texts = texts
+        self._incremental = incremental
+        self._kinds = ["token", *["top"] * bool(options.top), *["token_ids"] * bool(options.watched)]
+        self._inputs = {kind: GrowingArray() for kind in self._kinds}
+        self._outputs = {kind: GrowingArray() for kind in self._kinds}
+        self._has_inputs = False
+        self._shows_inputs = not incremental
+
+    def take(self, output: RequestOutput, prompt_token_ids: list[int]) -> None:
+        """Add what an output brings."""
+        if output.prompt_logprobs is not None and self._options.start >= 0 and not self._has_inputs:
+            first = self._options.start
+            self._extend(self._inputs, output.prompt_logprobs[first:], prompt_token_ids[first:])
+            self._has_inputs = self._shows_inputs = True
+        if output.logprobs:
+            self._extend(self._outputs, output.logprobs, [entry.token_id for entry in output.logprobs])
+
+    def fields(self, *, last: bool) -> dict[str, Any]:
+        """The lists, as values that orjson encodes."""
+        shows_inputs, self._shows_inputs = self._shows_inputs or last, not self._incremental
+        result: dict[str, Any] = {}
+        for kind in self._kinds:
+            result[f"input_{kind}_logprobs"] = self._inputs[kind].fragment if shows_inputs else []
+            result[f"output_{kind}_logprobs"] = self._outputs[kind].fragment
+            if self._incremental:
+                self._outputs[kind].clear()
+        return result
+
+    def _extend(self, arrays: dict[str, GrowingArray], entries: Entries, ids: Sequence[int]) -> None:
+        """Add entries and their token ids; an entry is None for a prompt's first token: nothing predicts it."""
+        logprobs = [None if entry is None else entry.logprob for entry in entries]
+        arrays["token"].extend([self._entry(value, i) for value, i in zip(logprobs, ids, strict=False)])
+        if "top" in arrays:
+            arrays["top"].extend([self._top(entry) for entry in entries])
+        if "token_ids" in arrays:
+            arrays["token_ids"].extend([self._watched(entry) for entry in entries])
+
+    def _watched(self, entry: TokenLogprobs | None) -> list[list[Any]] | None:
+        if entry is None:
+            return None
+        pairs = zip(self._options.watched, entry.watched, strict=True)
+        return [self._entry(entry.logprob if i == entry.token_id else value, i) for i, value in pairs]
+
+    def _top(self, entry: TokenLogprobs | None) -> list[list[Any]] | None:
+        if entry is None:
+            return None
+        top = self._options.top
+        pairs = zip(entry.top_ids[:top], entry.top_logprobs[:top], strict=True)
+        return [self._entry(entry.logprob if i == entry.token_id else value, i) for i, value in pairs]
+
+    def _entry(self, logprob: float | None, token_id: int) -> list[Any]:
+        text = self._texts.text(token_id) if self._options.with_text else None
+        return [None if logprob is None else floor(logprob), token_id, text]

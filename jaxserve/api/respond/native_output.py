@@ -1,0 +1,119 @@
+"""From RequestOutputs to the answers of /generate: SGLang's text and meta_info."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxserve.api.generate.generation import Job
+from jaxserve.api.respond.details import Candidates, RoutedExperts, hidden_vectors, matrix
+from jaxserve.api.respond.growing_json import GrowingArray, GrowingText
+from jaxserve.api.respond.native_logprobs import LogprobOptions, NativeLogprobs
+from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import FinishReason
+
+
+@dataclass
+class NativeChoice:
+    """One choice as far as it has come. An event costs the encoding of what is new and a copy of what it repeats.
+
+    scoring: max_new_tokens is 0; the engine always samples one token, which is dropped
+    incremental: events hold what is new, and nothing is kept of what was sent
+    """
+
+    request_id: str
+    job: Job
+    options: LogprobOptions
+    texts: TokenTexts
+    scoring: bool = False
+    incremental: bool = False
+    started: float = field(default_factory=time.perf_counter)
+    text: GrowingText = field(default_factory=GrowingText)
+    token_ids: GrowingArray = field(default_factory=GrowingArray)
+    num_tokens: int = 0
+    last: RequestOutput | None = None
+    experts: RoutedExperts = field(default_factory=RoutedExperts)
+    prompt_hidden: bytes | None = None
+    hidden: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.logprobs = NativeLogprobs(self.options, self.texts, self.incremental)
+        self.candidates = Candidates(self.options.sampling_mode)
+
+    def add(self, output: RequestOutput) -> None:
+        """Take an output in."""
+        self._add_hidden(output)
+        if self.options.experts_from is not None:
+            self.experts.note(output)
+        if self.scoring:
+            output = _unsaid(output)
+        if self.options.candidates:
+            self.candidates.note(output)
+        if self.options.wanted:
+            self.logprobs.take(output, self.job.prompt_token_ids)
+        self.text.append(output.text)
+        self.token_ids.extend(output.token_ids)
+        self.num_tokens += len(output.token_ids)
+        self.last = output
+
+    def _add_hidden(self, output: RequestOutput) -> None:
+        self.prompt_hidden = output.prompt_hidden or self.prompt_hidden
+        if self.options.hidden == "all":
+            self.hidden.extend(hidden_vectors(output))
+        elif self.options.hidden:
+            self.hidden = [*hidden_vectors(output)[-1:]] or self.hidden
+
+    def result(self) -> dict[str, Any]:
+        """The answer so far, or what is new in it, as values that orjson encodes."""
+        answer = {"text": self.text.fragment, "output_ids": self.token_ids.fragment, "meta_info": self._meta()}
+        if self.incremental:
+            for each in (self.text, self.token_ids, self.candidates):
+                each.clear()
+        return answer
+
+    def _meta(self) -> dict[str, Any]:
+        assert self.last is not None
+        ended = self.last.finish_reason is not None
+        meta: dict[str, Any] = {
+            "id": self.request_id,
+            "finish_reason": self._finish(self.last),
+            "prompt_tokens": len(self.job.prompt_token_ids),
+            "completion_tokens": self.num_tokens,
+            "cached_tokens": self.last.num_cached_tokens,
+            "weight_version": "default",
+            "e2e_latency": time.perf_counter() - self.started,
+        }
+        if self.options.candidates:
+            meta |= self.candidates.as_dict()
+        if self.options.hidden and ended:
+            meta["hidden_states"] = self._hidden_states()
+        if self.options.experts_from is not None and ended:
+            meta["routed_experts"] = self.experts.encoded(self.options.experts_from, len(self.job.prompt_token_ids))
+        return meta | self.logprobs.fields(last=ended) if self.options.wanted else meta
+
+    def _hidden_states(self) -> list[Any]:
+        """As SGLang: one entry a token, the first of them of the whole prompt; or the last token's alone."""
+        found: list[Any] = [vector.tolist() for vector in self.hidden]
+        if self.options.hidden == "all" and found:
+            found[0] = matrix(self.prompt_hidden, len(self.job.prompt_token_ids)).tolist()
+        return found
+
+    def _finish(self, output: RequestOutput) -> dict[str, Any] | None:
+        if output.finish_reason is None:
+            return None
+        if output.finish_reason is FinishReason.STOP:
+            return {"type": "stop", "matched": output.matched_stop}
+        if output.finish_reason is FinishReason.LENGTH:
+            return {"type": "length", "length": 0 if self.scoring else self.job.params.max_tokens}
+        return {"type": "abort", "message": "The request was aborted.", "status_code": None}
+
+
+def _unsaid(output: RequestOutput) -> RequestOutput:
+    """The output without what it says."""
+    reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
+    return msgspec.structs.replace(output, text="", token_ids=[], logprobs=None, support=None, finish_reason=reason)

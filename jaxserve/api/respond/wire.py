@@ -1,0 +1,100 @@
+"""Pieces of answers that several routes share: JSON responses, chunk envelopes, finish reasons."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from jaxserve.api.generate.generation import Usage
+from jaxserve.api.protocol.common import SamplingFields
+from jaxserve.errors import InvalidValueError
+from jaxserve.text.output.sequence_text import RequestOutput
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+async def json_answer(content: Any) -> Response:
+    """An answer of several choices, written one at a time: others have a turn between them."""
+    choices = content if isinstance(content, list) else content.get("choices", ())
+    if len(choices) < 2:
+        return json_response(content)
+    written = []
+    for choice in choices:
+        written.append(orjson.Fragment(orjson.dumps(choice)))
+        await asyncio.sleep(0)
+    return json_response(written if isinstance(content, list) else content | {"choices": written})
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all chunks of an answer have in common. The constant part is serialized once."""
+
+    id: str
+    object: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+
+
+class ChunkWriter:
+    """Server-sent events of one answer."""
+
+    def __init__(self, envelope: Envelope, usage: Usage, body: SamplingFields) -> None:
+        options = body.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous = bool(options and options.continuous_usage_stats and options.include_usage is not False)
+        self._usage = usage
+        self._head = b"data: " + orjson.dumps(envelope.head())[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+
+    def chunk(self, choice: Mapping[str, Any], uncounted: int = 0) -> bytes:
+        """uncounted: tokens that the usage of a chunk leaves out."""
+        return self._head + orjson.dumps(choice) + (self._usage_tail(uncounted) if self.continuous else self._tail)
+
+    def chunk_beside(self, choice: Mapping[str, Any], others: Mapping[str, Any], uncounted: int = 0) -> bytes:
+        """A chunk with fields beside its choices."""
+        return self.chunk(choice, uncounted).replace(b"{", b"{" + orjson.dumps(others)[1:-1] + b",", 1)
+
+    def counted(self, chunks: list[dict[str, Any]], num_tokens: int, others: Mapping[str, Any]) -> Iterator[bytes]:
+        """The chunks of one output, of which the last counts its tokens. `others` stand beside the first.
+
+        The finish comes with the last delta, since readers take every chunk that counts no more tokens for an error.
+        """
+        if len(chunks) > 1 and chunks[-1]["finish_reason"] is not None and "role" not in chunks[-2]["delta"]:
+            delta = {name: value for name, value in chunks[-2].items() if name != "finish_reason"}
+            chunks = [*chunks[:-2], chunks[-1] | delta]
+        for place, chunk in enumerate(chunks):
+            uncounted = 0 if place == len(chunks) - 1 else num_tokens
+            yield self.chunk_beside(chunk, others, uncounted) if others and not place else self.chunk(chunk, uncounted)
+
+    def usage_chunk(self) -> bytes:
+        return self._head + self._usage_tail()
+
+    def _usage_tail(self, uncounted: int = 0) -> bytes:
+        return b'],"usage":%b}\n\n' % orjson.dumps(self._usage.as_dict(uncounted))
+
+
+def check_stream_options(body: SamplingFields) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidValueError("stream_options is only allowed with stream: true.", param="stream_options")
+
+
+def finish_fields(output: RequestOutput, stop_token_ids: tuple[int, ...]) -> dict[str, Any]:
+    """finish_reason, SGLang's matched_stop and vLLM's stop_reason (null for the end of the sequence itself)."""
+    matched = output.matched_stop
+    named = isinstance(matched, str) or matched in stop_token_ids
+    return {
+        "finish_reason": str(output.finish_reason),
+        "matched_stop": matched,
+        "stop_reason": matched if named else None,
+    }

@@ -1,0 +1,55 @@
+"""The deep probe behind GET /health_generate: whether the engine makes tokens, not only whether its loop ticks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import Any, cast
+
+from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.errors import NotReadyError, QueueFullError
+from jaxserve.types.sampling import SamplingParams
+
+TIMEOUT = 20.0  # seconds; SGLang's
+POLL = 0.1
+STATS_AGE = 1.0  # seconds that the engine's numbers may be old
+
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+EMBED = SamplingParams(embed=True, max_tokens=0)
+
+
+async def check_generates(engine: EngineProtocol) -> None:
+    """Return once the engine has answered a request of one token, or computed steps of others meanwhile.
+
+    Under load the probe's request waits in the queue, or the queue is full: a server that is busy is not a broken one.
+    Raises NotReadyError (503) after TIMEOUT seconds, or what the request ended with.
+    """
+    started, steps = time.monotonic(), None
+    probe = asyncio.create_task(_answer(engine))
+    try:
+        while (seconds := time.monotonic() - started) < TIMEOUT:
+            await asyncio.wait({probe}, timeout=POLL)
+            if probe.done():
+                error = probe.exception()
+                if error is None:
+                    return
+                if not isinstance(error, QueueFullError):
+                    raise error
+                await asyncio.sleep(POLL)
+            if steps is None and seconds >= STATS_AGE:
+                steps = engine.stats().steps
+            elif steps is not None and engine.stats().steps > steps:
+                return
+    finally:
+        probe.cancel()
+        await asyncio.gather(probe, return_exceptions=True)
+    raise NotReadyError(f"The engine computed nothing for {TIMEOUT:g} seconds.")
+
+
+async def _answer(engine: EngineProtocol) -> None:
+    params = EMBED if engine.info.is_embedding else ONE_TOKEN
+    outputs = engine.generate([(engine.info.eos_token_ids or [0])[0]], params, deadline=TIMEOUT)
+    async with aclosing(cast(Any, outputs)) as stream:
+        async for _ in stream:
+            pass

@@ -1,0 +1,203 @@
+"""SGLang's sessions: requests that begin with the tokens of an earlier one, prompt and output, without sending them.
+
+A session is a tree of turns: each is the whole context of one request. Only tokens are kept, in this process; that
+their keys and values need not be computed again is the prefix cache's doing. A session is found by its id and by the
+API key that opened it: two keys may choose one id.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jaxserve.api.protocol.common import SessionParams
+from jaxserve.api.protocol.sessions import OpenSessionRequest
+from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.errors import InvalidValueError, NotFoundError, QueueFullError
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.output import FinishReason
+
+MAX_SESSIONS = 4096
+MAX_TOKENS = 2**23  # of all sessions together: 32 MiB
+
+
+@dataclass(eq=False)
+class Turn:
+    """One request of a session. tokens: its prompt, and its output as far as it has come, until it is forgotten."""
+
+    session: Session
+    request_id: str
+    tokens: array[int]
+    num_prompt: int
+    parent: Turn | None = None
+    finished: bool = False
+    forgotten: bool = False
+    signal: AbortSignal = field(default_factory=AbortSignal)  # aborts the request
+
+
+@dataclass(eq=False)
+class Session:
+    capacity: int
+    streaming: bool
+    timeout: float | None
+    turns: dict[str, Turn] = field(default_factory=dict)
+    used: float = field(default_factory=time.monotonic)
+
+    @property
+    def expired(self) -> bool:
+        return self.timeout is not None and time.monotonic() > self.used + self.timeout
+
+    def previous(self, wanted: SessionParams) -> Turn | None:
+        """The turn that a request goes on from; None: from nothing. Raises InvalidValueError."""
+        if self.streaming:
+            return self._only(wanted)
+        if wanted.rid is None:
+            return None
+        turn = self.turns.get(wanted.rid)
+        if turn is None:
+            raise _wrong("rid", f"the session has no request {wanted.rid!r}")
+        if not (turn.finished or wanted.replace):
+            raise _wrong("rid", f"the request {wanted.rid!r} has not ended")
+        return turn
+
+    def _only(self, wanted: SessionParams) -> Turn | None:
+        for name in ("replace", "drop_previous_output", "offset"):
+            if getattr(wanted, name):
+                raise _wrong(name, "a streaming session only goes on")
+        turns = list(self.turns.values())
+        for turn in turns:
+            if not turn.finished:
+                raise _wrong("id", f"the request {turn.request_id!r} of this streaming session has not ended")
+        return turns[-1] if turns else None
+
+    def after(self, before: Turn | None) -> list[Turn]:
+        """The turns that go on from `before`, directly or not; None: all. (A turn is younger than its parent.)"""
+        found: dict[Turn, None] = {}
+        for turn in self.turns.values():
+            if before is None or turn.parent is before or turn.parent in found:
+                found[turn] = None
+        return list(found)
+
+
+def _wrong(name: str, message: str) -> InvalidValueError:
+    param = f"session_params.{name}"
+    return InvalidValueError(f"{param}: {message}.", param=param)
+
+
+class Sessions:
+    """All of a server's. They end with `close`, their timeout, or the server."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[tuple[str, str], Session] = {}  # by owner and id
+        self._num_tokens = 0  # of all turns that are not forgotten
+
+    def open(self, body: OpenSessionRequest, owner: str = "") -> str:
+        """The new session's id. Raises InvalidValueError for one in use, QueueFullError for one too many."""
+        self._drop_expired()
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise QueueFullError(f"There are {MAX_SESSIONS} sessions already.")
+        session_id = body.session_id or uuid.uuid4().hex
+        if (owner, session_id) in self._sessions:
+            raise InvalidValueError(f"The session {session_id!r} is open already.", param="session_id")
+        self._sessions[owner, session_id] = Session(body.capacity_of_str_len or 0, bool(body.streaming), body.timeout)
+        return session_id
+
+    def close(self, session_id: str, owner: str = "") -> None:
+        """Forget a session; requests of it that run go on. Raises NotFoundError."""
+        session = self._sessions.pop((owner, session_id), None)
+        if session is None:
+            raise NotFoundError(f"There is no session {session_id!r}.", param="session_id")
+        self._forget(session.turns.values())
+
+    def context(
+        self, wanted: SessionParams | None, token_ids: list[int], tokenizer: Tokenizer, owner: str = ""
+    ) -> list[int]:
+        """The prompt of a request that brings `token_ids`: its own without a session. Raises InvalidValueError."""
+        if wanted is None:
+            return token_ids
+        session = self._find(wanted.id, owner)
+        before = session.previous(wanted)
+        if before is None:
+            context = token_ids
+        else:
+            old = before.tokens[: before.num_prompt] if wanted.drop_previous_output else before.tokens
+            kept = old[: wanted.offset] if wanted.offset else old
+            context = kept.tolist() + token_ids[int(token_ids[:1] == [tokenizer.bos_token_id]) :]
+        if session.capacity and len(tokenizer.decode(context)) > session.capacity:
+            raise _wrong("id", f"the context has more than the session's {session.capacity} characters")
+        return context
+
+    def begin(
+        self, wanted: SessionParams, request_id: str, prompt: list[int], signal: AbortSignal, owner: str = ""
+    ) -> Turn:
+        """Enter a request whose `prompt` is its context; requests that it takes the place of are aborted.
+
+        signal: aborts this one
+        """
+        session = self._find(wanted.id, owner)
+        before = session.previous(wanted)
+        if request_id in session.turns:
+            raise InvalidValueError(f"The session has a request {request_id!r} already.", param="rid")
+        if self._num_tokens + len(prompt) > MAX_TOKENS:
+            raise QueueFullError(f"The open sessions hold {MAX_TOKENS} tokens already: close some.")
+        replaced = session.after(before) if wanted.replace else []
+        self._remove(replaced)
+        session.used = time.monotonic()
+        parent = None if session.streaming else before  # a streaming session keeps its last turn only
+        turn = session.turns[request_id] = Turn(
+            session, request_id, array("i", prompt), len(prompt), parent, signal=signal
+        )
+        self._num_tokens += len(prompt)
+        running = [*replaced, *([before] if wanted.replace and before else [])]
+        for each in running:
+            if not each.finished:
+                each.signal.set()
+        return turn
+
+    def extend(self, turn: Turn, token_ids: list[int]) -> None:
+        """Add to a turn's output. Nothing is kept of a turn that was forgotten."""
+        if not turn.forgotten:
+            turn.tokens.extend(token_ids)
+            self._num_tokens += len(token_ids)
+
+    def end(self, turn: Turn, reason: FinishReason | None) -> None:
+        """End the turn's request. reason: of its output's end; None: it failed, or its client left.
+
+        A turn without output is forgotten. A streaming session forgets every turn that did not end by itself, and so
+        goes on from its last whole one.
+        """
+        turn.finished = True
+        if turn.forgotten:
+            return
+        whole = reason not in (None, FinishReason.ABORT)
+        said_nothing = reason is None and len(turn.tokens) == turn.num_prompt
+        streaming = turn.session.streaming
+        if said_nothing or (streaming and not whole):
+            self._remove([turn])
+        elif streaming:
+            self._remove([each for each in turn.session.turns.values() if each is not turn])
+
+    def _remove(self, turns: list[Turn]) -> None:
+        """Take turns out of their session."""
+        for turn in turns:
+            del turn.session.turns[turn.request_id]
+        self._forget(turns)
+
+    def _forget(self, turns: Iterable[Turn]) -> None:
+        for turn in turns:
+            turn.forgotten = True
+            self._num_tokens -= len(turn.tokens)
+
+    def _find(self, session_id: str, owner: str) -> Session:
+        self._drop_expired()
+        session = self._sessions.get((owner, session_id))
+        if session is None:
+            raise _wrong("id", f"there is no session {session_id!r}")
+        return session
+
+    def _drop_expired(self) -> None:
+        for key in [key for key, session in self._sessions.items() if session.expired]:
+            self._forget(self._sessions.pop(key).turns.values())

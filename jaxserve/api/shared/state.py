@@ -1,0 +1,181 @@
+"""What the routes of one server share. Made by create_app, reached through the request; no module holds state."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from starlette.requests import Request
+
+from jaxserve.api.shared.body_cost import BodyLimits, BodySum
+from jaxserve.api.shared.encoding import TextEncoder, TextWork
+from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.api.shared.grammar_checks import GrammarChecks
+from jaxserve.api.shared.keys import Caller
+from jaxserve.api.shared.sessions import Sessions
+from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.api.shared.unread import UnreadStreams
+from jaxserve.api.shared.work_pool import Waiting, WorkPool
+from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.config import Config
+from jaxserve.errors import InvalidValueError, ModelNotFoundError, NotReadyError
+from jaxserve.store import Store
+from jaxserve.telemetry.metrics import Metrics
+from jaxserve.telemetry.tracing import Tracing
+from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
+from jaxserve.text.template.renderer import Renderer
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_FIELDS = 256  # names come from clients; remember no more of them
+MAX_FILE_PIECES = 256  # of uploads and downloads, that wait for asyncio's threads; a connection has one
+MAX_FILE_BYTES = 64 * 2**20  # in them
+MAX_RENDERED_BYTES = 64 * 2**20  # of bodies that wait for the template worker
+_FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+_IN_TEMPLATES = ("messages.", "tools.", "functions.")  # rendered with all fields that they have
+
+
+def body_pool() -> WorkPool:
+    """One thread: decoding holds the interpreter's lock, and a second thread would only hold it longer. What the pool
+    may hold is bounded by the sum of bodies."""
+    return WorkPool("bodies", "bodies", threads=1, max_jobs=4096, max_size=2**31)
+
+
+def template_pool() -> WorkPool:
+    """One thread: the template worker takes one conversation at a time."""
+    return WorkPool("templates", "conversations", threads=1, max_jobs=4096, max_size=MAX_RENDERED_BYTES)
+
+
+class UnknownFields:
+    """Logs each body field of no known API once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, route: str, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._seen or len(self._seen) >= MAX_LOGGED_FIELDS or not _FIELD_NAME.fullmatch(name):
+                continue
+            self._seen.add(name)
+            effect = "no effect unless the chat template reads it" if name.startswith(_IN_TEMPLATES) else "no effect"
+            logger.warning("%s: the field %r is of no API known here and has %s", route, name, effect)
+
+
+class LiveRequests:
+    """The requests that run, with the clients' ids, which several may share, and whose they are."""
+
+    def __init__(self) -> None:
+        self._running: dict[AbortSignal, tuple[str, Caller]] = {}
+
+    def add(self, signal: AbortSignal, request_id: str, caller: Caller) -> None:
+        self._running[signal] = request_id, caller
+
+    def remove(self, signal: AbortSignal) -> None:
+        self._running.pop(signal, None)
+
+    def matching(self, prefix: str, owner: str | None = None) -> list[str]:
+        """The ids that begin so, of one owner's requests or of all."""
+        return sorted({request_id for _, request_id in self._find(prefix, owner)})
+
+    def abort(self, prefix: str, owner: str | None = None) -> list[str]:
+        """End the requests whose ids begin so, of one owner or of all; the ids."""
+        found = self._find(prefix, owner)
+        for signal, _ in found:
+            signal.set()
+        return sorted({request_id for _, request_id in found})
+
+    def _find(self, prefix: str, owner: str | None) -> list[tuple[AbortSignal, str]]:
+        return [
+            (signal, request_id)
+            for signal, (request_id, caller) in self._running.items()
+            if request_id.startswith(prefix) and owner in (None, caller.owner)
+        ]
+
+
+@dataclass
+class ServerState:
+    """Read by every route. The cached parts exist once the engine is ready, which the readiness gate ensures."""
+
+    engine: EngineProtocol
+    config: Config
+    metrics: Metrics
+    tracing: Tracing
+    store: Store | None = None
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    text_work: TextWork = field(default_factory=TextWork)
+    bodies: BodySum = field(default_factory=BodySum)
+    body_work: WorkPool = field(default_factory=body_pool)
+    template_work: WorkPool = field(default_factory=template_pool)
+    file_work: Waiting = field(default_factory=lambda: Waiting("pieces of files", MAX_FILE_PIECES, MAX_FILE_BYTES))
+    live: LiveRequests = field(default_factory=LiveRequests)
+    sessions: Sessions = field(default_factory=Sessions)
+    startup_error: Exception | None = None  # why the application could not start
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body_limits(self) -> BodyLimits:
+        """Before the model is known, those of a small one."""
+        try:
+            return self._body_limits
+        except NotReadyError:
+            return BodyLimits.of(self.config.server, 0)
+
+    @cached_property
+    def _body_limits(self) -> BodyLimits:
+        return BodyLimits.of(self.config.server, self.engine.info.max_model_len)
+
+    @cached_property
+    def unread(self) -> UnreadStreams:
+        return UnreadStreams(self.config.server.max_unread_bytes, self.metrics.count_error)
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        return TextEncoder(self.engine.tokenizer, self.text_work, self.engine.info.max_model_len)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts(self.engine.tokenizer)
+
+    @cached_property
+    def chat_template(self) -> Renderer | None:
+        """The operator's template or the model's; None if there is neither."""
+        return Renderer.load(self.engine.tokenizer, self.config.model.chat_template)
+
+    def stop_rendering(self) -> None:
+        self.template_work.stop()
+        template = self.__dict__.get("chat_template")
+        if template is not None:
+            template.stop()
+
+    @cached_property
+    def parsers(self) -> ParserChoice:
+        """What reads the model's output: by name, or found by the chat template."""
+        source = self.chat_template.source if self.chat_template is not None else None
+        model = self.config.model
+        return choose_parsers(source, tool=model.tool_parser, reasoning=model.reasoning_parser)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ModelNotFoundError; None means the first served name."""
+        names = self.engine.info.served_names
+        if name is None:
+            return names[0]
+        if name not in names:
+            shown = ", ".join(names)
+            raise ModelNotFoundError(f"The model {name!r} does not exist. Served: {shown}.", param="model")
+        return name
+
+    def check_generates(self, name: str | None) -> str:
+        """`check_model` of a route that makes text. Raises InvalidValueError where the model makes embeddings only."""
+        name = self.check_model(name)
+        if self.engine.info.is_embedding:
+            message = f"The model {name!r} makes embeddings and generates no text. Use /v1/embeddings."
+            raise InvalidValueError(message, param="model")
+        return name
+
+
+def server_state(request: Request) -> ServerState:
+    return request.app.state.server

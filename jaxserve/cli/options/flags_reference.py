@@ -1,0 +1,76 @@
+"""docs/flags.md, made from the table of other servers' flags.
+
+python -m jaxserve.cli.options.flags_reference > docs/flags.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxserve.cli.options.flag_answers import Answer, Key, NoEffect, Refused
+from jaxserve.cli.options.foreign_flags import ROWS
+
+_HEAD = """# Flags of vLLM and SGLang
+
+Made by `python -m jaxserve.cli.options.flags_reference`; a test holds it to the code.
+
+`jaxserve launch` (or `serve`) takes the launch flags of vLLM 0.32 and SGLang 0.5.23. Each is in one of the three tables
+below. A flag is spelled with `-` or `_`, `--flag value` or `--flag=value`; `--no-flag` is the opposite of a switch. In
+the tables a `*` stands for all flags that begin so. jaxserve's own keys are listed by `jaxserve launch --help-all`.
+"""
+_TAKEN = """
+## Taken
+
+| flag | key | value |
+|---|---|---|"""
+_WITHOUT = """
+## Taken without an effect
+
+The server starts and says so in one line.
+
+| flag | because |
+|---|---|"""
+_ANSWERED = """
+## Answered
+
+The server does not start and says what to do.
+
+| flag | what to do |
+|---|---|"""
+
+
+def reference() -> str:
+    """The whole page."""
+    lines = [_HEAD.rstrip(), _TAKEN, *_rows(Key), _WITHOUT, *_rows(NoEffect), _ANSWERED, *_rows(Refused)]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(kind: type[Answer]) -> Iterator[str]:
+    seen: dict[str, list[str]] = {}
+    for names, answer in ROWS:
+        if isinstance(answer, kind):
+            seen.setdefault(_cells(answer), []).extend(names.split())
+    for cells, names in seen.items():
+        shown = ", ".join(f"`{name}`" for name in names)
+        yield f"| {shown.replace('!', '')} | {cells} |"
+
+
+def _cells(answer: Answer) -> str:
+    if isinstance(answer, Refused):
+        return answer.fix
+    if isinstance(answer, NoEffect):
+        only = f" (for {', '.join(_span(answer.values))}; else: {answer.fix})" if answer.values else ""
+        return answer.reason + only
+    values = [f"`{answer.const}`"] if answer.const is not None else []
+    values += [f"`{theirs}` is `{ours}`" for theirs, ours in answer.words.items()]
+    values += [f"any other word is `{answer.others}`"] if answer.others is not None else []
+    values += [answer.note] if answer.note else []
+    return f"`{answer.key}` | {', '.join(values)}"
+
+
+def _span(values: tuple[str, ...]) -> list[str]:
+    return [f"`{value}`" for value in values] if len(values) <= 4 else [f"`{values[0]}` to `{values[-1]}`"]
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,343 @@
+"""Flags that people bring from vLLM 0.32 and SGLang 0.5.23, and what becomes of each: see flag_answers.py.
+
+A name that ends in ! is a switch and takes no value. One that ends in * stands for all flags that begin so and have no
+row of their own. docs/flags.md is made from this table.
+"""
+
+from __future__ import annotations
+
+from jaxserve.cli.options.flag_answers import Answer, Key, NoEffect, Refused, count, json_list, reserved_share
+
+_DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_LEVELS = {"critical": "error", "trace": "debug", "warn": "warning", "notset": "info"}
+_DEVICES = {"cuda": "gpu", "rocm": "gpu"}
+
+_GRAPHS = NoEffect(
+    "every program is compiled ahead of time, for fixed shapes; there are no graphs to size or to turn off"
+)
+_KERNELS = NoEffect("kernels are chosen by --runtime.attention and by the platform")
+_COLLECTIVES = NoEffect("XLA chooses how devices exchange data")
+_ALWAYS = NoEffect("it is always on")
+_NOTHING = NoEffect("nothing here corresponds to it")
+_CHUNKS = NoEffect("prompts are always prefilled in chunks, beside running requests")
+_WARM = NoEffect("every program runs once before the server is ready")
+_PER_REQUEST = NoEffect("a request may always ask for it")
+_LOG = NoEffect("--logging.level and --logging.requests decide what is logged")
+_METRICS = NoEffect("/metrics is always served, with its own buckets and labels")
+_WORKERS = NoEffect("one API process serves; tokenizing happens in its threads")
+_SAFETENSORS = NoEffect("weights are read from safetensors files by several threads")
+_LORA = Refused("adapters (LoRA) are not served yet: merge the adapter into the checkpoint")
+_SPECULATION = Refused("leave it out: speculative decoding is not served yet")
+_NODES = Refused("leave it out: one server runs on one machine; start one on each, behind a load balancer")
+_SPLIT = Refused("leave it out: prefill and decode run in one engine")
+_OFFLOAD = Refused("leave it out: weights and KV cache stay in device memory; --cache.memory-fraction sets how much")
+_TIERS = Refused("leave it out: the prefix cache is kept in device memory only")
+_MEDIA = Refused("leave it out: models with images, audio or video are not served yet")
+_STATE = Refused("leave it out: models with a recurrent state (Mamba, linear attention) are not served yet")
+_EXPERTS = Refused("write --mesh.expert N to split the experts over N devices; they are not copied or moved")
+_PLUGIN = Refused("leave it out: the server runs no code that a flag or a request names")
+_CODE = NoEffect("code of a checkpoint is never run, and the served models need none")
+_PROXY = Refused("leave it to the proxy in front of the server")
+_WEIGHTS = Refused("leave it out: weights are read at the start, from safetensors files of the model's directory")
+_TEMPLATE = Refused("write a template file and name it with --chat-template, or send chat_template_kwargs in requests")
+_DEFAULTS = Refused("change generation_config.json in the model's directory, or send the parameters in requests")
+_MODEL_FILE = Refused("change config.json in a copy of the model's directory")
+_DEBUG = Refused("leave it out: --log-level debug and /metrics show what the engine does")
+_SLEEP = Refused("leave it out: a server holds its memory until it ends")
+_RESPONSES = Refused("leave it out: the Responses API is not served")
+_QUANTIZED = Refused(
+    "leave it out: quantised checkpoints are recognised by their config.json; none is quantised at load"
+)
+_EMBEDDER = NoEffect("an encoder is recognised by its config.json")
+
+# fmt: off
+ROWS: list[tuple[str, Answer]] = [
+    # the model
+    ("--model --model-path", Key("model.path")),
+    ("--tokenizer --tokenizer-path", Key("model.tokenizer")),
+    ("--served-model-name", Key("model.served_name", many=True)),
+    ("--revision", Key("model.revision")),
+    ("--tokenizer-revision --code-revision", NoEffect("--revision counts for all files of the model")),
+    ("--dtype", Key("model.dtype", words=_DTYPES)),
+    ("--max-model-len --context-length", Key("model.max_model_len", convert=count)),
+    ("--load-format", Key("model.load_format", words={"dummy": "random", "hf": "auto"})),
+    ("--chat-template", Key("model.chat_template")),
+    ("--tool-call-parser", Key("model.tool_parser")),
+    ("--reasoning-parser", Key("model.reasoning_parser")),
+    ("--trust-remote-code!", _CODE),
+    ("--is-embedding!", _EMBEDDER),
+    ("--runner --task --convert", NoEffect("the kind of a model is recognised by its config.json")),
+    ("--tokenizer-mode",
+     NoEffect("tokenizer.json is read", ("auto", "hf", "slow"), "leave it out: tokenizer.json is read")),
+    ("--tokenizer-backend", NoEffect("tokenizer.json is read by the tokenizers library")),
+    ("--model-impl",
+     NoEffect("the models are jaxserve's own", ("auto",), "leave it out: the models are jaxserve's own")),
+    ("--config-format --model-config-parser", NoEffect("config.json is read")),
+    ("--quantization -q", NoEffect("there is none to ask for", ("none", "null", "auto"), _QUANTIZED.fix)),
+    ("--quantization-config --quantization-param-path --quantize-and-serve! --rl-quant-profile", _QUANTIZED),
+    ("--modelopt-*", _QUANTIZED),
+    ("--allow-deprecated-quantization! --fail-on-environ-validation!", _NOTHING),
+    ("--download-dir", Refused("set the environment variable HF_HUB_CACHE to the directory")),
+    ("--hf-token", Refused("set the environment variable HF_TOKEN")),
+    ("--hf-overrides --hf-config-path --json-model-override-args --model-class-overrides --rope-scaling --rope-theta",
+     _MODEL_FILE),
+    ("--generation-config", NoEffect("the model's generation_config.json is read", ("auto",), _DEFAULTS.fix)),
+    ("--sampling-defaults", NoEffect("the model's generation_config.json is read", ("model",), _DEFAULTS.fix)),
+    ("--override-generation-config --preferred-sampling-params", _DEFAULTS),
+    ("--skip-tokenizer-init!",
+     Refused("leave it out: requests may send token ids, and the tokenizer is needed for stops")),
+    ("--pooler-config", Refused("leave it out: pooling is read from the files of sentence-transformers")),
+    ("--weight-version", _NOTHING),
+    ("--enable-fp32-lm-head! --enable-tf32-matmul --enable-precise-embedding-interpolation! --use-fp64-gumbel!",
+     NoEffect("the model's dtype counts for all layers; logits and draws are float32")),
+    ("--disable-sliding-window!", Refused("leave it out: a model's sliding windows are part of its numbers")),
+    ("--dllm-* --diffusion-config -dc", Refused("leave it out: diffusion models are not served")),
+
+    # loading
+    ("--use-tqdm-on-load! --safetensors-load-strategy --safetensors-prefetch-block-size "
+     "--safetensors-prefetch-num-threads --weight-loader-disable-mmap! --weight-loader-prefetch-checkpoints! "
+     "--weight-loader-prefetch-num-threads --weight-loader-drop-cache-after-load! --max-parallel-loading-workers",
+     _SAFETENSORS),
+    ("--model-loader-extra-config --ignore-patterns --pt-load-map-location --startup-weight-load-mode "
+     "--custom-weight-loader --model-checksum --delete-ckpt-after-loading! --decrypted-config-file "
+     "--decrypted-draft-config-file --checkpoint-engine-wait-weights-before-ready! --weight-transfer-config "
+     "--engine-info-bootstrap-port --modelexpress-config", _WEIGHTS),
+    ("--remote-instance-* --weight-cache-*", _WEIGHTS),
+
+    # memory and pages
+    ("--gpu-memory-utilization --device-memory-utilization --mem-fraction-static", Key("cache.memory_fraction")),
+    ("--kv-cache-dtype", Key("cache.dtype", words=_DTYPES)),
+    ("--page-size --block-size", Key("cache.page_size")),
+    ("--num-gpu-blocks-override", Key("cache.num_pages")),
+    ("--max-total-tokens", Refused("write --cache.num-pages N, where N is the tokens divided by the page size")),
+    ("--kv-cache-memory-bytes", Refused("write --cache.num-pages N; jaxserve plan MODEL shows what a token takes")),
+    ("--enable-prefix-caching!", Key("cache.prefix_cache", const="true")),
+    ("--disable-radix-cache!", Key("cache.prefix_cache", const="false")),
+    ("--prefix-caching-hash-algo --prefix-match-unit --radix-eviction-policy --radix-eviction-policy-config "
+     "--radix-cache-backend --enable-session-radix-cache! --prefix-cache-retention-interval --enable-unified-memory! "
+     "--enable-page-major-kv-layout!",
+     NoEffect("the prefix cache is a radix tree over pages; the oldest pages go first")),
+    ("--swap-space --preemption-mode --retraction-policy", NoEffect("a preempted request is computed again later")),
+    ("--disable-hybrid-kv-cache-manager! --disable-hybrid-swa-memory! --swa-full-tokens-ratio --swa-prefix-tails "
+     "--swa-bounded-replay! --enable-encoder-swa-bounded-replay! --enable-decoder-swa-bounded-replay "
+     "--c128-page-size", NoEffect("--cache.num-window-pages sets the pages of layers with a sliding window")),
+    ("--cpu-offload-gb", NoEffect("nothing is moved", ("0", "0.0"), _OFFLOAD.fix)),
+    ("--cpu-offload-params --offload-* --ple-offload-* --enable-paged-experts! --paged-experts-num-resident", _OFFLOAD),
+    ("--kt-*", _OFFLOAD),
+    ("--kv-offloading-* --enable-hierarchical-cache! --enable-hicache! --hicache-* --enable-hisparse! "
+     "--hisparse-config --hierarchical-sparse-attention-extra-config --enable-lmcache! "
+     "--lmcache-config-file --enable-flexkv! "
+     "--flexkv-config-file --enable-unified-cache-external-linker! --enable-linker-mla-dedup! --unified-cache-* "
+     "--kv-transfer-config --ec-transfer-config --ec-manager-config --kv-events-config", _TIERS),
+    ("--calculate-kv-scales! --kv-cache-dtype-skip-layers --qsa-indexer-dtype",
+     Refused("leave it out: the KV cache is float32, bfloat16 or float16")),
+    ("--kv-sharing-fast-prefill! --enable-shm-tensor-arena! --enable-cumem-allocator! --enable-kv-cache-sharding!",
+     _NOTHING),
+    ("--enable-sleep-mode! --enable-memory-saver! --sleep-* --enable-weights-cpu-backup! "
+     "--enable-draft-weights-cpu-backup!", _SLEEP),
+    ("--sleep-on-idle!", NoEffect("an idle engine sleeps")),
+
+    # scheduling
+    ("--max-num-seqs --max-running-requests", Key("scheduler.max_num_seqs")),
+    ("--max-num-batched-tokens --chunked-prefill-size",
+     Key("scheduler.max_num_batched_tokens", words={"-1": "auto"}, convert=count)),
+    ("--max-queued-requests --max-num-queued-reqs", Key("scheduler.max_queued_requests")),
+    ("--max-num-queued-tokens", Key("scheduler.max_queued_tokens", convert=count)),
+    ("--schedule-policy --scheduling-policy", Key("scheduler.policy")),
+    ("--schedule-conservativeness", Key("scheduler.new_token_ratio", convert=reserved_share)),
+    ("--enable-priority-scheduling!", Key("scheduler.policy", const="priority", note="a lower value is earlier here")),
+    ("--schedule-low-priority-values-first!", NoEffect("a lower priority value is always earlier")),
+    ("--disable-priority-preemption! --priority-scheduling-preemption-threshold --abort-on-priority-when-disabled!",
+     NoEffect("a running request is preempted only if pages run out")),
+    ("--default-priority-value", NoEffect("a request without a priority has 0", ("0",), "send a priority in requests")),
+    ("--enable-mixed-chunk! --enable-chunked-prefill! --enable-dynamic-chunking! --disable-chunked-prefix-cache! "
+     "--max-prefill-tokens --prefill-max-requests --max-num-partial-prefills --max-long-partial-prefills "
+     "--long-prefill-token-threshold --long-prefill-token-threshold-adaptive! --prefill-decode-interval "
+     "--prefill-decode-interval-min-bs --prefill-schedule-interval --enable-prefill-delayer! "
+     "--prefill-delayer-max-delay-passes --prefill-delayer-token-usage-low-watermark "
+     "--prefill-delayer-forward-passes-buckets --prefill-delayer-wait-seconds-buckets "
+     "--prefill-delayer-queue-min-ratio --prefill-delayer-max-delay-ms --min-free-slots-delay", _CHUNKS),
+    ("--async-scheduling! --disable-overlap-schedule! --num-continuous-decode-steps --scheduler-recv-interval "
+     "--num-scheduler-steps --multi-step-stream-outputs! --num-lookahead-slots --disable-async-output-proc! "
+     "--enable-two-batch-overlap! --enable-single-batch-overlap! --tbo-token-distribution-threshold",
+     NoEffect("the next step is always dispatched before the last one is read")),
+    ("--max-num-active-seqs --max-num-scheduled-tokens --scheduler-reserve-full-isl! --use-v2-block-manager! "
+     "--num-reserved-decode-tokens --prefill-only-disable-kv-cache!", _NOTHING),
+    ("--scheduler-cls --worker-cls --worker-extension-cls --additional-config", _PLUGIN),
+    ("--performance-mode --optimization-level -O -O0! -O1! -O2! -O3! --compilation-config -cc "
+     "--kernel-config --ir-op-priority",
+     _GRAPHS),
+
+    # programs, kernels, devices
+    ("--device", Key("mesh.device", words=_DEVICES)),
+    ("--attention-backend", Key("runtime.attention", others="auto")),
+    ("--seed --random-seed", Key("runtime.random_seed")),
+    ("--enable-deterministic-inference!", Key("runtime.deterministic", const="true")),
+    ("--enforce-eager! --disable-cuda-graph! --disable-prefill-cuda-graph! --disable-decode-cuda-graph! "
+     "--disable-cuda-graph-padding! --enable-profile-cuda-graph! --enable-cudagraph-gc! --debug-cuda-graph! "
+     "--cudagraph-metrics! --cuda-graph-max-bs --cuda-graph-bs --cuda-graph-config --cuda-graph-backend-decode "
+     "--cuda-graph-backend-prefill --cuda-graph-max-bs-decode --cuda-graph-max-bs-prefill "
+     "--cuda-graph-max-seq-len-prefill --cuda-graph-bs-decode --cuda-graph-bs-prefill --cuda-graph-prefill-max-context "
+     "--context-bucket --cudagraph-capture-sizes --max-cudagraph-capture-size --max-seq-len-to-capture "
+     "--enable-torch-compile! --enable-torch-compile-debug-mode! --torch-compile-max-bs --jit-monitor-mode "
+     "--jit-monitor-verbose!", _GRAPHS),
+    ("--skip-server-warmup! --warmups --disable-flashinfer-autotune! --enable-flashinfer-autotune! "
+     "--flashinfer-autotune-skip-ops --gc-threshold", _WARM),
+    ("--attention-config -ac --decode-attention-backend --prefill-attention-backend --prefill-kv-cache-dequant-dtype "
+     "--sampling-backend --fp8-gemm-backend --fp4-gemm-backend --bf16-gemm-backend --linear-backend --moe-backend "
+     "--moe-runner-backend --flashinfer-mxfp4-moe-precision --flashinfer-mla-disable-ragged! --boundary-reduction "
+     "--triton-attention-reduce-in-fp32! --triton-attention-num-kv-splits --triton-attention-split-tile-size "
+     "--disable-cascade-attn! --enable-lean-attention --enable-nvidia-megakernel! --enable-amd-monokernel! "
+     "--monokernel-backend --enable-fused-qk-norm-rope --enable-fused-moe-sum-all-reduce! "
+     "--disable-shared-experts-fusion! --enforce-shared-experts-fusion! --enable-quant-communications "
+     "--enable-w4a4-mxfp4-megamoe! --enable-flashinfer-mla! --enable-flash-late-interaction! --enable-mis! "
+     "--mlx-enable-sampling!", _KERNELS),
+    ("--dsa-* --dsv4-* --enable-dsa-* --enable-deepseek-v4-fp4-indexer! --sparse-indexer-topk-backend "
+     "--enable-return-indexer-topk! --engram-config",
+     Refused("leave it out: models with sparse attention are not served yet")),
+    ("--disable-custom-all-reduce! --enable-nccl-nvls! --enable-symm-mem! --enable-mscclpp! --enable-torch-symm-mem! "
+     "--pre-warm-nccl! --enable-scattered-sconv! --enforce-disable-flashinfer-allreduce-fusion! "
+     "--flashinfer-allreduce-fusion-backend --enable-flashinfer-allreduce-fusion! --enable-aiter-allreduce-fusion! "
+     "--disable-aiter-allreduce-fusion-in-prefill! --disable-aiter-allreduce-fusion-in-decode! --enable-p2p-check! "
+     "--enable-layernorm-sp! --enable-megamoe-for-layernorm-sp! --enable-hc-sp! --enable-batch-sharded-sampling! "
+     "--disable-nccl-for-dp-synchronization! --enable-nccl-comm-suspend! --nccl-port --distributed-executor-backend "
+     "--disable-attn-tp-gather! --enable-attn-tp-input-scattered! --enable-tp-lm-head-all-to-all", _COLLECTIVES),
+    ("--numa-node --numa-bind! --numa-bind-cpus --numa-bind-nodes",
+     Refused("leave it out: start the server below numactl")),
+    ("--base-gpu-id --gpu-id-step --device-ids", Refused("set the environment variable CUDA_VISIBLE_DEVICES")),
+    ("--rl-on-policy-target", Refused("write --runtime.deterministic true")),
+
+    # devices of one engine, and several engines
+    ("--tensor-parallel-size -tp --tp-size --tp", Key("mesh.tensor")),
+    ("--ep-size --expert-parallel-size --ep", Key("mesh.expert")),
+    ("--data-parallel-size -dp --dp-size --dp", Key("mesh.replicas")),
+    ("--enable-expert-parallel! -ep! --enable-ep-moe! --enable-deepep-moe! --all2all-backend --moe-a2a-backend "
+     "--enable-eplb! --enable-dbo! --dbo-decode-token-threshold --dbo-prefill-token-threshold --ubatch-size "
+     "--expert-placement-strategy --enable-ep-weight-filter! --ep-num-redundant-experts --ep-dispatch-algorithm "
+     "--init-expert-location --enable-waterfill! --moe-dense-tp-size --moe-dp-size --moe-data-parallel-size "
+     "--enable-shared-experts-attn-tp! --shared-experts-tp-size --enable-dense-mlp-attn-tp! --dwdp-size "
+     "--flashinfer-a2a-dispatch-type --fuseep-mode --mooncake-ib-device --max-ep-size "
+     "--disable-flashinfer-cutlass-moe-fp4-allgather!", _EXPERTS),
+    ("--eplb-* --deepep-* --elastic-ep-* --enable-elastic-* --expert-distribution-* --expert-balancedness-*", _EXPERTS),
+    ("--pipeline-parallel-size -pp --pp-size --prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp "
+     "--dcp-size --attn-cp-size --attention-context-parallel-size",
+     NoEffect("one is what there is", ("1",), "write --mesh.tensor N: layers and contexts are not split over devices")),
+    ("--pp-* --dcp-* --cp-* --enable-prefill-cp! --enable-cp-decode-attn-tp!",
+     Refused("write --mesh.tensor N: layers and contexts are not split over devices")),
+    ("--attn-dp-size --attention-data-parallel-size --enable-dp-attention! --enable-dp-lm-head! "
+     "--enable-dp-attention-local-control-broadcast! --load-balance-method --data-parallel-* -dpa -dpb -dpe -dph -dpl "
+     "-dpm -dpn -dpp -dpr --dp-*", Refused("start one server for each replica, behind a load balancer")),
+    ("--nnodes -n", NoEffect("one is what there is", ("1",), _NODES.fix)),
+    ("--node-rank -r", NoEffect("it is the only node", ("0",), _NODES.fix)),
+    ("--dist-init-addr --nccl-init-addr --master-addr --master-port --headless! --gated-launch-port --use-ray! "
+     "--ray-workers-use-nsight! --worker-use-ray! --engine-use-ray!", _NODES),
+    ("--dist-timeout --distributed-timeout-seconds --cpu-distributed-timeout-seconds", _COLLECTIVES),
+    ("--enable-fault-tolerance! --fault-tolerance-config", NoEffect("a dead engine is always started again")),
+    ("--disaggregation-* --decoupled-spec-* --encoder-* --enable-pdmux! --pdmux-config-path --sm-group-num "
+     "--enable-pd-role-switch! --optimistic-prefill-attempts --enable-adaptive-dispatch-to-encoder! --language-only!",
+     _SPLIT),
+    ("--enable-scale-out! --tokens-only!", Refused("leave it out: POST /generate takes and gives token ids")),
+
+    # HTTP
+    ("--host", Key("server.host")),
+    ("--port", Key("server.port")),
+    ("--api-key", Key("server.api_key", many=True)),
+    ("--admin-api-key", Key("server.admin_api_key")),
+    ("--ssl-keyfile", Key("server.ssl_keyfile")),
+    ("--ssl-certfile", Key("server.ssl_certfile")),
+    ("--h11-* --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --ssl-keyfile-password --enable-ssl-refresh! "
+     "--enable-http2! --http2-*", _PROXY),
+    ("--root-path --fastapi-root-path", Refused("let the proxy in front of the server remove the prefix")),
+    ("--uds", Refused("write --host 127.0.0.1 and a --port: the server listens on TCP")),
+    ("--allowed-origins", Key("server.cors_origins", convert=json_list)),
+    ("--allow-credentials! --allowed-methods --allowed-headers", NoEffect("an allowed origin may use all of them")),
+    ("--middleware", _PLUGIN),
+    ("--shutdown-timeout", Key("server.drain_timeout")),
+    ("--watchdog-timeout", Key("server.watchdog_timeout")),
+    ("--soft-watchdog-timeout", NoEffect("the stacks are logged before a restart: --server.watchdog-timeout")),
+    ("--api-server-count -asc --tokenizer-worker-num --detokenizer-worker-num --renderer-num-workers "
+     "--enable-http-worker-reuseport! --disable-frontend-multiprocessing! --enable-dynamic-batch-tokenizer! "
+     "--dynamic-batch-tokenizer-batch-size --dynamic-batch-tokenizer-batch-timeout --enable-tokenizer-batch-encode! "
+     "--disable-tokenizer-batch-decode!", _WORKERS),
+    ("--grpc! --grpc-port --grpc-mode! --smg-grpc-mode! --grpc-response-timeout-secs --smg-http-sidecar-port "
+     "--grpc-http-sidecar-port --sidecar --sidecar-args", Refused("leave it out: the server speaks HTTP only")),
+    ("--disable-fastapi-docs! --enable-offline-docs!", NoEffect("/docs is one page without scripts from elsewhere")),
+    ("--sse-keep-alive-interval", NoEffect("a stream begins with its first token", ("0",), "set the proxy's timeout")),
+    ("--stream-interval --batch-notify-size --incremental-streaming-output!",
+     NoEffect("a stream sends what a step brought")),
+    ("--enable-request-id-headers! --enable-server-load-tracking! --enable-prompt-tokens-details! "
+     "--enable-cache-report! --enable-tokenizer-info-endpoint! --enable-metrics!", _ALWAYS),
+    ("--enable-force-include-usage! --stream-response-default-include-usage!",
+     Refused('send "stream_options": {"include_usage": true} in requests')),
+    ("--enable-per-request-metrics! --per-request-spec-decode-metrics",
+     NoEffect("/metrics has histograms of requests")),
+    ("--return-tokens-as-token-ids! --return-input-ids! --return-output-ids! --enable-return-hidden-states! "
+     "--return-hidden-states-mode --enable-return-routed-experts! --return-sampling-mask! --sampling-mask-max-tokens "
+     "--enable-streaming-session! --enable-prompt-embeds!", _PER_REQUEST),
+    ("--enable-return-aux-hidden-states! --return-aux-hidden-state-layer-ids --aux-output-config",
+     Refused("leave it out: requests may ask for the last layer's hidden states")),
+    ("--max-logprobs", NoEffect("requests may ask for 20", tuple(map(str, range(21))),
+                                "leave it out: requests may ask for at most 20 log-probabilities a token")),
+    ("--logprobs-mode", NoEffect("a request names it (sampling_logprobs_mode)", ("raw_logprobs",),
+                                 "send sampling_logprobs_mode in requests")),
+    ("--fingerprint-mode --fingerprint-value", _NOTHING),
+    ("--enable-response-store! --tool-server", _RESPONSES),
+    ("--allow-auto-truncate!", Refused("send truncate_prompt_tokens in requests")),
+    ("--file-storage-path", Key("store.path")),
+
+    # chat, tools, reasoning
+    ("--enable-auto-tool-choice! --enable-reasoning!", NoEffect("a parser that fits the chat template is always used")),
+    ("--tool-parser-plugin --reasoning-parser-plugin --io-processor-plugin --logits-processors "
+     "--logits-processor-pattern --enable-custom-logit-processor! --forward-hooks", _PLUGIN),
+    ("--exclude-tools-when-tool-choice-none! --tool-strict-level --reasoning-config --enable-strict-thinking! "
+     "--strip-thinking-cache", Refused("send tool_choice, strict and thinking_token_budget in requests")),
+    ("--chat-template-content-format", NoEffect("the template itself shows which form of content it reads")),
+    ("--default-chat-template-kwargs --hf-chat-template-name --completion-template --response-role", _TEMPLATE),
+    ("--trust-request-chat-template! --trust-request-mm-kwargs!",
+     Refused("leave it out: requests bring no templates; name one with --chat-template")),
+    ("--grammar-backend --structured-outputs-config --guided-decoding-backend --disable-outlines-disk-cache! "
+     "--constrained-json-disable-any-whitespace! --constrained-json-max-whitespace-cnt",
+     NoEffect("llguidance enforces every grammar")),
+    ("--constrained-json-whitespace-pattern", Refused("leave it out: send a regex or a grammar instead of a schema")),
+    ("--cohere-is-reasoning-model! --cohere-format --anthropic-disabled-thinking-effort", _NOTHING),
+    ("--enable-watermark! --watermark --watermark-config", Refused("write --server.watermark-key N, a secret number")),
+
+    # logs and metrics
+    ("--log-level", Key("logging.level", words=_LEVELS)),
+    ("--log-requests! --enable-log-requests!", Key("logging.requests", const="true")),
+    ("--disable-log-requests!", Key("logging.requests", const="false")),
+    ("--disable-log-stats!", Key("logging.stats_interval", const="604800")),
+    ("--otlp-traces-endpoint", Key("logging.otlp_endpoint")),
+    ("--enable-trace! --collect-detailed-traces --trace-modules --otlp-service-name",
+     NoEffect("--logging.otlp-endpoint turns traces on")),
+    ("--uvicorn-log-level --log-level-http --disable-uvicorn-access-log! --disable-access-log-for-endpoints "
+     "--uvicorn-access-log-exclude-prefixes --log-requests-level --log-requests-format --log-requests-target "
+     "--max-log-len --enable-log-outputs! --enable-log-deltas! --log-error-stack! --decode-log-interval "
+     "--enable-logging-iteration-details! --aggregate-engine-logging! --enable-request-time-stats-logging! "
+     "--show-time-cost! --gc-warning-threshold-secs", _LOG),
+    ("--log-config-file --logging-config", Refused("write --logging.format json or text, and --logging.level")),
+    ("--enable-metrics-for-all-schedulers! --enable-mfu-metrics! --kv-cache-metrics! --kv-cache-metrics-sample "
+     "--custom-histogram-buckets --show-hidden-metrics-for-version --extra-metric-labels --bucket-time-to-first-token "
+     "--bucket-inter-token-latency --bucket-e2e-request-latency --prompt-tokens-buckets --generation-tokens-buckets "
+     "--tokenizer-metrics-custom-labels-header --tokenizer-metrics-allowed-custom-labels "
+     "--load-snapshot-publish-interval --enable-forward-pass-metrics! --forward-pass-metrics-worker-id "
+     "--forward-pass-metrics-ipc-name --load-publish-endpoint", _METRICS),
+    ("--crash-dump-folder --export-metrics-to-file! --export-metrics-to-file-dir --debug-tensor-dump-* "
+     "--msprobe-dump-config --kv-canary* --enable-layerwise-nvtx-* --profiler-config --enable-trace-replay! "
+     "--spec-trace-dir", _DEBUG),
+
+    # what later versions may bring
+    ("--enable-lora! --lora-* --max-lora* --max-cpu-loras --max-loaded-loras --fully-sharded-loras! --default-mm-loras "
+     "--specialize-active-lora! --enable-lora-* --enable-mixed-moe-lora-format! --enable-moe-shared-loras! "
+     "--enable-tower-connector-lora! --experts-shared-outer-loras --qlora-adapter-name-or-path --uno-lora-path", _LORA),
+    ("--speculative-* -sc --spec-* --num-speculative-tokens --enable-multi-layer-eagle!", _SPECULATION),
+    ("--enable-multimodal --mm-* --limit-mm-* --allowed-local-media-path --allowed-media-domains --media-* "
+     "--enable-mm-* --interleave-mm-strings! --skip-mm-profiling! --video-* --disable-chunked-mm-input! "
+     "--enable-prefix-mm-cache! --enable-broadcast-mm-inputs-process! --trust-mm-content-hashes! "
+     "--image-processor-backend --disable-fast-image-processor! --asr-*", _MEDIA),
+    ("--language-model-only!", NoEffect("only the language model of a checkpoint is served")),
+    ("--mamba-* --enable-mamba-* --max-mamba-cache-size --linear-attn-* --gdn-prefill-backend --kda-* --use-replayssm! "
+     "--replayssm-buffer-len --enable-linear-replayssm* --linear-replayssm-cache-len --enable-int8-mamba-checkpoint! "
+     "--int8-mamba-ckpt-size", _STATE),
+]
+# fmt: on

@@ -1,0 +1,114 @@
+"""From a YAML file, the environment and the command line to one Config. Order: flags, environment, YAML, default.
+
+One spelling everywhere: `scheduler.max_num_seqs` in YAML is `--scheduler.max-num-seqs` as a flag and
+`JAXSERVE_SCHEDULER__MAX_NUM_SEQS` in the environment. Flags are read by flags.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxserve.cli.options.flags import CONFIG, parse_flags, plain
+from jaxserve.config import Config, known_keys, suggestion
+from jaxserve.errors import ConfigError
+
+ENV_PREFIX = "JAXSERVE_"
+
+_TEST_PREFIX = "JAXSERVE_TEST_"
+# what Kubernetes sets in every pod beside a Service whose name begins with "jaxserve"
+_SERVICE_LINK = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
+
+
+def _to_stderr(notice: str) -> None:
+    print(f"jaxserve: {notice}", file=sys.stderr)
+
+
+def load_config(
+    argv: Iterable[str], environ: Mapping[str, str], *, notice: Callable[[str], None] = _to_stderr
+) -> Config:
+    """The Config that the flags in `argv`, the environment and the file named by --config make.
+
+    notice: gets a line for each flag that is taken without an effect.
+    Raises ConfigError naming every wrong key and value, with the nearest right key.
+    """
+    parsed = parse_flags(argv)
+    for line in parsed.notices:
+        notice(line)
+    flags = parsed.values
+    path = flags.pop(CONFIG, None)
+    tree: dict[str, Any] = _read_yaml(Path(path)) if path is not None else {}
+    for key, value in (_parse_environment(environ) | flags).items():
+        section, _, name = key.partition(".")
+        part = tree.setdefault(section, {})
+        if not isinstance(part, dict):
+            raise ConfigError(f"{section} in {path} is no mapping")
+        part[name] = value
+    return validate(tree, source=path)
+
+
+def validate(tree: Mapping[str, Any], *, source: str | None = None) -> Config:
+    """A Config from nested plain data. Raises ConfigError."""
+    try:
+        return Config.parse({k: ({} if v is None else v) for k, v in tree.items()})
+    except ConfigError as error:
+        raise ConfigError(str(error) + (f" (in {source})" if source else "")) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {_yaml_problem(error)}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """What is wrong, and where. Not the text itself: it may hold a key."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return "it is not UTF-8 text"
+    return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+
+
+def _parse_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable.startswith(_TEST_PREFIX):
+            continue
+        key = variable[len(ENV_PREFIX) :].lower().replace("__", ".", 1)
+        if key not in known_keys():
+            if _is_service_link(variable, text):
+                continue
+            raise ConfigError(f"unknown variable {variable}{_right_variable(variable)}")
+        values[key] = plain(text, key)
+    return values
+
+
+def _is_service_link(variable: str, text: str) -> bool:
+    named = variable.endswith("_PORT") and _SERVICE_ADDRESS.fullmatch(text)
+    return bool(named or _SERVICE_LINK.fullmatch(variable))
+
+
+def _right_variable(variable: str) -> str:
+    """The variable that was meant: one that ends alike (JAXSERVE_API_KEY), or the nearest."""
+    names = [variable_of(key) for key in known_keys()]
+    end = f"__{variable[len(ENV_PREFIX) :]}"
+    meant = next((name for name in names if name.endswith(end)), None)
+    return f", did you mean {meant}?" if meant else suggestion(variable, names)
+
+
+def variable_of(key: str) -> str:
+    """The environment variable of a key."""
+    return f"{ENV_PREFIX}{key.upper().replace('.', '__')}"

@@ -1,0 +1,385 @@
+"""The engine as asyncio code sees it: `async for output in engine.generate(...)`.
+
+Owns the link to the engine, the live sequences with their text state, and the engine's restarts. The engine knows
+tokens; this side knows text. A sequence is kept here until its last output, with all that is needed to send it
+again: after an engine death every live sequence is re-sent with the tokens it already has, so nothing is lost.
+
+    generate() -> Add  ------------------------>  engine
+    queue of RequestOutput  <- SequenceText  <-  Outputs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.client.link import EngineLink, ProcessLink
+from jaxserve.client.sequence_sender import SequenceSender
+from jaxserve.client.sequence_table import LiveSequence, Outbox, SequenceTable
+from jaxserve.client.supervisor import Death, EngineStatus, Supervisor
+from jaxserve.config import Config
+from jaxserve.errors import (
+    ConfigError,
+    EngineDeadError,
+    HTTPError,
+    InvalidValueError,
+    NotReadyError,
+    QueueFullError,
+    ServerError,
+)
+from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
+from jaxserve.text.stop import Stops
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import Abort, Add, Call, EngineInfo, EngineStats, FromEngine, Located, Outputs, Reply
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.request_seed import request_seed
+from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.siblings import siblings
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """An engine behind a link; the default link is a child process."""
+
+    def __init__(self, config: Config, link: EngineLink | None = None) -> None:
+        self.config = config
+        self._link = link or ProcessLink(config)
+        self._supervisor = Supervisor(
+            self._link,
+            watchdog=config.server.watchdog_timeout,
+            on_message=self._handle,
+            on_ready=self._became_ready,
+            on_death=self._died,
+            on_end=self._fail_all,
+        )
+        self._info: EngineInfo | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._stats = EngineStats()
+        self._live = SequenceTable()
+        self._sender = SequenceSender(
+            self._live, self._link.send, self._end_with_error, self._supervisor.forget_restarts
+        )
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._seeds = random.Random(request_seed(config.runtime.random_seed))
+
+    # -- life ----------------------------------------------------------------------------------------------
+
+    async def start(self, *, wait: bool = True) -> None:
+        """Start the engine; with `wait`, return when it is ready. Raises ConfigError if it cannot start."""
+        self._supervisor.start()
+        if wait:
+            await self.wait_ready()
+
+    async def wait_ready(self) -> None:
+        """Return when the engine is ready. Raises ConfigError or EngineDeadError if it never will be."""
+        while self.status.phase != "ready":
+            if self.status.phase == "dead":
+                raise self.failure or EngineDeadError(self.status.detail)
+            await self.next_status()
+
+    async def next_status(self) -> EngineStatus:
+        """The status after its next change."""
+        return await self._supervisor.next_status()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; running ones go on."""
+        self._supervisor.drain()
+
+    async def drained(self, timeout: float) -> bool:
+        """Wait until no request is live, at most `timeout` seconds; whether none is."""
+        deadline = time.monotonic() + timeout
+        while self._live and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self._live
+
+    async def stop(self) -> None:
+        """End the engine. Live requests end with EngineDeadError."""
+        await self._supervisor.stop()
+        self._fail_all(EngineDeadError("the server stopped"))
+
+    # -- what it is ----------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the engine. Raises NotReadyError before it was ready once."""
+        if self._info is None:
+            raise NotReadyError(f"the model is loading ({self.status.detail or 'starting'})")
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise NotReadyError("the tokenizer is loading")
+        return self._tokenizer
+
+    @property
+    def status(self) -> EngineStatus:
+        return self._supervisor.status
+
+    @property
+    def failure(self) -> ConfigError | None:
+        """Why a start failed: a mistake of the operator, with its fix."""
+        return self._supervisor.failure
+
+    @property
+    def restarts(self) -> int:
+        return self._supervisor.restarts
+
+    @property
+    def alive(self) -> bool:
+        """The engine is ready and ticks."""
+        return self._supervisor.alive
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that were accepted and have not ended."""
+        return len(self._live)
+
+    def stats(self) -> EngineStats:
+        """The engine's latest numbers, at most a second old."""
+        return self._stats
+
+    def check_ready(self) -> None:
+        """Raises NotReadyError or EngineDeadError unless requests are accepted now."""
+        if self.status.phase == "dead":
+            raise EngineDeadError(f"the engine is dead: {self.status.detail}")
+        if self.status.phase != "ready":
+            raise NotReadyError(f"the server is {self.status.phase} ({self.status.detail or 'please wait'})")
+
+    def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Raises QueueFullError unless `n` more sequences of a prompt so long may wait, InvalidValueError if never."""
+        section = self.config.scheduler
+        limit = self.info.max_num_seqs + section.max_queued_requests
+        if n > limit:
+            raise InvalidValueError(f"{n} sequences are more than the {limit} that the queue holds", param="n")
+        if n > limit - len(self._live):
+            message = f"the queue is full ({section.max_queued_requests} requests wait)"
+            raise QueueFullError(message, limit="max_queued_requests")
+        waiting, limit = self._live.num_waiting_tokens, section.max_queued_tokens
+        if limit is not None and waiting and waiting + n * num_prompt_tokens > limit:
+            raise QueueFullError(f"the queue is full ({waiting} prompt tokens wait)", limit="max_queued_tokens")
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        deadline: float | None = None,
+        signal: AbortSignal | None = None,
+        outbox: Outbox | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate `params.n` sequences; yields deltas of each as they come. Closing the iterator aborts.
+
+        deadline: seconds from now after which the request ends with RequestTimeoutError.
+        request_id: for `abort` and logs; other requests may have the same. signal: aborts this request and no other.
+        outbox: where outputs wait for the reader, if someone else wants to know how much does.
+        Raises NotReadyError, QueueFullError or a RequestError before the first output, and any HTTPError later.
+        """
+        request = EngineRequest(
+            request_id="",
+            client_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            priority=priority,
+            namespace=cache_salt,
+            deadline=deadline,
+        )
+        outputs = Outbox() if outbox is None else outbox
+        sequences = self._submit(request, outputs)
+        remaining = len(sequences)
+        abort = functools.partial(self._abort, sequences)
+        if signal is not None:
+            signal.attach(abort)
+        try:
+            while remaining:
+                output = await outputs.get()
+                if isinstance(output, HTTPError):
+                    raise output
+                remaining -= output.finished
+                yield output
+        finally:
+            if signal is not None:
+                signal.detach(abort)
+            self._drop(sequences)
+
+    def _submit(self, request: EngineRequest, outputs: Outbox) -> list[LiveSequence]:
+        """Send a request as `params.n` sequences. Nothing was sent and nothing is live if it raises."""
+        self.check_ready()
+        self.check_queue(request.params.n, len(request.prompt_token_ids))
+        seed = request.params.seed
+        own = siblings(request, self._live.new_id, self._seeds.getrandbits(63) if seed is None else seed)
+        message = Add.of(*own)
+        stops = make_stops(request.params)
+        sequences = [LiveSequence(each, self._text(each, index, stops), outputs) for index, each in enumerate(own)]
+        thinks = sequences[0].text.thinks_too_long  # with a budget of 0
+        for sequence in sequences:
+            self._live.add(sequence)
+            if thinks:
+                self._end_thinking(sequence)
+        if not thinks:
+            self._sender.send(sequences, message)
+        return sequences
+
+    def _text(self, request: EngineRequest, index: int, stops: Stops | None) -> SequenceText:
+        return SequenceText(request.client_id, index, request.prompt_token_ids, request.params, self.tokenizer, stops)
+
+    def _drop(self, sequences: list[LiveSequence]) -> None:
+        """Forget the sequences of one request; those that still run are aborted."""
+        running = [sequence.engine_id for sequence in sequences if self._live.remove(sequence)]
+        if running:
+            self._link.send(Abort(running))
+            self._sender.settle()
+
+    async def abort(self, request_id: str) -> bool:
+        """End all running requests that were given this id; whether there were any.
+
+        The iterator of each gets a last output with finish_reason abort.
+        """
+        return self._abort(self._live.of_client(request_id))
+
+    def _abort(self, sequences: Iterable[LiveSequence]) -> bool:
+        found = [each for each in sequences if self._live.get(each.engine_id) is each]
+        sent = [sequence.engine_id for sequence in found if sequence.is_sent]
+        for sequence in found:
+            sequence.aborted = True
+            if not sequence.is_sent:
+                self._answer_abort(sequence)
+        if sent:
+            self._link.send(Abort(sent))
+        self._sender.settle()
+        return bool(found)
+
+    def _answer_abort(self, sequence: LiveSequence) -> None:
+        """Answer in place of an engine that does not have the sequence."""
+        self._deliver(TokenOutput(request_id=sequence.engine_id, finish_reason=FinishReason.ABORT))
+
+    async def flush_cache(self) -> bool:
+        """Drop the prefix cache; False if requests are using it."""
+        return bool(await self.call("flush_cache"))
+
+    async def call(self, method: str, **args: Any) -> Any:
+        """An administrative call into the engine. Raises InvalidValueError with the engine's reason."""
+        self.check_ready()
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._link.send(Call(call_id, method, args))
+        try:
+            return await future
+        finally:
+            del self._calls[call_id]
+
+    # -- messages from the engine --------------------------------------------------------------------------
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs, stats, admitted):
+                self._live.admit(admitted)
+                self._sender.take(outputs)
+                for output in outputs:
+                    self._deliver(output)
+                self._sender.settle()
+                if stats is not None:
+                    self._stats = stats
+            case Located(_, tokenizer_dir):
+                if self._tokenizer is None:
+                    self._tokenizer = Tokenizer.from_directory(tokenizer_dir)
+            case Reply(call_id, result, error):
+                self._reply(call_id, result, error)
+
+    def _died(self, error: EngineDeadError) -> Death:
+        self._fail_calls(error)
+        death = self._sender.died(self._link.in_work())
+        for sequence in self._live:
+            if sequence.aborted:
+                self._answer_abort(sequence)
+        return death
+
+    def _became_ready(self, info: EngineInfo) -> None:
+        self._info = info
+        self._sender.ready()
+
+    def _deliver(self, output: TokenOutput) -> None:
+        sequence = self._live.get(output.request_id)
+        if sequence is None:
+            return  # it ended on this side (stop string, disconnect) while the engine made one more token
+        if output.finish_reason is FinishReason.ERROR:
+            self._end_with_error(sequence, _failure(output, sequence))
+            return
+        self._deliver_text(sequence, sequence.text.push, output)
+        sequence.is_answered = True
+        if sequence.text.thinks_too_long and not sequence.aborted and self._live.get(sequence.engine_id) is sequence:
+            self._link.send(Abort([sequence.engine_id]))
+            self._end_thinking(sequence)
+
+    def _end_thinking(self, sequence: LiveSequence) -> None:
+        """Go on after the end of the thinking as if the model had chosen it: all tokens so far are output.
+
+        The engine gets the sequence under a new id: what it still sends of the old one belongs to no sequence.
+        """
+        self._live.renew_id(sequence)
+        self._deliver_text(sequence, sequence.text.end_thinking)
+        if self._live.get(sequence.engine_id) is not None:
+            self._sender.send([sequence])
+
+    def _deliver_text(self, sequence: LiveSequence, take: Callable[..., RequestOutput], *outputs: TokenOutput) -> None:
+        """Deliver what `take` makes of tokens; it may find the end of the sequence."""
+        try:
+            result = take(*outputs)
+        except Exception as error:  # the boundary of one request: its text must not end the others
+            logger.exception("request %s failed", sequence.request.client_id)
+            self._link.send(Abort([sequence.engine_id]))
+            self._end_with_error(sequence, ServerError(f"the output could not be decoded: {type(error).__name__}"))
+            return
+        if sequence.waiting:
+            self._live.started(sequence)
+        if result.finished:
+            self._live.remove(sequence)
+        if sequence.text.stopped_by_text:
+            self._link.send(Abort([sequence.engine_id]))
+        sequence.outputs.put(result)
+
+    def _end_with_error(self, sequence: LiveSequence, error: HTTPError) -> None:
+        self._live.remove(sequence)
+        sequence.outputs.put(error)
+
+    def _fail_all(self, error: HTTPError) -> None:
+        for sequence in self._live:
+            self._end_with_error(sequence, error)
+        self._fail_calls(error)
+
+    def _fail_calls(self, error: HTTPError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _reply(self, call_id: int, result: Any, error: str | None) -> None:
+        future = self._calls.get(call_id)
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(InvalidValueError(error))
+
+
+def _failure(output: TokenOutput, sequence: LiveSequence) -> HTTPError:
+    """The exception that a failed output means."""
+    error = error_of(output)
+    if sequence.was_admitted and error.status < 500:  # an engine took it, and the one after its death does not
+        return ServerError(f"the engine was restarted and cannot go on with this request: {error.message}")
+    return error

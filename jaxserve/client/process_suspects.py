@@ -1,0 +1,75 @@
+"""Which request kills the engine's process: as Suspects, where each failure costs a restart, 20 s and more on a GPU.
+
+a group of one fails            it is accused and tried no more, until any other group passes: then it is to blame
+all suspects are accused        another request is tried as a witness; where there is none, all are to blame
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from jaxserve.client.sequence_table import LiveSequence
+from jaxserve.types.suspects import Suspects
+
+
+class ProcessSuspects(Suspects):
+    """Knows sequences by their keys; the choices of one request are a unit."""
+
+    # A group costs some steps and a death a restart: 256 requests in 16 groups and then in 16 of one are tried in
+    # 3 deaths, in halves they would take 9.
+    parts = 16
+    passes = 4  # two steps may be on the device, and two outputs on their way, when the process dies
+    whole_first = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._accused: dict[str, list[str]] = {}  # units that failed alone, with their requests
+
+    def __bool__(self) -> bool:
+        return super().__bool__() or bool(self._accused)
+
+    def unit_of(self, name: str) -> str:
+        return LiveSequence.unit_of(name)
+
+    def died(self, rows: list[str], witness: Sequence[str]) -> list[str]:
+        """The process died with these in work; the units to blame, once they are known. Raises NobodyToBlame.
+
+        witness: a request that is no suspect, if there is one
+        """
+        guilty = self.failed(rows)
+        if guilty is not None:
+            return [guilty]
+        if self._groups or not self._accused:
+            return []
+        self._add(witness, 1)
+        return [] if witness else self._verdict()
+
+    def _divide(self, group: dict[str, int], rows: list[str]) -> str | None:
+        units = {self.unit_of(name) for name in rows}
+        if self.has_passed or len(units) > 1:
+            return super()._divide(group, rows)
+        self._accused[units.pop()] = rows
+        self._add([name for name in group if name not in rows], 1)
+        return None
+
+    def gave(self, outputs: Iterable[tuple[str, bool]]) -> list[str]:
+        """As `take`; the units to blame, if a group has passed by it."""
+        self.take(outputs)
+        return self._verdict() if self.has_passed else []
+
+    def _verdict(self) -> list[str]:
+        guilty = list(self._accused)
+        self._accused.clear()
+        return guilty
+
+    def keep(self, live: Collection[str]) -> None:
+        super().keep(live)
+        accused = {unit: [name for name in rows if name in live] for unit, rows in self._accused.items()}
+        self._accused = {unit: rows for unit, rows in accused.items() if rows}
+        if not self._groups:  # all that could have passed have ended
+            for rows in self._accused.values():
+                self._add(rows, 1)
+            self._accused.clear()
+
+    def is_suspect(self, name: str) -> bool:
+        return any(name in group for group in self._groups) or name in self._accused.get(self.unit_of(name), ())

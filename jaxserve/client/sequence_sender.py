@@ -1,0 +1,186 @@
+"""Sends live sequences to the engine: once it is up, again after its death, and some of them later than others.
+
+What was in work when the engine's process died may be what killed it. These requests are tried again in groups, each
+alone: a group that gave its outputs is taken back, and nothing else runs until all have been tried. One request among
+n that kills the process is known after 1 + log16(n) deaths; it ends with an error, and everything else goes on.
+
+    held ---- may run ----> sent ---- the engine died, or its group has passed and others are tried ----> held
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from jaxserve.client.process_suspects import ProcessSuspects
+from jaxserve.client.sequence_table import LiveSequence, SequenceTable
+from jaxserve.client.supervisor import Death
+from jaxserve.errors import HTTPError, ServerError
+from jaxserve.types.messages import Abort, Add, ToEngine
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.suspects import NobodyToBlame
+
+SERVED = (FinishReason.STOP, FinishReason.LENGTH)
+
+logger = logging.getLogger(__name__)
+
+
+class SequenceSender:
+    """All sequences of `live` are either sent, to the engine that is up, or held.
+
+    send       to the engine
+    end        ends a sequence with an error
+    on_served  called when the engine turns out to serve after its deaths had no other cause than requests
+    """
+
+    def __init__(
+        self,
+        live: SequenceTable,
+        send: Callable[[ToEngine], None],
+        end: Callable[[LiveSequence, HTTPError], None],
+        on_served: Callable[[], None],
+    ) -> None:
+        self._live = live
+        self._send = send
+        self._end = end
+        self._on_served = on_served
+        self._is_up = False
+        self._leaving: set[str] = set()  # engine ids that were taken back and have not ended there
+        self._suspects = ProcessSuspects()
+        self._is_searching = False
+        self._has_blamed = False  # and no group passed: nothing has shown yet that the engine serves
+
+    def send(self, sequences: Sequence[LiveSequence], message: Add | None = None) -> None:
+        """Send the sequences of one request, or hold them until they may run. message: if it has been made already."""
+        if all(map(self._may_run, sequences)):
+            self._send(message or Add.of(*map(_resumed, sequences)))
+            for sequence in sequences:
+                sequence.is_sent = True
+
+    def _may_run(self, sequence: LiveSequence) -> bool:
+        on_trial = self._suspects.on_trial
+        return self._is_up and not self._leaving and (on_trial is None or sequence.key in on_trial)
+
+    def ready(self) -> None:
+        """An engine is up: send what may run."""
+        self._is_up = True
+        self._send_held()
+
+    def _send_held(self) -> None:
+        held = (sequence for sequence in self._live if not sequence.is_sent and self._may_run(sequence))
+        requests: dict[str, list[LiveSequence]] = {}
+        for sequence in sorted(held, key=lambda each: each.started):
+            requests.setdefault(sequence.unit, []).append(sequence)
+        for sequences in requests.values():
+            self.send(sequences)
+
+    def take(self, outputs: Sequence[TokenOutput]) -> None:
+        """Take note of outputs before they are delivered."""
+        if self._has_blamed and any(output.finish_reason in SERVED for output in outputs):
+            self._has_blamed = False
+            self._on_served()
+        if self._is_searching:
+            for output in outputs:
+                self._take(output)
+
+    def _take(self, output: TokenOutput) -> None:
+        ended = output.finish_reason is not None
+        if ended:
+            self._leaving.discard(output.request_id)
+        sequence = self._live.get(output.request_id)
+        if sequence is None:
+            return
+        guilty = self._suspects.gave([(sequence.key, ended)] * max(1, len(output.token_ids)))
+        if guilty:
+            self._on_served()
+        for unit in guilty:
+            self._blame(unit)
+
+    def settle(self) -> None:
+        """Go on with the search after sequences gave outputs or ended: hold what may not run now, send what may."""
+        if not self._is_searching:
+            return
+        self._forget_ended()
+        if not (self._suspects or self._leaving):
+            self._is_searching = False
+            logger.info("all requests that were in work when the engine died have been tried again")
+        elif self._is_up and not self._leaving:
+            sent = (each for each in self._live if each.is_sent and not each.aborted)
+            self._take_back([each for each in sent if not self._may_run(each)])
+        self._send_held()
+
+    def _forget_ended(self) -> None:
+        self._suspects.keep({sequence.key for sequence in self._live if not sequence.aborted})
+
+    def _take_back(self, sequences: list[LiveSequence]) -> None:
+        """Hold sequences that the engine has. What it still sends of them is computed again, under another id.
+
+        The next are sent once these have ended there: until then the engine may die by a step that has both.
+        """
+        self._leaving = {sequence.engine_id for sequence in sequences}
+        if sequences:
+            self._send(Abort(list(self._leaving)))
+        for sequence in sequences:
+            sequence.is_sent = False
+            self._live.renew_id(sequence)
+
+    def died(self, in_work: Iterable[str]) -> Death:
+        """The engine died while it worked on the sequences of these ids. What that says of it."""
+        self._is_up = False
+        self._leaving.clear()
+        found = [sequence for engine_id in in_work if (sequence := self._live.get(engine_id)) is not None]
+        keys = [sequence.key for sequence in found if sequence.is_sent]
+        for sequence in self._live:
+            sequence.was_admitted |= sequence.is_sent and not sequence.waiting
+            sequence.is_sent = False
+        self._forget_ended()
+        return self._judge(keys) if keys else "counted"
+
+    def _judge(self, keys: list[str]) -> Death:
+        on_trial = self._suspects.on_trial
+        is_clear = on_trial is not None and set(keys) <= set(on_trial)  # no others were in work
+        self._is_searching = True
+        try:
+            guilty = self._suspects.died(keys, self._witness())
+        except NobodyToBlame:
+            self._suspects, guilty = ProcessSuspects(), []
+        for unit in guilty:
+            self._blame(unit)
+        if guilty:
+            self._has_blamed = not self._suspects.has_passed
+            return "solved" if self._suspects.has_passed else "counted"
+        if on_trial is None:
+            logger.error("%d sequences were in work when the engine died; they are tried again in groups", len(keys))
+        return "search" if is_clear and self._suspects.has_passed else "counted"
+
+    def _witness(self) -> list[str]:
+        """The oldest request that is no suspect."""
+        others = [each for each in self._live if not (each.aborted or self._suspects.is_suspect(each.key))]
+        oldest = min(others, key=lambda each: each.started, default=None)
+        return [] if oldest is None else [each.key for each in others if each.unit == oldest.unit]
+
+    def _blame(self, unit: str) -> None:
+        """End the request that kills the engine."""
+        guilty = [sequence for sequence in self._live if sequence.unit == unit]
+        for sequence in guilty:
+            self._end(sequence, ServerError("the engine died each time it computed this request"))
+        if guilty:
+            client_id = guilty[0].request.client_id
+            logger.error("request %s ends: the engine dies whenever it computes it, and not with others", client_id)
+
+
+def _resumed(sequence: LiveSequence) -> EngineRequest:
+    """The request for an engine that does not know it: its prompt, its seed, and the tokens it already has."""
+    deadline = sequence.request.deadline
+    if deadline is not None:
+        deadline = max(0.0, deadline - (time.monotonic() - sequence.started))
+    return msgspec.structs.replace(
+        sequence.request,
+        resumed_token_ids=list(sequence.text.output_token_ids),
+        is_answered=sequence.is_answered,
+        deadline=deadline,
+    )

@@ -1,0 +1,224 @@
+"""The life of one engine behind a link: start, heartbeat, watchdog, restart with backoff, end.
+
+Owns the status that operators and /health see. Knows nothing of requests: its owner is told when the engine is
+ready (and sends again what was live), when it died, and when it is dead for good.
+
+    loading -> ready -> restarting -> ready ...
+       |          a death, or a turn longer than the watchdog's limit
+       +-> dead   when the first start fails, or when restarts in a row run out
+
+A server that drains shows `draining` instead of all of these but `dead`; its engine is restarted all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxserve.client.link import EngineLink
+from jaxserve.client.watchdog import LOOK_INTERVAL, Watchdog
+from jaxserve.errors import ConfigError, EngineDeadError
+from jaxserve.types.messages import EngineInfo, Failed, FromEngine, Progress, Ready
+
+RESTART_DELAYS = (0.0, 0.5, 2.0, 10.0, 30.0)  # seconds before each restart in a row; then the engine stays dead
+STABLE_AFTER = 300.0  # seconds of service after which the restarts in a row are forgotten
+HEARTBEAT_LIMIT = 3.0  # seconds without a beat after which the engine does not count as alive; beats come every 0.5
+DUMP_TIME = 0.5  # seconds the engine is given to write its stacks before the watchdog kills it
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["loading", "ready", "restarting", "draining", "dead"]
+
+# What a death says of the engine. counted: one more in a row. search: of a search that has shown that the engine
+# serves others. solved: its cause has been found and is gone, so that there is no row of restarts any more.
+Death = Literal["counted", "search", "solved"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Where the engine is. `detail`, `done`, `total`, `unit` tell the progress of a start."""
+
+    phase: Phase
+    detail: str = ""
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+
+
+class Restarts:
+    """How long to wait before the next of several restarts in a row, and when to give up."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def next_delay(self, death: Death, served: float) -> float | None:
+        """Seconds until the restart after a death; None: give up. served: seconds for which the engine was ready."""
+        if death == "solved" or served > STABLE_AFTER:
+            self.in_a_row = 0
+        if death != "counted":
+            return 0.0
+        if self.in_a_row == len(RESTART_DELAYS):
+            return None
+        self.in_a_row += 1
+        return RESTART_DELAYS[self.in_a_row - 1]
+
+
+class Supervisor:
+    """Keeps one engine running. Callbacks run on the event loop that `run` runs on.
+
+    on_message gets what is not the supervisor's own; on_ready is called at every start; on_death with the reason at
+    every death of an engine that had been ready once, while the link still says what it was computing; on_end when
+    no other engine will be started.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        *,
+        watchdog: float,
+        on_message: Callable[[FromEngine], None],
+        on_ready: Callable[[EngineInfo], None],
+        on_death: Callable[[EngineDeadError], Death],
+        on_end: Callable[[EngineDeadError], None],
+    ) -> None:
+        self.status = EngineStatus("loading")
+        self.failure: ConfigError | None = None  # why the first start failed
+        self.restarts = 0
+        self._link = link
+        self._watchdog = watchdog
+        self._on_message = on_message
+        self._on_ready = on_ready
+        self._on_death = on_death
+        self._on_end = on_end
+        self._was_ready = False  # once
+        self._ready_since: float | None = None  # time.monotonic(); None: no engine is ready
+        self._is_draining = False
+        self._reason = ""  # the last words of an engine
+        self._row = Restarts()
+        self._dog = Watchdog()
+        self._changed = asyncio.Event()  # set and replaced at every change of status
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def alive(self) -> bool:
+        """The engine is ready and beat within the last seconds."""
+        return self.status.phase == "ready" and self._dog.silent < HEARTBEAT_LIMIT
+
+    def drain(self) -> None:
+        """Show `draining` from now on, whatever the engine does."""
+        self._is_draining = True
+        self._show(self.status)
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._watch())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._link.stop()
+        self._show(EngineStatus("dead", "stopped"))
+
+    async def next_status(self) -> EngineStatus:
+        """The status after its next change."""
+        await self._changed.wait()
+        return self.status
+
+    def forget_restarts(self) -> None:
+        """The engine has shown that it serves: a death from now on is the first in a row."""
+        self._row.in_a_row = 0
+
+    def _show(self, status: EngineStatus) -> None:
+        if self._is_draining and status.phase != "dead":
+            status = replace(status, phase="draining")
+        self.status = status
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._serve()
+            except EngineDeadError as error:
+                delay = self._died(error)
+                if delay is None:
+                    self._end(error)
+                    return
+                await asyncio.sleep(delay)
+            except ConfigError as error:  # of what this process loads itself: the tokenizer
+                self.failure = error
+                self._end(EngineDeadError(str(error)))
+                return
+            except Exception as error:
+                logger.exception("the supervisor failed")
+                self._end(EngineDeadError(f"{type(error).__name__}: {error}"))
+                return
+
+    async def _serve(self) -> None:
+        """One engine from its start to its death, which is an EngineDeadError."""
+        self._reason = ""
+        await self._link.start()
+        while True:
+            self._handle(await self._link.receive())
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Progress(phase, done, total, unit):
+                name: Phase = "restarting" if self._was_ready else "loading"
+                self._show(EngineStatus(name, phase, done, total, unit))
+            case Failed():
+                self._reason = message.message
+                if not self._was_ready:
+                    self.failure = ConfigError(message.message, fix=message.fix)
+            case Ready(info):
+                self._was_ready = True
+                self._ready_since = time.monotonic()
+                self._dog.start(self._ready_since)
+                self._show(EngineStatus("ready"))
+                self._on_ready(info)
+            case _:
+                self._on_message(message)
+
+    def _died(self, error: EngineDeadError) -> float | None:
+        """Seconds until the next start; None: there will be none."""
+        if not self._was_ready:
+            return None
+        served = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+        self._ready_since = None
+        delay = self._row.next_delay(self._on_death(error), served)
+        if delay is not None:
+            self.restarts += 1
+            logger.error("%s; restart %d in %.0f s", self._cause(error), self.restarts, delay)
+            self._show(EngineStatus("restarting", "the engine died"))
+        return delay
+
+    def _cause(self, error: EngineDeadError) -> str:
+        return f"{error}: {self._reason}" if self._reason else str(error)
+
+    def _end(self, error: EngineDeadError) -> None:
+        detail = str(self.failure or self._cause(error))
+        if self._row.in_a_row:
+            detail = f"{detail}, after {self._row.in_a_row} restarts in a row"
+        if self.failure is None:  # a mistake of the operator is raised, and shown once
+            logger.error("the engine is dead: %s", detail)
+        self._show(EngineStatus("dead", detail))
+        self._on_end(EngineDeadError(f"the engine is dead: {detail}"))
+
+    async def _watch(self) -> None:
+        """Kill an engine that is silent, or stuck in one turn, for longer than the watchdog's limit."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL)
+            pulse = self._link.pulse()
+            if self._ready_since is None or pulse is None:
+                continue
+            self._dog.look(pulse, time.monotonic())
+            if max(self._dog.silent, self._dog.stuck) > self._watchdog:
+                logger.error("the engine is stuck (%.0f s): killing it; its stacks follow", self._watchdog)
+                self._link.dump_stacks()
+                await asyncio.sleep(DUMP_TIME)
+                self._dog.start(time.monotonic())
+                self._link.kill()

@@ -1,0 +1,225 @@
+"""The masks of all live requests, and who makes each: the engine's loop those that are quick, threads the others.
+
+A step waits for its masks no longer than PATIENCE, and a row whose mask is late gets no token in it. A request with
+slow masks is in no step until a thread has made its mask. That needs the token before it, so the request is in every
+other step at most.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.grammar.token_mask import Matcher, TokenMask
+from jaxserve.types.mask_budget import QUICK
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.step import SchedulerOutput
+
+PATIENCE = 0.005  # seconds that a step waits for its masks
+PATIENCE_PER_ROW = 0.0002  # and so many more a masked row: a mask of a JSON schema takes 0.01 to 0.1 ms
+MIN_PARALLEL = 4  # grammars; fewer are filled sooner than threads are woken
+MAX_PARALLEL = 8  # grammars filled at once; the time is looked at between two groups
+
+# Fills row r of a bitmask for each (matcher, r), all rows at once. May raise for any of them.
+FillRows = Callable[[Sequence[tuple[Matcher, int]], np.ndarray], None]
+Entry = tuple[int, str, TokenMask]  # row of the step, request, mask
+
+
+class Made(NamedTuple):
+    """What a thread made. row: int32 [ceil(V/32)]; end: why the request has to end, and then the row means nothing."""
+
+    row: np.ndarray
+    end: FinishReason | None
+
+
+class StepMasks(NamedTuple):
+    """The masks of a step of R rows.
+
+    bits      int32 [R, ceil(V/32)], all ones for a row without a mask, of a request that has to end, or that is late
+    ended     requests that have to end, and why
+    late      rows that get no token in this step
+    resting   requests that are in no step until `MaskTable.take_ready` names them
+    """
+
+    bits: np.ndarray
+    ended: list[tuple[str, FinishReason]]
+    late: list[int]
+    resting: set[str]
+
+
+class MaskTable:
+    """fill_rows   fills many grammars on all cores; None: one after the other
+    threads     make the masks that are slow; None: a step waits for all of its masks
+    """
+
+    def __init__(self, vocab_size: int, fill_rows: FillRows | None = None, threads: Executor | None = None) -> None:
+        self._fill_rows = fill_rows
+        self._threads = threads
+        self._num_words = -(-vocab_size // 32)
+        self._masks: dict[str, TokenMask] = {}
+        self._made: dict[str, Future[Made]] = {}  # the next mask of a request, if threads make or have made it
+        self._resting: set[str] = set()
+        self._passed_over: set[str] = set()  # whose masks the last step had no time for
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def add(self, request_id: str, mask: TokenMask) -> None:
+        self._masks[request_id] = mask
+
+    def drop(self, request_id: str) -> None:
+        self._masks.pop(request_id, None)
+        self._resting.discard(request_id)
+        if (made := self._made.pop(request_id, None)) is not None:
+            made.cancel()
+
+    # --- the tokens of an output
+
+    def advance(self, output: TokenOutput, *, here: bool = True) -> FinishReason | None:
+        """Show a request's new tokens to its mask. STOP: its grammar is complete. ERROR: they left it.
+
+        here: the loop does it, unless the request's masks are slow. What a thread finds comes with `take_ready` or with
+        the masks of a step.
+        """
+        name = output.request_id
+        mask = self._masks.get(name)
+        if mask is None or output.finish_reason is not None:
+            return None
+        if name in self._resting or self._is_slow(mask) or (self._threads is not None and not here):
+            self._begin(name, mask, output.token_ids)
+            return None
+        return mask.advance(output.token_ids, name)
+
+    def _begin(self, name: str, mask: TokenMask, token_ids: Sequence[int] = ()) -> None:
+        """Have the mask after these tokens made by a thread. Until it is done nobody else may use the mask."""
+        assert self._threads is not None and name not in self._made
+        self._made[name] = self._threads.submit(_make, mask, list(token_ids), name, self._num_words)
+
+    def take_ready(self) -> list[tuple[str, FinishReason | None]]:
+        """The resting requests whose masks are made, and why they have to end if they do."""
+        ready = [name for name in self._resting if name in self._made and self._made[name].done()]
+        self._resting.difference_update(ready)
+        return [(name, self._made[name].result().end) for name in ready]
+
+    def close(self) -> None:
+        """Make no more masks in threads."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a thread has made a mask, at most so long."""
+        if making := [made for made in self._made.values() if not made.done()]:
+            wait(making, seconds, FIRST_COMPLETED)
+
+    def failure(self, request_id: str) -> tuple[str, int]:
+        """Message and HTTP status for a request whose mask ended it with an error."""
+        mask = self._masks.get(request_id)
+        limit = mask.error if mask is not None else None
+        if limit is not None:
+            return f"this grammar cannot be enforced, it grew over a limit while the output was made: {limit}", 400
+        return "the output left the grammar", 500
+
+    # --- the masks of a step
+
+    def of_step(self, output: SchedulerOutput) -> StepMasks:
+        """A request whose matcher failed or went over a limit has to end: its mask would allow the end of the output
+        alone, and the client would take that for a complete text.
+
+        The array is made anew for every step: the device may still read the last one's.
+        """
+        bits = np.full((len(output.rows), self._num_words), -1, np.int32)
+        entries = [
+            (i, row.request_id, self._masks[row.request_id])
+            for i, row in enumerate(output.rows)
+            if row.masked and row.request_id in self._masks  # the others ended meanwhile
+        ]
+        late, failed = self._fill([entry for entry in entries if entry[1] not in self._made], bits)
+        ended = dict.fromkeys(failed, FinishReason.ERROR)
+        for i, name, mask in entries:
+            made = self._made.get(name)
+            if mask.budget.error is not None or (made is None and mask.error is not None):
+                ended[name] = FinishReason.ERROR
+            if made is not None and made.done():
+                del self._made[name]
+                bits[i], end = made.result()
+                ended |= {name: end} if end is not None else {}
+            elif made is not None:
+                late.add(i)
+        for i, name, mask in entries:
+            if name in ended:
+                bits[i] = -1
+            elif name in self._made or self._is_slow(mask):
+                self._resting.add(name)
+        return StepMasks(bits, list(ended.items()), sorted(late), self._resting)
+
+    def _is_slow(self, mask: TokenMask) -> bool:
+        return self._threads is not None and mask.is_slow
+
+    def _fill(self, entries: list[Entry], bits: np.ndarray) -> tuple[set[int], set[str]]:
+        """Fill rows of `bits`. The rows that are left to threads, and the requests whose matchers failed."""
+        deadline = time.perf_counter() + PATIENCE + PATIENCE_PER_ROW * len(entries)
+        entries.sort(key=lambda entry: entry[1] not in self._passed_over)
+        together = {
+            i for group in self._groups(entries) if self._fill_together(group, bits, deadline) for i, *_ in group
+        }
+        late: set[int] = set()
+        failed: set[str] = set()
+        for i, name, mask in entries:
+            if i in together:
+                continue
+            if self._is_slow(mask):
+                self._begin(name, mask)
+                late.add(i)
+            elif self._is_over(deadline):
+                late.add(i)  # the first of the next step
+            elif not mask.try_fill(bits[i], name):
+                failed.add(name)
+        self._passed_over = {name for i, name, _ in entries if i in late}
+        return late, failed
+
+    def _is_over(self, deadline: float) -> bool:
+        return self._threads is not None and time.perf_counter() > deadline
+
+    def _groups(self, entries: list[Entry]) -> list[list[Entry]]:
+        """The masks that are likely to be quick, as they are filled at once; none if they are few."""
+        quick = [entry for entry in entries if entry[2].is_quick and not self._is_slow(entry[2])]
+        if self._fill_rows is None or sum(entry[2].matcher is not None for entry in quick) < MIN_PARALLEL:
+            return []
+        return [quick[i : i + MAX_PARALLEL] for i in range(0, len(quick), MAX_PARALLEL)]
+
+    def _fill_together(self, entries: list[Entry], bits: np.ndarray, deadline: float) -> bool:
+        """Whether all rows could be filled at once. If that took long, each is measured at the next step."""
+        matchers = [(mask.matcher, i) for i, _, mask in entries if mask.matcher is not None]
+        if self._fill_rows is None or self._is_over(deadline):
+            return False
+        began = time.perf_counter()
+        try:
+            self._fill_rows(matchers, bits)
+        except Exception:  # one by one, they show which of them failed
+            for i, _, _ in entries:
+                bits[i] = -1
+            return False
+        quick = time.perf_counter() - began < QUICK * len(matchers)
+        for i, _, mask in entries:
+            mask.ban(bits[i])
+            mask.is_quick = quick
+        return True
+
+
+def _make(mask: TokenMask, token_ids: Sequence[int], request_id: str, num_words: int) -> Made:
+    """Show a mask new tokens of the output and make the next one. Runs in a thread; nobody else uses the mask then."""
+    row = np.full(num_words, -1, np.int32)
+    end = mask.advance(token_ids, request_id)
+    if end is None and not mask.try_fill(row, request_id):
+        end = FinishReason.ERROR
+    return Made(row, end)
+
+
+def mask_threads() -> ThreadPoolExecutor:
+    """As many as a quarter of the cores."""
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), thread_name_prefix="masks")

@@ -1,0 +1,205 @@
+"""What running requests hold of the device: a slot and pages each. Takes, grows and gives back; decides nothing.
+
+Owns the PagePool, the RadixCache and the free slots. All a request holds is given back in one place, `release`, and
+only after the last step that was dispatched with it has been read: until then the device may still write there.
+
+pages of a request     [0, cache_node.depth)      the cache's, locked; but for duplicate_page_ids, its own
+                       [cache_node.depth, end)    its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.kv.page_pool import PagePool
+from jaxserve.kv.radix_cache import Node, RadixCache
+from jaxserve.kv.window_group import WindowGroup
+from jaxserve.types.request import Request
+from jaxserve.types.scheduler_config import SchedulerConfig
+
+
+class KVManager:
+    """Slots and pages of one engine. With `prefix_cache` off nothing is ever put into the cache.
+
+    window: the group of the layers with a sliding window, where the model has any. What is given by group is a list:
+    the layers that see everything first.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.page_size = config.page_size
+        self.num_slots = config.num_slots
+        self.window = _window_group(config)
+        self.pool = PagePool(config.num_pages)
+        on_removed = None if self.window is None else self.window.index.forget
+        self.cache = RadixCache(self.pool, config.page_size, on_removed)
+        self._prefix_cache = config.prefix_cache
+        self._slots = list(range(config.num_slots - 1, -1, -1))
+        self._leaving: list[Request] = []  # they end or were preempted, and a step with them is not read yet
+
+    # --- counting
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `grow` could give now: those of the scarcest group."""
+        full = self.pool.num_free + self.cache.num_evictable
+        return full if self.window is None else min(full, self.window.num_available)
+
+    def available(self) -> list[int]:
+        """`num_available` of each group."""
+        full = self.pool.num_free + self.cache.num_evictable
+        return [full] if self.window is None else [full, self.window.num_available]
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether reading the steps in flight will give pages and slots back."""
+        return bool(self._leaving)
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def num_reclaimable(self, request: Request) -> list[int]:
+        """Pages of each group that become available once a running request is released."""
+        node: Node = request.cache_node
+        own = len(request.page_ids) - node.depth + len(request.duplicate_page_ids)
+        above: Node | None = node
+        while above is not None and above.parent is not None and above.num_locks == 1:
+            own += 1
+            above = above.parent
+        return [own] if self.window is None else [own, self.window.num_reclaimable(request)]
+
+    # --- taking
+
+    def match(self, request: Request) -> Node:
+        """The cached prefix that a waiting request would use; at least one of its tokens stays to be computed."""
+        assert request.slot is None, "its cache_node is in use"
+        bypass = request.reads_whole_prompt or not self._prefix_cache
+        max_pages = 0 if bypass else (request.num_tokens - 1) // self.page_size
+        tokens = request.prompt_token_ids
+        if request.output_token_ids:
+            tokens = tokens + request.output_token_ids
+        node = self.cache.match_prefix(request.namespace, tokens, max_pages, request.cache_node)
+        if self.window is not None:
+            node = self.window.index.served(node)
+        request.cache_node = node  # a hint, not locked
+        return node
+
+    def num_new_pages(self, request: Request, node: Node) -> list[int]:
+        """Pages of each group that `take` must find: those to allocate at least, and those of the prefix that can then
+        not be evicted."""
+        full = self.num_pages_for(request.num_tokens) - node.depth + self.cache.num_unlocked(node)
+        return [full] if self.window is None else [full, self.window.num_new_pages(request, node)]
+
+    def take(self, request: Request, node: Node, surplus: int = 0) -> None:
+        """Give a slot and the pages of all its known tokens to a request; `node` is its fresh `match`. surplus: pages
+        of the last group beyond `num_new_pages` that nobody else is expected to need."""
+        self.cache.lock(node)
+        total = self.num_pages_for(request.num_tokens)
+        request.cache_node = node
+        request.slot = self._slots.pop()
+        request.page_ids = node.page_ids + self.allocate(total - node.depth)
+        request.page_capacity = total * self.page_size
+        request.num_read_tokens = node.depth * self.page_size
+        if self.window is not None:
+            self.window.take(request, node, surplus)
+
+    def allocate(self, count: int) -> list[int]:
+        """Raises ValueError if fewer than `count` pages are available."""
+        if (missing := count - self.pool.num_free) > 0:
+            self.cache.evict(missing)
+        return self.pool.allocate(count)
+
+    def grow(self, request: Request, count: int) -> list[int]:
+        """`count` more pages for a running request."""
+        pages = self.allocate(count)
+        request.page_ids += pages
+        request.page_capacity += count * self.page_size
+        return pages
+
+    def prompt_reach(self, request: Request, end: int) -> int:
+        """Position up to `end` that a running prompt has pages for now. Those of windowed layers come free as steps are
+        read."""
+        return end if self.window is None else self.window.reach(request, end)
+
+    # --- sharing and giving back
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Offer the full pages of the first `num_tokens` tokens, which have been computed and read, to the cache.
+
+        The cost is that of the pages that were not offered before.
+        """
+        num_pages, start = num_tokens // self.page_size, request.cache_node
+        if self._prefix_cache and num_pages > start.depth:
+            tokens = request.token_ids(start.depth * self.page_size, num_pages * self.page_size)
+            pages = request.page_ids[start.depth : num_pages]
+            request.cache_node, duplicates = self.cache.insert(start, tokens, pages, num_pages)
+            request.duplicate_page_ids += duplicates
+            if self.window is not None:
+                self.window.commit(request, request.cache_node, start.depth)
+
+    def merge_duplicates(self, requests: Iterable[Request]) -> None:
+        """Free pages held twice: by a request, and by the cache where nobody else uses them any more."""
+        for request in requests:
+            if request.duplicate_page_ids:
+                request.duplicate_page_ids = self.cache.merge_duplicates(
+                    request.cache_node, request.page_ids, request.duplicate_page_ids
+                )
+
+    def release(self, request: Request, last_step_read: int) -> None:
+        """Take back what a request holds: now, or by `retire` once its last step has been read."""
+        if request.last_step > last_step_read:
+            self._leaving.append(request)
+        else:
+            self._give_back(request)
+
+    def retire(self, step: int) -> None:
+        """`step` has been read, and with it all before."""
+        if self._leaving:
+            gone = [request for request in self._leaving if request.last_step <= step]
+            self._leaving = [request for request in self._leaving if request.last_step > step]
+            for request in gone:
+                self._give_back(request)
+
+    def _give_back(self, request: Request) -> None:
+        assert request.slot is not None
+        if request.prompt_done:
+            self.commit(request, request.num_tokens - 1)
+        node: Node = request.cache_node
+        self.pool.free(request.duplicate_page_ids)
+        self.pool.free(request.page_ids[node.depth :])
+        if self.window is not None:
+            self.window.release(request)
+        self.cache.unlock(node)
+        self._slots.append(request.slot)
+        request.slot, request.page_ids, request.duplicate_page_ids = None, [], []
+        request.page_capacity = 0
+
+    def discard(self, request: Request) -> None:
+        """The content of a running request's pages is suspect: nobody may match its prefix again."""
+        request.prompt_done = False
+        self.cache.discard(request.cache_node)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raise AssertionError unless free + cached + held is every page, once, and the same for slots."""
+        holders = [*running, *self._leaving]
+        owned = self.cache.check_integrity([request.cache_node for request in holders])
+        for request in holders:
+            node: Node = request.cache_node
+            shared = set(node.page_ids)
+            own = [page for page in request.page_ids if page not in shared]
+            assert sorted(own) == sorted(request.duplicate_page_ids + request.page_ids[node.depth :])
+            assert request.page_capacity == len(request.page_ids) * self.page_size
+            owned += own
+        self.pool.check_integrity(owned)
+        if self.window is not None:
+            self.window.check_integrity(holders)
+        slots = [request.slot for request in holders] + self._slots
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two owners"  # type: ignore[type-var]
+
+
+def _window_group(config: SchedulerConfig) -> WindowGroup | None:
+    size = config.window_size
+    return size and WindowGroup(config.num_window_pages, size, config.max_sequence_tokens)

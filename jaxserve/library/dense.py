@@ -1,0 +1,77 @@
+"""The forward as a plain function of weights and tokens, without pages: for research scripts and tests.
+
+    model = load_model(directory, dtype=jnp.float32)
+    logits = jax.jit(functools.partial(dense_logits, model.structure))(model.leaves, token_ids)
+
+Quadratic in the length, one sequence, no cache: not for serving.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.config import AttentionLayer, ModelConfig
+from jaxserve.models.decoder import AttendLayer
+from jaxserve.models.layers import Cache
+from jaxserve.models.loading.structure import ModelStructure
+from jaxserve.models.pooling import PoolingConfig, pool
+
+
+def dense_logits(structure: ModelStructure, leaves: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
+    """int32 [T], one sequence from position 0 -> float32 logits [T, V]. Pure; differentiable in the leaves."""
+    model = structure.bind(leaves)
+    return model.logits(dense_hidden(structure, leaves, token_ids))
+
+
+def dense_hidden(structure: ModelStructure, leaves: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
+    """int32 [T] -> the hidden states [T, D] after the final norm, which the head takes."""
+    positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+    caches = (None,) * structure.config.num_layers
+    hidden, _ = structure.bind(leaves)(token_ids, positions, caches, dense_attend(structure.config))
+    return hidden
+
+
+def dense_embedding(
+    structure: ModelStructure, pooling: PoolingConfig, leaves: tuple[jax.Array, ...], token_ids: jax.Array
+) -> jax.Array:
+    """int32 [T], one text -> its embedding, float32 [D], of an encoder or a decoder."""
+    lengths = jnp.full(1, token_ids.shape[0], jnp.int32)
+    if structure.config.bidirectional:
+        hidden = structure.bind_encoder(leaves)(token_ids[None, :], lengths)
+    else:
+        hidden = dense_hidden(structure, leaves, token_ids)[None]
+    return pool(hidden, lengths, pooling)[0]
+
+
+def dense_attend(config: ModelConfig) -> AttendLayer:
+    """Causal attention of one sequence to itself, in float32."""
+    layers = config.attention_layers
+
+    def attend(
+        layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        return _attention(layers[layer_index], q, k, v, sinks), cache
+
+    return attend
+
+
+def _attention(spec: AttentionLayer, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """q [T, N, H], k and v [T, KH, H] -> [T, N, H]."""
+    tokens, heads, _ = q.shape
+    group = heads // k.shape[1]
+    k, v = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))
+    scores = jnp.einsum("tnh,snh->nts", q.astype(jnp.float32), k) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    distance = jnp.arange(tokens)[:, None] - jnp.arange(tokens)[None, :]
+    seen = distance >= 0
+    if spec.sliding_window is not None:
+        seen &= distance < spec.sliding_window
+    scores = jnp.where(seen[None, :, :], scores, -jnp.inf)
+    if sinks is not None:  # a last column that takes weight and has no value
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (heads, tokens, 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[:, :, :-1]
+    else:
+        weights = jax.nn.softmax(scores, axis=-1)
+    return jnp.einsum("nts,snh->tnh", weights, v).astype(q.dtype)

@@ -1,0 +1,206 @@
+"""The public Engine: that of jaxserve.engine, and conversations as over HTTP.
+
+    engine = Engine("DIR")
+    engine.chat([{"role": "user", "content": "Hello"}], max_tokens=32).choices[0].message.content
+
+The code of the HTTP route reads the fields and makes the answer. Its coroutines run in a thread that has an event loop,
+because the caller may be inside a running one (a notebook). The caller waits meanwhile, so the engine is used by one
+thread at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, overload
+
+import orjson
+from pydantic import BaseModel
+
+from jaxserve.api.http.body import validated
+from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
+from jaxserve.api.protocol.chat import ChatCompletionRequest
+from jaxserve.api.routes.chat import ChatAnswer, check_chat, prepare
+from jaxserve.api.shared.keys import DEFAULT_CALLER
+from jaxserve.api.shared.start_checks import check_template, check_vocabulary
+from jaxserve.api.shared.state import ServerState
+from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.client.sequence_table import Outbox
+from jaxserve.client.supervisor import EngineStatus
+from jaxserve.config import Config
+from jaxserve.engine import engine as text_engine
+from jaxserve.errors import InvalidValueError
+from jaxserve.library.loop_thread import LoopThread
+from jaxserve.telemetry.metrics import Metrics
+from jaxserve.telemetry.tracing import make_tracing
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import EngineInfo, EngineStats
+from jaxserve.types.sampling import SamplingParams
+
+
+class Engine(text_engine.Engine):
+    __doc__ = text_engine.Engine.__doc__
+
+    @overload
+    def chat(self, messages: Sequence[Any], *, stream: Literal[False] = False, **fields: Any) -> ChatCompletion: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Any], *, stream: Literal[True], **fields: Any
+    ) -> Generator[ChatCompletionChunk, None, None]: ...
+
+    def chat(
+        self, messages: Sequence[Any], *, stream: bool = False, **fields: Any
+    ) -> ChatCompletion | Generator[ChatCompletionChunk, None, None]:
+        """Answer a conversation as POST /v1/chat/completions does; with `stream`, chunk by chunk.
+
+        messages: dicts, or messages of former answers. fields: those of the route (docs/routes.md), as max_tokens,
+        tools, tool_choice, response_format. Closing the stream aborts.
+        Raises RequestError, also for a field that the route does not know, and ConfigError at the first call if the
+        chat template or the tokenizer is not the model's.
+        """
+        answer = self._chats.prepare({"messages": messages, "stream": stream} | fields)
+        return self._chats.chunks(answer) if stream else self._chats.whole(answer)
+
+    @cached_property
+    def _chats(self) -> _Chats:
+        chats = _Chats(_SteppedEngine(self))
+        weakref.finalize(self, _close, chats.loop, chats.state)
+        return chats
+
+    async def _outputs(
+        self, prompt: list[int], params: SamplingParams, name: str, priority: int, cache_salt: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a prompt's sequences as they come. Raises what an output failed of. Closing it aborts."""
+        group = self._siblings(prompt, params, name, priority, cache_salt)
+        ids = [each.request_id for each in group]
+        outputs: deque[RequestOutput] = deque()
+        self._queue([group], lambda _: outputs.append)
+        try:
+            while outputs or not self._sequences.keys().isdisjoint(ids):
+                if not outputs:
+                    self._turn()
+                    await asyncio.sleep(
+                        0
+                    )  # a cancellation is noticed here, and the other beams of a search have a turn
+                    continue
+                output = outputs.popleft()
+                if output.error is not None:
+                    raise output.error
+                yield output
+        finally:
+            self._abort(ids)
+
+
+@dataclass(frozen=True)
+class _SteppedEngine:
+    """An Engine as the HTTP side sees one. The limits of a server's queue, times and outboxes do not hold: nobody else
+    waits, and a step is made when its outputs are asked for."""
+
+    engine: Engine
+    alive: bool = True
+    restarts: int = 0
+
+    @property
+    def config(self) -> Config:
+        return self.engine.config
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus("ready")
+
+    @property
+    def num_live(self) -> int:
+        stats = self.stats()
+        return stats.num_running + stats.num_waiting
+
+    def stats(self) -> EngineStats:
+        return self.engine.core.stats()
+
+    def check_ready(self) -> None: ...
+
+    def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None: ...
+
+    def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        deadline: float | None = None,
+        signal: AbortSignal | None = None,
+        outbox: Outbox | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        return self.engine._outputs(prompt_token_ids, params, request_id or "chat", priority, cache_salt)
+
+    async def flush_cache(self) -> bool:
+        return self.engine.core.flush_prefix_cache()
+
+
+class _Chats:
+    """What the conversations of one engine share."""
+
+    def __init__(self, engine: _SteppedEngine) -> None:
+        self.state = ServerState(engine, engine.config, Metrics(), make_tracing(engine.config.logging))
+        check_template(self.state)
+        check_vocabulary(self.state)
+        self.loop = LoopThread("jaxserve-chat")
+
+    def prepare(self, fields: dict[str, Any]) -> ChatAnswer:
+        fields = {"model": self.state.engine.info.served_names[0]} | fields
+        body, unknown = validated(orjson.dumps(fields, default=_plain), ChatCompletionRequest)
+        for name in unknown:
+            if name in fields:
+                raise InvalidValueError(f"{name}: chat/completions has no such field.", param=name)
+        self.state.unknown_fields.note("chat", unknown)
+        check_chat(body)
+        return self.loop.run(prepare(body, self.state, DEFAULT_CALLER))
+
+    def whole(self, answer: ChatAnswer) -> ChatCompletion:
+        return ChatCompletion.model_validate_json(orjson.dumps(self.loop.run(answer.whole())))
+
+    def chunks(self, answer: ChatAnswer) -> Generator[ChatCompletionChunk, None, None]:
+        """The events of HTTP, read back."""
+        events = answer.events()
+        try:
+            while event := self.loop.run(_next(events)):
+                yield ChatCompletionChunk.model_validate_json(event.removeprefix(b"data: "))
+        finally:
+            self.loop.settle(_end(events))
+
+
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes | None:
+    return await anext(events, None)
+
+
+async def _end(events: AsyncGenerator[bytes, None]) -> None:
+    await events.aclose()
+
+
+def _plain(value: Any) -> Any:
+    """A message of a former answer as a client sends it."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_none=True)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _close(loop: LoopThread, state: ServerState) -> None:
+    loop.settle(state.grammars.stop())
+    state.text_work.stop()
+    state.stop_rendering()
+    loop.close()

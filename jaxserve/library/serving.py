@@ -1,0 +1,96 @@
+"""A server for notebooks and tests: `with launch_server("DIR") as server: ... server.url`.
+
+The HTTP side runs in a thread of this process, the engine in a child process, as under `jaxserve launch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.cli.launch import Launch, bind
+from jaxserve.client.link import EngineLink
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError, JaxserveError
+
+MakeLink = Callable[[Config], EngineLink]
+
+START_TIMEOUT = 600.0  # seconds; a cold compile of a large model takes minutes
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that is ready. `url` has no trailing slash and no /v1."""
+
+    url: str
+    config: Config
+    launch: Launch
+
+
+@contextlib.contextmanager
+def launch_server(
+    model: str | None = None,
+    *,
+    config: Config | None = None,
+    make_link: MakeLink | None = None,
+    **keys: Any,
+) -> Iterator[RunningServer]:
+    """Start a server on 127.0.0.1, wait until it is ready, stop it at the end.
+
+    Arguments as of Engine; the port is a free one unless it is given, and files and batches last as long as the
+    server unless store.path is given. make_link: how the engine is reached, if not as a child process.
+    Raises ConfigError if it cannot start.
+    """
+    if config is None:
+        config = Config.of(model, **({"port": 0} | keys))
+    with tempfile.TemporaryDirectory(prefix="jaxserve-") as directory:
+        if config.store.path == "auto":
+            config = config.replace(store={"path": directory})
+        with bind(config.server) as listener, _Thread(config, listener, make_link) as server:
+            yield server
+
+
+class _Thread:
+    def __init__(self, config: Config, listener: socket.socket, make_link: MakeLink | None) -> None:
+        self._config = config
+        self._listener = listener
+        self._make_link = make_link
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxserve-http", daemon=True)
+        self._launch: Launch | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._launch = Launch(self._config, self._listener, quiet=True, make_link=self._make_link)
+        await self._launch.serve(on_ready=self._started.set)
+
+    def __enter__(self) -> RunningServer:
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT):
+            raise ConfigError(f"the server was not ready within {START_TIMEOUT:.0f} s")
+        if self._error is not None:
+            raise self._error
+        if self._launch is None or not self._thread.is_alive():
+            raise JaxserveError("the server ended before it was ready")
+        return RunningServer(self._launch.url, self._config, self._launch)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._loop is not None and self._launch is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._launch.stop)
+        self._thread.join()

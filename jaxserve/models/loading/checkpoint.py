@@ -1,0 +1,148 @@
+"""A checkpoint's tensors by name, over all its files, and what does not fit a model.
+
+Owns finding the files, the index, and the completeness report. Knows no jax and no model: it is given names and shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import read_json
+from jaxserve.models.loading.safetensors_file import TensorInfo, read_contents
+
+Shapes = tuple[tuple[int, ...], ...]
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class Misfits:
+    """Checkpoint names that keep a checkpoint from being loaded, gathered before anything is said."""
+
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    duplicate: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    misplaced: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, directory: Path, architecture: str) -> None:
+        """One ModelLoadError with every name."""
+        kinds = {
+            "missing": self.missing,
+            "unknown": self.unknown,
+            "in more than one place": self.duplicate,
+            "of the wrong shape": self.misshapen,
+            "not where the index says": self.misplaced,
+        }
+        found = [f"{kind}: {', '.join(_folded(names))}" for kind, names in kinds.items() if names]
+        if found:
+            count = sum(map(len, kinds.values()))
+            raise ModelLoadError(
+                f"{directory}: {count} tensors do not fit {architecture}; {'; '.join(found)}",
+                fix="download the checkpoint again, or check that config.json belongs to these weights",
+            )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Every tensor of a directory's safetensors files."""
+
+    directory: Path
+    tensors: Mapping[str, TensorInfo]
+    duplicate: tuple[str, ...]
+    misplaced: tuple[str, ...]
+    bare: bool = False  # published without the model's first name part, as embedding models are, and maybe without head
+
+    def misfits(self, expected: Mapping[str, Shapes], ignored: Iterable[re.Pattern[str]]) -> Misfits:
+        """What differs from `expected` {name: allowed shapes}; tensors of an `ignored` pattern are left aside."""
+        patterns = tuple(ignored)
+        extra = [name for name in self.tensors if name not in expected]
+        return Misfits(
+            missing=[name for name in expected if name not in self.tensors],
+            unknown=[name for name in extra if not any(p.search(name) for p in patterns)],
+            duplicate=list(self.duplicate),
+            misshapen=[
+                f"{name} is {list(self.tensors[name].shape)}, expected {' or '.join(str(list(s)) for s in shapes)}"
+                for name, shapes in expected.items()
+                if name in self.tensors and self.tensors[name].shape not in shapes
+            ],
+            misplaced=list(self.misplaced),
+        )
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Reads the headers of all shards. Raises ModelLoadError where there are no weights or a file is damaged."""
+    weight_map = _read_index(directory)
+    files = sorted(set(weight_map.values())) if weight_map else _files_without_index(directory)
+    tensors: dict[str, TensorInfo] = {}
+    duplicate = []
+    for file in files:
+        if not (directory / file).is_file():
+            raise ModelLoadError(f"{directory}: the shard {file} is missing", fix="download the checkpoint again")
+        for name, info in read_contents(directory / file):
+            if name in tensors:
+                duplicate.append(name)
+            tensors[name] = info
+    bare = "embed_tokens.weight" in tensors
+    names = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in tensors}
+    full = {names[name]: info for name, info in tensors.items()}
+    return Checkpoint(directory, full, tuple(duplicate), _misplaced(weight_map, tensors), bare)
+
+
+def _misplaced(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """Tensors that the index and the shards do not place alike."""
+    found = {name: info.file.name for name, info in tensors.items()}
+    return tuple(sorted(dict(weight_map.items() ^ found.items()))) if weight_map else ()
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """{tensor name: file name}, empty where there is no index."""
+    path = directory / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        weight_map = read_json(path)["weight_map"]
+        files = set(weight_map.values())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path}: expected a JSON object with 'weight_map'") from error
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelLoadError(f"{path}: {file!r} is no name of a safetensors file in this directory")
+    return weight_map
+
+
+def _files_without_index(directory: Path) -> list[str]:
+    if (directory / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    files = sorted(p.name for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    if files:
+        return files
+    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in directory.glob(pattern))
+    if others:
+        raise ModelLoadError(f"{directory} has weights only as {others[0]}", fix="convert them to safetensors")
+    raise ModelLoadError(f"{directory} has no *.safetensors file", fix="name a directory with a published checkpoint")
+
+
+def _folded(names: Iterable[str]) -> list[str]:
+    """Names that differ in their first number only, as one: layers.{0-31}.mlp.up_proj.weight."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        pattern = name if number is None else f"{name[: number.start()]}{{}}{name[number.end() :]}"
+        groups.setdefault(pattern, []).extend([] if number is None else [int(number.group())])
+    return [p.replace("{}", _ranges(n), 1) if n else p for p, n in groups.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "{0-2,5}"; one number stays bare."""
+    runs: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return text if text.isdigit() else "{" + text + "}"

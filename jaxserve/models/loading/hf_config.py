@@ -1,0 +1,181 @@
+"""A published config.json (and generation_config.json), translated into ModelConfig.
+
+With hf_keys.py and hf_families.py the one place that knows Hugging Face's keys and each family's unwritten defaults:
+a published file leaves out what equals the default of its class. Reads JSON only; nothing of a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import read_object
+from jaxserve.models.config import GenerationDefaults, ModelConfig
+from jaxserve.models.families.hf_families import FAMILIES, no_changes, rope_by_layer_type
+from jaxserve.models.families.hf_keys import (
+    Json,
+    architecture_of,
+    boolean,
+    integer,
+    number,
+    optional_integer,
+    rope_config,
+    shown,
+)
+from jaxserve.models.families.registry import model_class
+from jaxserve.models.rope import LongRopeScaling, RopeConfig
+
+T = TypeVar("T")
+MAX_EOS = 1024  # token ids; published lists have three
+MAX_TOKEN_ID = 2**24  # as of bos_token_id
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The ModelConfig of a checkpoint directory. Raises ModelLoadError naming the file and the key."""
+    return read_config_file(directory / "config.json")
+
+
+def read_config_file(file: Path) -> ModelConfig:
+    """`read_config`, of a config.json by any name."""
+    generation_file = file.with_name("generation_config.json")
+    hf = read_object(file)
+    generation = read_object(generation_file) if generation_file.is_file() else {}
+    _named(
+        file, lambda: _check_architecture(hf, file)
+    )  # first: an unknown family may lack every key that is read below
+    config = _named(file, lambda: from_hf(hf))
+    return _named(generation_file, lambda: with_generation(config, generation))
+
+
+def _named(file: Path, read: Callable[[], T]) -> T:
+    """What `read` returns; what it finds wrong becomes a ModelLoadError with the file's name."""
+    try:
+        return read()
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
+        cause = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise ModelLoadError(f"{file}: {cause[:300]}") from error
+
+
+def _check_architecture(hf: Json, file: Path) -> None:
+    try:
+        model_class(architecture_of(hf))
+    except ModelLoadError as error:
+        code = "; the code that its directory brings is never run" if hf.get("auto_map") else ""
+        raise ModelLoadError(f"{file}: {error}{code}", fix=error.fix) from None
+
+
+def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
+    """ModelConfig of a parsed config.json. KeyError, TypeError or ValueError where a needed key is absent or wrong."""
+    architecture = architecture_of(hf)
+    if not isinstance(hf.get("quantization_config") or {}, dict):
+        raise ValueError(f"'quantization_config' must be an object, not {shown(hf['quantization_config'])}")
+    heads = integer(hf, "num_attention_heads")
+    hidden = integer(hf, "hidden_size")
+    fields: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": integer(hf, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": integer(hf, "intermediate_size"),
+        "num_layers": integer(hf, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": optional_integer(hf, "num_key_value_heads", heads),
+        "head_dim": optional_integer(hf, "head_dim", hidden // heads),
+        "max_position_embeddings": integer(hf, "max_position_embeddings"),
+        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
+        "tie_word_embeddings": boolean(hf, "tie_word_embeddings", False),
+        "qkv_bias": boolean(hf, "attention_bias", False),
+        "out_bias": boolean(hf, "attention_bias", False),
+        "mlp_bias": boolean(hf, "mlp_bias", False),
+        "activation": _activation(hf),
+        "eos_token_ids": _eos_token_ids(hf),
+        "bos_token_id": optional_integer(hf, "bos_token_id", None),
+        "dtype": str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
+    }
+    if not rope_by_layer_type(hf):
+        fields["rope"] = rope_config(hf, fields["head_dim"])
+    fields |= FAMILIES.get(architecture, no_changes)(hf, fields)
+    config = ModelConfig(**fields, weight_block=_weight_block(hf))
+    _check(config)
+    return config if generation is None else with_generation(config, generation)
+
+
+def with_generation(config: ModelConfig, generation: Json) -> ModelConfig:
+    """`config` with what a parsed generation_config.json says; ValueError for a value out of its range."""
+    return config.replace(
+        eos_token_ids=_eos_token_ids(generation) or config.eos_token_ids,
+        bos_token_id=optional_integer(generation, "bos_token_id", config.bos_token_id),
+        generation=_generation_defaults(generation),
+    )
+
+
+SERVED_QUANTIZATION = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
+
+
+def _weight_block(hf: Json) -> tuple[int, int] | None:
+    """Rows and columns that share an FP8 scale; ValueError for a quantization that cannot be read."""
+    quantization = hf.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method is not None and method not in SERVED_QUANTIZATION:
+        raise ValueError(f"quantization {method!r} is not supported (supported: FP8 weights, MXFP4 of gpt-oss)")
+    if quantization.get("quant_algo") not in (None, "FP8"):
+        raise ValueError(f"quantization {quantization['quant_algo']!r} is not supported (supported: FP8 weights)")
+    block = quantization.get("weight_block_size")
+    if block is None:
+        return None
+    sizes = block if isinstance(block, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**20 for size in sizes):
+        raise ValueError(f"'weight_block_size' must be two sizes, not {shown(block)}")
+    return sizes[0], sizes[1]
+
+
+def _check(config: ModelConfig) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"{config.num_heads} attention heads are no multiple of {config.num_kv_heads} kv heads")
+    if len(config.windows) != config.num_layers:
+        raise ValueError(f"{len(config.windows)} layer types are given for {config.num_layers} layers")
+    for rope in () if config.bidirectional else (config.rope, config.local_rope):
+        if rope is not None:
+            _check_rope(rope)
+
+
+def _check_rope(rope: RopeConfig) -> None:
+    if rope.rotary_dim % 2 or rope.rotary_dim < 2:
+        raise ValueError(f"{rope.rotary_dim} numbers of a head are rotated, which must be pairs")
+    lists = (rope.scaling.short_factor, rope.scaling.long_factor) if isinstance(rope.scaling, LongRopeScaling) else ()
+    if any(len(factors) != rope.rotary_dim // 2 for factors in lists):
+        raise ValueError(f"'short_factor' and 'long_factor' must have {rope.rotary_dim // 2} numbers")
+    for field in dataclasses.fields(rope.scaling) if rope.scaling is not None else ():
+        value = getattr(rope.scaling, field.name)
+        for each in value if isinstance(value, tuple) else (value,):
+            if not 0 <= each <= 1e9:  # false for NaN
+                raise ValueError(f"{field.name!r} of the rotation's scaling must be from 0 to 1e9, not {each}")
+
+
+def _activation(hf: Json) -> str:
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    known = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+    known |= {"gelu": "gelu"}  # an encoder's
+    if name not in known:
+        raise ValueError(f"activation {shown(name)} is not supported (supported: {', '.join(sorted(known))})")
+    return known[name]
+
+
+def _eos_token_ids(hf: Json) -> tuple[int, ...]:
+    """The ids that end an output: the key holds one or a list."""
+    value = hf.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > MAX_EOS or not all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in ids):
+        what = f"a token id up to {MAX_TOKEN_ID} or a list of at most {MAX_EOS}"
+        raise ValueError(f"'eos_token_id' must be {what}, not {shown(value)}")
+    return tuple(ids)
+
+
+def _generation_defaults(generation: Json) -> GenerationDefaults:
+    if generation.get("do_sample") is False:  # the values that follow are then not meant to be used
+        return GenerationDefaults()
+    names = ("temperature", "top_p", "min_p", "repetition_penalty")
+    found = {name: number(generation, name, None) for name in names}
+    return GenerationDefaults(**found, top_k=optional_integer(generation, "top_k", None))

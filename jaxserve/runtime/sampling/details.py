@@ -1,0 +1,97 @@
+"""What few requests ask for beside a token: log-probabilities of given ids, the candidates of a draw, hidden states.
+
+The host's side of it: which rows ask, and from the device's arrays to those of SampledTokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxserve.runtime.sampling.sampler import Sampled, unpack_logprobs
+from jaxserve.types.sampling import MAX_WATCHED, SamplingParams
+from jaxserve.types.step import Details, ScheduledRow
+
+TokensOf = tuple[Sequence[int], jax.Array]  # the row of each token, a group of tokens on the device
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the rows that sample ask for. watched_ids: int32 [R, MAX_WATCHED], None where no row has any.
+
+    support: a row asks for the candidates of its token
+    """
+
+    watched_ids: np.ndarray | None = None
+    support: bool = False
+
+    @classmethod
+    def of(cls, rows: Sequence[ScheduledRow]) -> Asked:
+        details = [row.detail for row in rows]
+        if not any(details):
+            return cls()
+        watched = any(detail is not None and detail.watched_token_ids for detail in details)
+        return cls(
+            np.stack([pack_watched(detail) for detail in details]) if watched else None,
+            any(detail is not None and detail.support for detail in details),
+        )
+
+    @property
+    def anything(self) -> bool:
+        return self.support or self.watched_ids is not None
+
+
+def pack_watched(params: SamplingParams | None) -> np.ndarray:
+    """int32 [MAX_WATCHED], filled up with token 0."""
+    ids = np.zeros(MAX_WATCHED, np.int32)
+    if params is not None:
+        ids[: len(params.watched_token_ids)] = params.watched_token_ids
+    return ids
+
+
+def hidden_places(rows: Sequence[ScheduledRow], ends: Sequence[int]) -> list[tuple[int, int]]:
+    """(row, token of the step) of every hidden state that is asked for. ends: of each row's tokens."""
+    places = []
+    for i, row in enumerate(rows):
+        mode = "" if row.detail is None else row.detail.hidden_states
+        end = ends[i]
+        if mode == "all" and row.token_ids:
+            places += [(i, token) for token in range(end - row.num_tokens, end)]
+        elif mode and row.samples:
+            places.append((i, end - 1))
+    return places
+
+
+def expert_places(rows: Sequence[ScheduledRow], ends: Sequence[int]) -> dict[int, slice]:
+    """By row that asks for its experts: its tokens in the step."""
+    return {
+        i: slice(ends[i] - row.num_tokens, ends[i])
+        for i, row in enumerate(rows)
+        if row.detail is not None and row.detail.experts
+    }
+
+
+def fetch_hidden(groups: Sequence[TokensOf]) -> dict[int, np.ndarray]:
+    """By row, float32 [its tokens, D]."""
+    found: dict[int, list[np.ndarray]] = {}
+    for rows, states in groups:
+        for row, state in zip(rows, np.asarray(states), strict=False):
+            found.setdefault(row, []).append(state)
+    return {row: np.stack(states) for row, states in found.items()}
+
+
+def fetch_details(sampled: Sampled, sampling: Sequence[int], num_rows: int) -> Details:
+    """Of a step of `num_rows` rows, of which those of `sampling` are the first of `sampled`."""
+    assert sampled.watched is not None and sampled.support is not None
+    watched = spread(np.asarray(sampled.watched), sampling, num_rows).view(np.float32)
+    return Details(watched, *unpack_logprobs(spread(np.asarray(sampled.support), sampling, num_rows)))
+
+
+def spread(packed: np.ndarray, sampling: Sequence[int], num_rows: int) -> np.ndarray:
+    """int32 [bucket, n] -> int32 [num_rows, n]; zeros in rows that did not sample."""
+    rows = np.zeros((num_rows, packed.shape[1]), np.int32)
+    rows[sampling] = packed[: len(sampling)]
+    return rows

@@ -1,0 +1,319 @@
+"""Slot state: what the device remembers of every running request, one row a slot, so that a step sends almost nothing.
+
+Owns the state's layout and the small programs that admit a request into a slot. The host side here packs a SlotInit
+into fixed-size int32 groups; the device side unpacks and scatters them. Knows nothing of models, KV pages' content
+or the scheduler. A row index of `max_num_seqs` or more means "nobody": every write to it is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams
+from jaxserve.types.step import SlotInit
+
+ADMIT_GROUP = 8  # slots a dispatch of `admit`
+TOKEN_CHUNK = 1024  # tokens a dispatch of `admit_tokens`
+MAX_COUNT = np.iinfo(np.int16).max  # token counts saturate here: a penalty is long decided by then
+
+_INT_MAX = np.iinfo(np.int32).max
+_NO_TOKEN = np.int32(_INT_MAX)  # out of every vocabulary: dropped
+_INT_FIELDS = ("top_k", "min_tokens", "num_outputs", "num_bias", "has_allow", "has_watermark")
+_FLOAT_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+RECENT = 4  # tokens before a token that a watermark depends on
+_FLOATS = 3 + len(_INT_FIELDS)  # the first column of each part of a row of `admit`
+_WATERMARK = _FLOATS + len(_FLOAT_FIELDS)
+_RECENT = _WATERMARK + 2
+_BY_TOKEN = ("token_counts", "in_prompt")  # [S, V]
+ADMIT_WIDTH = _RECENT + RECENT
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotState:
+    """S = max_num_seqs rows, V = vocabulary, W = ceil(V/32) mask words, M = pages of the longest sequence in each group
+    of layers: a row of `page_table` is the tables of the groups one after another.
+
+    position        at which `last_token` is fed
+    recent          the last tokens, in order
+    num_outputs     tokens sampled so far
+    seed            64 bits, low word first; with a position it gives the row's random number
+    bias_ids        the first num_bias entries count
+    allow_mask      bit 1: the token may ever be sampled; read where `has_allow`
+    early_mask      bit 1: the token may be sampled before `min_tokens` outputs exist
+    token_counts    occurrences in the output, saturating
+    in_prompt       the token occurs in the prompt
+    watermark       64 bits of a key, low word first; read where `has_watermark`
+    """
+
+    position: jax.Array  # int32 [S]
+    num_outputs: jax.Array  # int32 [S]
+    page_table: jax.Array  # int32 [S, M]
+    seed: jax.Array  # uint32 [S, 2]
+    temperature: jax.Array  # float32 [S]; 0: greedy
+    top_k: jax.Array  # int32 [S]; 0: off
+    top_p: jax.Array  # float32 [S]
+    min_p: jax.Array  # float32 [S]
+    repetition_penalty: jax.Array  # float32 [S]
+    frequency_penalty: jax.Array  # float32 [S]
+    presence_penalty: jax.Array  # float32 [S]
+    min_tokens: jax.Array  # int32 [S]
+    num_bias: jax.Array  # int32 [S]
+    bias_ids: jax.Array  # int32 [S, MAX_LOGIT_BIAS]
+    bias_values: jax.Array  # float32 [S, MAX_LOGIT_BIAS]
+    has_allow: jax.Array  # int32 [S]
+    allow_mask: jax.Array  # int32 [S, W]
+    early_mask: jax.Array  # int32 [S, W]
+    token_counts: jax.Array  # int16 [S, V]
+    in_prompt: jax.Array  # bool [S, V]
+    has_watermark: jax.Array  # int32 [S]
+    watermark: jax.Array  # uint32 [S, 2]
+    recent: jax.Array  # int32 [S, RECENT]
+
+    @property
+    def num_slots(self) -> int:
+        return self.position.shape[0]
+
+    @property
+    def last_token(self) -> jax.Array:
+        """int32 [S]"""
+        return self.recent[:, -1]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.token_counts.shape[1]
+
+    def replace(self, **changes: jax.Array) -> SlotState:
+        return dataclasses.replace(self, **changes)
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a token bitmask."""
+    return -(-vocab_size // 32)
+
+
+def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
+    """The state as ShapeDtypeStructs, for sizing and ahead-of-time compiling."""
+    s, words = num_slots, mask_words(vocab_size)
+
+    def array(dtype: jax.typing.DTypeLike, *trailing: int) -> jax.Array:
+        return jax.ShapeDtypeStruct((s, *trailing), dtype)  # type: ignore[return-value]  # stands for an array
+
+    return SlotState(
+        position=array(jnp.int32),
+        num_outputs=array(jnp.int32),
+        page_table=array(jnp.int32, max_pages),
+        seed=array(jnp.uint32, 2),
+        temperature=array(jnp.float32),
+        top_k=array(jnp.int32),
+        top_p=array(jnp.float32),
+        min_p=array(jnp.float32),
+        repetition_penalty=array(jnp.float32),
+        frequency_penalty=array(jnp.float32),
+        presence_penalty=array(jnp.float32),
+        min_tokens=array(jnp.int32),
+        num_bias=array(jnp.int32),
+        bias_ids=array(jnp.int32, MAX_LOGIT_BIAS),
+        bias_values=array(jnp.float32, MAX_LOGIT_BIAS),
+        has_allow=array(jnp.int32),
+        allow_mask=array(jnp.int32, words),
+        early_mask=array(jnp.int32, words),
+        token_counts=array(jnp.int16, vocab_size),
+        in_prompt=array(jnp.bool_, vocab_size),
+        has_watermark=array(jnp.int32),
+        watermark=array(jnp.uint32, 2),
+        recent=array(jnp.int32, RECENT),
+    )
+
+
+def state_partition(state: SlotState, columns: P) -> SlotState:
+    """How each array is cut: those by token as `columns` says of [R, V], all others whole on every device."""
+    cuts = {name: columns if name in _BY_TOKEN else P() for name in vars(state)}
+    return SlotState(**cuts)  # type: ignore[arg-type]  # stand for arrays
+
+
+def empty_state(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
+    """All slots free: zeros everywhere."""
+    shapes = state_shapes(num_slots, vocab_size, max_pages)
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+
+def state_bytes(num_slots: int, vocab_size: int, max_pages: int, *, parts: int = 1) -> int:
+    """Of one device, where `parts` devices share the arrays by token."""
+    shapes = vars(state_shapes(num_slots, vocab_size, max_pages))
+    return sum(x.size * x.dtype.itemsize // (parts if name in _BY_TOKEN else 1) for name, x in shapes.items())
+
+
+# --- host: SlotInit -> packed int32 groups
+
+
+def pack_bits(token_ids: Iterable[int], vocab_size: int, *, allow: bool) -> np.ndarray:
+    """int32 [W] bitmask: bit 1 for the given ids if `allow`, else for all others. Ids outside are ignored."""
+    bits = np.full(mask_words(vocab_size) * 32, not allow, bool)
+    ids = np.fromiter(token_ids, np.int64)
+    bits[ids[(ids >= 0) & (ids < vocab_size)]] = allow
+    return np.packbits(bits, bitorder="little").view("<u4").view(np.int32)
+
+
+def pack_admit(inits: list[SlotInit], num_slots: int) -> Iterator[np.ndarray]:
+    """int32 [ADMIT_GROUP, width] groups for `admit`; unused rows name slot `num_slots`."""
+    for first in range(0, len(inits), ADMIT_GROUP):
+        group = np.zeros((ADMIT_GROUP, ADMIT_WIDTH), np.int32)
+        group[:, 0] = num_slots
+        for row, init in zip(group, inits[first : first + ADMIT_GROUP], strict=False):
+            _pack_admit_row(row, init)
+        yield group
+
+
+def _pack_admit_row(row: np.ndarray, init: SlotInit) -> None:
+    params = init.params
+    num_outputs = len(init.token_ids) - init.num_prompt_tokens
+    row[0] = init.slot
+    row[1:3] = _words(init.seed & (2**64 - 1))
+    marked = params.watermark_key is not None
+    ints = (params.top_k, params.min_tokens, num_outputs, len(params.logit_bias), _allow_mask_needed(params), marked)
+    row[3:_FLOATS] = [min(int(value), _INT_MAX) for value in ints]
+    row[_FLOATS:_WATERMARK] = np.array([getattr(params, name) for name in _FLOAT_FIELDS], np.float32).view(np.int32)
+    row[_WATERMARK:_RECENT] = _words(params.watermark_key or 0)
+    recent = init.token_ids[-RECENT:]
+    row[ADMIT_WIDTH - len(recent) :] = recent
+
+
+def _words(value: int) -> np.ndarray:
+    """64 bits as int32 [2], the low word first."""
+    return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32).view(np.int32)
+
+
+def _single_bad_words(params: SamplingParams) -> set[int]:
+    return {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+
+
+def _allow_mask_needed(params: SamplingParams) -> bool:
+    return params.allowed_token_ids is not None or bool(_single_bad_words(params))
+
+
+def pack_masks(init: SlotInit, vocab_size: int) -> np.ndarray | None:
+    """int32 [1 + 2W] for `admit_masks` (slot, allow words, early words), or None if the request needs no mask.
+
+    The allow mask holds allowed_token_ids less bad words of one token; bad words of several tokens depend on the
+    output and belong to the step's own bitmask.
+    """
+    params = init.params
+    if not (_allow_mask_needed(params) or params.min_tokens):
+        return None
+    allow = pack_bits(_single_bad_words(params), vocab_size, allow=False)
+    if params.allowed_token_ids is not None:
+        allow &= pack_bits(params.allowed_token_ids, vocab_size, allow=True)
+    early = pack_bits((*init.eos_token_ids, *params.stop_token_ids), vocab_size, allow=False)
+    return np.concatenate([np.array([init.slot], np.int32), allow, early])
+
+
+def pack_bias(init: SlotInit) -> np.ndarray | None:
+    """int32 [1 + 2*MAX_LOGIT_BIAS] for `admit_bias` (slot, ids, values), or None without logit_bias."""
+    bias = init.params.logit_bias
+    if not bias:
+        return None
+    packed = np.zeros(1 + 2 * MAX_LOGIT_BIAS, np.int32)
+    packed[0] = init.slot
+    packed[1 : 1 + len(bias)] = list(bias)
+    values = np.array(list(bias.values()), np.float32).view(np.int32)
+    packed[1 + MAX_LOGIT_BIAS : 1 + MAX_LOGIT_BIAS + len(bias)] = values
+    return packed
+
+
+def pack_tokens(init: SlotInit) -> Iterator[np.ndarray]:
+    """int32 [2 + TOKEN_CHUNK] chunks for `admit_tokens` (slot, prompt tokens in the chunk, ids), if penalties apply."""
+    if not has_penalties(init.params):
+        return
+    for first in range(0, len(init.token_ids), TOKEN_CHUNK):
+        chunk = init.token_ids[first : first + TOKEN_CHUNK]
+        packed = np.full(2 + TOKEN_CHUNK, _NO_TOKEN, np.int32)
+        packed[0] = init.slot
+        packed[1] = max(0, init.num_prompt_tokens - first)
+        packed[2 : 2 + len(chunk)] = chunk
+        yield packed
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    neutral = (1.0, 0.0, 0.0)
+    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != neutral
+
+
+# --- device: packed groups -> slot state
+
+
+def admit(state: SlotState, packed: jax.Array) -> SlotState:
+    """Apply a group of SlotInits. packed: int32 [ADMIT_GROUP, width] of `pack_admit`."""
+    slots = packed[:, 0]
+    values = {
+        "seed": jax.lax.bitcast_convert_type(packed[:, 1:3], jnp.uint32),
+        "token_counts": jnp.int16(0),
+        "in_prompt": jnp.bool_(False),
+        "watermark": jax.lax.bitcast_convert_type(packed[:, _WATERMARK:_RECENT], jnp.uint32),
+        "recent": packed[:, _RECENT:],
+    }
+    values |= {name: packed[:, 3 + i] for i, name in enumerate(_INT_FIELDS)}
+    floats = jax.lax.bitcast_convert_type(packed[:, _FLOATS:_WATERMARK], jnp.float32)
+    values |= {name: floats[:, i] for i, name in enumerate(_FLOAT_FIELDS)}
+    return state.replace(
+        **{name: getattr(state, name).at[slots].set(value, mode="drop") for name, value in values.items()}
+    )
+
+
+def admit_masks(state: SlotState, packed: jax.Array) -> SlotState:
+    """Set one slot's allow and early masks. packed: int32 [1 + 2W] of `pack_masks`."""
+    slot, words = packed[0], state.allow_mask.shape[1]
+    return state.replace(
+        allow_mask=state.allow_mask.at[slot].set(packed[1 : 1 + words], mode="drop"),
+        early_mask=state.early_mask.at[slot].set(packed[1 + words :], mode="drop"),
+    )
+
+
+def admit_bias(state: SlotState, packed: jax.Array) -> SlotState:
+    """Set one slot's logit bias. packed: int32 [1 + 2*MAX_LOGIT_BIAS] of `pack_bias`."""
+    slot = packed[0]
+    ids, values = packed[1 : 1 + MAX_LOGIT_BIAS], packed[1 + MAX_LOGIT_BIAS :]
+    return state.replace(
+        bias_ids=state.bias_ids.at[slot].set(ids, mode="drop"),
+        bias_values=state.bias_values.at[slot].set(jax.lax.bitcast_convert_type(values, jnp.float32), mode="drop"),
+    )
+
+
+def admit_tokens(state: SlotState, packed: jax.Array) -> SlotState:
+    """Count a chunk of one slot's prompt and kept output. packed: int32 [2 + TOKEN_CHUNK] of `pack_tokens`."""
+    slot, num_prompt, tokens = packed[0], packed[1], packed[2:]
+    is_prompt = jnp.arange(TOKEN_CHUNK, dtype=jnp.int32) < num_prompt
+    prompt_tokens = jnp.where(is_prompt, tokens, _NO_TOKEN)
+    output_tokens = jnp.where(is_prompt, _NO_TOKEN, tokens)
+    row = state.token_counts[slot].astype(jnp.int32).at[output_tokens].add(1, mode="drop")
+    return state.replace(
+        in_prompt=state.in_prompt.at[slot, prompt_tokens].set(True, mode="drop"),
+        token_counts=state.token_counts.at[slot].set(jnp.minimum(row, MAX_COUNT).astype(jnp.int16), mode="drop"),
+    )
+
+
+def append_tokens(state: SlotState, slots: jax.Array, tokens: jax.Array) -> SlotState:
+    """Record one sampled token a row. slots, tokens: int32 [R]; rows of nobody write nothing."""
+    room = state.token_counts.at[slots, tokens].get(mode="clip") < MAX_COUNT
+    before = state.recent.at[slots].get(mode="clip")
+    recent = jnp.concatenate([before[:, 1:], tokens[:, None]], axis=1)
+    return state.replace(
+        position=state.position.at[slots].add(1, mode="drop"),
+        recent=state.recent.at[slots].set(recent, mode="drop"),
+        num_outputs=state.num_outputs.at[slots].add(1, mode="drop"),
+        token_counts=state.token_counts.at[slots, tokens].add(room.astype(jnp.int16), mode="drop"),
+    )

@@ -1,0 +1,138 @@
+"""Starts waiting requests: gives each its slot and the pages of all its known tokens, while there is room."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection
+
+from jaxserve.kv.kv_manager import KVManager
+from jaxserve.kv.radix_cache import Node
+from jaxserve.scheduler.admission import PrefillsInProgress
+from jaxserve.scheduler.preemption import Preemption
+from jaxserve.scheduler.running_set import RunningSet
+from jaxserve.scheduler.scheduler_stats import Counters
+from jaxserve.scheduler.waiting_queue import WaitingQueue
+from jaxserve.types.request import Request, RequestStatus
+
+MAX_CANDIDATES = 64  # waiting requests that are looked up in the prefix cache in one step
+MAX_SHORT = 8  # of them the shortest of those that come later, so that no row of long prompts hides a short one
+MAX_SCANNED = 1024  # waiting requests looked at to find them, at 1 us each
+# Pages of the requests that start in one step, at 1 us each, but for the first request: 64 siblings of a prompt of
+# 100,000 tokens would hold up a step for 0.3 s.
+MAX_PAGES_TAKEN = 16_384
+
+
+class Admitter:
+    """Decides whether a waiting request can start now. Which one is tried next is the caller's decision.
+
+    started    the requests that were given a slot since `open`
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        prefills: PrefillsInProgress,
+        preemption: Preemption,
+        counters: Counters,
+    ) -> None:
+        self._kv = kv
+        self._waiting = waiting
+        self._running = running
+        self._prefills = prefills
+        self._preemption = preemption
+        self._counters = counters
+        self._room = preemption.room
+        self._step = 0
+        self._now = 0.0
+        self._blocked = False  # a request found no room: no other one may start before it
+        self._pages_taken = 0  # by requests that started in this step
+        self._reserved: list[int] = []  # tokens that the running requests are expected to grow by, for each group
+        self.started: list[Request] = []
+
+    def open(self, step: int, now: float, *, batch: bool, only: Collection[str] | None) -> list[Request]:
+        """The waiting requests that may start in a step, in the order of the policy.
+
+        now: seconds. batch: whether batch requests are among them. only: their ids; None: all.
+        """
+        self._step, self._now, self._blocked, self.started = step, now, False, []
+        self._pages_taken = 0
+        if not self._may_find_room():
+            return []
+        if not self._running:
+            self._room.ratio.reset()
+        self._reserved = self._room.reserve(self._running)
+        candidates = (
+            request
+            for request in self._waiting.candidates(batch=batch)
+            if (only is None or request.request_id in only) and not self._awaits_prefill(request)
+        )
+        return _first_and_shortest(list(itertools.islice(candidates, MAX_SCANNED)))
+
+    def _awaits_prefill(self, request: Request) -> bool:
+        return not request.aged and self._prefills.awaits_prefill(request, self._step)
+
+    def _may_find_room(self) -> bool:
+        if self._kv.num_free_slots:
+            return len(self._waiting) > 0
+        best = self._waiting.best_priority
+        return best is not None and self._preemption.could_help(best)
+
+    def num_cached(self, request: Request) -> int:
+        """Tokens of a waiting request that it need not compute."""
+        if self._blocked or request.slot is not None:
+            return 0
+        return self._kv.match(request).depth * self._kv.page_size
+
+    def start(self, request: Request) -> bool:
+        """Give a waiting request a slot and pages. False if it has to wait.
+
+        If it finds no room, no other request can start before the next `open`, and running requests of worse priority
+        may be preempted for it.
+        """
+        if self._blocked:
+            return False
+        in_flight = request.slot is not None  # preempted, and a step with it has not been read
+        if in_flight or self._pages_taken >= MAX_PAGES_TAKEN:
+            self._blocked = True
+            return False
+        node = self._kv.match(request)
+        if not request.aged and self._prefills.worth_waiting(request, node, self._step):
+            return False
+        missing = self._room.missing(request, node, self._reserved, alone=not self._running)
+        if max(missing) > 0 or not self._kv.num_free_slots:
+            self._blocked = True
+            self._preemption.preempt_for(request, missing)
+            return False
+        self._take(request, node, -missing[-1] // self._kv.page_size)
+        return True
+
+    def _take(self, request: Request, node: Node, surplus: int) -> None:
+        """surplus: see KVManager.take."""
+        num_left = max(0, request.num_prefill_tokens - request.num_computed_tokens)
+        self._waiting.remove(request)
+        self._kv.take(request, node, surplus)
+        self._pages_taken += request.num_tokens // self._kv.page_size
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = node.depth * self._kv.page_size
+        request.num_prefill_tokens = request.num_tokens
+        request.prompt_done = False
+        if request.admitted is None:
+            request.admitted = self._now
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._prefills.add(request, self._step)
+        self._running.prefilling.append(request)
+        self._reserved = [a + b for a, b in zip(self._reserved, self._room.reserve((request,)), strict=True)]
+        self._counters.count_admission(request, num_left)
+        self.started.append(request)
+
+
+def _first_and_shortest(requests: list[Request]) -> list[Request]:
+    """At most MAX_CANDIDATES of them, in the same order."""
+    if len(requests) <= MAX_CANDIDATES:
+        return requests
+    later = requests[MAX_CANDIDATES - MAX_SHORT :]
+    shortest = set(heapq.nsmallest(MAX_SHORT, later, key=lambda request: (request.priority, request.num_tokens)))
+    return requests[: MAX_CANDIDATES - MAX_SHORT] + [request for request in later if request in shortest]

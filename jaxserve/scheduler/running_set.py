@@ -1,0 +1,49 @@
+"""The requests that hold a slot, in two lists: those whose prompt is being computed, and those that decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxserve.types.request import Request, RequestStatus
+
+
+class RunningSet:
+    """Each list in order of admission. A request that ends stays listed until `drop_ended`, once a step."""
+
+    def __init__(self) -> None:
+        self.prefilling: list[Request] = []
+        self.decoding: list[Request] = []
+        self.has_ended = False  # a listed request does not run any more
+
+    def __bool__(self) -> bool:
+        return bool(self.prefilling or self.decoding)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.decoding
+        yield from self.prefilling
+
+    def drop_ended(self) -> None:
+        if self.has_ended:
+            running = RequestStatus.RUNNING
+            self.decoding = [request for request in self.decoding if request.status is running]
+            self.prefilling = [request for request in self.prefilling if request.status is running]
+            self.has_ended = False
+
+    def promote(self) -> None:
+        """Prompts whose last chunk has been scheduled decode from the next step on."""
+        done = [request for request in self.prefilling if request.num_inflight_tokens]
+        if done:
+            self.decoding += done
+            self.prefilling = [request for request in self.prefilling if not request.num_inflight_tokens]
+
+    def best_first(self, by_priority: bool) -> list[Request]:
+        """Those to keep first: aged, of better priority, with most output, with the shorter prompt."""
+        return sorted(
+            (request for request in self if request.status is RequestStatus.RUNNING),
+            key=lambda request: (
+                not request.aged,
+                request.priority if by_priority else 0,
+                -len(request.output_token_ids),
+                request.num_prompt_tokens,
+            ),
+        )

@@ -1,0 +1,434 @@
+"""Which requests run in the next step, on which pages. Pure Python over plain data: no jax, no text, no clock.
+
+Owns every Request from `add` to its last TokenOutput, the queue, the token budget and the meaning of a step's
+tokens. What a request holds of the device is the KVManager's.
+
+    add -> WAITING --> RUNNING (slot, pages) --> FINISHED
+              ^           |                         every way there goes through `_finish`
+              +-PREEMPTED-+  output kept
+
+`schedule` may run once more before `update` of the step before: rows in flight are taken to have produced a token.
+The end of a request is then seen one step late, and the token of that extra step is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from jaxserve.errors import InvalidValueError
+from jaxserve.kv.kv_manager import KVManager
+from jaxserve.kv.window_group import WindowGroup
+from jaxserve.scheduler.admission import NewTokenRatio, PrefillsInProgress, Room
+from jaxserve.scheduler.admitter import Admitter
+from jaxserve.scheduler.background import make_policy
+from jaxserve.scheduler.exclusions import nothing_allowed
+from jaxserve.scheduler.logprobs import (
+    StepLogprobs,
+    add_details,
+    ask_prompt_details,
+    gather_prompt_details,
+    gather_prompt_logprobs,
+    take_prompt_details,
+    too_many_candidates,
+)
+from jaxserve.scheduler.preemption import Preemption
+from jaxserve.scheduler.prompt_shares import PromptShares
+from jaxserve.scheduler.running_set import RunningSet
+from jaxserve.scheduler.scheduler_stats import Counters, SchedulerStats
+from jaxserve.scheduler.step_builder import StepBuilder
+from jaxserve.scheduler.stopping import Timers, end_of, overdue
+from jaxserve.scheduler.waiting_queue import WaitingQueue
+from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.request import Request, RequestStatus
+from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step import RowStatus, SampledTokens, ScheduledRow, SchedulerOutput
+
+
+class Scheduler:
+    """eos_token_ids: the model's own; a request that does not ignore them ends on them."""
+
+    def __init__(self, config: SchedulerConfig, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.kv = KVManager(config)
+        self._eos_token_ids = eos_token_ids
+        self._waiting = WaitingQueue(config, lambda request: self.kv.match(request).depth)
+        self._running = RunningSet()
+        self._live: dict[str, Request] = {}
+        self._timers = Timers()
+        self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        self._step = 0  # the last one scheduled
+        self._last_read = 0  # the last one whose tokens are here
+        self._ratio = NewTokenRatio(config.new_token_ratio)
+        self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
+        self._batch_policy = make_policy(config)
+        self._preemption = Preemption(
+            self.kv, self._running, Room(self._ratio, self.kv), self.counters, self._preempt, config.tokens_per_step
+        )
+        self._admitter = Admitter(
+            self.kv, self._waiting, self._running, self._prefills, self._preemption, self.counters
+        )
+        self._shares = PromptShares(
+            self._admitter.start, self._admitter.num_cached, self.kv.prompt_reach, config.whole_prompts
+        )
+
+    # --- requests come and go
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._in_flight)
+
+    @property
+    def live_ids(self) -> Collection[str]:
+        return self._live.keys()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises as `SchedulerConfig.check_fits`; the queue's limits are AsyncEngine's."""
+        params = request.params
+        self.config.check_fits(request.num_prompt_tokens, request.max_tokens)
+        if request.request_id in self._live:
+            raise InvalidValueError(f"request id {request.request_id} is in use", param="request_id")
+        eos = () if params.ignore_eos else self._eos_token_ids
+        request.stop_token_ids = frozenset((*eos, *params.stop_token_ids))
+        request.max_computed_tokens = request.num_prompt_tokens + request.max_tokens - 1
+        request.detail = params if params.detailed else None
+        if not request.is_answered:
+            ask_prompt_details(request)
+        request.queued_step = self._step
+        request.priority = self.config.rank(request.priority)
+        self._live[request.request_id] = request
+        self._batch_policy.count(request, 1)
+        if request.output_token_ids:
+            self._waiting.push_front(request)  # it ran before, and its client has seen tokens
+        else:
+            self._waiting.push(request)
+        self._timers.watch(request, self.config.queue_timeout)
+
+    def find(self, request_id: str) -> Request | None:
+        """The request of this id if it has not ended."""
+        return self._live.get(request_id)
+
+    def end_resumed(self, request_id: str) -> TokenOutput | None:
+        """The last output of a request whose output from before a restart was complete already, else None."""
+        request = self._live[request_id]
+        _, reason, stop_token_id = end_of(request, len(request.output_token_ids))
+        return self._finish(request, reason, stop_token_id=stop_token_id) if reason else None
+
+    def expire(self, now: float) -> list[TokenOutput]:
+        """End the requests whose deadline or time in the queue is over; their last outputs."""
+        outputs: list[TokenOutput] = []
+        for request_id in self._timers.due(now):
+            request = self._live.get(request_id)
+            if request is not None and (message := overdue(request, now, self.config.queue_timeout)):
+                outputs.append(self._finish(request, FinishReason.ERROR, error=message, error_status=504))
+        return outputs
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
+        """End a request, wherever it is; its last output, or None if it has ended already."""
+        request = self._live.get(request_id)
+        return self._finish(request, reason) if request else None
+
+    def fail(self, request_id: str, error: str, status: int = 500) -> TokenOutput | None:
+        """End a request whose output cannot go on; its last output, or None if it has ended already."""
+        request = self._live.get(request_id)
+        return self._finish(request, FinishReason.ERROR, error=error, error_status=status) if request else None
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token_ids: list[int] | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        error_status: int = 500,
+    ) -> TokenOutput:
+        if request.status is RequestStatus.RUNNING:
+            self._leave_device(request)
+        else:
+            self._waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._live[request.request_id]
+        self._batch_policy.count(request, -1)
+        self.counters.count_end(reason)
+        return TokenOutput(
+            request_id=request.request_id,
+            token_ids=token_ids or [],
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=0 if request.is_answered else request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            error=error,
+            error_status=error_status,
+        )
+
+    def _leave_device(self, request: Request) -> None:
+        self._running.has_ended = True
+        self._prefills.remove(request)
+        self.kv.release(request, self._last_read)
+
+    def recover(self) -> list[str]:
+        """The device lost its state: forget the steps in flight and all pages; whatever ran is computed again.
+
+        The ids of the requests in those steps that have not ended.
+        """
+        in_flight = [request.request_id for _, requests in self._in_flight for request in requests]
+        ids = [request_id for request_id in dict.fromkeys(in_flight) if request_id in self._live]
+        self._in_flight.clear()
+        self._last_read = self._step
+        self.kv.cache.flush()
+        self.kv.retire(self._step)
+        for request in reversed(self._running.best_first(by_priority=True)):
+            self._preempt(request)
+        for request in self._live.values():
+            request.num_inflight_tokens = 0
+        return ids
+
+    def waits_for_read(self, now: float) -> bool:
+        """Whether the step in flight is to be read before the next one is made. now: seconds"""
+        return bool(self._in_flight) and not self._batch_policy.runs_ahead(self._in_flight[-1][0], now)
+
+    # --- the next step
+
+    def schedule(self, now: float, only: Collection[str] | None = None) -> SchedulerOutput | None:
+        """The next step, or None if nothing can run before a step in flight has been read.
+
+        now: seconds. only: ids of the waiting requests that may start; None: all.
+        """
+        running, policy = self._running, self._batch_policy
+        running.drop_ended()
+        self._preemption.make_room(len(self._waiting))
+        step = StepBuilder(self._step + 1, self.config.tokens_per_step, self.kv)
+        self._waiting.age(step.number)
+        online_prompts = self._waiting.num_online > 0 or bool(policy.online(running.prefilling))
+        joins = policy.joins(len(self._live), online_prompts, now) or only is not None
+        step.add_decodes(running.decoding if joins else policy.online(running.decoding))
+        self._add_prompts(step, now, only, batch=joins)
+        # An online request that waits for pages or a slot in flight is not made to wait longer by a batch request.
+        leaving = self._waiting.num_online > 0 and self.kv.has_leaving
+        if not (joins or step.has_prompt or leaving):
+            self._add_prompts(step, now, only, batch=True)
+            if not step.has_prompt:
+                step.add_decodes(policy.batch(running.decoding))
+        step.fit(self.config.step_sizes)
+        running.promote()
+        return self._dispatch(step) if step.rows else None
+
+    def _add_prompts(self, step: StepBuilder, now: float, only: Collection[str] | None, *, batch: bool) -> None:
+        """Divide the step's prompt tokens among prompts that run and requests that wait.
+
+        only: as of `schedule`. batch: whether batch requests are among them.
+        """
+        policy, rows = self._batch_policy, step.num_decode_rows
+        prompts = self._running.prefilling.copy() if batch else policy.online(self._running.prefilling)
+        waiting = [] if step.short_of_pages else self._admitter.open(step.number, now, batch=batch, only=only)
+        if not (prompts or waiting):
+            return
+        room = self.config.max_num_batched_tokens - rows
+        budget = min(room, policy.budget(rows, batch=batch and policy.num_batch > 0, now=now))
+        shares = self._shares.divide(budget, prompts, waiting, step.number)
+        for request in self._admitter.started if waiting else ():
+            policy.started(request, request.num_prefill_tokens - request.num_computed_tokens)
+            step.init_slot(request, self._eos_token_ids)
+        for request, num_tokens in shares.items():
+            step.add_chunk(request, num_tokens)
+
+    def _dispatch(self, step: StepBuilder) -> SchedulerOutput:
+        output = step.build()
+        self._step = step.number
+        self._in_flight.append((output, step.requests))
+        num_decodes, chunks = output.num_decode_rows, output.rows[output.num_decode_rows :]
+        num_first = sum(row.samples and not row.embed for row in chunks)
+        self.counters.count_step(output.num_tokens - num_decodes, num_decodes + num_first)
+        if num_decodes:
+            self._ratio.decay()
+        return output
+
+    def _preempt(self, request: Request) -> None:
+        self._leave_device(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self._waiting.push_front(request)
+        self._running.drop_ended()
+
+    # --- rows whose mask is late
+
+    def take_back(self, output: SchedulerOutput, rows: Sequence[int]) -> None:
+        """Rows of the step that was dispatched last get no token: their last tokens are computed again."""
+        _, requests = self._in_flight[-1]
+        for i in rows:
+            output.rows[i] = msgspec.structs.replace(output.rows[i], samples=False)
+            requests[i].num_computed_tokens -= self.config.tokens_per_step
+            requests[i].num_inflight_tokens -= self.config.tokens_per_step
+
+    def rest(self, output: SchedulerOutput, resting: Collection[str]) -> None:
+        """Which of the masked requests of the last step are in no step until `wake`."""
+        for row, request in zip(output.rows, self._in_flight[-1][1], strict=True):
+            if row.masked:
+                request.rests = row.request_id in resting
+
+    def wake(self, request_id: str) -> None:
+        """The mask of a resting request is made."""
+        if (request := self._live.get(request_id)) is not None:
+            request.rests = False
+
+    # --- what came back
+
+    def update(self, output: SchedulerOutput, sampled: SampledTokens, now: float) -> list[TokenOutput]:
+        """Take in the tokens of the oldest step in flight. Raises ValueError for any other step."""
+        if not self._in_flight or self._in_flight[0][0] is not output:
+            raise ValueError(f"step {output.step} is not the oldest one in flight")
+        _, requests = self._in_flight.popleft()
+        self._last_read = output.step
+        per_step, fine, outputs = self.config.tokens_per_step, int(RowStatus.FINE), []
+        token_ids, num_valid, status = (
+            array.tolist() for array in (sampled.token_ids, sampled.num_valid, sampled.status)
+        )
+        logprobs = None if sampled.logprobs is None else StepLogprobs(sampled, output.rows)
+        first_chunk = output.num_decode_rows
+        for i, (row, request) in enumerate(zip(output.rows, requests, strict=True)):
+            if row.prompt_logprobs is not None:
+                gather_prompt_logprobs(request, row, i, sampled)
+            if row.detail is not None:
+                gather_prompt_details(request, row, i, sampled)
+            if i >= first_chunk and status[i] != RowStatus.NOT_FINITE:
+                self._share_chunk(request, row)
+            if samples := row.samples:
+                request.num_inflight_tokens -= per_step
+            if request.status is RequestStatus.FINISHED:
+                self.counters.dropped_tokens += num_valid[i] if samples else 0
+            elif status[i] != fine:
+                outputs.append(self._fail_row(request, status[i]))
+            elif not samples:
+                continue
+            elif row.embed:
+                outputs.append(self._end_with_embedding(request, i, sampled, now))
+            elif row.detail is not None and (error := too_many_candidates(row, i, sampled)):
+                outputs.append(self._finish(request, FinishReason.ERROR, error=error, error_status=400))
+            else:
+                new = token_ids[i]
+                if num_valid[i] != per_step:
+                    request.num_computed_tokens -= per_step - num_valid[i]
+                    new = new[: num_valid[i]]
+                result = self._accept(request, new, now)
+                if row.logprobs is not None and logprobs is not None:
+                    result.logprobs = logprobs.of_row(i, result.token_ids, row.logprobs)
+                    add_details(result, row, i, sampled)
+                outputs.append(result)
+        if self.kv.window is not None:
+            self._advance_windows(self.kv.window, output.rows, requests)
+        self.kv.retire(output.step)
+        return outputs
+
+    def _advance_windows(self, window: WindowGroup, rows: Sequence[ScheduledRow], requests: list[Request]) -> None:
+        """The steps up to these rows' have been read: what no later one of a request sees can go."""
+        running = RequestStatus.RUNNING
+        for row, request in zip(rows, requests, strict=True):
+            if request.status is running:
+                computed = request.num_computed_tokens - request.num_inflight_tokens
+                read = computed if row.samples else min(computed, row.start + row.num_tokens)
+                if read >= request.window.due:
+                    window.advance(request, read)
+
+    def _accept(self, request: Request, new: list[int], now: float) -> TokenOutput:
+        """Append a row's tokens and see whether they end the request."""
+        output = request.output_token_ids
+        output += new
+        first = not request.prompt_done
+        if first:
+            self._complete_prompt(request)
+        if len(output) < request.max_tokens and request.stop_token_ids.isdisjoint(new):
+            result = TokenOutput(request_id=request.request_id, token_ids=new)
+        else:
+            result = self._end_or_go_on(request, new)
+        self.counters.generation_tokens += len(result.token_ids)
+        if first:
+            self._report_first(request, result, now)
+        return result
+
+    def _share_chunk(self, request: Request, row: ScheduledRow) -> None:
+        """A chunk of a prompt was read and is finite, so its full pages may be shared.
+
+        The request may have ended or been preempted since: it holds its pages until its last step is read.
+        """
+        if row.start == request.num_read_tokens:  # else a chunk before this one was not finite
+            request.num_read_tokens += row.num_tokens
+            self.kv.commit(request, request.num_read_tokens)
+            self._prefills.advance(request)
+
+    def _complete_prompt(self, request: Request) -> None:
+        """The first good result since admission is here."""
+        request.prompt_done = True
+        self._prefills.remove(request)
+
+    def _end_with_embedding(self, request: Request, row: int, sampled: SampledTokens, now: float) -> TokenOutput:
+        assert sampled.embeddings is not None
+        self._complete_prompt(request)
+        output = self._finish(request, FinishReason.STOP)
+        output.embedding = sampled.embeddings[row].tobytes()
+        self._report_first(request, output, now)
+        return output
+
+    def _end_or_go_on(self, request: Request, new: list[int]) -> TokenOutput:
+        count, reason, stop_token_id = end_of(request, len(new))
+        if reason is None:
+            return TokenOutput(request_id=request.request_id, token_ids=new)
+        del request.output_token_ids[len(request.output_token_ids) - len(new) + count :]
+        return self._finish(request, reason, new[:count], stop_token_id)
+
+    def _report_first(self, request: Request, result: TokenOutput, now: float) -> None:
+        if request.is_answered:
+            return
+        result.num_cached_tokens = request.num_cached_tokens
+        result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        take_prompt_details(request, result)
+        if request.first_token is None:
+            assert request.admitted is not None
+            request.first_token = now
+            result.queue_seconds = request.admitted - request.arrival
+            result.first_token_seconds = now - request.arrival
+            self.counters.first_tokens += 1
+            self.counters.first_token_seconds += result.first_token_seconds
+
+    def _fail_row(self, request: Request, status: int) -> TokenOutput:
+        if status == RowStatus.NOTHING_ALLOWED:
+            error = nothing_allowed(request.params)
+            return self._finish(request, FinishReason.ERROR, error=error, error_status=400)
+        self.kv.discard(request)
+        return self._finish(request, FinishReason.ERROR, error="the model's output was not finite (NaN or infinity)")
+
+    # --- numbers and proof
+
+    def stats(self) -> SchedulerStats:
+        cache, num_free, window = self.kv.cache, self.kv.pool.num_free, self.kv.window
+        num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
+        return SchedulerStats(
+            num_running=len(self._live) - len(self._waiting),
+            num_waiting=len(self._waiting),
+            num_preempted=num_preempted,
+            num_waiting_tokens=self._waiting.num_tokens,
+            num_pages=self.config.num_pages,
+            num_pages_free=num_free,
+            num_pages_cached=cache.num_pages,
+            num_pages_evictable=cache.num_evictable,
+            num_pages_held=self.config.num_pages - num_free - cache.num_pages,
+            num_window_pages_used=0 if window is None else self.config.num_window_pages - window.num_available,
+            new_token_ratio=self._ratio.value,
+            counters=copy.copy(self.counters),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every page, slot and request is accounted for exactly once."""
+        running = [request for request in self._running if request.status is RequestStatus.RUNNING]
+        waiting = list(self._waiting)
+        ids = [request.request_id for request in itertools.chain(running, waiting)]
+        assert sorted(ids) == sorted(self._live), "a request is lost or in two places"
+        assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in waiting)
+        assert self._waiting.num_tokens == sum(r.num_prompt_tokens for r in waiting)
+        assert self._running.has_ended or len(running) == len(list(self._running))
+        self.kv.check_integrity(running)

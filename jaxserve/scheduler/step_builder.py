@@ -1,0 +1,163 @@
+"""A step in the making: rows for the device from Requests, and what each Request then counts as computed.
+
+Every row is built here. What a row may cost and who gets one is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from jaxserve.kv.kv_manager import KVManager
+from jaxserve.types.request import Request
+from jaxserve.types.step import PageTableUpdate, ScheduledRow, SchedulerOutput, SlotInit
+
+WORTH_CUTTING = 4  # a chunk is cut where that spares at least so many times the tokens that then wait
+_EMPTY: list[int] = []  # shared by all decode rows; nobody writes to it
+
+
+class StepBuilder:
+    """Decode rows are added first, then chunks.
+
+    tokens_per_step    tokens that a sampling row may yield; the host counts with all of them until they are read
+    requests           of the rows, in their order
+    short_of_pages     a decoding request had no page for its next token
+    """
+
+    def __init__(self, number: int, tokens_per_step: int, kv: KVManager) -> None:
+        self.number = number
+        self.rows: list[ScheduledRow] = []
+        self.requests: list[Request] = []
+        self.short_of_pages = False
+        self._tokens_per_step = tokens_per_step
+        self._kv = kv
+        self._window = kv.window
+        self._window_pages: list[PageTableUpdate] = []
+        self._slot_inits: list[SlotInit] = []
+        self._new_pages: dict[int, list[int]] = {}  # by slot, of the requests that started in this step
+        self._num_decode_rows = 0
+
+    def add_decodes(self, decoding: list[Request]) -> None:
+        """Add a row for each request that has more to generate and a page to do it on."""
+        number, per_step, rows, requests, kv = self.number, self._tokens_per_step, self.rows, self.requests, self._kv
+        for request in decoding:
+            start = request.num_computed_tokens
+            if start >= request.max_computed_tokens or request.rests:
+                continue  # its last token is in flight, or its mask is not made
+            first_new_page, new_page_ids = 0, _EMPTY
+            if start + per_step > request.page_capacity:
+                if (wanted := pages_wanted(request, kv, per_step)) > kv.num_available:
+                    self.short_of_pages = True
+                    continue
+                first_new_page, new_page_ids = len(request.page_ids), kv.grow(request, wanted)
+                if self._window is not None:
+                    self._send_window_pages(request, self._window.grow(request, wanted))
+            rows.append(
+                ScheduledRow(
+                    request.request_id,
+                    request.slot,  # type: ignore[arg-type]  # a running request has one
+                    start,
+                    1,
+                    True,
+                    _EMPTY,
+                    first_new_page,
+                    new_page_ids,
+                    request.masked,
+                    request.params.logprobs,
+                    None,
+                    False,
+                    request.detail,
+                )
+            )
+            requests.append(request)
+            request.num_computed_tokens = start + per_step
+            request.num_inflight_tokens += per_step
+            request.last_step = number
+        self._num_decode_rows = len(rows)
+
+    def init_slot(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
+        """Send the slot of a request that was just started. A chunk of it must follow."""
+        assert request.slot is not None
+        init = SlotInit(
+            slot=request.slot,
+            params=request.params,
+            seed=request.seed,
+            num_prompt_tokens=request.num_prompt_tokens,
+            token_ids=request.token_ids(0, request.num_tokens),
+            eos_token_ids=() if request.params.ignore_eos else eos_token_ids,
+        )
+        self._slot_inits.append(init)
+        self._new_pages[request.slot] = request.page_ids.copy()
+
+    def add_chunk(self, request: Request, num_tokens: int) -> None:
+        """Add a row that computes the next tokens of a prompt; its pages must reach as far."""
+        assert request.slot is not None
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        if self._window is not None:
+            self._send_window_pages(request, self._window.cover(request, end))
+        done = end == request.num_prefill_tokens
+        row = ScheduledRow(
+            request_id=request.request_id,
+            slot=request.slot,
+            start=start,
+            num_tokens=end - start,
+            samples=done,
+            token_ids=request.token_ids(start, end),
+            first_new_page=0,
+            new_page_ids=self._new_pages.get(request.slot, _EMPTY),
+            masked=request.masked and done,
+            logprobs=request.params.logprobs,
+            prompt_logprobs=None if request.prompt_logprobs is None else request.params.prompt_logprobs,
+            embed=request.params.embed and done,
+            detail=request.detail,
+        )
+        self.rows.append(row)
+        self.requests.append(request)
+        request.num_computed_tokens = end
+        request.last_step = self.number
+        if done:
+            request.num_computed_tokens += self._tokens_per_step - 1
+            request.num_inflight_tokens += self._tokens_per_step
+
+    def _send_window_pages(self, request: Request, pages: tuple[int, list[int]]) -> None:
+        first, page_ids = pages
+        if page_ids:
+            assert request.slot is not None
+            self._window_pages.append(PageTableUpdate(request.slot, first, page_ids))
+
+    def fit(self, sizes: tuple[int, ...]) -> None:
+        """Cut what is little above a size (ascending) off the last chunk: it waits for the next step."""
+        if not sizes or not self.has_prompt:
+            return
+        num_tokens = sum(row.num_tokens for row in self.rows)
+        index = bisect_left(sizes, num_tokens)
+        if not 0 < index < len(sizes):
+            return
+        below = sizes[index - 1]
+        excess = num_tokens - below
+        if excess < self.rows[-1].num_tokens and excess * WORTH_CUTTING <= sizes[index] - below:
+            self._cut(excess)
+
+    def _cut(self, num_tokens: int) -> None:
+        row, request = self.rows.pop(), self.requests.pop()
+        request.num_computed_tokens = row.start
+        if row.samples:
+            request.num_inflight_tokens -= self._tokens_per_step
+        self.add_chunk(request, row.num_tokens - num_tokens)
+
+    @property
+    def num_decode_rows(self) -> int:
+        return self._num_decode_rows
+
+    @property
+    def has_prompt(self) -> bool:
+        return len(self.rows) > self._num_decode_rows
+
+    def build(self) -> SchedulerOutput:
+        return SchedulerOutput(self.number, self.rows, self._num_decode_rows, self._slot_inits, self._window_pages)
+
+
+def pages_wanted(request: Request, kv: KVManager, tokens_per_step: int) -> int:
+    """Pages that a decoding request lacks for its next step."""
+    end = min(request.num_computed_tokens + tokens_per_step, request.max_computed_tokens)
+    return max(0, kv.num_pages_for(end) - len(request.page_ids))

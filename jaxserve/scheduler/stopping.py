@@ -1,0 +1,58 @@
+"""When a request ends by its own tokens, and when by the clock."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+
+from jaxserve.types.output import FinishReason
+from jaxserve.types.request import Request
+
+
+def end_of(request: Request, count: int) -> tuple[int, FinishReason | None, int | None]:
+    """Whether the last `count` tokens of the output end the request.
+
+    Returns how many of them belong to it, why it ends or None, and the stop token. The first end counts: a stop token
+    once `min_tokens` are there, or `max_tokens`. Stop tokens that come earlier are ordinary tokens.
+    """
+    output, stops = request.output_token_ids, request.stop_token_ids
+    before = len(output) - count
+    room = request.max_tokens - before
+    for i, token in enumerate(output[before : before + room], start=1):
+        if token in stops and before + i >= request.params.min_tokens:
+            return i, FinishReason.STOP, token
+    return (room, FinishReason.LENGTH, None) if count >= room else (count, None, None)
+
+
+def overdue(request: Request, now: float, queue_timeout: float | None) -> str | None:
+    """Why a request ends by the clock; None if it does not. now: time.monotonic() seconds"""
+    if request.deadline is not None and now >= request.deadline:
+        return f"the deadline of {request.deadline - request.arrival:g} s has passed"
+    is_new = request.admitted is None and not request.output_token_ids
+    if queue_timeout is not None and is_new and now >= request.arrival + queue_timeout:
+        return f"waited {queue_timeout:g} s in the queue"
+    return None
+
+
+class Timers:
+    """Request ids by the time at which somebody should look at them. Times are the caller's, in seconds."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, str]] = []
+        self._ties = itertools.count()
+
+    def set(self, when: float, request_id: str) -> None:
+        heapq.heappush(self._heap, (when, next(self._ties), request_id))
+
+    def watch(self, request: Request, queue_timeout: float | None) -> None:
+        """Set the times at which `overdue` may find that the request ends."""
+        if request.deadline is not None:
+            self.set(request.deadline, request.request_id)
+        if queue_timeout is not None:
+            self.set(request.arrival + queue_timeout, request.request_id)
+
+    def due(self, now: float) -> Iterator[str]:
+        """Take out those whose time has come; the request may have ended long ago."""
+        while self._heap and self._heap[0][0] <= now:
+            yield heapq.heappop(self._heap)[2]

@@ -1,0 +1,227 @@
+"""From a sequence's tokens to its text: the state of one sequence on the API side of the engine.
+
+Owns the incremental detokenizer and the stop strings of one sequence. Knows no HTTP and no scheduler.
+
+    TokenOutput (engine) -> SequenceText.push -> RequestOutput (text delta, tokens, finish) -> api or research code
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxserve.errors import HTTPError, InvalidValueError, RequestTimeoutError, ServerError
+from jaxserve.text.detokenizer import make_detokenizer
+from jaxserve.text.patterns import StopPatterns
+from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
+from jaxserve.text.stop import StopChecker, Stops
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.output import FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.sampling import SamplingParams, ThinkingBudget
+
+
+class RequestOutput(msgspec.Struct):
+    """What one choice of a request gained since the last output. Deltas, but for the counts."""
+
+    request_id: str
+    index: int  # the choice: 0 .. n-1
+    text: str = ""
+    token_ids: list[int] = []  # a Struct copies its default
+    logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once
+    support: list[Support] | None = None  # aligned with token_ids
+    hidden: bytes | None = None  # float32, little endian, [tokens, D]
+    prompt_hidden: bytes | None = None  # likewise of the prompt; once
+    experts: bytes | None = None  # int32, little endian, [tokens, L, K]: of the token before each
+    prompt_experts: bytes | None = None  # likewise of the prompt; once
+    finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = None  # the token id or the string that ended it
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    queue_seconds: float = 0.0  # from arrival to admission; with the first token
+    prefill_seconds: float = 0.0  # from admission to the first token; with it
+    num_preemptions: int = 0  # with finish_reason
+    embedding: bytes | None = None  # float32, little endian; once, of a request that asked for it
+    error: HTTPError | None = None  # why it failed, with finish_reason error; AsyncEngine raises it instead
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def held_bytes(self) -> int:
+        """About the memory that it takes."""
+        size = 500 + len(self.text) + 36 * len(self.token_ids)
+        if self.logprobs:
+            entry = self.logprobs[-1]
+            size += len(self.logprobs) * (300 + 60 * len(entry.top_ids) + 32 * len(entry.watched))
+        if self.support:
+            size += sum(200 + 60 * len(entry.ids) for entry in self.support)
+        raw = (self.hidden, self.prompt_hidden, self.experts, self.prompt_experts)
+        return size + sum(len(each) for each in raw if each is not None)
+
+
+def make_stops(params: SamplingParams) -> Stops | None:
+    """The stops of a request, to be shared by its choices; None if it has none. Raises InvalidValueError."""
+    if not (params.stop or params.stop_regex):
+        return None
+    return Stops(params.stop, StopPatterns(params.stop_regex))
+
+
+class SequenceText:
+    """Turns one sequence's tokens into text, and finds its stop strings.
+
+    stops: those of `make_stops`, if the choices of a request share them; by default they are made here.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        stops: Stops | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.finished = False
+        self.output_token_ids: list[int] = []
+        self.stopped_by_text = False  # the engine still runs the sequence and must be told to end it
+        self._params = params
+        self._num_prompt_tokens = len(prompt_token_ids)
+        self._num_cached_tokens = 0
+        self._detokenizer = make_detokenizer(
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            visible_token_ids=params.visible_token_ids,
+        )
+        stops = stops or make_stops(params)
+        self._stops = StopChecker(stops, include=params.include_stop_str_in_output) if stops else None
+        self._thinking = None if params.thinking is None else _limit(params.thinking)
+
+    @property
+    def thinks_too_long(self) -> bool:
+        """The thinking is to be ended by `end_thinking`; what the engine made after it is no output."""
+        return not self.finished and self._thinking is not None and self._thinking.exceeded
+
+    def end_thinking(self) -> RequestOutput:
+        """Take the tokens that end the thinking, as if the model had chosen them. Nothing predicted them."""
+        budget, max_tokens = self._params.thinking, self._params.max_tokens
+        assert budget is not None
+        self._thinking = None
+        room = len(budget.end_token_ids) if max_tokens is None else max_tokens - len(self.output_token_ids)
+        token_ids = list(budget.end_token_ids[:room])
+        last = max_tokens is not None and room <= len(token_ids)
+        return self.push(
+            TokenOutput(request_id="", token_ids=token_ids, finish_reason=FinishReason.LENGTH if last else None)
+        )
+
+    def fail(self, error: HTTPError) -> RequestOutput:
+        """The last output of a sequence that failed."""
+        self.finished = True
+        return RequestOutput(
+            self.request_id,
+            self.index,
+            finish_reason=FinishReason.ERROR,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=len(self.output_token_ids),
+            error=error,
+        )
+
+    def push(self, output: TokenOutput) -> RequestOutput:
+        """The next tokens of the sequence. After a stop string, or too long a thinking, the rest is dropped."""
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        result = RequestOutput(
+            self.request_id,
+            self.index,
+            logprobs=output.logprobs,
+            support=output.support,
+            hidden=output.hidden,
+            experts=output.experts,
+            prompt_logprobs=output.prompt_logprobs,
+            prompt_hidden=output.prompt_hidden,
+            prompt_experts=output.prompt_experts,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            queue_seconds=output.queue_seconds,
+            prefill_seconds=output.first_token_seconds - output.queue_seconds,
+            num_preemptions=output.num_preemptions,
+            embedding=output.embedding,
+        )
+        used, matched = self._take_text(output, result)
+        result.token_ids = output.token_ids[:used]
+        if used < len(output.token_ids):
+            _cut_details(result, used, len(output.token_ids))
+        self.output_token_ids += result.token_ids
+        result.num_output_tokens = len(self.output_token_ids)
+        if matched is not None:
+            self.stopped_by_text = output.finish_reason is None
+            result.finish_reason, result.matched_stop = FinishReason.STOP, matched
+        elif output.finish_reason is not None and used == len(output.token_ids):
+            result.finish_reason, result.matched_stop = output.finish_reason, output.stop_token_id
+        self.finished = result.finished
+        return result
+
+    def _take_text(self, output: TokenOutput, result: RequestOutput) -> tuple[int, str | None]:
+        """Add the text of the tokens to `result`; (tokens used, stop string found)."""
+        shown = output.token_ids
+        if output.stop_token_id is not None and not self._params.include_stop_str_in_output:
+            shown = shown[:-1]
+        if self._stops is None and self._thinking is None:
+            result.text = self._detokenizer.push(shown) if shown else ""
+            if output.finish_reason is not None:
+                result.text += self._detokenizer.flush()
+            return len(output.token_ids), None
+        for used, token_id in enumerate(shown, 1):
+            matched = self._take_token(token_id, len(self.output_token_ids) + used, result)
+            if matched is not None:
+                return used, matched
+            if self._thinking is not None and self._thinking.exceeded and used < len(output.token_ids):
+                return used, None
+        if output.finish_reason is None:
+            return len(output.token_ids), None
+        text, matched = self._checked(self._detokenizer.flush())
+        result.text += text
+        if matched is None and self._stops is not None:
+            result.text += self._stops.flush()
+        return len(output.token_ids), matched
+
+    def _take_token(self, token_id: int, number: int, result: RequestOutput) -> str | None:
+        """Add the text of one token, the `number`th of the output, to `result`; the stop string found."""
+        delta = self._detokenizer.push([token_id])
+        if self._thinking is not None:
+            self._thinking.add(delta)
+        text, matched = self._checked(delta, early=number <= self._params.min_tokens)
+        result.text += text
+        return matched
+
+    def _checked(self, text: str, *, early: bool = False) -> tuple[str, str | None]:
+        """What of the text may go out, and the stop string found. early: none counts yet."""
+        return (text, None) if self._stops is None else self._stops.push(text, ignore=early)
+
+
+def error_of(output: TokenOutput) -> HTTPError:
+    """The exception that a failed output means."""
+    message = output.error or "the request failed"
+    if 400 <= output.error_status < 500:
+        return InvalidValueError(message, param=output.error_param)
+    return RequestTimeoutError(message) if output.error_status == 504 else ServerError(message)
+
+
+def _limit(budget: ThinkingBudget) -> ThinkingLimit:
+    tags = REASONING_FAMILIES[budget.family]
+    return ThinkingLimit(tags, budget.tokens, inside=budget.inside, tools=budget.tools)
+
+
+def _cut_details(result: RequestOutput, used: int, count: int) -> None:
+    """Keep those of the first `used` of `count` tokens."""
+    result.logprobs = None if result.logprobs is None else result.logprobs[:used]
+    result.support = None if result.support is None else result.support[:used]
+    result.hidden = _first_rows(result.hidden, used, count)
+    result.experts = _first_rows(result.experts, used, count)
+
+
+def _first_rows(data: bytes | None, used: int, count: int) -> bytes | None:
+    return None if data is None else data[: len(data) // count * used]

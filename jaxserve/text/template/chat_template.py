@@ -1,0 +1,306 @@
+"""Chat templates: messages and tools to the prompt's text, with the sandbox and globals that model authors expect.
+
+Owns: which template is used, what it may see, and the limits on its time and output. The template comes from the
+operator or the model, never from a request. It knows nothing of tokens but the texts of special ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from jinja2 import nodes
+
+from jaxserve.errors import ConfigError, InvalidValueError
+from jaxserve.json_cost import JsonLimits, over_limit
+from jaxserve.text.template.plain_template import MAX_SOURCE, PlainBudget, PlainEnvironment, is_plain
+from jaxserve.text.template.sandbox import RenderBudget, RenderLimitError, TemplateEnvironment
+
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
+
+# Names the server sets itself; a request's chat_template_kwargs may not.
+RESERVED = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("tokenize", "conversation", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("tokenizer_kwargs", "return_assistant_tokens_mask", "tokenizer", "self", RenderBudget.NAME),
+    }
+)
+_TESTS_TEXT = re.compile(r"content[\w\]'\"]*\s+is\s+(not\s+)?(string|iter)")
+_TESTS_NONE = re.compile(r"content['\"\]]*\s*(is|==|!=)\s*(not\s+)?none", re.IGNORECASE)
+_CONTINUE = "\ufdd1continue\ufdd1"
+MAX_SECONDS = 1.0
+MAX_CHARS = 16 * 2**20
+
+
+SYSTEM_ROLES = ("developer", "latest_reminder", "root")  # kinds of system messages of some families
+
+
+class ChatTemplate:
+    """One compiled template and, beside it, the variant for requests with tools where the model has one.
+
+    Attributes:
+        source: the template's text (parsers of the output are chosen by it)
+        wants_parts: it walks through content parts; others get their text joined
+        foreign_roles: roles that it does not know and that it is shown as system
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        tools_source: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        max_seconds: float = MAX_SECONDS,
+        max_chars: int = MAX_CHARS,
+        plain: bool = False,
+    ) -> None:
+        """plain: as `plain_template` does it, where a render may also raise RenderLimitError for what it refuses
+
+        Raises ConfigError for a template that does not parse.
+        """
+        environment = PlainEnvironment() if plain else TemplateEnvironment()
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        self._plain = plain
+        self._new_budget: Callable[[], RenderBudget] = (
+            PlainBudget if plain else partial(RenderBudget, max_seconds, max_chars)
+        )
+        self._template = _compile(environment, source)
+        self._tools_template = _compile(environment, tools_source) if tools_source else self._template
+        tree = environment.parse_only(source)
+        self.wants_parts = _walks_content(tree)
+        self._wraps_text = self.wants_parts and not _TESTS_TEXT.search(source)
+        self.foreign_roles = {role for role in SYSTEM_ROLES if not re.search(rf"""["']{role}["']""", source)}
+        self._sees_none = bool(_TESTS_NONE.search(source))
+
+    @classmethod
+    def load_plain(
+        cls, source: str, *, tools_source: str | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> ChatTemplate | None:
+        """One that may be rendered anywhere, because it is cheap by construction; None for any other, also for one
+        that does not parse."""
+        given = [source, *(special_tokens or {}).values(), tools_source or ""]
+        if sum(map(len, given)) > MAX_SOURCE:
+            return None
+        environment = PlainEnvironment()
+        try:
+            if all(is_plain(environment.parse_only(each)) for each in (source, tools_source) if each):
+                return cls(source, tools_source=tools_source, special_tokens=special_tokens, plain=True)
+        except (jinja2.TemplateSyntaxError, RecursionError, SyntaxError, ValueError, OverflowError, ConfigError):
+            pass
+        return None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Special tokens in it are the template's own if user text went through
+        `Tokenizer.shield`.
+
+        messages: in OpenAI's form, as plain JSON types
+        add_generation_prompt: None leaves it undefined, a few templates ask for that
+        kwargs: chat_template_kwargs, e.g. {"enable_thinking": False}
+        Raises InvalidValueError (param messages or chat_template_kwargs): a reserved name, a conversation the
+        template refuses, more than the limits on time (1 s) and output (16 MiB).
+        """
+        variables = check_kwargs(kwargs)
+        prepared = [self._prepare(message) for message in messages]
+        ending = None
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidValueError(
+                    "continue_final_message and add_generation_prompt exclude each other",
+                    param="continue_final_message",
+                )
+            ending = _mark_final(prepared)
+        variables |= self.special_tokens | {
+            "messages": prepared,
+            "tools": list(tools) if tools else None,
+            "documents": list(documents) if documents else None,
+        }
+        if add_generation_prompt is not None:
+            variables["add_generation_prompt"] = add_generation_prompt
+        text = self._run(self._tools_template if tools else self._template, variables)
+        return _cut_at_mark(text, ending) if ending is not None else text
+
+    def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        budget = self._new_budget()
+        try:
+            return budget.join(template.generate(variables | {RenderBudget.NAME: budget}))
+        except RenderLimitError as error:
+            if self._plain:
+                raise
+            raise InvalidValueError(f"the chat template was stopped: {error}", param="messages") from error
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidValueError(f"the chat template refused these messages: {error}", param="messages") from error
+        except (RecursionError, MemoryError) as error:
+            raise InvalidValueError("the messages are nested too deep or too large", param="messages") from error
+
+    def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message as templates expect it: a known role, content text or parts, arguments as objects."""
+        prepared = dict(message)
+        if prepared.get("role") in self.foreign_roles:
+            prepared["role"] = "system"
+        if "content" in prepared:
+            prepared["content"] = self._content(prepared["content"], prepared)
+        if prepared.get("tool_calls"):
+            prepared["tool_calls"] = [_parsed_call(call) for call in prepared["tool_calls"]]
+        reasoning = next((prepared[k] for k in ("reasoning_content", "reasoning", "thinking") if prepared.get(k)), None)
+        if isinstance(reasoning, str):  # templates differ in the name
+            prepared |= {"reasoning_content": reasoning, "thinking": reasoning}
+        return prepared
+
+    def _content(self, content: Any, message: Mapping[str, Any]) -> Any:
+        if content is None:
+            return None if self._sees_none and message.get("tool_calls") else ""
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}] if self._wraps_text else content
+        if self.wants_parts:
+            return list(content)
+        return "\n".join(part["text"] for part in content if part.get("type") in _TEXT_PARTS)
+
+
+def template_sources(tokenizer: Tokenizer, override: str | None) -> tuple[str, str | None] | None:
+    """The text of the template that is used, and of its variant for requests with tools, if there is one."""
+    if override is not None:
+        return _read_override(override), None
+    templates = tokenizer.chat_templates
+    if not templates:
+        return None
+    return templates.get("default") or next(iter(templates.values())), templates.get("tool_use")
+
+
+ARGUMENT_LIMITS = JsonLimits(structures=40_000, values=192 * 1024)  # of one call; over them its text is not read
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments as templates take them: some walk through the object, some join it as JSON text."""
+
+    def __init__(self, value: Mapping[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: object) -> str:
+        return self._text + other if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: object) -> str:
+        return other + self._text if isinstance(other, str) else NotImplemented
+
+
+def check_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs as a new dict; raises InvalidValueError for a name that is the server's."""
+    for name in kwargs or {}:
+        if name in RESERVED or name.startswith("_") or not name.isidentifier():
+            raise InvalidValueError(f"{name!r} cannot be set by chat_template_kwargs", param="chat_template_kwargs")
+    return dict(kwargs or {})
+
+
+def _compile(environment: TemplateEnvironment, source: str) -> jinja2.Template:
+    try:
+        return environment.from_string(source)
+    except (jinja2.TemplateSyntaxError, RecursionError, SyntaxError, ValueError, OverflowError) as error:
+        raise ConfigError(f"the chat template does not parse: {error}", fix="see model.chat_template") from error
+
+
+def _read_override(value: str) -> str:
+    """`value` is a path unless it can only be a template."""
+    if "{%" in value or "{{" in value or "\n" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"model.chat_template: {value!r} is neither a readable file nor a Jinja template ({error})",
+            fix="give a path to a .jinja file or the template's text",
+        ) from error
+
+
+def _key(node: nodes.Node) -> str | None:
+    """`x.key` and `x["key"]` both give "key"."""
+    match node:
+        case nodes.Getattr(attr=key) | nodes.Getitem(arg=nodes.Const(value=key)):
+            return key
+    return None
+
+
+def _is_content(node: nodes.Node | None, names: frozenset[str]) -> bool:
+    if isinstance(node, nodes.Filter):
+        return _is_content(node.node, names)
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    return node is not None and _key(node) == "content"
+
+
+def _reads_part(loop: nodes.For) -> bool:
+    accesses = (nodes.Getattr, nodes.Getitem)
+    return any(_key(node) in ("type", "text") for child in loop.body for node in child.find_all(accesses))
+
+
+def _walks_content(tree: nodes.Template) -> bool:
+    """Does a for loop of the template go over message.content (perhaps by another name)?"""
+    none: frozenset[str] = frozenset()
+    assigned = frozenset(
+        node.target.name
+        for node in tree.find_all(nodes.Assign)
+        if isinstance(node.target, nodes.Name) and _is_content(node.node, none)
+    )
+    macros = frozenset(a.name for m in tree.find_all(nodes.Macro) for a in m.args if a.name == "content")
+    loops = tree.find_all(nodes.For)
+    return any(_is_content(loop.iter, assigned | macros) and _reads_part(loop) for loop in loops)
+
+
+def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI sends a call's arguments as JSON text; templates want the object."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    if over_limit(function["arguments"].encode(errors="replace"), ARGUMENT_LIMITS):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return dict(call)
+    if not isinstance(arguments, dict):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": Arguments(arguments, function["arguments"])}}
+
+
+def _mark_final(messages: list[dict[str, Any]]) -> str:
+    """Put a mark behind the last message's text; returns the text's own last characters."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if isinstance(content, str) and content:
+        last["content"] = content + _CONTINUE
+        return content
+    if isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        text = content[-1]["text"]
+        last["content"] = [*content[:-1], {**content[-1], "text": text + _CONTINUE}]
+        return text
+    raise InvalidValueError("continue_final_message needs text in the last message", param="continue_final_message")
+
+
+def _cut_at_mark(text: str, content: str) -> str:
+    head, mark, _ = text.rpartition(_CONTINUE)
+    if not mark:
+        raise InvalidValueError(
+            "the chat template drops or changes the last message, it cannot be continued", param="messages"
+        )
+    return head if head.endswith(content) else head.rstrip()

@@ -1,0 +1,168 @@
+"""The parent's side of the template worker: one process, one conversation at a time, ended where it takes too long.
+
+process = TemplateProcess(setup)
+text = process.render(conversation)  # blocks: call it from a thread
+process.stop()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import subprocess
+import threading
+import time
+
+import msgspec
+
+from jaxserve.errors import ConfigError, InvalidValueError, ServerError
+from jaxserve.text.template.template_worker import Conversation, Rendered, Setup
+from jaxserve.transport.child_frames import HEAD_BYTES, frame_size, framed
+from jaxserve.transport.child_process import child_environment, python_command
+
+CPU_SECONDS = 3.0  # of a render, with what is around it; the render's own limit is 1 s. To compile 256 KiB takes 2 s.
+WALL_SECONDS = 15.0  # the last resort, on a machine that gives the worker too little of a processor
+MEMORY_BYTES = 1 << 30
+PIECE = 1 << 20  # bytes of a read
+
+
+class _Ended(Exception):
+    """The worker ended, or was ended after its time."""
+
+
+class TemplateProcess:
+    """Started when it is first needed, and again after it ended. Safe to use from several threads."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.wall_seconds = WALL_SECONDS
+        self._setup = setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Compile the template. Raises ConfigError where that fails or takes too much."""
+        with self._lock:
+            self._running()
+
+    def render(self, conversation: Conversation) -> str:
+        """The prompt's text. Raises InvalidValueError, also for one that takes too much time or memory."""
+        try:
+            body = msgspec.json.encode(conversation)
+        except (UnicodeEncodeError, RecursionError):
+            raise InvalidValueError("the messages are no text or nested too deep", param="messages") from None
+        with self._lock:
+            try:
+                rendered = self._exchange(self._running(), body)
+            except ConfigError as error:  # it was compiled before: the machine is too busy, or full
+                raise ServerError(f"the template worker does not start: {error}") from error
+            except _Ended:
+                if self._stopped:
+                    raise ServerError("the server stops") from None
+                message = "the chat template was stopped: it takes too long or too much memory"
+                raise InvalidValueError(message, param="messages") from None
+        if rendered.error is not None:
+            raise InvalidValueError(rendered.error, param=rendered.param)
+        return rendered.text
+
+    def stop(self) -> None:
+        """End the worker. A render that waits for it fails."""
+        self._stopped = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._forget()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._forget()  # it ended while it had nothing to do
+        if self._stopped:
+            raise ServerError("the server stops")
+        process = self._process = _started()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            with contextlib.suppress(OSError):  # a user has room for so many large pipes
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIECE)
+        try:
+            error = self._exchange(process, msgspec.json.encode(self._setup)).error
+        except _Ended:
+            error = "the chat template takes too long or too much memory to compile"
+        if error is not None:
+            self._forget()
+            raise ConfigError(error, fix="see model.chat_template")
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], body: bytes) -> Rendered:
+        """Raises _Ended, and the process is no more."""
+        deadline = time.monotonic() + self.wall_seconds
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            _send(process.stdin.fileno(), framed(body), deadline)
+            size = frame_size(_receive(process.stdout.fileno(), HEAD_BYTES, deadline))
+            return msgspec.json.decode(_receive(process.stdout.fileno(), size, deadline), type=Rendered)
+        except (OSError, ValueError, TimeoutError) as error:
+            self._forget()
+            raise _Ended from error
+        except BaseException:  # the answer may still come, and would be taken for the next one's
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _started() -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            python_command("jaxserve.text.template.template_worker"),
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C in a terminal is for the server alone, which drains
+        )
+    except OSError as error:
+        raise ConfigError(f"the process for chat templates does not start: {error}", fix="") from error
+
+
+def _send(pipe: int, data: bytes, deadline: float) -> None:
+    rest = memoryview(data)
+    while rest:
+        _wait([], [pipe], deadline)
+        rest = rest[os.write(pipe, rest) :]
+
+
+def _receive(pipe: int, size: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        _wait([pipe], [], deadline)
+        piece = os.read(pipe, min(PIECE, size - len(data)))
+        if not piece:
+            raise BrokenPipeError
+        data += piece
+    return bytes(data)
+
+
+def _wait(reads: list[int], writes: list[int], deadline: float) -> None:
+    """poll() and not select(), which takes no descriptor over 1,023."""
+    waiting = select.poll()
+    for pipe in (*reads, *writes):
+        waiting.register(pipe, select.POLLIN if reads else select.POLLOUT)
+    if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise TimeoutError

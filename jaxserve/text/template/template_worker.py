@@ -1,0 +1,114 @@
+"""The process in which any chat template may be rendered: `python -m jaxserve.text.template.template_worker`.
+
+It reads frames from stdin and writes one to stdout for each. The first is a Setup, answered once the template is
+compiled; each further one is a Conversation. The kernel's limits hold for each of them: on memory, after which the
+answer is an error, and on the time of a processor, which ends this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import sys
+from typing import Any
+
+import msgspec
+
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.text.shield import Shield
+from jaxserve.text.template.chat_template import ChatTemplate
+from jaxserve.transport.child_frames import framed, limit_memory, read_frame, take_pipes, write
+
+
+class Setup(msgspec.Struct):
+    """special_texts: what users' texts must not say. cpu_seconds: of each step, the template's compilation too."""
+
+    source: str
+    tools_source: str | None
+    special_tokens: dict[str, str]
+    special_texts: list[str]
+    cpu_seconds: float
+    memory_bytes: int
+
+
+class Conversation(msgspec.Struct):
+    """What `ChatTemplate.render` takes, in the client's own texts."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool = False
+    kwargs: dict[str, Any] | None = None
+
+
+class Rendered(msgspec.Struct):
+    """error: a RequestError's message, or the Setup's; `param` is its field."""
+
+    text: str = ""
+    error: str | None = None
+    param: str | None = None
+
+
+def render(template: ChatTemplate, shield: Shield, conversation: Conversation) -> str:
+    """The prompt's text. Raises InvalidValueError."""
+    return template.render(
+        shield.value(conversation.messages),
+        tools=shield.value(conversation.tools),
+        documents=shield.value(conversation.documents),
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+        kwargs=conversation.kwargs,
+    )
+
+
+class _Server:
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.shield = Shield(setup.special_texts)
+        tools = setup.tools_source
+        self.template = ChatTemplate(setup.source, tools_source=tools, special_tokens=setup.special_tokens)
+
+    def answer(self, body: bytes) -> Rendered:
+        signal.setitimer(signal.ITIMER_PROF, self.setup.cpu_seconds)
+        try:
+            return Rendered(render(self.template, self.shield, msgspec.json.decode(body, type=Conversation)))
+        except RequestError as error:
+            return Rendered(error=error.message, param=error.param)
+        except (MemoryError, RecursionError, msgspec.MsgspecError):
+            return Rendered(error="the messages are nested too deep or too large", param="messages")
+        except Exception as error:  # a template may raise anything
+            return Rendered(error=f"the chat template refused these messages: {error!r:.300}", param="messages")
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process when it has drained
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    stdin, stdout = take_pipes()
+    body = read_frame(stdin)
+    if body is None:
+        return
+    setup = msgspec.json.decode(body, type=Setup)
+    signal.setitimer(signal.ITIMER_PROF, setup.cpu_seconds)
+    limit_memory(setup.memory_bytes)
+    try:
+        server = _Server(setup)
+    except (ConfigError, MemoryError) as error:
+        return write(stdout, framed(msgspec.json.encode(Rendered(error=str(error) or "it takes too much memory"))))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    write(stdout, framed(msgspec.json.encode(Rendered())))
+    while (body := read_frame(stdin)) is not None:
+        write(stdout, framed(_encoded(server.answer(body))))
+
+
+def _encoded(rendered: Rendered) -> bytes:
+    with contextlib.suppress(MemoryError, UnicodeEncodeError):
+        return msgspec.json.encode(rendered)
+    return msgspec.json.encode(Rendered(error="the prompt is too large or no text", param="messages"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The private directory of an engine's sockets and shared state, and the removal of those that killed servers left.
+
+A directory belongs to whoever holds the lock on its file `state`. The lock ends with the process that took it, in
+whatever way it ends, and is seen by processes in other containers that share the temporary folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+from jaxserve.transport.shared_state import SharedState
+
+PREFIX = "jaxserve-engine-"
+STATE = "state"
+MAX_FOLDER = 64  # bytes of the temporary folder's path: a socket's whole path may have 103 on some systems
+_NAME = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp makes them
+
+
+class SocketDirectory:
+    """A new directory of mode 0700, with `state` in it, locked by this process until `remove`. Raises ConfigError."""
+
+    def __init__(self) -> None:
+        self.path = Path(_new_directory())
+        new = self.path / f"{STATE}.new"
+        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        SharedState.create(self._lock)
+        with contextlib.suppress(OSError):  # a file system without locks: then nothing is swept there either
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(self.path / STATE)  # only now: `sweep` looks at locked files alone
+        self.state = SharedState(self.path / STATE)
+
+    def remove(self) -> None:
+        self.state.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _new_directory() -> str:
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > MAX_FOLDER:
+        raise ConfigError(
+            f"the temporary folder's path is too long for sockets in it (more than {MAX_FOLDER} bytes): {folder}",
+            fix="set TMPDIR to a shorter one",
+        )
+    try:
+        return tempfile.mkdtemp(prefix=PREFIX)
+    except OSError as error:
+        raise ConfigError(f"the temporary folder cannot be used: {error}", fix="set TMPDIR to another one") from error
+
+
+def sweep() -> list[Path]:
+    """Remove the directories in the temporary folder that are ours and whose process is gone; what was removed."""
+    swept = [path for path in _candidates(Path(tempfile.gettempdir())) if _is_abandoned(path)]
+    for path in swept:
+        shutil.rmtree(path, ignore_errors=True)
+    return swept
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                        yield Path(entry.path)
+
+
+def _is_abandoned(directory: Path) -> bool:
+    """Whether its lock could be taken. A directory without the file is being made by another process."""
+    try:
+        descriptor = os.open(directory / STATE, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

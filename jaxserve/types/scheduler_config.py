@@ -1,0 +1,82 @@
+"""What the scheduler must know of the model, the device and the operator's wishes: resolved numbers, no "auto"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
+from jaxserve.types.step_times import UNTIMED, StepTimes
+from jaxserve.types.window_size import WindowSize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Raises ConfigError where two numbers cannot work together."""
+
+    num_pages: int
+    page_size: int  # tokens
+    max_num_seqs: int  # slots
+    max_num_batched_tokens: int  # tokens in one step
+    max_model_len: int  # tokens of one sequence, prompt and output
+    policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
+    prefix_cache: bool = True
+    new_token_ratio: float = 0.7
+    queue_timeout: float | None = None  # seconds
+    prefill_chunk_size: int | None = None  # prompt tokens in one step, all requests together; None: the budget
+    aging_steps: int = 1024  # scheduler steps after which a waiting request may not be passed any more
+    tokens_per_step: int = 1  # tokens that a row may yield in one step (multi-step decode, speculation)
+    window: int | None = None  # tokens that the layers with a sliding window see; None: there are none
+    num_window_pages: int = 0  # of those layers' own pool
+    step_sizes: tuple[int, ...] = ()  # tokens, ascending; a step with a prompt is cut to one where that spares padding
+    batch_policy: Literal["priority", "yield"] = "priority"  # see background.py
+    step_times: StepTimes = UNTIMED  # of the served model; empty: not measured
+    whole_prompts: bool = False  # a prompt runs in one step or waits: an encoder's tokens all see each other
+
+    def __post_init__(self) -> None:
+        if min(self.num_pages, self.page_size, self.max_num_seqs, self.max_model_len) < 1:
+            raise ConfigError("num_pages, page_size, max_num_seqs and max_model_len must be at least 1")
+        if self.max_num_batched_tokens < 2:
+            raise ConfigError("scheduler.max_num_batched_tokens must be at least 2: one to decode and one of a prompt")
+        if min(self.tokens_per_step, self.aging_steps, self.prefill_chunk_size or 1) < 1:
+            raise ConfigError("tokens_per_step, aging_steps and prefill_chunk_size must be at least 1")
+        if self.whole_prompts and self.prefill_budget < self.max_model_len:
+            raise ConfigError(f"a step of {self.prefill_budget} tokens is too small for texts of {self.max_model_len}")
+        size = self.window_size
+        if size is not None and self.num_window_pages < (least := size.least(self.max_sequence_tokens)):
+            raise ConfigError(f"{self.num_window_pages} pages for windowed layers are too few: {least} are needed")
+
+    @property
+    def window_size(self) -> WindowSize | None:
+        if self.window is None:
+            return None
+        return WindowSize(self.window, self.page_size, self.prefill_budget, self.tokens_per_step)
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that run at once: a step with a token of each has room for a prompt's as well."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens - 1)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens of the longest sequence that can ever run: the model's context, or all pages."""
+        return min(self.max_model_len, self.num_pages * self.page_size)
+
+    @property
+    def prefill_budget(self) -> int:
+        return self.prefill_chunk_size or self.max_num_batched_tokens
+
+    def rank(self, priority: int) -> int:
+        """The priority that counts under the policy: all of it, or only whether it is background work."""
+        return priority if self.policy == "priority" else int(priority >= BACKGROUND_PRIORITY)
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise ContextLengthError or InvalidValueError for a request that could never run to its end."""
+        room = self.max_sequence_tokens - num_prompt_tokens
+        if num_prompt_tokens < 1:
+            raise InvalidValueError("the prompt has no tokens", param="prompt")
+        if room < min(max_tokens, 1):
+            raise ContextLengthError.too_long(num_prompt_tokens, self.max_sequence_tokens, param="prompt")
+        if max_tokens > room:
+            raise ContextLengthError.no_room(num_prompt_tokens, max_tokens, self.max_sequence_tokens)

@@ -1,0 +1,146 @@
+"""What a step's arrays become: details of a token, and what is gathered of a prompt over chunks and preemptions."""
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxserve.scheduler.logprobs import (
+    StepLogprobs,
+    add_details,
+    gather_prompt_details,
+    gather_prompt_logprobs,
+    take_prompt_details,
+    too_many_candidates,
+)
+from jaxserve.types.output import TokenLogprobs, TokenOutput
+from jaxserve.types.request import Request
+from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.step import Details, SampledTokens, ScheduledRow
+
+ALL = SamplingParams(logprobs=0, watched_token_ids=(4, 9), support=True, hidden_states="all", experts=True)
+
+
+def row(start: int, count: int, params: SamplingParams = ALL) -> ScheduledRow:
+    return ScheduledRow("r", 0, start, count, True, [1] * count, 0, [], logprobs=0, detail=params)
+
+
+def states(start: int, count: int) -> np.ndarray:
+    """float32 [count, 2]: a position and its negative."""
+    positions = np.arange(start, start + count, dtype=np.float32)
+    return np.stack([positions, -positions], axis=1)
+
+
+def experts(start: int, count: int) -> np.ndarray:
+    """int32 [count, 2, 1]"""
+    return np.arange(start, start + count, dtype=np.int32)[:, None, None] + np.array([[0], [100]], np.int32)
+
+
+def sampled(start: int, count: int, num_candidates: int = 2) -> SampledTokens:
+    details = Details(
+        watched=np.array([[-4.0, -9.0, 0.0]], np.float32),
+        support_logprobs=np.array([-0.5], np.float32),
+        support_counts=np.array([num_candidates], np.int32),
+        support_ids=np.array([[7, 8, 0]], np.int32),
+        support_top=np.array([[-0.5, -1.0, -np.inf]], np.float32),
+    )
+    one = np.ones(1, np.int32)
+    return SampledTokens(
+        one[:, None],
+        one,
+        np.zeros(1, np.uint8),
+        details=details,
+        hidden={0: states(start, count)},
+        experts={0: experts(start, count)},
+    )
+
+
+def request(num_prompt: int) -> Request:
+    made = Request("r", list(range(num_prompt)), ALL, 0.0, 0, 4)
+    made.prompt_hidden, made.prompt_experts = {}, {}
+    return made
+
+
+def test_the_details_of_one_token() -> None:
+    result = TokenOutput(request_id="r", token_ids=[7], logprobs=[TokenLogprobs(7, -0.7, 1)])
+    add_details(result, row(3, 2), 0, sampled(3, 2))
+    assert result.logprobs == [TokenLogprobs(7, -0.7, 1, [], [], [-4.0, -9.0])]
+    assert result.support is not None and result.support[0].ids == [7, 8] and result.support[0].logprob == -0.5
+    assert result.hidden == states(4, 1).tobytes() and result.experts == experts(4, 1).tobytes()
+
+
+def test_a_token_that_was_cut_off_has_none() -> None:
+    result = TokenOutput(request_id="r")
+    add_details(result, row(3, 1), 0, sampled(3, 1))
+    assert result == TokenOutput(request_id="r")
+
+
+@pytest.mark.parametrize("chunks", [[(0, 6)], [(0, 4), (4, 2)], [(0, 4), (0, 3), (3, 5)]])
+def test_a_prompt_is_gathered_over_chunks_and_preemptions(chunks: list[tuple[int, int]]) -> None:
+    """The last case begins again after a preemption, and computes two tokens of the output with the prompt."""
+    made, result = request(6), TokenOutput(request_id="r")
+    for start, count in chunks:
+        gather_prompt_details(made, row(start, count), 0, sampled(start, count))
+    take_prompt_details(made, result)
+    assert result.prompt_hidden == states(0, 6).tobytes() and result.prompt_experts == experts(0, 6).tobytes()
+    again = TokenOutput(request_id="r")
+    gather_prompt_details(made, row(0, 6), 0, sampled(0, 6))
+    take_prompt_details(made, again)
+    assert again == TokenOutput(request_id="r") and not made.reads_whole_prompt
+
+
+def test_more_candidates_than_there_is_room_for() -> None:
+    assert too_many_candidates(row(0, 1), 0, sampled(0, 1, num_candidates=3)) is None
+    message = too_many_candidates(row(0, 1), 0, sampled(0, 1, num_candidates=4))
+    assert message is not None and "4 candidates" in message and "at most 3" in message
+    plain = SamplingParams(logprobs=0, experts=True)
+    assert too_many_candidates(row(0, 1, plain), 0, sampled(0, 1, num_candidates=4)) is None
+
+
+def with_logprobs(num_rows: int, per_row: int) -> SampledTokens:
+    """Row r, token q: -(r + q / 2), rank r, and the top 20 from r on."""
+    rows, columns = np.arange(num_rows)[:, None], np.arange(per_row)[None, :]
+    top = np.broadcast_to((rows + 0 * columns)[:, :, None] + np.arange(20), (num_rows, per_row, 20))
+    return SampledTokens(
+        np.zeros((num_rows, per_row), np.int32),
+        np.full(num_rows, per_row, np.int32),
+        np.zeros(num_rows, np.uint8),
+        logprobs=-(rows + columns / 2).astype(np.float32),
+        ranks=(rows + 0 * columns).astype(np.int32),
+        top_ids=top.astype(np.int32),
+        top_logprobs=-top.astype(np.float32),
+    )
+
+
+def asking(top: int | None) -> ScheduledRow:
+    return ScheduledRow("r", 0, 0, 1, True, [], 0, [], logprobs=top)
+
+
+def test_each_row_gets_as_many_of_the_likeliest_as_it_asks_for() -> None:
+    step = StepLogprobs(with_logprobs(4, 2), [asking(2), asking(None), asking(0), asking(3)])
+    assert step.of_row(0, [7, 8], 2) == [
+        TokenLogprobs(7, 0.0, 0, [0, 1], [0.0, -1.0]),
+        TokenLogprobs(8, -0.5, 0, [0, 1], [0.0, -1.0]),
+    ]
+    assert step.of_row(2, [9], 0) == [TokenLogprobs(9, -2.0, 2)], "a row that yielded one token of two"
+    assert step.of_row(3, [1, 1], 3)[1] == TokenLogprobs(1, -3.5, 3, [3, 4, 5], [-3.0, -4.0, -5.0])
+    assert all(type(value) is float for value in step.of_row(3, [1], 3)[0].top_logprobs)
+
+
+def test_a_prompts_entries_end_with_the_prompt() -> None:
+    made = request(6)
+    unknown: list[TokenLogprobs | None] = [None] * 6
+    made.prompt_logprobs = unknown
+    part = with_logprobs(4, 1)
+    assert part.logprobs is not None and part.ranks is not None
+    assert part.top_ids is not None and part.top_logprobs is not None
+    arrays = (part.logprobs[:, 0], part.ranks[:, 0], part.top_ids[:, 0], part.top_logprobs[:, 0])
+    chunk = dataclasses.replace(part, prompt_logprobs={0: arrays})
+    asks = msgspec.structs.replace(row(3, 4), prompt_logprobs=1)
+    gather_prompt_logprobs(made, asks, 0, chunk)
+    assert made.prompt_logprobs == [
+        *[None] * 4,
+        TokenLogprobs(4, 0.0, 0, [0], [0.0]),
+        TokenLogprobs(5, -1.0, 1, [1], [-1.0]),
+    ]
