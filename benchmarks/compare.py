@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxserve.bench.floors import Machine, ModelSize, decode_floor, measure_machine, model_size, prefill_floor
+from benchmarks.floors import Machine, ModelSize, decode_floor, measure_machine, model_size, prefill_floor
 from jaxserve.bench.load import Target, find_model, run_load
 from jaxserve.bench.report import LoadReport, environment, summarize
 from jaxserve.bench.workload import random_workload

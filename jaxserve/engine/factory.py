@@ -60,8 +60,9 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     seed: of the requests that bring none; those of AsyncEngine always do
     """
     phases = Phases()
-    if config.mesh.replicas > 1:
-        raise ConfigError("mesh.replicas above 1 is not served yet", fix="start one server a replica")
+    for name, value in (("replicas", config.mesh.replicas), ("data", config.mesh.data)):
+        if value > 1:
+            raise ConfigError(f"mesh.{name} above 1 is not served yet", fix="start one server a replica")
     send(Progress("model files"))
     directory = locate(config)
     tokenizer_dir = _tokenizer_dir(config, directory)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare
-from jaxserve.bench.floors import Machine, ModelSize
+from benchmarks.floors import Machine, ModelSize
 from jaxserve.bench.report import LoadReport, Spread
 
 OPTIONS = argparse.Namespace(input_len=10, output_len=4, rounds=2, concurrency=[1, 8])

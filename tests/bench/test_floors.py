@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench import floors
-from jaxserve.bench.floors import Machine, ModelSize, decode_floor, measure_machine, model_size, prefill_floor
+from benchmarks import floors
+from benchmarks.floors import Machine, ModelSize, decode_floor, measure_machine, model_size, prefill_floor
 from jaxserve.bench.make_model import Shape
 
 MACHINE = Machine(bandwidth=100.0, rate=1000.0)

@@ -8,10 +8,11 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.engine import engine as engine_module
+from jaxserve.engine import factory
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.engine import Completion, Engine
 from jaxserve.engine.server import BuiltEngine
-from jaxserve.errors import ContextLengthError, InvalidValueError, RequestError, ServerError
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located
@@ -206,3 +207,9 @@ def test_errors_of_add_request_queue_nothing(engine: Engine) -> None:
     with pytest.raises(RequestError):
         engine.add_request([1] * 500, SamplingParams(n=3))
     check_usable(engine)
+
+
+@pytest.mark.parametrize("name", ["data", "replicas"])
+def test_a_mesh_that_would_compute_everything_twice_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"mesh.{name} above 1 is not served yet"):
+        factory.build_engine(Config.model_validate({"mesh": {name: 2}}), lambda message: None)

@@ -11,13 +11,13 @@ import pytest
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
 from jaxserve.grammar.tools import _FORMATS, GrammarTool, is_raw_input, tool_grammar
-from jaxserve.text.events import ParsedOutput, parse_whole
 from jaxserve.text.output.harmony import HarmonyParser
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import TOOL_FAMILIES, ToolSet
 from jaxserve.types.sampling import GrammarSpec
 from tests.grammar.conftest import byte_tokenizer
 from tests.grammar.test_matcher import feed, mask
+from tests.text.whole_outputs import ParsedOutput, parse_whole
 
 WEATHER = GrammarTool(
     "get_weather",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.ops.moe import Experts, _grouped_ragged_dot, _grouped_tiles, moe
-from jaxserve.ops.moe.reference import moe_reference
+from tests.ops.moe_reference import moe_reference
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jaxserve.runtime.sampling import sampler, slots
 from jaxserve.text.watermark import token_numbers
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.types.step import RowStatus, SlotInit
+from tests.runtime.slot_states import empty_state
 
 V = 200  # more than one block of the inverse CDF, and no multiple of 32 or 128
 S = 8
@@ -41,7 +42,7 @@ def state_of(
     vocab: int = V,
 ) -> slots.SlotState:
     """Slots 0.. of the given requests, admitted as the runner does it."""
-    state = slots.empty_state(S, vocab, 4)
+    state = empty_state(S, vocab, 4)
     tokens = [*prompt, *output]
     inits = [SlotInit(i, p, i if seeds is None else seeds[i], len(prompt), tokens, eos) for i, p in enumerate(params)]
     for group in slots.pack_admit(inits, S):

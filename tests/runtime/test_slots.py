@@ -6,6 +6,7 @@ import numpy as np
 from jaxserve.runtime.sampling import slots
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import SlotInit
+from tests.runtime.slot_states import empty_state
 
 S, V = 20, 70
 
@@ -29,7 +30,7 @@ def test_fields_arrive_in_groups() -> None:
     inits = [init(slot, params, seed=2**64 - 2 - slot) for slot in range(11)]
     groups = list(slots.pack_admit(inits, S))
     assert len(groups) == 2
-    state = slots.empty_state(S, V, 2)
+    state = empty_state(S, V, 2)
     for group in groups:
         state = slots.admit(state, jnp.asarray(group))
     assert state.seed[10].tolist() == [2**32 - 12, 2**32 - 1]
@@ -43,11 +44,11 @@ def test_fields_arrive_in_groups() -> None:
 
 def test_values_beyond_int32_are_held_to_it() -> None:
     packed = next(slots.pack_admit([init(0, SamplingParams(top_k=2**40))], S))
-    assert slots.admit(slots.empty_state(S, V, 2), jnp.asarray(packed)).top_k[0] == 2**31 - 1
+    assert slots.admit(empty_state(S, V, 2), jnp.asarray(packed)).top_k[0] == 2**31 - 1
 
 
 def test_admission_clears_the_counts_of_the_slot_alone() -> None:
-    state = slots.empty_state(S, V, 2)
+    state = empty_state(S, V, 2)
     state = state.replace(token_counts=state.token_counts + 1, in_prompt=~state.in_prompt)
     state = slots.admit(state, jnp.asarray(next(slots.pack_admit([init(4, SamplingParams())], S))))
     assert np.asarray(state.token_counts).sum(axis=1).tolist() == [0 if slot == 4 else V for slot in range(S)]
@@ -68,5 +69,5 @@ def test_a_plain_request_sends_nothing_but_its_fields() -> None:
 
 
 def test_state_bytes_are_those_of_the_arrays() -> None:
-    arrays = vars(slots.empty_state(S, V, 3)).values()
+    arrays = vars(empty_state(S, V, 3)).values()
     assert slots.state_bytes(S, V, 3) == sum(array.nbytes for array in arrays)

@@ -10,6 +10,7 @@ from jaxserve.runtime.programs import attention_metadata, each_token
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.step_input import PageUpdates
 from jaxserve.types.step import PageTableUpdate, ScheduledRow
+from tests.runtime.slot_states import empty_state
 
 S, PAGES = 6, 4
 
@@ -22,7 +23,7 @@ def row(slot: int, start: int, tokens: list[int] | None, pages: dict[int, int] |
 
 @pytest.fixture
 def state() -> slots.SlotState:
-    empty = slots.empty_state(S, 10, PAGES)
+    empty = empty_state(S, 10, PAGES)
     return empty.replace(
         recent=jnp.zeros((S, slots.RECENT), jnp.int32).at[:, -1].set(jnp.arange(S, dtype=jnp.int32) + 50),
         position=jnp.arange(S, dtype=jnp.int32) * 3,
@@ -97,7 +98,7 @@ def test_host_cost_grows_no_worse_than_linearly() -> None:
 def test_two_groups_of_layers_have_a_table_each() -> None:
     """Beside each other in a slot's row: the second one's entries lie behind all of the first."""
     groups = 2
-    state = slots.empty_state(S, 10, groups * PAGES)
+    state = empty_state(S, 10, groups * PAGES)
     windows = [PageTableUpdate(4, 1, [70, 71]), PageTableUpdate(2, 3, [72])]
     rows = [row(4, 0, None, {2: 99}), row(2, 0, None, {3: 98})]
     updates = PageUpdates.of(rows, windows, PAGES)

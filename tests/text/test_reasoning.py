@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.text.events import ParsedOutput, parse_whole
 from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
 from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkParser
 from jaxserve.text.template.renderer import Renderer
 from jaxserve.text.template.template_worker import Conversation
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
+from tests.text.whole_outputs import ParsedOutput, parse_whole
 
 TOOLS = ToolSet(parameters={"f": {"type": "object", "properties": {}}})
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

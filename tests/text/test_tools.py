@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from jaxserve.text.events import ParsedOutput, ToolCall, ToolCallDelta, merged, parse_whole
+from jaxserve.text.events import ToolCallDelta, merged
 from jaxserve.text.output.harmony import HarmonyParser
 from jaxserve.text.tools import TOOL_FAMILIES, ToolParser, ToolSet
 from jaxserve.text.tools.json_tags import HermesParser
+from tests.text.whole_outputs import ParsedOutput, ToolCall, parse_whole
 
 TOOLS = ToolSet(
     parameters={

@@ -146,12 +146,6 @@ def state_partition(state: SlotState, columns: P) -> SlotState:
     return SlotState(**cuts)  # type: ignore[arg-type]  # stand for arrays
 
 
-def empty_state(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
-    """All slots free: zeros everywhere."""
-    shapes = state_shapes(num_slots, vocab_size, max_pages)
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-
-
 def state_bytes(num_slots: int, vocab_size: int, max_pages: int, *, parts: int = 1) -> int:
     """Of one device, where `parts` devices share the arrays by token."""
     shapes = vars(state_shapes(num_slots, vocab_size, max_pages))
