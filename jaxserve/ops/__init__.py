@@ -1,1 +1,1 @@
-"""Device operations: one folder an operation, with its contract, its float32 reference and one file a backend."""
+"""Device operations. Each operation has a folder with its contract, a float32 reference and one file per backend."""

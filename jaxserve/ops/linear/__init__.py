@@ -1,6 +1,7 @@
-"""Linear layers: x @ W.T in the form that is best on the platform at hand, XLA's or, on a CPU, our own kernel.
+"""Linear layers: x @ W.T, in the formulation that is fastest on the platform.
 
-Weights stand as in the checkpoint, [out, in]. Measurements behind the choice: BENCHMARKS.md, "Tried and rejected".
+That is an XLA dot, or on a CPU the C kernel of `ops.native`. Weights keep the checkpoint's layout, [out, in].
+BENCHMARKS.md, "Tried and rejected", has the measurements behind the choice.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.ops import native as kernels
 
-WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T beats x @ W.T on CPU, which repacks W at every call
+WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T is faster on a CPU: x @ W.T repacks W at every call
 
 
 def linear(
@@ -26,13 +27,14 @@ def linear(
     native: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """x [T, in] times w [*out, in], plus bias [*out]: [T, *out] in `out_dtype` (default: x's dtype).
+    """Multiply x [T, in] by w [*out, in] transposed and add bias [*out].
 
-    The form follows the platform that the program is lowered for and the static number of rows T. With
-    `deterministic` a row's result depends on nothing but that row, given the compiler options of
-    runtime.compiler: one form for all T, and never XLA's kernel for a single row, which sums in another order.
+    Returns [T, *out] in `out_dtype`, by default x's dtype. The formulation depends on the platform that the program
+    is lowered for and on T, which is static.
 
-    `native`: ops.native is loaded, and the program is for one CPU. What is float32 goes through its kernels then.
+    deterministic: a row's result depends on that row only. One formulation serves every T, and XLA's kernel for a
+      single row is avoided because it sums in another order. Needs the options of runtime.compilation.compiler.
+    native: use the C kernels for float32. The caller has loaded `ops.native`, and the program runs on one CPU.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if native and x.dtype == w.dtype == out_dtype == jnp.float32:
@@ -49,7 +51,7 @@ def linear(
 
 
 def _plain(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
-    # In two dimensions: for more XLA on a CPU first writes a transposed copy of the weight, at every call.
+    # Two dimensions only: with more, XLA on a CPU first writes a transposed copy of the weight at every call.
     flat = w.reshape(-1, w.shape[-1])
     y = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     return y.reshape(x.shape[0], *w.shape[:-1])
@@ -58,7 +60,7 @@ def _plain(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
 def _weight_first(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     contract = (((w.ndim - 1,), (1,)), ((), ()))
     y = lax.dot_general(w, x, contract, preferred_element_type=out_dtype)
-    return jnp.moveaxis(lax.optimization_barrier(y), -1, 0)  # without the barrier XLA turns it back into x @ W.T
+    return jnp.moveaxis(lax.optimization_barrier(y), -1, 0)  # without the barrier XLA rewrites it to x @ W.T
 
 
 def _at_least_two_rows(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:

@@ -1,15 +1,15 @@
-"""Mixture of experts: each token through its few experts, dropless, by grouped matrix products.
+"""Mixture of experts: each token runs through its experts by grouped matrix products. No token is dropped.
 
-Public function `moe`; `reference.py` is the oracle. Routing (which experts, with which weights) is the model's.
+The public function is `moe`. The model does the routing: it chooses the experts and their weights.
 
-Rows (token, choice) are sorted by expert, so that each expert's rows are contiguous:
+Rows (token, choice) are sorted by expert, so the rows of one expert are contiguous:
 
     rows        [ e0 e0 e0 | e2 | e5 e5 ... | rows of other devices' experts ]
     starts      0          3    4           local rows
     tiles       each group is cut into tiles of TILE rows; a tile is one dense product with its expert's weights
 
-On CPU the tiles run in a loop whose bound is the number of live ones: lax.ragged_dot would there multiply every row by
-every expert. Elsewhere it is lax.ragged_dot.
+On a CPU a loop runs over the tiles in use, because lax.ragged_dot would multiply every row by every expert there.
+Other platforms use lax.ragged_dot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Activation = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> ffn in
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Experts:
-    """Weights of E experts; biases where the family has them."""
+    """Weights of E experts. A bias is None if the model family has none."""
 
     gate_up: jax.Array  # [E, F, 2, D]
     down: jax.Array  # [E, D, F]
@@ -40,11 +40,11 @@ class Experts:
 def moe(
     x: jax.Array, expert_ids: jax.Array, expert_weights: jax.Array, experts: Experts, activation: Activation
 ) -> jax.Array:
-    """x [T, D], int32 expert_ids [T, K], float32 expert_weights [T, K] -> [T, D] in x's dtype.
+    """Return the weighted sum of each token's experts: sum over k of weight * down(activation(gate(x), up(x))).
 
-    sum over k of weight * down(activation(gate(x), up(x))), the sum in float32. Where the weights lie on a mesh with
-    axes "expert" or "tensor" of more than one device it runs under shard_map: experts split over the first, F over
-    the second, tokens on all, one all-reduce at the end.
+    x [T, D], expert_ids int32 [T, K], expert_weights float32 [T, K] -> [T, D] in x's dtype. The sum is float32.
+    If the weights are sharded over the mesh axes "expert" or "tensor", it runs under shard_map: experts are split
+    over "expert", F over "tensor", every device has all tokens, and one all-reduce ends it.
     """
     mesh = jax.typeof(experts.down).sharding.mesh
     axes = tuple(name for name in ("expert", "tensor") if mesh.shape.get(name, 1) > 1)
@@ -59,7 +59,7 @@ def moe(
 
 
 def _specs(experts: Experts, axes: tuple[str, ...]) -> Experts:
-    """PartitionSpecs in the place of the arrays."""
+    """Return the PartitionSpec of each weight, in an Experts."""
     expert, tensor = (name if name in axes else None for name in ("expert", "tensor"))
     return Experts(
         gate_up=PartitionSpec(expert, tensor, None, None),  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def _sharded(
     axes: tuple[str, ...],
 ) -> jax.Array:
     first = lax.axis_index("expert") * experts.down.shape[0] if "expert" in axes else 0
-    if "tensor" in axes and experts.down_bias is not None:  # every part of F would add it: let one do so
+    if "tensor" in axes and experts.down_bias is not None:  # added once: every device of the axis would add it
         bias = jnp.where(lax.axis_index("tensor") == 0, experts.down_bias, jnp.zeros_like(experts.down_bias))
         experts = Experts(experts.gate_up, experts.down, experts.gate_up_bias, bias)
     return lax.psum(_local(x, expert_ids, expert_weights, experts, activation, first), axes)
@@ -93,11 +93,11 @@ def _local(
     activation: Activation,
     first: jax.Array | int,
 ) -> jax.Array:
-    """The part of the sum that the experts [first, first + E) of this device give."""
+    """Return the partial sum [T, D] over this device's experts [first, first + E)."""
     tokens, choices = expert_ids.shape
     count = experts.down.shape[0]
     local = expert_ids.reshape(-1) - first
-    local = jnp.where((local >= 0) & (local < count), local, count)  # the others sort behind
+    local = jnp.where((local >= 0) & (local < count), local, count)  # other devices' experts sort last
     order = jnp.argsort(local, stable=True)
     sizes = jnp.bincount(local, length=count).astype(jnp.int32)
     rows = jnp.take(x, order // choices, axis=0)
@@ -111,7 +111,7 @@ def _local(
 
 
 def _grouped_ragged_dot(rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
-    """Rows [M, D] sorted by expert -> [M, D]; rows behind sum(sizes) are undefined."""
+    """Run rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are undefined."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
     count, ffn, _, model = experts.gate_up.shape
     y = _ragged_dot(rows, experts.gate_up.reshape(count, 2 * ffn, model), sizes).reshape(-1, ffn, 2)
@@ -122,24 +122,25 @@ def _grouped_ragged_dot(rows: jax.Array, sizes: jax.Array, experts: Experts, act
 
 
 def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """x [M, I], w [E, O, I] -> [M, O]."""
+    """Multiply each row of x [M, I] by its group's w [E, O, I] transposed -> [M, O]."""
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
     return lax.ragged_dot_general(x, w, sizes, numbers)
 
 
-TILE = 8  # rows: enough to share one reading of an expert's weights, few enough that a row alone wastes little
+TILE = 8  # rows per product: enough to reuse an expert's weights once read, few enough that one row wastes little
 
 
 def _grouped_tiles(rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
-    """Rows [M, D] sorted by expert -> [M, D]; rows behind sum(sizes) are zero."""
+    """Run rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are zero."""
     num_rows = rows.shape[0]
     starts = jnp.cumsum(sizes) - sizes
     tiles = -(-sizes // TILE)  # of each expert
     last_tile = jnp.cumsum(tiles)
 
     def one(tile: jax.Array, out: jax.Array) -> jax.Array:
+        """Write the results of one tile, an int32 scalar, into out [M, D]."""
         expert = jnp.searchsorted(last_tile, tile, side="right")
         offset = (tile - (last_tile[expert] - tiles[expert])) * TILE + jnp.arange(TILE, dtype=jnp.int32)
         index = jnp.where(offset < sizes[expert], starts[expert] + offset, num_rows)
@@ -151,7 +152,7 @@ def _grouped_tiles(rows: jax.Array, sizes: jax.Array, experts: Experts, activati
 
 
 def _expert(x: jax.Array, w: Experts, activation: Activation) -> jax.Array:
-    """One expert's weights (without their first axis) on x [M, D]."""
+    """Apply one expert, weights without their first axis, to x [M, D] -> [M, D]."""
     y = lax.dot_general(x, w.gate_up, (((1,), (2,)), ((), ())))
     if w.gate_up_bias is not None:
         y = y + w.gate_up_bias[None]

@@ -1,7 +1,7 @@
-"""The CPU's own kernels, in C: what XLA has no good form for there. Each is an XLA custom call on XLA's own threads.
+"""CPU kernels in C, for operations that XLA compiles badly there. Each is an XLA custom call on XLA's threads.
 
-`load` compiles and registers them; a machine without a C compiler does without, and XLA's forms serve. The kernels
-read arrays in row-major order and are for one device: inside shard_map, or where nothing is sharded.
+`load` compiles and registers them. On a machine without a C compiler the XLA formulations are used instead.
+The kernels read row-major arrays of one device: call them inside shard_map, or if nothing is sharded.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from jaxserve.ops.native.library import build, kept, library_name
 logger = logging.getLogger(__name__)
 
 _MATMUL, _MATVEC, _ATTEND = "jaxserve_matmul", "jaxserve_matvec", "jaxserve_attend"
-LANES = 16  # a head's depth is a multiple of it
+LANES = 16  # head_dim must be a multiple of this
 
 
-@functools.cache  # XLA's registry is the process's: a name is registered once
+@functools.cache  # XLA's registry is process-wide: a name may be registered once
 def load() -> None:
-    """Makes the kernels callable in this process. ConfigError with the reason where they cannot be compiled."""
+    """Make the kernels callable in this process. Raises ConfigError with the reason if they cannot be compiled."""
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
-        library = _open(Path(scratch))  # a library in use needs no name
+        library = _open(Path(scratch))  # a loaded library stays usable after its file is deleted
     for name in (_MATMUL, _MATVEC, _ATTEND):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 
 
 def _open(scratch: Path) -> ctypes.CDLL:
-    """The library of the user's cache, or one made for this process if there is no safe cache."""
+    """Open the library in the user's cache, or one compiled for this process if no cache directory is safe."""
     try:
         with opened(user_cache("kernels")) as cache:
             return _open_kept(cache, scratch)
@@ -54,17 +54,17 @@ def _open_kept(cache: OpenDirectory, scratch: Path) -> ctypes.CDLL:
         return ctypes.CDLL(kept(cache, scratch))
     except OSError:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(library_name(), dir_fd=cache.descriptor)  # cut short, by a loss of power say: once more
+            os.unlink(library_name(), dir_fd=cache.descriptor)  # truncated, for example by a power cut: build again
     return ctypes.CDLL(kept(cache, scratch))
 
 
 def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [T, K] times w [N, K] transposed: [T, N]. All float32; a row's bits do not depend on T."""
+    """Multiply x [T, K] by w [N, K] transposed -> [T, N], all float32. A row's bits do not depend on T."""
     return _product(_MATMUL, x, w)
 
 
 def matvec(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`matmul` of one row, x [1, K], in the order of memory: faster, and with other roundings."""
+    """Do `matmul` for one row: x [1, K], w [N, K] -> [1, N], all float32. Faster than `matmul`, rounds differently."""
     assert x.shape[0] == 1
     return _product(_MATVEC, x, w)
 
@@ -84,10 +84,11 @@ def attend(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> jax.Array:
-    """Attention of rows with one token each, at position kv_len - 1; zeros where kv_len is 0. float32 [R, N, D].
+    """Compute the attention of rows that have one token each, at position kv_len - 1 -> float32 [R, N, D].
 
-    q [R, N, D] float32 and scaled, D a multiple of LANES; cache [P, 2 or 1, page_size, KH * D] of float32 or bfloat16;
-    page_table int32 [R, max_pages]; kv_lens int32 [R]; sinks [N].
+    q: float32 [R, N, D], already scaled; D is a multiple of LANES.
+    cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16.
+    page_table: int32 [R, max_pages]. kv_lens: int32 [R]; a row of 0 gives zeros. sinks: [N].
     """
     assert q.dtype == jnp.float32 and q.shape[2] % LANES == 0 and cache.dtype in (jnp.float32, jnp.bfloat16)
     none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)

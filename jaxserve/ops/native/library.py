@@ -1,7 +1,7 @@
-"""Compiles the kernels of this folder with the machine's own C compiler, once, and keeps the library.
+"""Compile the C kernels of this folder once, with the machine's C compiler, and cache the library.
 
-Owns the file's place and name: it is of these sources, this jaxlib's interface and this processor, so that a folder of
-several machines holds one library for each, and serves where the compiler is gone.
+Owns the file's location and name. The name is a hash of the sources, the jaxlib version and the processor, so a
+directory shared by several machines holds one library for each. A cached library needs no compiler.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from jaxserve.cache_directory import OpenDirectory
 from jaxserve.errors import ConfigError
 
 SOURCES = ("matmul.c", "matvec.c", "paged_attention.c")
-# -Wno-psabi: vectors wider than the processor's are passed between functions of one file only.
+# -Wno-psabi: vectors wider than the processor's registers are passed only between functions of one file.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
-COMPILE_SECONDS = 60.0  # it takes one
+COMPILE_SECONDS = 60.0  # timeout; compiling takes about one second
 
 
 def build(directory: Path, flags: Sequence[str] = FLAGS) -> Path:
-    """The library, compiled into `directory` unless it is there. Raises ConfigError with the reason."""
+    """Compile the library into `directory` unless it exists, and return its path.
+
+    Raises ConfigError with the reason if it cannot be compiled.
+    """
     path = directory / library_name(flags)
     if not path.exists():
         _compile([*_compiler(), *flags, *_inputs(), "-o", str(path), "-lm"])
@@ -38,9 +41,9 @@ def build(directory: Path, flags: Sequence[str] = FLAGS) -> Path:
 
 
 def kept(cache: OpenDirectory, scratch: Path, flags: Sequence[str] = FLAGS) -> str:
-    """A path of the library in `cache`, where it is made if it is not there; good as long as the cache is open.
+    """Return a path of the library in `cache`, compiled first if missing. The path is valid while the cache is open.
 
-    scratch: a private directory, for the compiler. Raises OSError if the cache cannot be written.
+    scratch: a private directory for the compiler's output. Raises OSError if the cache cannot be written.
     """
     name = library_name(flags)
     if not _is_sound(cache.descriptor, name):
@@ -49,7 +52,7 @@ def kept(cache: OpenDirectory, scratch: Path, flags: Sequence[str] = FLAGS) -> s
 
 
 def _is_sound(cache: int, name: str) -> bool:
-    """Whether it is a file that only this user can have written."""
+    """Return whether `name` is a regular, non-empty file that only this user or root can have written."""
     try:
         info = os.stat(name, dir_fd=cache, follow_symlinks=False)
     except FileNotFoundError:
@@ -59,7 +62,7 @@ def _is_sound(cache: int, name: str) -> bool:
 
 
 def _put(cache: int, name: str, made: Path) -> None:
-    """Another server that starts now sees all of the file or nothing."""
+    """Write the file under a temporary name and rename it, so that another process never sees half of it."""
     temporary = f".{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=cache)
     try:
@@ -100,14 +103,14 @@ def _compile(command: Sequence[str]) -> None:
 
 
 def library_name(flags: Sequence[str] = FLAGS) -> str:
-    """Of these sources and flags, this jaxlib and this processor."""
+    """Return the file name: a hash of the sources, the flags, the jaxlib version and the processor."""
     sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.[ch]"))]
     parts = [metadata.version("jaxlib"), *flags, platform.machine(), _processor(), *sources]
     return f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 
 
 def _processor() -> str:
-    """What tells one processor's instructions from another's, where the system says."""
+    """Return a text that identifies the processor's instruction set, as far as the system reports one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: one contract (`base`), one file a backend, chosen once by `get_backend`."""
+"""Attention over a paged KV cache: one contract (`base`) and one file per backend. `get_backend` chooses at start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["AttentionMetadata", "AttentionSpec", "Backend", "get_backend"]
 
-# Name: module, class, platforms (empty: any). Modules are imported when chosen: Pallas' GPU modules are not in every
-# build of jax, and the Triton one is announced to go.
+# Name: module, class, platforms (empty: any). A module is imported only if chosen: not every build of jax has the
+# GPU modules of Pallas, and the Triton one is deprecated.
 _BACKENDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "reference": ("reference", "ReferenceBackend", ()),
     "xla": ("xla", "XlaBackend", ()),
@@ -26,11 +26,11 @@ _AUTO = {"cpu": ("native", "xla"), "gpu": ("triton", "xla"), "tpu": ("tpu", "xla
 
 
 def get_backend(name: str, platform: str) -> Backend:
-    """The backend of a configuration's name on a platform ("cpu", "gpu" or "tpu").
+    """Return the backend that `runtime.attention` names, on a platform ("cpu", "gpu" or "tpu").
 
-    "auto" takes the platform's best that this jax can build, and its choice is the result's `name`. Any other name is
-    taken at its word: ConfigError with the reason when it cannot serve here. What a backend asks of the model (head
-    sizes, dtypes) it checks itself, with a ConfigError from `cache_shape` or `attend`, so before anything is served.
+    "auto" takes the best one of the platform that this jax can build; the result's `name` tells which. For any other
+    name, raises ConfigError with the reason if that backend cannot run here. A backend checks the model's head sizes
+    and dtypes itself: `cache_shape` and `attend` raise ConfigError, both before any request is served.
     """
     if name != "auto":
         return _make(name, platform)

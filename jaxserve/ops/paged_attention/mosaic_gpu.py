@@ -1,13 +1,14 @@
 """Paged attention for Hopper in Pallas Mosaic GPU: tensor memory accelerator copies and wgmma products.
 
-One kernel for blocks of queries: consecutive tokens of one row, and the G query heads that share a kv head, as the 64
-rows that a wgmma takes, token after token. A block of decode has one token and leaves the other rows empty, which costs
-nothing, for it is bound by memory; its context is cut into splits. A block of a prompt has 64 / G tokens and no splits.
+One kernel takes blocks of queries. A block is consecutive tokens of one row times the G query heads of a kv head; these
+are the 64 rows of a wgmma, token after token. A decode block has one token and leaves the other rows empty, which costs
+no time because decode is bound by memory; its context is cut into splits. A prefill block has 64 / G tokens and is not
+split.
 
-One program has two warpgroups. The memory warpgroup copies K and V of a tile, page by page, into a ring of `stages`
-slots in shared memory; the compute warpgroup multiplies from there.
+A program has two warpgroups. The memory warpgroup copies K and V of a tile, page by page, into a ring buffer of
+`stages` stages in shared memory. The compute warpgroup multiplies from there.
 
-    memory    wait for slot free -> copy K, V -> (hardware arrives at k_ready, v_ready)
+    memory    wait for stage free -> copy K, V -> (hardware arrives at k_ready, v_ready)
     compute   wait k_ready -> scores -> arrive k_free -> softmax -> wait v_ready -> add values -> arrive v_free
 """
 
@@ -28,14 +29,14 @@ from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, 
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
 from jaxserve.ops.paged_attention.triton import LOG2E, MASKED, Layer, TritonTuning, join_splits
 
-ROWS = 64  # of a wgmma
-HEAD_ALIGN = 8  # rows of q in shared memory come in eights
+ROWS = 64  # rows of a wgmma
+HEAD_ALIGN = 8  # rows of q in shared memory are padded to a multiple of this
 SWIZZLE = 128  # bytes: 64 columns of 16 bits, so head_dim is a multiple of 64
 
 
 @dataclass(frozen=True)
 class MosaicTuning:
-    """Tokens in a tile and tiles in flight: 4 x 64 tokens of 128 columns take 128 KB of shared memory."""
+    """Tokens per tile and tiles in flight. 4 x 64 tokens of 128 columns take 128 KB of shared memory."""
 
     tile: int = 64
     stages: int = 4
@@ -43,7 +44,7 @@ class MosaicTuning:
 
 @dataclass(frozen=True)
 class MosaicGpuBackend(InterleavedLayout):
-    """See the file's docstring. `interpret` runs both kernels in their interpreters; it needs jax 0.11."""
+    """See the module docstring. interpret: run the kernel in its interpreter, which needs jax 0.11."""
 
     name: str = "mosaic_gpu"
     tuning: MosaicTuning = MosaicTuning()
@@ -53,6 +54,7 @@ class MosaicGpuBackend(InterleavedLayout):
     def cache_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, *, latent: bool = False
     ) -> tuple[int, ...]:
+        """See `Backend.cache_shape`. Raises ConfigError for sizes that the tensor memory accelerator cannot copy."""
         _require(head_dim % (SWIZZLE // 2) == 0, f"a head_dim that is a multiple of 64, not {head_dim}")
         _require(
             page_size % HEAD_ALIGN == 0 and self.tuning.tile % page_size == 0,
@@ -68,6 +70,7 @@ class MosaicGpuBackend(InterleavedLayout):
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        """See `Backend.attend`: q [T, N, D] -> [T, N, D], 16-bit. Raises ConfigError for dtypes it cannot take."""
         _require(q.dtype == cache.dtype and q.dtype.itemsize == 2, f"16 bit activations and cache, not {q.dtype}")
         _require(q.shape[1] <= spec.num_kv_heads * ROWS, f"at most {ROWS} query heads a kv head")
         layer = Layer(cache, metadata.page_table, spec, sinks)
@@ -82,15 +85,15 @@ def _require(held: bool, what: str) -> None:
 
 
 class _Blocks(NamedTuple):
-    """Blocks of queries, int32 [B] each: tokens at the positions first.. of a row, which see those below end."""
+    """Blocks of queries, int32 [B] each: the row, the position of the first token, the end of what the block sees."""
 
     row: jax.Array
     first: jax.Array
-    end: jax.Array  # 0 where dead
+    end: jax.Array  # 0 if unused
 
 
 def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
-    """q [R, N, D], the token at kv_len - 1 of each row: [R, N, D]; zeros where kv_len is 0."""
+    """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, D]. Zeros if kv_len is 0."""
     rows = q.shape[0]
     splits = backend.triton.splits(rows, layer.spec.num_kv_heads, layer.page_table.shape[1] * layer.cache.shape[1])
     blocks = _Blocks(jnp.arange(rows, dtype=jnp.int32), kv_lens - 1, kv_lens)
@@ -98,11 +101,11 @@ def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, k
 
 
 def _attend_long_rows(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
-    """q [T, N, D]: attention of the rows with two tokens and more; zeros for all others."""
+    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Zeros for all other rows."""
     num_tokens, heads, _ = q.shape
     size = ROWS // (heads // layer.spec.num_kv_heads)
     work = query_blocks(rows, num_tokens, size, min_tokens=2)
-    index = work.first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]  # [B, size] of a token in its row
+    index = work.first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]  # [B, size]: index of a token in its row
     token = rows.start[work.row][:, None] + index
     first = rows.kv_len[work.row] - rows.q_len[work.row] + work.first
     end = jnp.where(work.live, jnp.minimum(first + size, rows.kv_len[work.row]), 0)
@@ -112,7 +115,7 @@ def _attend_long_rows(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, row
 
 
 def _attend_blocks(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, blocks: _Blocks, splits: int) -> jax.Array:
-    """q [B, tokens of a block, N, D]: attention of each, in q's shape; zeros in dead blocks."""
+    """Attend blocks q [B, tokens of a block, N, D] -> the same shape. Zeros for unused blocks."""
     num_blocks, size, heads, head_dim = q.shape
     kv_heads, page_size = layer.spec.num_kv_heads, layer.cache.shape[1]
     group = heads // kv_heads
@@ -147,13 +150,13 @@ def _attend_blocks(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, blocks
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        # A class of jax 0.11 and later.
+        # InterpretGPUParams exists since jax 0.11.
         interpret=plgpu.InterpretGPUParams() if backend.interpret else False,  # pyright: ignore[reportAttributeAccessIssue]
     )
     out, lse = kernel(grouped, layer.cache, layer.page_table, *blocks)
 
     def by_token(rows: jax.Array) -> jax.Array:
-        """[B, S, KH, rows of a block, ...] -> [B * tokens of a block, S, N, ...]"""
+        """Reorder [B, S, KH, rows of a block, ...] to [B * tokens of a block, S, N, ...]."""
         rows = rows[:, :, :, : size * group]
         rows = rows.reshape(num_blocks, splits, kv_heads, size, group, *rows.shape[4:])
         return jnp.moveaxis(rows, 3, 1).reshape(num_blocks * size, splits, heads, *rows.shape[5:])
@@ -163,7 +166,7 @@ def _attend_blocks(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, blocks
 
 def _kernel(
     q_ref,  # [B, KH, tokens of a block * G, padded, D]
-    kv_ref,  # [P, page_size, 2 * KH, D]; where V is K, [P, page_size, KH, D]
+    kv_ref,  # [P, page_size, 2 * KH, D], or [P, page_size, KH, D] if V is K
     table_ref,  # int32 [R, max_pages]
     row_ref,  # int32 [B], as the next two: see _Blocks
     first_ref,
@@ -184,12 +187,13 @@ def _kernel(
     v_free,
     spec: AttentionSpec,
     splits: int,
-    group: int,  # rows of a token
+    group: int,  # rows per token
 ) -> None:
     block, head, split = (lax.axis_index(name) for name in ("block", "head", "split"))
     stages, tile, head_dim = k_smem.shape
     page_size = kv_ref.shape[1]
-    kept = kv_ref.shape[2] // q_ref.shape[1]  # rows of a kv head; a single one is copied to both places, V's is cleared
+    # Rows per kv head: 2, or 1 if V is K. A single row is copied to both buffers, because V's is cleared below.
+    kept = kv_ref.shape[2] // q_ref.shape[1]
     row, position, end = row_ref[block], first_ref[block], end_ref[block]
     oldest = 0 if spec.sliding_window is None else jnp.maximum(position + 1 - spec.sliding_window, 0)
     first, last = oldest // tile, pl.cdiv(end, tile)
@@ -202,6 +206,7 @@ def _kernel(
         plgpu.set_max_registers(40, action="decrease")
 
         def copy_tile(step: jax.Array) -> None:
+            """Copy K and V of tile `begin + step`, an int32 [], to its stage."""
             slot = lax.rem(step, stages)
             for page_of_tile in range(tile // page_size):
                 column = (begin + step) * (tile // page_size) + page_of_tile
@@ -216,6 +221,7 @@ def _kernel(
             copy_tile(step)
 
         def wait_for_slot(step: jax.Array) -> None:
+            """Wait until the compute warpgroup has finished with the stage of `step`, an int32 []."""
             plgpu.barrier_wait(k_free.at[lax.rem(step, stages)])
             plgpu.barrier_wait(v_free.at[lax.rem(step, stages)])
 
@@ -225,7 +231,7 @@ def _kernel(
             copy_tile(step)
 
         @pl.loop(jnp.maximum(steps - stages, 0), steps)
-        def _drain(step: jax.Array) -> None:  # no arrival is left unseen when the barriers go
+        def _drain(step: jax.Array) -> None:  # every arrival must be waited for before the barriers are freed
             wait_for_slot(step)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
@@ -236,6 +242,7 @@ def _kernel(
         plgpu.barrier_wait(q_ready)
 
         def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """Add tile `begin + step`, an int32 [], to the softmax (values [64, D], maximum [64], denominator [64])."""
             values, top, total = state
             slot = lax.rem(step, stages)
             plgpu.barrier_wait(k_ready.at[slot])
@@ -252,7 +259,7 @@ def _kernel(
             new_top = jnp.maximum(top, scores.max(axis=1))
             fade = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-            weights_smem[...] = weights.astype(weights_smem.dtype)  # the interpreter has no wgmma from registers
+            weights_smem[...] = weights.astype(weights_smem.dtype)  # the interpreter's wgmma reads no registers
             plgpu.barrier_wait(v_ready.at[slot])
 
             partial = (begin + step + 1) * tile > end
@@ -260,7 +267,7 @@ def _kernel(
                 partial |= (begin + step) * tile < oldest
 
             @pl.when(partial)
-            def _clear() -> None:  # 0 * NaN: another request's page may have held one
+            def _clear() -> None:  # 0 * NaN is NaN: the page may hold another request's NaN
                 v = v_smem[slot]
                 place = _places((begin + step) * tile, (tile, head_dim), 0)
                 live = place < end
@@ -291,7 +298,7 @@ def _kernel(
 
 
 def _wgmma(shape: tuple[int, int], a, b) -> jax.Array:
-    """The product of two operands in shared memory, in registers, waited for."""
+    """Multiply two operands in shared memory, wait, and return the product in registers."""
 
     def multiply(accumulator) -> jax.Array:
         plgpu.wgmma(accumulator, a, b)
@@ -301,5 +308,5 @@ def _wgmma(shape: tuple[int, int], a, b) -> jax.Array:
 
 
 def _places(start: jax.Array | int, shape: tuple[int, int], axis: int) -> jax.Array:
-    """int32 [shape]: start, start + 1, ... along an axis."""
+    """Return int32 [*shape] of start, start + 1, ... along an axis."""
     return start + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

@@ -1,6 +1,6 @@
-"""Paged attention on a CPU: rows with one token through the C kernel of ops/native, the others through XLA's products.
+"""Paged attention on a CPU: the C kernel of ops/native for rows of one token, the XLA backend for the others.
 
-Pages and writes are the XLA backend's. In the kernel a row's bits depend on nothing but the row, in every mode.
+Layout and writes are the XLA backend's. The kernel is batch-invariant: a row's bits depend on that row only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxserve.ops.paged_attention.xla_tiles import Layer
 
 @dataclass(frozen=True)
 class NativeBackend(XlaBackend):
-    """See the file's docstring and `base.Backend`. ConfigError where the kernel cannot be compiled."""
+    """See the module docstring and `base.Backend`. Raises ConfigError if the kernel cannot be compiled."""
 
     name: str = "native"
 
@@ -25,6 +25,10 @@ class NativeBackend(XlaBackend):
         native.load()
 
     def decode(self, layer: Layer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
+        """Attend rows of one token: q float32 [R, N, D], scaled; kv_lens int32 [R] -> float32 [R, N, D].
+
+        Falls back to XLA for head sizes and cache dtypes that the kernel does not take.
+        """
         if layer.head_dim % native.LANES or layer.cache.dtype not in (jnp.float32, jnp.bfloat16):
             return super().decode(layer, q, kv_lens, alone=alone)
         spec = layer.spec

@@ -1,6 +1,7 @@
-"""The work lists of a ragged batch, computed on the device from AttentionMetadata: which row and which of its tokens a
-block of queries covers, and which rows have only one token. Knows no backend. The lists are the same for every layer,
-so XLA computes them once a step.
+"""Work lists of a ragged batch: the blocks of queries, and the rows that have only one token.
+
+Computed on the device from AttentionMetadata. They are the same for every layer, so XLA computes them once per step.
+Backends import this file; it knows none of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxserve.ops.paged_attention.base import AttentionMetadata
 
 
 class Rows(NamedTuple):
-    """The rows of a batch in the packed tokens, int32 [R] each; a row without context has q_len 0."""
+    """First packed token, number of tokens and context length of each row, int32 [R]. An empty row has q_len 0."""
 
     start: jax.Array
     q_len: jax.Array
@@ -23,11 +24,11 @@ class Rows(NamedTuple):
 
 
 class QueryBlocks(NamedTuple):
-    """Blocks of consecutive tokens of one row, in the order of their tokens. Dead entries come last."""
+    """Blocks of consecutive tokens of one row, in the order of their tokens. Unused entries come last."""
 
-    row: jax.Array  # int32 [B], 0 where dead
-    first: jax.Array  # int32 [B]  index in its row of the block's first token, 0 where dead
-    live: jax.Array  # bool [B]
+    row: jax.Array  # int32 [B], 0 if unused
+    first: jax.Array  # int32 [B]  index in its row of the block's first token, 0 if unused
+    live: jax.Array  # bool [B]  whether the entry is used
 
 
 def rows_of(metadata: AttentionMetadata) -> Rows:
@@ -39,12 +40,15 @@ def rows_of(metadata: AttentionMetadata) -> Rows:
 
 
 def max_blocks(num_tokens: int, num_rows: int, block: int, min_tokens: int) -> int:
-    """The most blocks that any split of `num_tokens` over `num_rows` rows of at least `min_tokens` gives."""
+    """Return the most blocks that `num_tokens` tokens can need, however they are spread over the rows.
+
+    At most `num_rows` rows have `min_tokens` or more tokens; only those are cut into blocks.
+    """
     return max(1, num_tokens // block + min(num_rows, num_tokens // min_tokens))
 
 
 def query_blocks(rows: Rows, num_tokens: int, block: int, min_tokens: int) -> QueryBlocks:
-    """Cuts the rows with at least `min_tokens` tokens into blocks of `block` tokens; the last of a row is shorter."""
+    """Cut each row of at least `min_tokens` tokens into blocks of `block` tokens. The last block may be shorter."""
     num_rows = rows.q_len.shape[0]
     blocks = jnp.where(rows.q_len >= min_tokens, (rows.q_len + block - 1) // block, 0)
     ends = jnp.cumsum(blocks)
@@ -56,7 +60,7 @@ def query_blocks(rows: Rows, num_tokens: int, block: int, min_tokens: int) -> Qu
 
 
 def tokens_of_long_rows(rows: Rows, num_tokens: int, min_tokens: int) -> jax.Array:
-    """bool [T]: whether a token belongs to a row of at least `min_tokens` tokens."""
+    """Return bool [T]: whether each token belongs to a row of at least `min_tokens` tokens."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     inside = (token >= rows.start[None]) & (token < (rows.start + rows.q_len)[None])
     return jnp.any(inside & (rows.q_len >= min_tokens)[None], axis=1)
@@ -68,7 +72,10 @@ def attend_ragged(
     decode: Callable[[jax.Array, jax.Array], jax.Array],
     extend: Callable[[jax.Array, Rows], jax.Array],
 ) -> jax.Array:
-    """Rows with one token through decode(q [R, N, D], kv_lens [R]), the others through extend(q [T, N, D], rows)."""
+    """Attend q [T, N, D] -> [T, N, D]: rows of one token by `decode`, rows of several by `extend`.
+
+    decode: (q [R, N, D], kv_lens int32 [R]) -> [R, N, D]. extend: (q [T, N, D], rows) -> [T, N, D].
+    """
     rows = rows_of(metadata)
     kv_lens = jnp.where(rows.q_len == 1, rows.kv_len, 0)
     if metadata.decode_only:

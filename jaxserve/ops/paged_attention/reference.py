@@ -1,4 +1,7 @@
-"""The oracle: paged attention token by token, in float32 and plain jnp. Right and slow; memory is one row's context."""
+"""The reference that other backends are tested against: paged attention token by token, in float32 and plain jnp.
+
+Slow. Its temporary memory is the context of one row.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,11 @@ class ReferenceBackend(InterleavedLayout):
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
         token_row, position = _place_tokens(metadata, q.shape[0])
 
         def attend_token(token: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            """Attend one (query [N, D], row int32 [], position int32 []) -> [N, D]."""
             query, row, pos = token
             pages = cache[metadata.page_table[row]]  # [max_pages, page_size, 2 * KH or KH, D]
             return _attend_one(query, pages.reshape(-1, *pages.shape[2:]), pos, spec, sinks)
@@ -35,7 +40,7 @@ class ReferenceBackend(InterleavedLayout):
 
 
 def _place_tokens(metadata: AttentionMetadata, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Row and position of each token, int32 [T]; position -1 (nothing to see) for padding and empty rows."""
+    """Return the row and the position of each token, int32 [T]. Padding and empty rows get position -1: see nothing."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     num_rows = metadata.kv_lens.shape[0]
     starts = token if metadata.decode_only else metadata.cu_q_lens
@@ -50,7 +55,7 @@ def _place_tokens(metadata: AttentionMetadata, num_tokens: int) -> tuple[jax.Arr
 def _attend_one(
     query: jax.Array, context: jax.Array, position: jax.Array, spec: AttentionSpec, sinks: jax.Array | None
 ) -> jax.Array:
-    """query [N, D] over context [C, 2 * KH, D], of which it sees the positions up to its own: float32 [N, D]."""
+    """Attend query [N, D] to the positions of context [C, 2 * KH, D] up to its own -> float32 [N, D]."""
     heads, head_dim = query.shape
     kv = context.reshape(context.shape[0], spec.num_kv_heads, -1, head_dim).astype(jnp.float32)  # K and V, or K alone
     grouped = query.reshape(spec.num_kv_heads, -1, head_dim).astype(jnp.float32)

@@ -1,8 +1,8 @@
-"""Attention over a mesh: each device of the "tensor" axis has its kv heads' pages and the query heads that read them.
+"""Attention over a mesh: each device of the "tensor" axis has the pages of its kv heads and the query heads for them.
 
-Under shard_map, because a kernel cannot be split by the compiler, and because plain XLA attention, left to it, sums
-scores over devices. No communication: query heads go with their kv head. A cache whose heads cannot be split (the one
-row of latent attention) is whole on every device, which writes it all and attends for its own query heads.
+Runs under shard_map, because the compiler cannot split a kernel and would split plain XLA attention so that scores are
+summed across devices. Needs no communication. If kv heads cannot be split (the single head of latent attention), the
+cache is replicated: every device writes all of it and attends for its own query heads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def write_and_attend(
     spec: AttentionSpec,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`write`, then `attend`: (out [T, N, D], cache). `spec` counts all kv heads of the model."""
+    """Write k and v [T, KH, D] to the cache and attend q [T, N, D] to it -> (out [T, N, D], cache).
+
+    sinks: [N] or None. `spec` counts the kv heads of the whole model.
+    """
 
     def local(
         q: jax.Array,
@@ -37,6 +40,7 @@ def write_and_attend(
         metadata: AttentionMetadata,
         sinks: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
+        """Write and attend on one device: q [T, its N, D], k and v [T, its KH, D]."""
         mine = dataclasses.replace(spec, num_kv_heads=k.shape[1])
         cache = backend.write(cache, k, v, metadata.slot_mapping)
         return backend.attend(q, cache, metadata, mine, sinks), cache
@@ -57,6 +61,6 @@ def write_and_attend(
 
 
 def head_partition(backend: Backend) -> P:
-    """How a layer's cache array is split over kv heads."""
+    """Return the PartitionSpec that splits a layer's cache array over kv heads."""
     shapes = zip(backend.cache_shape(2, 8, 1, 16), backend.cache_shape(2, 8, 2, 16), strict=True)
     return P(*("tensor" if one != two else None for one, two in shapes))

@@ -1,11 +1,12 @@
-"""Paged attention for TPUs in Pallas.
+"""Paged attention for TPUs in Pallas. Has not run on a TPU yet, only in Pallas' interpreter.
 
-Owns the layout [P, 2, KH, page_size, D], in which the K or V of one head is whole tiles of a page, and one kernel. Its
-grid runs over blocks of queries: one token of a row when decoding, else up to `rows` rows of a product. The page table
-and the blocks' places are prefetched scalars; pages are copied from HBM into two buffers in turn, so that the next
-tile's copies run while this one is multiplied. Softmax in float32 (FlashAttention-2, arXiv 2307.08691).
+Owns the layout [P, 2, KH, page_size, D], in which K or V of one head fills whole register tiles of a page, and one
+kernel. The grid runs over blocks of queries: one token of a row in decode, else up to `rows` rows of a product. The
+page table and the blocks' positions are prefetched scalars. Pages are copied from HBM into two alternating buffers,
+so that the next tile is copied while this one is multiplied. The softmax is float32 (FlashAttention-2, arXiv
+2307.08691).
 
-K and V are written by XLA's scatter, one row at a time: right, and slow for long chunks. Nothing here has run on a TPU.
+XLA's scatter writes K and V one row at a time, which is slow for long prefill chunks.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from jaxserve.ops.paged_attention.ragged import (
     tokens_of_long_rows,
 )
 
-MASKED = -1e30  # finite: the difference of two masked scores is 0 and not NaN
+MASKED = -1e30  # finite, so that the difference of two masked scores is 0 and not NaN
 LANES = 128  # columns of a vector register
 
 
 @dataclass(frozen=True)
 class TpuTuning:
-    """Tokens of context in a tile; rows of an extend block's product, query tokens times heads of a group."""
+    """tile: tokens of context per tile. rows: query tokens times heads of a group in a prefill block's product."""
 
     tile: int = 256
     rows: int = 128
@@ -43,7 +44,7 @@ class TpuTuning:
 
 @dataclass(frozen=True)
 class TpuBackend:
-    """See the file's docstring. `interpret` runs the kernel in Pallas' interpreter, on any device, slowly."""
+    """See the module docstring. interpret: run the kernel in Pallas' interpreter, slowly, on any device."""
 
     name: str = "tpu"
     tuning: TpuTuning = TpuTuning()
@@ -55,6 +56,7 @@ class TpuBackend:
         return num_pages, 1 if latent else 2, num_kv_heads, page_size, head_dim
 
     def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[3])
         rows = jnp.stack([k, v][: cache.shape[1]], axis=1)  # [T, 2, KH, D]
         return cache.at[page, :, :, offset].set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
@@ -67,17 +69,20 @@ class TpuBackend:
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
         layer = _Layer(cache, metadata.page_table, spec, sinks, self.tuning, self.interpret)
         return attend_ragged(
             q, metadata, functools.partial(_attend_last_tokens, layer), functools.partial(_attend_long_rows, layer)
         )
 
     def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
+        """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
         pages = cache.at[page_ids].get(mode="clip")  # [n, 2, KH, page_size, D]
         num, kept, _, page_size, head_dim = pages.shape
         return pages.transpose(0, 3, 2, 1, 4).reshape(num, page_size, kept * num_kv_heads, head_dim)
 
     def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+        """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
         num, page_size, rows, head_dim = pages.shape
         kept = cache.shape[1]
         parts = pages.reshape(num, page_size, rows // kept, kept, head_dim).transpose(0, 3, 2, 1, 4)
@@ -85,7 +90,7 @@ class TpuBackend:
 
 
 class _Layer(NamedTuple):
-    cache: jax.Array  # [P, 2, KH, page_size, D]; where V is K, [P, 1, ...]
+    cache: jax.Array  # [P, 2, KH, page_size, D], or [P, 1, ...] if V is K
     page_table: jax.Array  # int32 [R, max_pages]
     spec: AttentionSpec
     sinks: jax.Array | None  # [N]
@@ -94,15 +99,15 @@ class _Layer(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Where each of B blocks of queries stands, int32 [B]: prefetched scalars."""
+    """The row and position of each of B blocks of queries, int32 [B]. Prefetched scalars of the kernel."""
 
     row: jax.Array
     position: jax.Array  # of the block's first query
-    end: jax.Array  # context that its last query sees; 0: a dead block
+    end: jax.Array  # context length that its last query sees; 0: an unused block
 
 
 def _attend_last_tokens(layer: _Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
-    """q [R, N, D], the token at kv_len - 1 of each row: [R, N, D]; zeros where kv_len is 0."""
+    """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, D]. Zeros if kv_len is 0."""
     rows, heads, head_dim = q.shape
     blocks = _Blocks(jnp.arange(rows, dtype=jnp.int32), kv_lens - 1, kv_lens)
     grouped = q.reshape(rows, layer.spec.num_kv_heads, -1, head_dim)
@@ -110,7 +115,7 @@ def _attend_last_tokens(layer: _Layer, q: jax.Array, kv_lens: jax.Array) -> jax.
 
 
 def _attend_long_rows(layer: _Layer, q: jax.Array, rows: Rows) -> jax.Array:
-    """q [T, N, D]: attention of the rows with two tokens and more; zeros for all others."""
+    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Zeros for all other rows."""
     num_tokens, heads, head_dim = q.shape
     kv_heads = layer.spec.num_kv_heads
     group = heads // kv_heads
@@ -129,7 +134,7 @@ def _attend_long_rows(layer: _Layer, q: jax.Array, rows: Rows) -> jax.Array:
 
 
 def _place_in_blocks(cut: QueryBlocks, rows: Rows, num_tokens: int, block: int) -> jax.Array:
-    """int32 [T]: index of each token among the tokens of all blocks; anything for a token in no block."""
+    """Return int32 [T]: index of each token among the tokens of all blocks. Undefined for a token in no block."""
     start = jnp.where(cut.live, rows.start[cut.row] + cut.first, num_tokens)  # ascending over the live blocks
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     index = jnp.searchsorted(start, token, side="right", method="compare_all").astype(jnp.int32) - 1
@@ -137,7 +142,10 @@ def _place_in_blocks(cut: QueryBlocks, rows: Rows, num_tokens: int, block: int) 
 
 
 def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Array, group: int) -> jax.Array:
-    """q [B, KH, M, D], M = query tokens times heads of a group, tokens first: the same shape; zeros where dead."""
+    """Attend blocks q [B, KH, M, D] -> the same shape. Zeros for unused blocks.
+
+    M = query tokens x heads of a group, tokens first.
+    """
     num_blocks, kv_heads, rows, head_dim = q.shape
     pages = max(1, layer.tuning.tile // layer.cache.shape[3])
     queries = pl.BlockSpec((None, kv_heads, rows, head_dim), lambda b, *_: (b, 0, 0, 0))
@@ -170,7 +178,7 @@ def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Ar
 
 
 def _sinks_by_row(sinks: jax.Array | None, kv_heads: int, rows: int) -> jax.Array:
-    """The sink of each row of a block's product, the same in all lanes: float32 [KH, M, 128]."""
+    """Return the sink of each row of a block's product, repeated in all lanes: float32 [KH, M, 128]."""
     if sinks is None:
         return jnp.full((kv_heads, rows, LANES), MASKED, jnp.float32)
     by_head = sinks.astype(jnp.float32).reshape(kv_heads, -1)
@@ -211,7 +219,7 @@ def _kernel(
     begin, stop = oldest // tile, (end + tile - 1) // tile
 
     def copies(index: jax.Array):
-        """The copies of one tile into its buffer. Behind the context the last live page stands in."""
+        """Yield the copies of tile `index`, an int32 [], to its buffer. After the context the last page is repeated."""
         slot = lax.rem(index, 2)
         for place in range(pages):
             column = jnp.minimum(index * pages + place, (kv_len - 1) // page_size)
@@ -219,10 +227,13 @@ def _kernel(
             yield pltpu.make_async_copy(cache_ref.at[page], kv_buffer.at[slot, place], copied.at[slot])
 
     def start(index: jax.Array) -> None:
+        """Start the copies of tile `index`, an int32 []."""
         for copy in copies(index):
             copy.start()
 
     def add_tile(index: jax.Array, _: None) -> None:
+        """Prefetch the next tile, then add tile `index`, an int32 [], to the softmax of every head."""
+
         @pl.when(index + 1 < stop)
         def _prefetch() -> None:
             start(index + 1)
@@ -243,7 +254,7 @@ def _kernel(
         for head in range(kv_heads):
             k = kv_buffer[slot, :, 0, head].reshape(tile, head_dim)
             v = kv_buffer[slot, :, kept - 1, head].reshape(tile, head_dim)
-            v = jnp.where(live, v, jnp.zeros_like(v))  # 0 * NaN: another request's page may have held one
+            v = jnp.where(live, v, jnp.zeros_like(v))  # 0 * NaN is NaN: the page may hold another request's NaN
             _add_head(head, q_ref[head], k, v, seen, spec, values_ref, top_ref, total_ref)
 
     @pl.when(begin < stop)
@@ -260,7 +271,7 @@ def _kernel(
 
 
 def _add_head(head: int, q, k, v, seen, spec: AttentionSpec, values_ref, top_ref, total_ref) -> None:
-    """One tile of one kv head: q [M, D], k and v [tile, D], seen [M, tile]."""
+    """Add one tile of one kv head to its softmax: q [M, D], k and v [tile, D], seen [M, tile]."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     dot = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     scores = dot(q, k, (((1,), (1,)), ((), ()))) * spec.scale

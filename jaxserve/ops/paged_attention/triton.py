@@ -1,16 +1,16 @@
 """Paged attention for NVIDIA GPUs in Pallas, lowered through Triton.
 
-Owns two kernels over the interleaved pages and what is around them in XLA:
-    decode   rows with one token. Grid (row, kv head, split): the context of a row is cut into splits so that few rows
-             fill the machine too; each split leaves its normalised output and the log-sum-exp of its scores, and XLA
-             joins them (flash decoding, https://pytorch.org/blog/flash-decoding/).
-    extend   rows with more tokens. Grid (query block, kv head): the blocks come from `ragged.query_blocks`; tiles
-             wholly below the diagonal take no mask (FlashAttention-2, arXiv 2307.08691).
-The G query heads of a kv head are rows of the same matrix product. Softmax in base 2 and float32. Sinks join after
+Owns two kernels over the interleaved pages, and the XLA code around them:
+    decode   rows of one token. Grid (row, kv head, split). The context of a row is cut into splits so that few rows
+             fill the GPU too. Each split writes its normalised output and the log-sum-exp of its scores; XLA joins
+             the splits (flash decoding, https://pytorch.org/blog/flash-decoding/).
+    extend   rows of several tokens. Grid (query block, kv head). The blocks come from `ragged.query_blocks`. Tiles
+             wholly below the diagonal need no mask (FlashAttention-2, arXiv 2307.08691).
+The G query heads of a kv head are rows of one matrix product. The softmax is float32 in base 2. Sinks are added after
 the kernel, through the log-sum-exp.
 
-Triton takes only shapes that are powers of two: heads and columns that are not get masked loads and stores.
-Its gathers index with 32 bits below 4 GiB: one layer's cache may be larger, at a cost.
+Triton takes only shapes that are powers of two; other head counts and sizes use masked loads and stores.
+Its gathers use 32-bit indices if a layer's cache is below 4 GiB; a larger cache works but is slower.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, 
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks, tokens_of_long_rows
 
 LOG2E = math.log2(math.e)
-MASKED = -1e30  # finite: the difference of two masked scores is 0 and not NaN
-TENSOR_CORE_ROWS = 16  # the least number of rows of a Triton dot
+MASKED = -1e30  # finite, so that the difference of two masked scores is 0 and not NaN
+TENSOR_CORE_ROWS = 16  # fewest rows of a Triton dot
 
 
 @dataclass(frozen=True)
 class TritonTuning:
-    """Sizes of the kernels. Tokens of context in a tile; warps and pipeline stages; programs wanted on the machine."""
+    """Sizes of the kernels. A tile is in tokens of context; `programs` is how many should fill the GPU."""
 
     decode_tile: int = 64
     decode_warps: int = 4
     decode_stages: int = 3
     programs: int = 528  # four for each of an H200's 132 multiprocessors
     max_splits: int = 16
-    extend_rows: int = 128  # rows of the extend kernel's products: query tokens times heads of a group; half of it
-    # above 128 columns, where the whole does not fit into registers (ptxas for sm_90: 1.2 KB of spills)
+    # Rows of the extend kernel's products: query tokens x heads of a group. Halved if head_dim is above 128, where
+    # they do not fit into registers (ptxas for sm_90 reports 1.2 KB of spills).
+    extend_rows: int = 128
     extend_tile: int = 64
     extend_warps: int = 8
     extend_stages: int = 3
 
     def splits(self, num_rows: int, num_kv_heads: int, max_context: int) -> int:
-        """A power of two: enough programs for the machine, and no split of less than two tiles. From shapes only,
-        never from the rows at hand: the sum of a row then has one order, whatever its neighbours are."""
+        """Return the number of splits: a power of two that fills the GPU, with at least two tiles per split.
+
+        It depends on shapes only and never on the rows of the step, so a row is always summed in the same order.
+        """
         wanted = pl.cdiv(self.programs, num_rows * num_kv_heads)
         longest = max(1, max_context // (2 * self.decode_tile))
         return 1 << (min(wanted, longest, self.max_splits).bit_length() - 1)
@@ -59,7 +62,7 @@ class TritonTuning:
 
 @dataclass(frozen=True)
 class TritonBackend(InterleavedLayout):
-    """See the file's docstring. `interpret` runs the kernels in Pallas' interpreter, on any device, slowly."""
+    """See the module docstring. interpret: run the kernels in Pallas' interpreter, slowly, on any device."""
 
     name: str = "triton"
     tuning: TritonTuning = TritonTuning()
@@ -73,6 +76,7 @@ class TritonBackend(InterleavedLayout):
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
         layer = Layer(cache, metadata.page_table, spec, sinks)
         decode = functools.partial(_attend_last_tokens, layer, tuning=self.tuning, interpret=self.interpret)
         extend = functools.partial(_attend_long_rows, layer, tuning=self.tuning, interpret=self.interpret)
@@ -80,7 +84,7 @@ class TritonBackend(InterleavedLayout):
 
 
 class Layer(NamedTuple):
-    """What both kernels read."""
+    """The inputs of both kernels."""
 
     cache: jax.Array  # [P, page_size, 2 * KH, D]
     page_table: jax.Array  # int32 [R, max_pages]
@@ -89,7 +93,7 @@ class Layer(NamedTuple):
 
     @property
     def tokens(self) -> jax.Array:
-        """The pages as [P * page_size, KH, 2, D], or [.., 1, D] where V is K: a bitcast."""
+        """The pages as [P * page_size, KH, 2, D], or [..., 1, D] if V is K. A reshape without a copy."""
         pages, page_size, _, head_dim = self.cache.shape
         return self.cache.reshape(pages * page_size, self.spec.num_kv_heads, -1, head_dim)
 
@@ -97,7 +101,7 @@ class Layer(NamedTuple):
 def _attend_last_tokens(
     layer: Layer, q: jax.Array, kv_lens: jax.Array, *, tuning: TritonTuning, interpret: bool
 ) -> jax.Array:
-    """q [R, N, D], the token at kv_len - 1 of each row: [R, N, D]; zeros where kv_len is 0."""
+    """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, D]. Zeros if kv_len is 0."""
     rows, heads, head_dim = q.shape
     kv_heads, tokens = layer.spec.num_kv_heads, layer.tokens
     group = heads // kv_heads
@@ -132,10 +136,10 @@ def _attend_last_tokens(
 
 
 def join_splits(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """out [R, S, N, D] of each split, weighed by its base 2 log-sum-exp [R, S, N]: [R, N, D]."""
+    """Join the splits: out [R, S, N, D] weighted by lse, their base-2 log-sum-exp float32 [R, S, N] -> [R, N, D]."""
     if out.shape[1] == 1 and sinks is None:
         return out[:, 0]
-    if sinks is not None:  # a split whose output is zero
+    if sinks is not None:  # sinks are one more split, whose output is zero
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, None] * LOG2E, (lse.shape[0], 1, lse.shape[2]))
         lse = jnp.concatenate([lse, sink], axis=1)
     weights = jnp.exp2(lse - jnp.max(lse, axis=1, keepdims=True))
@@ -144,7 +148,7 @@ def join_splits(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.
 
 
 def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool) -> jax.Array:
-    """q [T, N, D]: attention of the rows with two tokens and more; zeros for all others."""
+    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Zeros for all other rows."""
     num_tokens, heads, head_dim = q.shape
     kv_heads, tokens = layer.spec.num_kv_heads, layer.tokens
     group = heads // kv_heads
@@ -177,12 +181,12 @@ def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonT
     out, lse = out.reshape(q.shape), lse.reshape(num_tokens, heads)
     if layer.sinks is not None:
         out = join_splits(out[:, None], lse[:, None], layer.sinks).astype(q.dtype)
-    # What no block wrote is uninitialised memory.
+    # Memory that no block wrote is uninitialised.
     return jnp.where(tokens_of_long_rows(rows, num_tokens, 2)[:, None, None], out, jnp.zeros_like(out))
 
 
 class _Softmax(NamedTuple):
-    """A softmax in progress over M rows, base 2: weighted values [M, D], maximum [M], denominator [M]."""
+    """An online softmax over M rows in base 2: weighted sum of values [M, D], maximum [M], denominator [M]."""
 
     values: jax.Array
     top: jax.Array
@@ -196,13 +200,13 @@ def _empty(rows: int, columns: int) -> _Softmax:
 
 
 def _finish(state: _Softmax) -> tuple[jax.Array, jax.Array]:
-    """Output [M, D], zeros for a row that saw nothing, and base 2 log-sum-exp [M]."""
+    """Return the output [M, D], zeros for a row that saw nothing, and the base-2 log-sum-exp [M]."""
     total = jnp.maximum(state.total, 1e-30)
     return state.values / total[:, None], state.top + jnp.log2(total)
 
 
 def _add_tile(state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, seen) -> _Softmax:
-    """One tile of context: q [M, D], k and v [tile, D]; `seen` bool [M or 1, tile], or None for all of it."""
+    """Add one tile of context: q [M, D], k and v [tile, D]; `seen` bool [M or 1, tile], None if all is seen."""
     scores = _dot(q, k, (1, 1)) * spec.scale
     if spec.soft_cap is not None:
         scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
@@ -219,20 +223,20 @@ def _add_tile(state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, spec: A
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Accumulates in float32; float32 operands are not rounded to TF32."""
+    """Multiply with float32 accumulation. float32 operands are not rounded to TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _grid(*sizes: jax.Array) -> tuple[jax.Array, ...]:
-    """Index arrays of a gather: the i-th argument along the i-th axis, broadcast over the others."""
+    """Return the index arrays of a gather: argument i varies along axis i and is broadcast over the others."""
     shape = tuple(size.shape[0] for size in sizes)
     return tuple(lax.broadcast_in_dim(size, shape, (axis,)) for axis, size in enumerate(sizes))
 
 
 def _load(ref, indices: tuple[jax.Array | int, ...], limits: tuple[int | None, ...]) -> jax.Array:
-    """ref[indices], zero where an index reaches its axis' limit; None: it never does."""
+    """Load ref[indices], with zero for an index at or above its axis's limit. Limit None: no index reaches it."""
     mask = _mask(indices, limits)
     return plt.load(ref.at[indices]) if mask is None else plt.load(ref.at[indices], mask=mask, other=0)
 
@@ -243,18 +247,18 @@ def _mask(indices: tuple[jax.Array | int, ...], limits: tuple[int | None, ...]) 
 
 
 def _padded(size: int, least: int = 1) -> tuple[jax.Array, int | None]:
-    """Indices of an axis, as many as the next power of two, and the limit they need: None where they all exist."""
+    """Return the indices of an axis, padded to a power of two, and the limit for masks: None if none was added."""
     padded = max(least, pl.next_power_of_2(size))
     return jnp.arange(padded, dtype=jnp.int32), None if padded == size else size
 
 
 def _load_tile(kv_ref, table, token: jax.Array, page_size: int, last: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V [tile, D] at the positions `token` of a row; behind `last` the last token stands in.
+    """Load K and V [tile, D] at the positions `token` of a row. Positions after `last` read the token at `last`.
 
-    `table(page)` reads the row's page table. A clamped gather needs no mask, and reads no page behind the context.
+    `table(page)` reads the row's page table. A clamped gather needs no mask and reads no page after the context.
     """
     token = jnp.minimum(token, last)
-    # lax.div and rem: positions are not negative, and // would mend signs.
+    # lax.div and lax.rem: positions are not negative, and // would add code for signs.
     place = table(lax.div(token, page_size)) * page_size + lax.rem(token, page_size)
     columns, limit = _padded(kv_ref.shape[2])
     rows, columns = _grid(place, columns)
@@ -282,14 +286,15 @@ def _decode_kernel(
     q = _load(q_ref, own, limits)
     oldest = 0 if spec.sliding_window is None else jnp.maximum(kv_len - spec.sliding_window, 0)
     first, last = oldest // tile, pl.cdiv(kv_len, tile)
-    share = pl.cdiv(last - first, splits)  # tiles a split
+    share = pl.cdiv(last - first, splits)  # tiles per split
     begin = first + pl.program_id(2) * share
 
     def step(index: jax.Array, state: _Softmax) -> _Softmax:
+        """Add tile `index`, an int32 [], to the softmax."""
         token = index * tile + jnp.arange(tile, dtype=jnp.int32)
         seen = (token < kv_len) & (token >= oldest)
         k, v = _load_tile(kv_ref, lambda page: table_ref[page], token, page_size, kv_len - 1)
-        v = jnp.where(seen[:, None], v, jnp.zeros_like(v))  # 0 * NaN: another request's page may have held one
+        v = jnp.where(seen[:, None], v, jnp.zeros_like(v))  # 0 * NaN is NaN: the page may hold another request's NaN
         return _add_tile(state, q, k, v, spec, seen[None, :])
 
     state = lax.fori_loop(begin, jnp.minimum(begin + share, last), step, _empty(*q.shape))
@@ -302,7 +307,7 @@ def _extend_kernel(
     q_ref,  # [T, G, D]  of this kv head
     kv_ref,  # [P * page_size, 2, D]
     row_ref,  # int32 [B]  row of each block
-    first_ref,  # int32 [B]  its first token in the row; -1: a dead block
+    first_ref,  # int32 [B]  its first token in the row; -1: an unused block
     start_ref,  # int32 [R]  a row's first token in q
     q_len_ref,  # int32 [R]
     kv_len_ref,  # int32 [R]
@@ -332,6 +337,7 @@ def _extend_kernel(
         oldest = 0 if spec.sliding_window is None else jnp.maximum(position - spec.sliding_window + 1, 0)
 
         def step(index: jax.Array, state: _Softmax, masked: bool) -> _Softmax:
+            """Add tile `index`, an int32 [], to the softmax; masked: some queries do not see all of it."""
             context = index * tile + jnp.arange(tile, dtype=jnp.int32)
             k, v = _load_tile(kv_ref, lambda page: table_ref[row, page], context, page_size, kv_len - 1)
             if not masked:
@@ -344,7 +350,7 @@ def _extend_kernel(
             return _add_tile(state, q, k, v, spec, seen)
 
         begin, end = oldest // tile, pl.cdiv(jnp.minimum(kv_len, position + block), tile)
-        # Tiles that every query of the block sees whole: before the diagonal, and only without a window.
+        # Tiles that every query of the block sees entirely: those before the diagonal, if there is no window.
         whole = begin if spec.sliding_window is not None else jnp.minimum((position + 1) // tile, end)
         state = lax.fori_loop(begin, whole, functools.partial(step, masked=False), _empty(*q.shape))
         state = lax.fori_loop(whole, end, functools.partial(step, masked=True), state)

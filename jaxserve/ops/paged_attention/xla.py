@@ -1,11 +1,11 @@
-"""Paged attention in plain XLA, formed for the CPU; it runs anywhere.
+"""Paged attention in plain XLA. Tuned for the CPU; runs on every platform.
 
-Owns the layout [P, 2, page_size, KH * D] (K half, V half) and loops over the live tiles of a row's context, whose
-bounds are data: the time grows with the live context and never with the width of the page table, which is therefore
-no reason to compile anew. Scores, softmax and sums are float32 whatever the cache holds.
+Owns the layout [P, 2, page_size, KH * D], K first and V second. Loops run over the tiles of a row's context with
+bounds read from data: the time grows with the context and not with the width of the page table, and no context length
+needs a new program. Scores, softmax and sums are float32 whatever the cache's dtype.
 
-Rows with one token are xla_decode.py's. Rows with more tokens are cut into blocks of queries here and take one product
-per kv head, for there operations count.
+xla_decode.py attends rows of one token, which are bound by memory. Rows of several tokens are bound by arithmetic:
+they are cut into blocks of queries here, with one product per kv head.
 
 Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
 """
@@ -33,13 +33,13 @@ from jaxserve.ops.paged_attention.xla_tiles import (
     whole_pages,
 )
 
-QUERY_BLOCK = 128  # query tokens of one row in one product, and the tokens of context that they meet in it:
-QUERY_TILE = 128  # 14.5 ms for two layers of 512 tokens; 30.6 with 64 by 256
+QUERY_BLOCK = 128  # query tokens of one row per product
+QUERY_TILE = 128  # tokens of context per product. 128 x 128: 14.5 ms for two layers of 512 tokens; 64 x 256: 30.6 ms
 
 
 @dataclass(frozen=True)
 class XlaBackend:
-    """See the file's docstring and `base.Backend`."""
+    """See the module docstring and `base.Backend`."""
 
     name: str = "xla"
 
@@ -49,8 +49,9 @@ class XlaBackend:
         return num_pages, 1 if latent else 2, page_size, num_kv_heads * head_dim
 
     def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[2])
-        halves = cache.shape[1]  # one where V is K
+        halves = cache.shape[1]  # 1 if V is K, else 2
         rows = jnp.stack([k, v][:halves], axis=1).reshape(k.shape[0], halves, cache.shape[3]).astype(cache.dtype)
         half = jnp.arange(halves, dtype=jnp.int32)[None, :]
         return cache.at[page[:, None], half, offset[:, None]].set(rows, mode="drop", unique_indices=True)
@@ -63,6 +64,7 @@ class XlaBackend:
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
+        """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
         heads, head_dim = q.shape[1:]
         layer = Layer(cache, metadata.page_table, spec, sinks, heads, head_dim, whole_pages(QUERY_TILE, cache.shape[2]))
         scaled = q.astype(jnp.float32) * spec.scale
@@ -71,16 +73,21 @@ class XlaBackend:
         return attend_ragged(scaled, metadata, decode, extend).astype(q.dtype)
 
     def decode(self, layer: Layer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
-        """Rows with one token: q float32 [R, N, D], scaled; zeros where kv_len is 0."""
+        """Attend rows of one token: q float32 [R, N, D], scaled; kv_lens int32 [R] -> float32 [R, N, D].
+
+        A row whose kv_len is 0 gives zeros. alone: batch-invariant, see `AttentionMetadata.alone`.
+        """
         return (attend_each_alone if alone else attend_single_tokens)(layer, q, kv_lens)
 
     def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
+        """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
         pages = cache.at[page_ids].get(mode="clip")  # [n, 2 or 1, page_size, KH * D]
         num, halves, page_size, width = pages.shape
         heads = pages.reshape(num, halves, page_size, num_kv_heads, width // num_kv_heads)
         return heads.transpose(0, 2, 3, 1, 4).reshape(num, page_size, halves * num_kv_heads, -1)
 
     def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+        """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
         num, page_size, rows, head_dim = pages.shape
         count = cache.shape[1]
         halves = pages.reshape(num, page_size, rows // count, count, head_dim).transpose(0, 3, 1, 2, 4)
@@ -88,10 +95,10 @@ class XlaBackend:
 
 
 def _attend_blocks(layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
-    """q float32 [T, N, D]: attention of the rows with two tokens and more, in blocks of at most QUERY_BLOCK tokens.
+    """Attend the rows of two or more tokens in blocks of at most QUERY_BLOCK tokens: q float32 [T, N, D] -> the same.
 
-    Blocks come in the order of their tokens, so that what a block writes behind its row (zeros) is written over by
-    the row it belongs to, or by attend_ragged.
+    A block that ends after its row writes zeros there. Blocks are written in the order of their tokens, so those
+    zeros are overwritten by the next row's block, or by `attend_ragged`.
     """
     tokens = q.shape[0]
     block = min(QUERY_BLOCK, tokens)
@@ -99,6 +106,7 @@ def _attend_blocks(layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
     padded = jnp.pad(q, ((0, block), (0, 0), (0, 0)))
 
     def attend_block(index: jax.Array, out: jax.Array) -> jax.Array:
+        """Write block `index`, an int32 scalar, into out [T + block, N, D]."""
         row, first = blocks.row[index], blocks.first[index]
         token = rows.start[row] + first
         query = lax.dynamic_slice_in_dim(padded, token, block)
@@ -112,24 +120,25 @@ def _attend_blocks(layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
 def _attend_block(
     layer: Layer, q: jax.Array, row: jax.Array, first: jax.Array, q_len: jax.Array, kv_len: jax.Array
 ) -> jax.Array:
-    """q [B, N, D], tokens first.. of a row of q_len tokens; zeros behind the row's end."""
+    """Attend q [B, N, D], the tokens from `first` on of a row of q_len tokens. Zeros after the row's end."""
     block, heads, head_dim = q.shape
     kv_heads = layer.spec.num_kv_heads
     index = first + jnp.arange(block, dtype=jnp.int32)
-    position = jnp.where(index < q_len, kv_len - q_len + index, -1)  # [B]; -1 sees nothing
+    position = jnp.where(index < q_len, kv_len - q_len + index, -1)  # [B]; a token at -1 sees nothing
     start, stop = kv_len - q_len + first, jnp.minimum(kv_len, kv_len - q_len + first + block)
-    # [KH, B * G, D]: the softmax state runs over (kv head, token, head of its group).
+    # [KH, B * G, D]: the softmax state has one entry per (kv head, token, query head of the group).
     queries = q.reshape(block, kv_heads, -1, head_dim).swapaxes(0, 1).reshape(kv_heads, -1, head_dim)
     rows = block * heads // kv_heads
     row_position = jnp.tile(jnp.repeat(position, heads // kv_heads), kv_heads)  # [KH * B * G]
 
     def add_tile(tile: jax.Array, state: Softmax) -> Softmax:
+        """Add one tile of context, an int32 scalar, to the softmax over [KH * B * G] rows."""
         column = tile * layer.tile + jnp.arange(layer.tile, dtype=jnp.int32)
         k, v = read_tiles(layer, row, tile, layer.tile, kv_len)
         live = column < kv_len
         if layer.spec.sliding_window is not None:
             live &= column > start - layer.spec.sliding_window
-        v = jnp.where(live[:, None], v, 0.0)  # 0 * NaN: what another request left there must not count
+        v = jnp.where(live[:, None], v, 0.0)  # 0 * NaN is NaN: the page may hold another request's NaN
         scores = [jnp.matmul(queries[h], _head(k, h, head_dim).T) for h in range(kv_heads)]
         scores = lax.optimization_barrier(jnp.concatenate(scores))
         seen = sees(layer, column[None, :], row_position[:, None])

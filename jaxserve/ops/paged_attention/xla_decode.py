@@ -1,11 +1,11 @@
-"""Attention of rows with one token each, in plain XLA: two loops over the live tiles of the context.
+"""Attention of rows with one token each, in plain XLA.
 
-All heads of a tile are taken in one matrix product against a block-diagonal query [N, KH * D]: KH times the operations
-of a product per head, and still bound by reading the context.
+All heads of a tile are one matrix product with a block-diagonal query [N, KH * D]. That is KH times the operations of
+a product per head, and still bound by reading the context from memory.
 
-`attend_single_tokens` puts the live tiles of all rows into one list and takes them in batches, whatever row they
-belong to: work for every core at one long row as at many short ones. A tile is a softmax of its own, and the tiles of
-a batch are merged into their rows by log-sum-exp. `attend_each_alone` goes row by row, for deterministic mode.
+`attend_single_tokens` puts the tiles of all rows into one list and processes it in batches, so that one long row uses
+every core as many short rows do. Each tile is a softmax of its own; the tiles of a batch are merged into their rows by
+log-sum-exp. `attend_each_alone` processes row by row: it is batch-invariant, for deterministic mode.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from jaxserve.ops.paged_attention.xla_tiles import (
     whole_pages,
 )
 
-TILE = 64  # tokens of context in one product
-MANY_TILES, FEW_TILES = (
-    16,
-    4,
-)  # tiles in a batch, and in one when fewer are left: 24 ms for 32 rows; with 8 41, with 32 33
-ALONE_TILE, ALONE_SHORT = 256, 64  # of the loop row by row: tokens in a product, and for a rest of at most so many
+TILE = 64  # tokens of context per product
+# Tiles per batch, and per batch once fewer are left. 32 rows take 24 ms with 16 tiles, 41 ms with 8, 33 ms with 32.
+MANY_TILES, FEW_TILES = 16, 4
+# `attend_each_alone`: tokens per product, and tokens of the last product if no more than these are left.
+ALONE_TILE, ALONE_SHORT = 256, 64
 
 
 def attend_single_tokens(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
-    """q float32 [R, N, D], one token at position kv_len - 1 of each row; zeros where kv_len is 0."""
+    """Attend q float32 [R, N, D], one token per row at position kv_len - 1 -> float32 [R, N, D].
+
+    kv_lens: int32 [R]. A row whose kv_len is 0 gives zeros.
+    """
     rows, heads, head_dim = q.shape
     layer = layer._replace(tile=whole_pages(TILE, layer.cache.shape[2]))
     queries = _block_diagonal(q, layer.spec.num_kv_heads)
@@ -47,6 +49,7 @@ def attend_single_tokens(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.
     num_tiles = work.ends[-1]
 
     def add(state: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
+        """Add the next batch of tiles. state: number of tiles done, int32 [], and the softmax of all rows."""
         done, softmax = state
         many = num_tiles - done > MANY_TILES - FEW_TILES
         batches = [partial(_add_tiles, layer, queries, kv_lens, work, size) for size in (MANY_TILES, FEW_TILES)]
@@ -62,10 +65,10 @@ def attend_single_tokens(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.
 
 
 class _Work(NamedTuple):
-    """The live tiles of all rows in one list, row after row. Arrays are int32 [R].
+    """One list of the tiles of all rows, row after row. Arrays are int32 [R].
 
-    Place i of the list is in the first row whose `ends` is above i, and is that row's tile i + shift. rank: number of
-    the row among those that have a context.
+    Entry i belongs to the first row whose `ends` is above i. It is that row's tile i + shift.
+    rank: index of the row among the rows that have a context.
     """
 
     ends: jax.Array
@@ -84,7 +87,7 @@ def _work_list(layer: Layer, kv_lens: jax.Array) -> _Work:
 def _add_tiles(
     layer: Layer, queries: jax.Array, kv_lens: jax.Array, work: _Work, size: int, done: jax.Array, state: Softmax
 ) -> Softmax:
-    """The state of all rows, by rank, after the next `size` tiles of the list from place `done` on."""
+    """Return the softmax of all rows, by rank, with the list's entries [done, done + size) added."""
     place = done + jnp.arange(size, dtype=jnp.int32)
     live = place < work.ends[-1]
     place = jnp.minimum(place, work.ends[-1] - 1)
@@ -93,7 +96,7 @@ def _add_tiles(
     column = tile[:, None] * layer.tile + jnp.arange(layer.tile, dtype=jnp.int32)[None, :]
     seen = sees(layer, column, kv_len[:, None] - 1) & live[:, None]
     own = _attend_tiles(layer, queries[row], seen, read_tiles(layer, row, tile, layer.tile, kv_len))
-    # The tiles are in the order of their rows: those touched are at most `size`, from the first one's on.
+    # Tiles are in the order of their rows, so a batch touches at most `size` rows, from the first tile's row on.
     first = work.rank[row[0]]
     touched = Softmax(*(lax.dynamic_slice_in_dim(part, first, size) for part in state))
     merged = _merge(touched, own, work.rank[row] - first, live)
@@ -102,22 +105,25 @@ def _add_tiles(
 
 
 def _attend_tiles(layer: Layer, queries: jax.Array, seen: jax.Array, kv: tuple[jax.Array, jax.Array]) -> Softmax:
-    """Each tile's softmax over its own tokens: queries [W, N, KH * D], seen [W, tile], K and V [W, tile, KH * D]."""
+    """Compute each tile's softmax over its own tokens.
+
+    queries [W, N, KH * D], seen bool [W, tile], K and V [W, tile, KH * D].
+    """
     k, v = kv
-    # The barriers keep the products apart from the softmax: fused, they lose the matrix kernel.
+    # The barriers keep XLA from fusing the products with the softmax: a fused product is not the fast matrix kernel.
     scores = lax.optimization_barrier(jnp.einsum("wnd,wtd->wnt", queries, k))
     scores = jnp.where(seen[:, None, :], capped(layer, scores), MASKED)
     top = jnp.max(scores, axis=2)
     weights = jnp.where(seen[:, None, :], jnp.exp(scores - top[:, :, None]), 0.0)
-    v = jnp.where(seen[:, :, None], v, 0.0)  # 0 * NaN: what another request left there must not count
+    v = jnp.where(seen[:, :, None], v, 0.0)  # 0 * NaN is NaN: the page may hold another request's NaN
     values = jnp.einsum("wnt,wtd->wnd", lax.optimization_barrier(weights), v)
     return Softmax(top, jnp.sum(weights, axis=2), _diagonal_blocks(values, layer.spec.num_kv_heads))
 
 
 def _merge(rows: Softmax, tiles: Softmax, row_of: jax.Array, live: jax.Array) -> Softmax:
-    """The rows [W, ...] with each live tile [W, ...] added to its row; sums over a row's tiles are one product.
+    """Add each live tile [W, ...] to its row [W, ...]. One matrix product sums the tiles of all rows.
 
-    A tile that is not finite makes its own row NaN and, kept out of the product, no other.
+    A tile that is not finite makes its own row NaN. It is kept out of the product so that other rows stay finite.
     """
     size = row_of.shape[0]
     mine = (row_of[None, :] == jnp.arange(size, dtype=jnp.int32)[:, None]) & live[None, :]  # [row, tile]
@@ -134,28 +140,34 @@ def _merge(rows: Softmax, tiles: Softmax, row_of: jax.Array, live: jax.Array) ->
 
 
 def attend_each_alone(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
-    """As `attend_single_tokens`, in a loop over the rows: no row's sums depend on which others there are."""
+    """Do `attend_single_tokens` in a loop over the rows, so that no row's sums depend on the other rows.
+
+    q: float32 [R, N, D]; kv_lens: int32 [R] -> float32 [R, N, D].
+    """
     live = jnp.flatnonzero(kv_lens > 0, size=q.shape[0], fill_value=0).astype(jnp.int32)
     queries = _block_diagonal(q, layer.spec.num_kv_heads)
     layer = layer._replace(tile=whole_pages(ALONE_TILE, layer.cache.shape[2]))
     short = whole_pages(ALONE_SHORT, layer.cache.shape[2])
 
     def attend_row(index: jax.Array, out: jax.Array) -> jax.Array:
+        """Write the `index`-th live row into out [R, N, KH * D]."""
         row = live[index]
         query, kv_len = queries[row], kv_lens[row]
 
         def add(size: int, tile: jax.Array, state: Softmax) -> Softmax:
+            """Add the first `size` tokens of a tile, an int32 scalar, to the softmax over [N] heads."""
             column = tile * layer.tile + jnp.arange(size, dtype=jnp.int32)
             seen = sees(layer, column, kv_len - 1)
             k, v = read_tiles(layer, row, tile, size, kv_len)
-            # The barriers keep the products apart from the softmax: fused, they lose the matrix kernel.
+            # Barriers as in `_attend_tiles`.
             scores = lax.optimization_barrier(jnp.matmul(query, k.T))
             top, total, fade, weights = weigh(layer, state, scores, seen[None, :])
             weights = lax.optimization_barrier(weights)
-            v = jnp.where(seen[:, None], v, 0.0)  # 0 * NaN: what another request left there must not count
+            v = jnp.where(seen[:, None], v, 0.0)  # 0 * NaN is NaN: the page may hold another request's NaN
             return Softmax(top, total, state.values * fade[:, None] + jnp.matmul(weights, v))
 
         def add_tile(tile: jax.Array, state: Softmax) -> Softmax:
+            """Add a tile, an int32 scalar, to the softmax over [N] heads; a short last tile takes a smaller product."""
             rest = kv_len - tile * layer.tile
             return lax.cond(rest > short, partial(add, layer.tile), partial(add, short), tile, state)
 
@@ -168,14 +180,14 @@ def attend_each_alone(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Arr
 
 
 def _block_diagonal(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[R, N, D] -> [R, N, KH * D]: each head's query in the columns of its kv head, zeros elsewhere."""
+    """Spread q [R, N, D] to [R, N, KH * D]: each head's query in the columns of its kv head, zeros elsewhere."""
     rows, heads, head_dim = q.shape
     own = jnp.eye(num_kv_heads, dtype=q.dtype)[None, :, None, :, None]
     return (q.reshape(rows, num_kv_heads, -1, 1, head_dim) * own).reshape(rows, heads, -1)
 
 
 def _diagonal_blocks(out: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[R, N, KH * D] -> [R, N, D]: each head's own columns."""
+    """Undo `_block_diagonal`: take each head's own columns of [R, N, KH * D] -> [R, N, D]."""
     rows, heads, width = out.shape
     blocks = out.reshape(rows, num_kv_heads, heads // num_kv_heads, num_kv_heads, width // num_kv_heads)
     own = [blocks[:, head, :, head] for head in range(num_kv_heads)]

@@ -1,6 +1,6 @@
-"""What both XLA formulations of a layer's attention share: reading tiles of the context, masks, the online softmax.
+"""Parts shared by both XLA formulations of attention: reading tiles of the context, masks, the online softmax.
 
-A tile is a whole number of pages of one row's context. Knows nothing of how rows and tiles are put into loops.
+A tile is a whole number of pages of one row's context. The loops over rows and tiles are the callers'.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from jaxserve.ops.paged_attention.base import AttentionSpec
 
-MASKED = -1e30  # finite: the difference of two masked scores is 0 and not NaN
+MASKED = -1e30  # finite, so that the difference of two masked scores is 0 and not NaN
 
 
 class Layer(NamedTuple):
-    """What does not change over the loops of one layer's attention."""
+    """The loop-invariant inputs of one layer's attention."""
 
-    cache: jax.Array  # [P, 2, page_size, KH * D], or [P, 1, ...] where V is K
+    cache: jax.Array  # [P, 2, page_size, KH * D], or [P, 1, ...] if V is K
     page_table: jax.Array  # [R, max_pages]
     spec: AttentionSpec
     sinks: jax.Array | None  # [N]
@@ -28,7 +28,7 @@ class Layer(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A softmax in progress over M query rows: running maximum [M], denominator [M], weighted values [M, ...]."""
+    """An online softmax over M query rows: running maximum [M], denominator [M], weighted sum of values [M, ...]."""
 
     top: jax.Array
     total: jax.Array
@@ -36,16 +36,17 @@ class Softmax(NamedTuple):
 
 
 def whole_pages(tokens: int, page_size: int) -> int:
-    """`tokens` rounded down to a whole number of pages, at least one."""
+    """Round `tokens` down to a whole number of pages, at least one page."""
     return max(1, tokens // page_size) * page_size
 
 
 def read_tiles(
     layer: Layer, row: jax.Array, tile: jax.Array, size: int, kv_len: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """K and V of the first `size` tokens of each tile, each float32 [*S, size, KH * D]; row, tile and kv_len [*S].
+    """Read K and V of the first `size` tokens of each tile -> two float32 [*S, size, KH * D].
 
-    Pages behind the context are not read: the last live one stands in for them.
+    row, tile and kv_len: int32 [*S]. Pages after the context are not read: the last page of the context is read
+    again in their place, and the caller masks it.
     """
     num_pages, count, page_size, width = layer.cache.shape
     page = jnp.arange(size // page_size, dtype=jnp.int32).reshape((1,) * tile.ndim + (-1,))
@@ -60,14 +61,14 @@ def read_tiles(
 
 
 def first_tile(layer: Layer, position: jax.Array) -> jax.Array:
-    """The first tile that a query at `position` sees."""
+    """Return the first tile that a query at `position` sees, int32 [*S]; position int32 [*S]."""
     if layer.spec.sliding_window is None:
         return jnp.zeros_like(position)
     return jnp.maximum(position - layer.spec.sliding_window + 1, 0) // layer.tile
 
 
 def sees(layer: Layer, column: jax.Array, position: jax.Array) -> jax.Array:
-    """Whether the query at `position` sees the token at `column`."""
+    """Return whether the query at `position` sees the token at `column`, int32 [*S] each -> bool [*S]."""
     seen = column <= position
     if layer.spec.sliding_window is not None:
         seen &= column > position - layer.spec.sliding_window
@@ -75,7 +76,7 @@ def sees(layer: Layer, column: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def begin(layer: Layer, tokens: int, values_shape: tuple[int, ...]) -> Softmax:
-    """Nothing seen yet, but the sinks: a sink is a score whose value is zero."""
+    """Return the softmax before any tile. Sinks are already in it: each is a score whose value is zero."""
     rows = tokens * layer.num_heads
     if layer.sinks is None:
         top, total = jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32)
@@ -85,7 +86,7 @@ def begin(layer: Layer, tokens: int, values_shape: tuple[int, ...]) -> Softmax:
 
 
 def capped(layer: Layer, scores: jax.Array) -> jax.Array:
-    """The scores after the soft cap, if there is one."""
+    """Apply the layer's soft cap, if it has one, to float32 scores [...]."""
     cap = layer.spec.soft_cap
     return scores if cap is None else jnp.tanh(scores / cap) * cap
 
@@ -93,7 +94,10 @@ def capped(layer: Layer, scores: jax.Array) -> jax.Array:
 def weigh(
     layer: Layer, state: Softmax, scores: jax.Array, seen: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """New maximum, new denominator, the factor that ages the old values [M] and the weights [M, tile]."""
+    """Add scores float32 [M, tile] to the softmax; seen bool [M, tile].
+
+    Returns the new maximum [M], the new denominator [M], the factor for the old values [M], the weights [M, tile].
+    """
     scores = jnp.where(seen, capped(layer, scores), MASKED)
     top = jnp.maximum(state.top, jnp.max(scores, axis=1))
     weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0.0)
