@@ -20,6 +20,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.link import EngineLink, ProcessLink
 from jaxserve.client.sequence_sender import SequenceSender
@@ -38,7 +40,18 @@ from jaxserve.errors import (
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.stop import Stops
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import Abort, Add, Call, EngineInfo, EngineStats, FromEngine, Located, Outputs, Reply
+from jaxserve.types.messages import (
+    Abort,
+    Add,
+    Call,
+    EngineInfo,
+    EngineStats,
+    FromEngine,
+    Located,
+    Outputs,
+    Reply,
+    WaitingRequest,
+)
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request_seed import request_seed
 from jaxserve.types.sampling import EngineRequest, SamplingParams
@@ -201,6 +214,10 @@ class AsyncEngine:
         )
         outputs = Outbox() if outbox is None else outbox
         sequences = self._submit(request, outputs)
+        logger.debug(
+            "request %s accepted: %d choices from engine request %s on, %d prompt tokens, %d live",
+            *(request.client_id, len(sequences), sequences[0].engine_id, len(prompt_token_ids), len(self._live)),
+        )
         remaining = len(sequences)
         abort = functools.partial(self._abort, sequences)
         if signal is not None:
@@ -211,6 +228,10 @@ class AsyncEngine:
                 if isinstance(output, HTTPError):
                     raise output
                 remaining -= output.finished
+                if output.finished:
+                    logger.debug(
+                        "request %s: choice %d finished: %s", request.client_id, output.index, output.finish_reason
+                    )
                 yield output
         finally:
             if signal is not None:
@@ -271,6 +292,10 @@ class AsyncEngine:
     async def flush_cache(self) -> bool:
         """Drop the prefix cache; False if requests are using it."""
         return bool(await self.call("flush_cache"))
+
+    async def waiting(self) -> list[WaitingRequest]:
+        """The requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
+        return msgspec.convert(await self.call("waiting"), list[WaitingRequest])
 
     async def call(self, method: str, **args: Any) -> Any:
         """An administrative call into the engine. Raises InvalidValueError with the engine's reason."""

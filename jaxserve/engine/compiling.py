@@ -32,6 +32,9 @@ class CompilingRequests:
     def ids(self) -> list[str]:
         return list(self._requests)
 
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self._requests.values()]
+
     def add(self, request: Request, matcher: Future[Any]) -> None:
         self._requests[request.request_id] = request, matcher
         self.num_tokens += request.num_prompt_tokens

@@ -22,8 +22,9 @@ from jaxserve.errors import HTTPError, InvalidSchemaError, InvalidValueError, Ja
 from jaxserve.grammar.mask_table import FillRows, MaskTable
 from jaxserve.grammar.token_mask import Matcher, TokenMask
 from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.waiting_reasons import WaitReason
 from jaxserve.types.mask_budget import MaskBudget
-from jaxserve.types.messages import EngineStats
+from jaxserve.types.messages import EngineStats, WaitingRequest
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest, GrammarSpec
@@ -333,6 +334,16 @@ class EngineCore:
         """Forget all cached prefixes; pages in use are freed when their requests end."""
         self.scheduler.kv.cache.flush()
         return True
+
+    def waiting(self, limit: int) -> list[WaitingRequest]:
+        """At most `limit` requests that have no slot, those whose grammar is compiled first, with their reasons."""
+        now = self._clock()
+        compiling = [(request, WaitReason.GRAMMAR) for request in self._compiling.requests()]
+        found = compiling[:limit] + self.scheduler.waiting(max(0, limit - len(compiling)))
+        return [
+            WaitingRequest(request.request_id, request.client_id, reason.value, now - request.arrival)
+            for request, reason in found
+        ]
 
     def stats(self) -> EngineStats:
         stats = self.scheduler.stats()

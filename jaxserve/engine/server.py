@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxserve.engine.compiling import Prepare
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.output_groups import OutputGroups
+from jaxserve.engine.request_log import log_received, log_turn
 from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError
 from jaxserve.transport.shared_state import SharedState
@@ -24,6 +25,7 @@ STATS_INTERVAL = 0.25  # seconds between two stats of a busy engine; a frame of 
 IDLE_WAIT = 1.0  # seconds an idle loop sleeps at most, so that stats and deadlines move on
 MAX_REBUILDS = 3  # failed steps within REBUILD_WINDOW that are answered by a rebuild; one more ends the process
 REBUILD_WINDOW = 600.0  # seconds
+MAX_WAITING_SHOWN = 1024  # waiting requests whose reasons are shown; 2 us each
 COMPILE_WAIT = 0.002  # seconds between two looks at grammars that are being compiled, when nothing else runs
 
 logger = logging.getLogger(__name__)
@@ -69,8 +71,11 @@ class EngineServer:
         self._stats_sent = 0.0
         self._was_busy = False
         self._rebuilt: list[float] = []  # times of the latest rebuilds, time.monotonic()
-        self._log = StatsLog(log_interval, info.num_pages, info.page_size)
-        self._calls: dict[str, Callable[..., Any]] = {"flush_cache": core.flush_prefix_cache}
+        self._log = StatsLog(log_interval, info.num_pages, info.page_size, self._waiting_reasons)
+        self._calls: dict[str, Callable[..., Any]] = {
+            "flush_cache": core.flush_prefix_cache,
+            "waiting": lambda: core.waiting(MAX_WAITING_SHOWN),
+        }
 
     def run(self) -> None:
         self._channel.send(Outputs([], self._core.stats()))  # before Ready: who is told so finds true gauges
@@ -88,6 +93,9 @@ class EngineServer:
         outputs = self._step()
         self._state.turn(number)
         self._publish(self._groups.take(refused + outputs), self._core.admitted)
+
+    def _waiting_reasons(self) -> list[str]:
+        return [request.reason for request in self._core.waiting(MAX_WAITING_SHOWN)]
 
     def _take_in(self, messages: list[ToEngine]) -> list[TokenOutput]:
         """Handle messages; the outputs of requests that end by it."""
@@ -147,6 +155,7 @@ class EngineServer:
             self._core.add(*requests, prompt=message.token_ids, prepare=self._prepare)
         except HTTPError as error:
             return [_refusal(request.request_id, error) for request in requests]
+        log_received(requests, len(message.token_ids))
         for request in requests:
             self._groups.watch(request)
         return []
@@ -161,6 +170,7 @@ class EngineServer:
             return Reply(call.call_id, error=str(error))
 
     def _publish(self, outputs: list[TokenOutput], admitted: list[str]) -> None:
+        log_turn(admitted, outputs)
         now = time.monotonic()
         busy = self._core.has_work or self._core.is_compiling
         due = now - self._stats_sent >= STATS_INTERVAL or (self._was_busy and not busy)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from jaxserve.types.messages import EngineStats
 
@@ -14,11 +15,16 @@ class StatsLog:
     """Writes lines at most every `interval` seconds, about times of work that last as long.
 
     Pauses shorter than the interval belong to the time of work around them. A request that comes alone and is done
-    before the interval has passed leaves no line. num_pages: of the whole pool.
+    before the interval has passed leaves no line.
+
+    num_pages: of the whole pool. reasons: why each waiting request waits; asked only if a line is due.
     """
 
-    def __init__(self, interval: float, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self, interval: float, num_pages: int, page_size: int, reasons: Callable[[], Sequence[str]] = tuple
+    ) -> None:
         self._interval = interval
+        self._reasons = reasons
         self._num_pages = max(1, num_pages)  # an encoder has none
         self._page_size = page_size
         self._last = EngineStats()  # at the start of the time that the next line is about
@@ -60,6 +66,8 @@ class StatsLog:
                 "prefill: new tokens %d, cached tokens %d, %.1f tokens/s, running %d, queued %d",
                 *(new, cached, new / seconds, stats.num_running, stats.num_waiting),
             )
+        if counts := Counter(self._reasons()).most_common():
+            logger.info("waiting: %s", "; ".join(f"{count} for {reason}" for reason, count in counts))
         generated = stats.generation_tokens - last.generation_tokens
         logger.info(
             "decode: running %d, queued %d, %.1f tokens/s, KV tokens %d (%.2f), steps %d, retracted %d%s",

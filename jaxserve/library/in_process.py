@@ -39,7 +39,7 @@ from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import make_tracing
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import EngineInfo, EngineStats
+from jaxserve.types.messages import EngineInfo, EngineStats, WaitingRequest
 from jaxserve.types.sampling import SamplingParams
 
 
@@ -150,6 +150,9 @@ class _SteppedEngine:
 
     async def flush_cache(self) -> bool:
         return self.engine.core.flush_prefix_cache()
+
+    async def waiting(self) -> list[WaitingRequest]:
+        return self.engine.core.waiting(1024)
 
 
 class _Chats:

@@ -13,6 +13,7 @@ from jaxserve.scheduler.preemption import Preemption
 from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.scheduler.waiting_queue import WaitingQueue
+from jaxserve.scheduler.waiting_reasons import Refusals, WaitReason
 from jaxserve.types.request import Request, RequestStatus
 
 MAX_CANDIDATES = 64  # waiting requests that are looked up in the prefix cache in one step
@@ -50,6 +51,7 @@ class Admitter:
         self._blocked = False  # a request found no room: no other one may start before it
         self._pages_taken = 0  # by requests that started in this step
         self._reserved: list[int] = []  # tokens that the running requests are expected to grow by, for each group
+        self._refusals = Refusals()
         self.started: list[Request] = []
 
     def open(self, step: int, now: float, *, batch: bool, only: Collection[str] | None) -> list[Request]:
@@ -57,6 +59,8 @@ class Admitter:
 
         now: seconds. batch: whether batch requests are among them. only: their ids; None: all.
         """
+        if step != self._step:
+            self._refusals.open()
         self._step, self._now, self._blocked, self.started = step, now, False, []
         self._pages_taken = 0
         if not self._may_find_room():
@@ -72,7 +76,10 @@ class Admitter:
         return _first_and_shortest(list(itertools.islice(candidates, MAX_SCANNED)))
 
     def _awaits_prefill(self, request: Request) -> bool:
-        return not request.aged and self._prefills.awaits_prefill(request, self._step)
+        awaits = not request.aged and self._prefills.awaits_prefill(request, self._step)
+        if awaits:
+            self._refusals.note(request, WaitReason.SHARED_PREFIX)
+        return awaits
 
     def _may_find_room(self) -> bool:
         if self._kv.num_free_slots:
@@ -86,6 +93,17 @@ class Admitter:
             return 0
         return self._kv.match(request).depth * self._kv.page_size
 
+    def arrived(self, request: Request) -> None:
+        """A request was queued. If no slot is free it is not tried, so its reason is noted here."""
+        if not self._kv.num_free_slots:
+            self._refusals.note(request, WaitReason.SLOT)
+
+    def reason(self, request: Request) -> WaitReason:
+        """Why a waiting request could not start in the last step."""
+        if (refused := self._refusals.of(request)) is not None:
+            return refused
+        return WaitReason.QUEUE if self._kv.num_free_slots else WaitReason.SLOT
+
     def start(self, request: Request) -> bool:
         """Give a waiting request a slot and pages. False if it has to wait.
 
@@ -96,13 +114,16 @@ class Admitter:
             return False
         in_flight = request.slot is not None  # preempted, and a step with it has not been read
         if in_flight or self._pages_taken >= MAX_PAGES_TAKEN:
+            self._refusals.note(request, WaitReason.LAST_STEP if in_flight else WaitReason.QUEUE)
             self._blocked = True
             return False
         node = self._kv.match(request)
         if not request.aged and self._prefills.worth_waiting(request, node, self._step):
+            self._refusals.note(request, WaitReason.SHARED_PREFIX)
             return False
         missing = self._room.missing(request, node, self._reserved, alone=not self._running)
         if max(missing) > 0 or not self._kv.num_free_slots:
+            self._refusals.note(request, WaitReason.PAGES if self._kv.num_free_slots else WaitReason.SLOT)
             self._blocked = True
             self._preemption.preempt_for(request, missing)
             return False

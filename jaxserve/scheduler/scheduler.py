@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections import deque
 from collections.abc import Collection, Sequence
 
@@ -43,10 +44,14 @@ from jaxserve.scheduler.scheduler_stats import Counters, SchedulerStats
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.stopping import Timers, end_of, overdue
 from jaxserve.scheduler.waiting_queue import WaitingQueue
+from jaxserve.scheduler.waiting_reasons import WaitReason
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request, RequestStatus
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import RowStatus, SampledTokens, ScheduledRow, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -73,6 +78,8 @@ class Scheduler:
         self._admitter = Admitter(
             self.kv, self._waiting, self._running, self._prefills, self._preemption, self.counters
         )
+        self._tried_alone: Collection[str] | None = None  # `only` of the last step
+        self._batch_waits = False  # batch requests could not start in the last step
         self._shares = PromptShares(
             self._admitter.start, self._admitter.num_cached, self.kv.prompt_reach, config.whole_prompts
         )
@@ -107,6 +114,7 @@ class Scheduler:
             self._waiting.push_front(request)  # it ran before, and its client has seen tokens
         else:
             self._waiting.push(request)
+        self._admitter.arrived(request)
         self._timers.watch(request, self.config.queue_timeout)
 
     def find(self, request_id: str) -> Request | None:
@@ -207,6 +215,7 @@ class Scheduler:
         self._waiting.age(step.number)
         online_prompts = self._waiting.num_online > 0 or bool(policy.online(running.prefilling))
         joins = policy.joins(len(self._live), online_prompts, now) or only is not None
+        self._tried_alone, self._batch_waits = only, not joins
         step.add_decodes(running.decoding if joins else policy.online(running.decoding))
         self._add_prompts(step, now, only, batch=joins)
         # An online request that waits for pages or a slot in flight is not made to wait longer by a batch request.
@@ -215,6 +224,7 @@ class Scheduler:
             self._add_prompts(step, now, only, batch=True)
             if not step.has_prompt:
                 step.add_decodes(policy.batch(running.decoding))
+            self._batch_waits = False
         step.fit(self.config.step_sizes)
         running.promote()
         return self._dispatch(step) if step.rows else None
@@ -250,11 +260,23 @@ class Scheduler:
         return output
 
     def _preempt(self, request: Request) -> None:
+        logger.debug("request %s is preempted after %d tokens", request.request_id, request.num_tokens)
         self._leave_device(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self._waiting.push_front(request)
         self._running.drop_ended()
+
+    def waiting(self, limit: int) -> list[tuple[Request, WaitReason]]:
+        """At most `limit` waiting requests in the order of the policy, each with the reason why it waits."""
+        return [(request, self._reason(request)) for request in itertools.islice(self._waiting.candidates(), limit)]
+
+    def _reason(self, request: Request) -> WaitReason:
+        if self._tried_alone is not None and request.request_id not in self._tried_alone:
+            return WaitReason.ISOLATION
+        if self._batch_waits and not request.aged and request.priority >= self.config.rank(BACKGROUND_PRIORITY):
+            return WaitReason.ONLINE_FIRST
+        return self._admitter.reason(request)
 
     # --- rows whose mask is late
 
@@ -271,6 +293,8 @@ class Scheduler:
         for row, request in zip(output.rows, self._in_flight[-1][1], strict=True):
             if row.masked:
                 request.rests = row.request_id in resting
+                if request.rests:
+                    logger.debug("request %s waits: its token mask is being computed", request.request_id)
 
     def wake(self, request_id: str) -> None:
         """The mask of a resting request is made."""

@@ -54,6 +54,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_pages * self.page_size
 
 
+class WaitingRequest(msgspec.Struct, frozen=True):
+    """A request that has no slot, and why: a value of scheduler.waiting_reasons.WaitReason."""
+
+    request_id: str  # the engine's
+    client_id: str
+    reason: str
+    seconds: float  # since its arrival in the engine
+
+
 class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Gauges now and counters since the start, for metrics, logs and routers."""
 

@@ -126,7 +126,7 @@ class FakeLink:
                     self._abort(request_id)
             case Call():
                 self.calls.append(message)
-                self._messages.put_nowait(Reply(message.call_id, True))
+                self._messages.put_nowait(Reply(message.call_id, [] if message.method == "waiting" else True))
 
     def pulse(self) -> None: ...
 

@@ -56,7 +56,12 @@ def test_keys() -> None:
             value = f"Bearer {key}".encode()
             assert server.http.get("/v1/models", headers={b"authorization": value}).status_code == status, key
         assert server.http.get("/v1/models", headers={b"authorization": b"Basic open-sesame"}).status_code == 401
-        assert "open-sesame" not in server.http.get("/server_info", headers={"authorization": "Bearer root"}).text
+        shown = server.http.get("/server_info", headers={"authorization": "Bearer root"})
+        assert "open-sesame" not in shown.text and shown.json()["waiting_requests"] == []
+        assert (
+            "waiting_requests"
+            not in server.http.get("/server_info", headers={"authorization": "Bearer open-sesame"}).json()
+        )
 
 
 def test_a_body_over_the_limit() -> None:

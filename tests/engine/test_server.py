@@ -12,6 +12,7 @@ from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.engine.server import MAX_REBUILDS, BuiltEngine, EngineServer
 from jaxserve.errors import InvalidSchemaError
+from jaxserve.scheduler.waiting_reasons import WaitReason
 from jaxserve.text.output.sequence_text import error_of
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.types.messages import (
@@ -103,6 +104,24 @@ def test_calls_are_answered_whatever_they_ask() -> None:
     replies = [message for message in channel.sent if isinstance(message, Reply)]
     assert [(reply.call_id, reply.result) for reply in replies] == [(1, True), (2, None), (3, None)]
     assert replies[1].error and replies[2].error
+
+
+def test_it_tells_which_requests_wait_and_why() -> None:
+    adds: list[ToEngine] = [Add.of(make_request(name, [1], max_tokens=3)) for name in ("a", "b", "c")]
+    channel = ListChannel(adds, [Call(1, "waiting")])
+    serve(channel, make_core(small_config(max_num_seqs=1)))
+    (reply,) = [message for message in channel.sent if isinstance(message, Reply)]
+    assert [(each.request_id, each.reason) for each in reply.result] == [("b", WaitReason.SLOT), ("c", WaitReason.SLOT)]
+    assert all(each.seconds >= 0 for each in reply.result)
+
+
+def test_a_requests_life_is_logged_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="jaxserve")
+    adds: list[ToEngine] = [Add.of(make_request(name, [1], max_tokens=2)) for name in ("a", "b")]
+    serve(ListChannel(adds), make_core(small_config(max_num_seqs=1)))
+    lines = [text.removeprefix("request b ") for text in caplog.messages if text.startswith("request b ")]
+    assert [line.split()[0] for line in lines] == ["()", "waits:", "starts", "has", "finished:"]
+    assert WaitReason.SLOT.value in lines[1] and "length" in lines[-1]
 
 
 def test_an_idle_engine_says_so_at_once() -> None:

@@ -28,6 +28,13 @@ def test_lines_say_what_happened_since_the_last(caplog: pytest.LogCaptureFixture
     ]
 
 
+def test_a_line_says_why_requests_wait(caplog: pytest.LogCaptureFixture) -> None:
+    log = StatsLog(interval=10.0, num_pages=10, page_size=16, reasons=lambda: ["pages", "its turn", "its turn"])
+    log.update(EngineStats, busy=True, now=0.0)
+    log.update(lambda: EngineStats(num_waiting=3), busy=True, now=10.0)
+    assert "waiting: 2 for its turn; 1 for pages" in caplog.messages
+
+
 def test_the_last_line_comes_once(caplog: pytest.LogCaptureFixture) -> None:
     """It is about the time until the work ended, not until the line."""
     log = StatsLog(interval=10.0, num_pages=10, page_size=16)

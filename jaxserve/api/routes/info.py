@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from jaxserve.api.docs.openapi import documented
 from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.keys import caller_of
 from jaxserve.api.shared.state import server_state
 from jaxserve.config import SECRETS
 from jaxserve.version import __version__
@@ -46,7 +47,10 @@ async def model_info(request: Request) -> Response:
 @router.get("/server_info", **documented())
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(request: Request) -> Response:
-    """The resolved configuration (without keys), the engine's facts and its numbers now."""
+    """The resolved configuration (without keys), the engine's facts and its numbers now.
+
+    The admin key is also shown which requests wait, and why.
+    """
     state = server_state(request)
     info = state.engine.info
     config = state.config.model_dump(mode="json")
@@ -65,8 +69,16 @@ async def server_info(request: Request) -> Response:
             "config": config,
             "engine": msgspec.to_builtins(info),
             "stats": _stats(msgspec.to_builtins(state.engine.stats())),
+            **await _for_admin(request),
         }
     )
+
+
+async def _for_admin(request: Request) -> dict[str, Any]:
+    """Which requests wait, and why: ids and loads of all tenants, for the admin key only."""
+    if not caller_of(request).admin:
+        return {}
+    return {"waiting_requests": msgspec.to_builtins(await server_state(request).engine.waiting())}
 
 
 def _stats(stats: dict[str, Any]) -> dict[str, Any]:

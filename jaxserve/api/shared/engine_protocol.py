@@ -13,7 +13,7 @@ from jaxserve.client.sequence_table import Outbox
 from jaxserve.config import Config
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import EngineInfo, EngineStats
+from jaxserve.types.messages import EngineInfo, EngineStats, WaitingRequest
 from jaxserve.types.sampling import SamplingParams
 
 
@@ -75,6 +75,10 @@ class EngineProtocol(Protocol):
 
         signal: ends them with finish_reason abort. outbox: where they wait for the reader.
         """
+        ...
+
+    async def waiting(self) -> list[WaitingRequest]:
+        """The requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
         ...
 
     async def flush_cache(self) -> bool:
