@@ -1,6 +1,6 @@
-"""Which experts a forward pass chose: kept on the module that chose, taken by whoever asks.
+"""The routed experts of a forward pass: a module stores the ids it chose, and a caller may take them.
 
-Where nobody asks, nothing is computed for it: XLA drops what no program returns.
+If no caller takes them, they cost nothing: XLA removes what a program does not return.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from flax import nnx
 
 
 class KeepsChoices(nnx.Module):
-    """A module that chooses, or that holds some that do."""
+    """A module that chooses experts, or that contains modules that do."""
 
     choices: nnx.Intermediate
 
     def keep_choices(self, choices: jax.Array) -> None:
-        """int32 [T, K], or [T, L, K] of L layers; what was kept before is forgotten."""
+        """Store the chosen expert ids, int32 [T, K], or [T, L, K] for L layers. Replaces what was stored before."""
         self.choices = nnx.Intermediate(choices)
 
 
 def take_choices(module: nnx.Module) -> jax.Array | None:
-    """What was kept on a module or below it, once; None where nothing was chosen."""
+    """Remove and return the expert ids stored on a module or below it. None if there are none."""
     kept = jax.tree.leaves(nnx.pop(module, nnx.Intermediate))
     return kept[0] if kept else None

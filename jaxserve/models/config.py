@@ -1,7 +1,7 @@
-"""What a model is, as frozen data: the dimensions and features that modules, loader and runtime read.
+"""The configuration of a model, as frozen data: dimensions and features that modules, loader and runtime read.
 
-Owns ModelConfig and its parts, in this project's words. hf_config.py translates a published config.json into it;
-no other file knows Hugging Face's keys.
+Owns ModelConfig and its parts. `loading.hf_config` makes one from a published config.json. Only that file and the
+families know Hugging Face's keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxserve.models.rope import LongRopeScaling, RopeConfig
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling values that the checkpoint's generation_config.json recommends; None: it says nothing."""
+    """Sampling values that the checkpoint's generation_config.json recommends. None: it has no recommendation."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -26,12 +26,13 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What a KV cache and an attention kernel must know of one layer.
+    """The properties of one layer that the KV cache and the attention kernel depend on.
 
-    A token stores K and V of `num_kv_heads` heads of `head_dim` numbers each. `sliding_window` w: a token at p sees
-    [p - w + 1, p]. `soft_cap` c: scores become c * tanh(s / c) after the scale. `sinks`: the layer passes a score
-    per query head that joins the softmax's denominator. `latent`: V is K, and only its first numbers are used: a
-    layout may store K alone.
+    A token stores K and V of `num_kv_heads` heads of `head_dim` numbers each.
+    sliding_window w: a token at position p sees [p - w + 1, p].
+    soft_cap c: a score s becomes c * tanh(s / c), after the scale.
+    sinks: the layer passes one score per query head that is added to the softmax's denominator.
+    latent: multi-head latent attention (MLA). V is the first numbers of K, so a layout may store K alone.
     """
 
     num_heads: int
@@ -46,13 +47,14 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Routed experts. `sparse_layers` says which layers have them; the others have a dense MLP.
+    """Routed experts. Layers marked in `sparse_layers` have them; the others have a dense MLP.
 
     router: how scores become weights.
-      "softmax"       softmax over all experts, the top k taken, then divided by their sum where `normalize`
-      "topk_softmax"  the top k scores taken, softmax over those
-      "sigmoid"       sigmoid; a learned correction added for the choice only; the best `topk_groups` of `num_groups`
-                      groups kept, each judged by its two best; divided by their sum where `normalize`; times `scale`
+      "softmax"       Softmax over all experts, then the top k. If `normalize`, divided by their sum.
+      "topk_softmax"  The top k scores, then softmax over those.
+      "sigmoid"       Sigmoid. A learned correction is added for the choice only. The best `topk_groups` of
+                      `num_groups` groups are kept, ranked by the sum of their two best experts. If `normalize`,
+                      divided by the sum of the chosen. Multiplied by `scale`.
     """
 
     num_experts: int
@@ -65,15 +67,15 @@ class MoEConfig:
     num_groups: int = 1
     topk_groups: int = 1
     scale: float = 1.0
-    shared_ffn: int = 0  # width of the expert that sees every token; 0: there is none
+    shared_ffn: int = 0  # width of the shared expert, which every token uses; 0: there is none
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention: K and V of all heads are projections of one vector of `kv_rank` per token.
+    """Multi-head latent attention (MLA): K and V of all heads are projections of one vector of `kv_rank` per token.
 
-    A head's query and key are `nope_dim` numbers without position and `rope_dim` rotated ones, the latter of the key
-    shared by all heads; its value has `v_dim`. q_rank None: queries are projected directly.
+    A head's query and key have `nope_dim` numbers without position and `rope_dim` rotated numbers. All heads share the
+    rotated part of the key. A head's value has `v_dim` numbers. q_rank None: queries are projected directly.
     """
 
     kv_rank: int
@@ -85,7 +87,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One model. Built by `from_hf`; every field is static and hashable."""
+    """One model's configuration, made by `hf_config.from_hf`. Every field is static and hashable."""
 
     architecture: str
     vocab_size: int
@@ -97,7 +99,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rope: RopeConfig
-    kv_repeat: int = 1  # copies of each of the checkpoint's kv heads; num_kv_heads counts them all
+    kv_repeat: int = 1  # copies of each of the checkpoint's kv heads; num_kv_heads includes the copies
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     norm_eps: float = 1e-6
@@ -107,40 +109,40 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # RMSNorm over each head, or over all heads at once
     activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"] = "silu"
-    activation_limit: float = 0.0  # clamped_swiglu's
+    activation_limit: float = 0.0  # clamp of "clamped_swiglu"
     norm_offset: float = 0.0  # added to every RMSNorm weight
     embed_scale: float = 1.0
     logit_soft_cap: float | None = None
-    layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer; () is None for all
-    local_rope: RopeConfig | None = None  # of the layers with a window, where it is another
-    rope_layers: tuple[bool, ...] = ()  # which layers rotate at all; () is every one
+    layer_windows: tuple[int | None, ...] = ()  # sliding window of each layer; () means none has one
+    local_rope: RopeConfig | None = None  # rotation of the layers with a window, if it differs from `rope`
+    rope_layers: tuple[bool, ...] = ()  # which layers rotate; () means all
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
     attention_sinks: bool = False
     moe: MoEConfig | None = None
     latent: LatentConfig | None = None
     packed_projections: bool = False  # the checkpoint stores q, k, v and gate, up as one tensor each
-    packed_experts: Literal["none", "bfloat16", "mxfp4"] = "none"  # or all experts of a layer as one tensor
-    weight_block: tuple[int, int] | None = None  # rows and columns that share a scale of an FP8 weight
-    bidirectional: bool = False  # an encoder: embeddings, no generation
+    packed_experts: Literal["none", "bfloat16", "mxfp4"] = "none"  # form of a tensor with all experts of a layer
+    weight_block: tuple[int, int] | None = None  # rows and columns of an FP8 weight that share a scale
+    bidirectional: bool = False  # an encoder: makes embeddings and generates no text
     type_vocab_size: int = 0  # token types of an encoder
-    ignored_tensors: tuple[str, ...] = ()  # patterns of checkpoint names that are not served
-    dtype: str = "float32"  # the checkpoint's own
+    ignored_tensors: tuple[str, ...] = ()  # regular expressions of checkpoint names that the model does not use
+    dtype: str = "float32"  # of the checkpoint
     generation: GenerationDefaults = GenerationDefaults()
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """The attention of each layer, in order: what the runtime builds caches and specs from."""
+        """The attention of each layer, in order. The runtime makes the caches and the kernels' specs from it."""
         return tuple(self._attention_layer(window) for window in self.windows)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer, one entry a layer."""
+        """The sliding window of each layer, None for a layer without one."""
         return self.layer_windows or (None,) * self.num_layers
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The rotation of each layer; None where a layer has no positions."""
+        """The rotation of each layer, None for a layer without positions."""
         rotated = self.rope_layers or (True,) * self.num_layers
         pairs = zip(rotated, self.windows, strict=True)
         local = self.local_rope or self.rope
@@ -160,13 +162,14 @@ class ModelConfig:
         )
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def for_tensor(self, size: int) -> ModelConfig:
-        """The configuration split over `size` devices: with fewer kv heads than devices each head is held by several.
+        """Return the configuration for `size` tensor-parallel devices.
 
-        Raises ValueError where the heads cannot be split evenly.
+        If there are fewer kv heads than devices, each head is copied to several. Raises ValueError if the heads
+        cannot be split evenly.
         """
         if self.num_heads % size:
             raise ValueError(f"{self.num_heads} attention heads cannot be split over {size} devices")
@@ -177,7 +180,7 @@ class ModelConfig:
         return self.replace(num_kv_heads=size, kv_repeat=self.kv_repeat * size // self.num_kv_heads)
 
     def for_context(self, max_model_len: int) -> ModelConfig:
-        """The configuration that serves `max_model_len` tokens: LongRoPE takes its long or its short factors."""
+        """Return the configuration for a context of `max_model_len` tokens, which chooses LongRoPE's factors."""
         scaling = self.rope.scaling
         if not isinstance(scaling, LongRopeScaling):
             return self

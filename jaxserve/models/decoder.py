@@ -1,7 +1,7 @@
-"""The frame of every causal language model: embedding, layers, final norm, head.
+"""The parts common to all causal language models: embedding, loop over the layers, final norm, head.
 
-Owns the walk over the layers and the model's call. A family gives the layer (`make_layer`) and nothing else.
-Knows no cache layout, backend or request: attention is a function that the caller passes in.
+A family only defines its layer (`make_layer`). The caller passes attention in as a function, so nothing here depends
+on a cache layout, a backend or a request.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from jaxserve.ops.linear import linear as default_linear
 
 
 class AttendLayer(Protocol):
-    """What the caller of a model passes: `AttendFn` with the index of a layer before it.
+    """`AttendFn` with a layer index as its first argument. The caller of a model passes it.
 
-    The index is that of the first layer of the same kind (equal static description), because layers of one kind are
-    traced once: take from it the spec, never the cache, which is an argument. It is traced under a nested jit: pure.
+    Layers with the same static description are traced once, so the index is that of the first such layer. Use it to
+    look up the attention spec, never the cache: that is an argument. It runs under a nested jit and must be pure.
     """
 
     def __call__(
@@ -46,7 +46,7 @@ class AttendLayer(Protocol):
 
 
 class AttentionBlock(Protocol):
-    """Attention, MLA: x [T, D] -> (out [T, D], cache)."""
+    """The attention block of a layer: x [T, D] -> (out [T, D], cache)."""
 
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
@@ -54,23 +54,23 @@ class AttentionBlock(Protocol):
 
 
 class FeedForward(Protocol):
-    """MLP, experts: x [T, D] -> [T, D]."""
+    """The feed-forward block of a layer, an MLP or experts: x [T, D] -> [T, D]."""
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array: ...
 
 
 class Layer(nnx.Module):
-    """What the frame asks of a family's decoder layer."""
+    """The interface of a family's decoder layer."""
 
     @abstractmethod
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
     ) -> tuple[jax.Array, Cache]:
-        """x [T, D] -> (x [T, D], cache)."""
+        """Run the layer: x [T, D] -> (x [T, D], cache)."""
 
 
 class PreNormLayer(Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x)): Llama and its many relatives."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): the layer of Llama and of most other families."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, attention: AttentionBlock, mlp: FeedForward) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype)
@@ -87,7 +87,7 @@ class PreNormLayer(Layer):
 
 
 class SandwichLayer(Layer):
-    """As PreNormLayer, with a norm after attention and MLP too, before each is added: Gemma 2 and 3."""
+    """PreNormLayer with another norm after attention and after the MLP, each before the residual: Gemma 2 and 3."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         size = config.hidden_size
@@ -108,7 +108,7 @@ class SandwichLayer(Layer):
 
 
 class Decoder(KeepsChoices):
-    """The part that checkpoints call `model`."""
+    """Embedding, layers and final norm: the part that checkpoints call `model`."""
 
     def __init__(self, config: ModelConfig, layers: Sequence[Layer], dtype: jnp.dtype) -> None:
         self.config = config
@@ -124,7 +124,7 @@ class Decoder(KeepsChoices):
         attend: AttendLayer,
         linear: LinearFn,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """x [T, D] at int32 positions [T] -> (normed hidden [T, D], the caches, one a layer)."""
+        """Run all layers: x [T, D], positions int32 [T] -> (normed hidden [T, D], caches, one per layer)."""
         ropes, specs = self.config.ropes, self.config.attention_layers
         tables = {rope: rope_table(rope, positions) for rope in ropes if rope is not None}
         frames = [LayerFrame(spec, rope, rope and tables[rope]) for spec, rope in zip(specs, ropes, strict=True)]
@@ -136,7 +136,10 @@ class Decoder(KeepsChoices):
 
 @dataclass(frozen=True)
 class LayerFrame:
-    """What a layer is given besides its weights: (spec, rope) tell its kind, `table` is rope at the positions."""
+    """The inputs of a layer besides its weights. `table` is `rope` evaluated at the step's positions.
+
+    Layers of equal (spec, rope) and structure share one trace.
+    """
 
     spec: AttentionLayer
     rope: RopeConfig | None
@@ -151,16 +154,17 @@ def run_layers(
     attend: AttendLayer,
     linear: LinearFn,
 ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
-    """Every layer in turn; what each sparse one chose is int32 [T, K].
+    """Run the layers in order on x [T, D] -> (x [T, D], caches, expert ids int32 [T, K] of each sparse layer).
 
-    Layers of one kind share one trace and one lowering: a nested jit, keyed by the layer's graphdef and attention,
-    which takes a quarter off the start of a 32-layer model; XLA inlines the calls.
+    Equal layers share one trace and one lowering through a nested jit, keyed by the layer's graphdef, attention and
+    rotation. This shortens the start of a 32-layer model by a quarter. XLA inlines the calls.
     """
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def call(
         graphdef: nnx.GraphDef, index: int, state: nnx.State, x: jax.Array, rope: RopeTable | None, cache: Cache
     ) -> tuple[jax.Array, Cache, jax.Array | None]:
+        """Run one layer on x [T, D]."""
         layer = nnx.merge(graphdef, state)
         return *layer(x, rope, cache, functools.partial(attend, index), linear), take_choices(layer)
 
@@ -176,9 +180,9 @@ def run_layers(
 
 
 class CausalLM(nnx.Module):
-    """A causal language model. Subclasses are final and give `make_layer`.
+    """A causal language model. A subclass is one architecture and defines `make_layer`.
 
-    Built under `nnx.eval_shape` (then it holds shapes only), filled by the loader or by `LoadedModel.bind`.
+    Made under `nnx.eval_shape`, so it holds only shapes until `ModelStructure.bind` puts the weights in.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
@@ -191,7 +195,7 @@ class CausalLM(nnx.Module):
     @classmethod
     @abstractmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
-        """Decoder layer number `index` of the family. It must not keep the index: equal layers share a trace."""
+        """Make decoder layer `index`. The layer must not store the index, because equal layers share one trace."""
 
     def __call__(
         self,
@@ -201,17 +205,17 @@ class CausalLM(nnx.Module):
         attend: AttendLayer,
         linear: LinearFn = default_linear,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
-        """int32 [T] tokens at int32 [T] positions -> (hidden [T, D] after the final norm, caches, one a layer)."""
+        """Run token_ids and positions int32 [T] -> (hidden [T, D] after the final norm, caches per layer)."""
         return self.model(self.embed(token_ids), positions, caches, attend, linear)
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
-        """int32 [T] -> [T, D], as the first layer takes it."""
+        """Embed token_ids int32 [T] -> [T, D], the input of the first layer."""
         x = self.model.embed_tokens(token_ids)
-        scale = jnp.asarray(self.config.embed_scale, x.dtype)  # rounded to the dtype first, as it was trained
+        scale = jnp.asarray(self.config.embed_scale, x.dtype)  # rounded to the dtype first, as in training
         return x if self.config.embed_scale == 1.0 else x * scale
 
     def logits(self, hidden: jax.Array, linear: LinearFn = default_linear) -> jax.Array:
-        """hidden [R, D] -> float32 [R, V]."""
+        """Compute the logits of hidden [R, D] -> float32 [R, V]."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         logits = linear(hidden, head.weight[...], out_dtype=jnp.float32)
         cap = self.config.logit_soft_cap

@@ -1,8 +1,8 @@
-"""The building blocks that decoder families share, as Flax NNX modules. Flat, pure calls; no request, no cache layout.
+"""Building blocks that decoder families share, as Flax NNX modules.
 
-Axis letters: T tokens of the step, D model, F ffn, V vocabulary, N query heads, KH kv heads, G = N / KH, H head dim.
-Logical axes, beside each parameter's shape: embed (D), kv_heads, q_heads, ffn, vocab, expert; None is never split.
-Activations have the weights' dtype; norms, rotation, softmax and logits are computed in float32.
+Axes: T tokens of the step, D hidden size, F ffn, V vocabulary, N query heads, KH kv heads, G = N / KH, H head_dim.
+Each parameter names its logical axes for sharding: embed (D), kv_heads, q_heads, ffn, vocab, expert. None is never
+split. Activations have the weights' dtype. Norms, rotation, softmax and logits are computed in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ Cache = jax.Array | None
 
 
 class LinearFn(Protocol):
-    """ops.linear.linear, or that with options fixed: x [T, I], weight [*O, I], bias [*O] -> [T, *O] in `out_dtype`,
-    or x's."""
+    """`ops.linear.linear`, possibly with options bound: x [T, I], w [*O, I], bias [*O] -> [T, *O].
+
+    The result is in `out_dtype`, by default x's dtype.
+    """
 
     def __call__(
         self,
@@ -38,7 +40,7 @@ class LinearFn(Protocol):
 
 
 class AttendFn(Protocol):
-    """Writes k and v [T, KH, H] to the layer's cache and attends q [T, N, H] to it: (out [T, N, H], cache)."""
+    """Write k and v [T, KH, H] to the layer's cache and attend q [T, N, H] to it -> (out [T, N, H], cache)."""
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
@@ -47,8 +49,10 @@ class AttendFn(Protocol):
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """The function of (gate, up) between a gated MLP's projections. Compared by value: layers that differ in nothing
-    are traced once, and a closure would make each of them its own kind."""
+    """The function of (gate, up) between the projections of a gated MLP.
+
+    A frozen dataclass, not a closure, so that it compares by value: equal layers are traced once.
+    """
 
     kind: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
     limit: float
@@ -59,7 +63,7 @@ class GatedActivation:
                 return jax.nn.silu(gate) * up
             case "gelu" | "gelu_tanh":
                 return jax.nn.gelu(gate, approximate=self.kind == "gelu_tanh") * up
-            case "clamped_swiglu":  # gpt-oss: both clamped, a steeper sigmoid, and one added to up
+            case "clamped_swiglu":  # gpt-oss: both are clamped, the sigmoid is steeper, 1 is added to up
                 gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
                 return gate * jax.nn.sigmoid(gate * 1.702) * (up + 1)
 
@@ -71,12 +75,12 @@ class Embed(nnx.Module):
         self.weight = param((config.vocab_size, config.hidden_size), ("vocab", "embed"), dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
-        """int32 [T] -> [T, D]. Ids are checked by the caller; one outside the vocabulary reads the nearest row."""
+        """Look up token_ids int32 [T] -> [T, D]. Ids are clipped to the vocabulary; the caller has checked them."""
         return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * (weight + offset) over the last axis, in float32."""
+    """x / rms(x) * (weight + offset) over the last axis, in float32 (https://arxiv.org/abs/1910.07467)."""
 
     def __init__(self, size: int, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.weight = param((size,), (None,), dtype, init="zeros" if config.norm_offset else "ones")
@@ -90,7 +94,7 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """weight [O, I], `axes` names them; bias [O] where asked for."""
+    """A linear layer: weight [O, I] with the logical `axes`, and optionally bias [O]."""
 
     def __init__(
         self, size: tuple[int, int], axes: tuple[str | None, str | None], dtype: jnp.dtype, bias: bool = False
@@ -103,7 +107,7 @@ class Linear(nnx.Module):
 
 
 class QKVProj(nnx.Module):
-    """q_proj, k_proj and v_proj as one weight [KH, (G + 2) * H, D]: a split over kv heads cuts all three alike."""
+    """q_proj, k_proj and v_proj fused into one weight [KH, (G + 2) * H, D]. A split over kv heads splits all three."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
@@ -138,7 +142,7 @@ class QKVProj(nnx.Module):
         return tuple(parts)
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[T, D] -> q [T, N, H], k and v [T, KH, H]."""
+        """Project x [T, D] -> q [T, N, H], k and v [T, KH, H]."""
         y = linear(x, self.weight[...], None if self.bias is None else self.bias[...])
         y = y.reshape(x.shape[0], self.kv_heads, self.group + 2, self.head_dim)
         q = y[:, :, : self.group].reshape(x.shape[0], -1, self.head_dim)
@@ -146,7 +150,7 @@ class QKVProj(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; its features are the config's."""
+    """Grouped-query attention with rotary positions. The config decides about biases, norms and sinks."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.interleaved = config.rope.interleaved
@@ -164,7 +168,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
     ) -> tuple[jax.Array, Cache]:
-        """x [T, D] and the rotary table of its positions -> (out [T, D], cache)."""
+        """Attend x [T, D] with the rotary table of its positions -> (out [T, D], cache)."""
         q, k, v = self.qkv_proj(x, linear)
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if rope is not None:
@@ -181,7 +185,7 @@ class Attention(nnx.Module):
 
 
 class GateUpProj(nnx.Module):
-    """gate_proj and up_proj as one weight [F, 2, D]: a split over F cuts both alike."""
+    """gate_proj and up_proj fused into one weight [F, 2, D]. A split over F splits both."""
 
     def __init__(self, config: ModelConfig, ffn: int, dtype: jnp.dtype) -> None:
         self.packed = config.packed_projections
@@ -202,13 +206,13 @@ class GateUpProj(nnx.Module):
         return tuple(parts)
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> tuple[jax.Array, jax.Array]:
-        """[T, D] -> gate and up, each [T, F]."""
+        """Project x [T, D] -> gate and up, each [T, F]."""
         y = linear(x, self.weight[...], None if self.bias is None else self.bias[...])
         return y[:, :, 0], y[:, :, 1]
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x), up(x)))."""
+    """The gated MLP down(activation(gate(x), up(x)))."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, ffn: int | None = None) -> None:
         ffn = ffn or config.intermediate_size

@@ -1,6 +1,6 @@
-"""Mixture-of-experts feed-forward: router, experts, shared expert. The grouped products are ops/moe's.
+"""Mixture-of-experts feed-forward: router, experts, shared expert. ops/moe has the grouped matrix products.
 
-Scores, choice and weights are float32 whatever the model's dtype: a near tie decided otherwise changes the expert.
+Scores, choice and weights are float32 whatever the model's dtype: rounding could turn a near tie into another expert.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Router(KeepsChoices):
-    """weight [E, D]; what else it has follows from the config's router."""
+    """The router: weight [E, D], and a bias [E] or a score correction [E] if the config's router has one."""
 
     def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
         count = moe_config.num_experts
@@ -31,7 +31,7 @@ class Router(KeepsChoices):
         self.e_score_correction_bias = param((count,), (None,), jnp.dtype(jnp.float32), "zeros") if sigmoid else None
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [T, D] -> (int32 expert ids [T, K], float32 weights [T, K]). The ids are kept (`choices`)."""
+        """Route x [T, D] -> (expert ids int32 [T, K], weights float32 [T, K]). Stores the ids, see `take_choices`."""
         ids, weights = self._route(x)
         self.keep_choices(ids)
         return ids, weights
@@ -47,7 +47,10 @@ class Router(KeepsChoices):
 
 
 def route_softmax(scores: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
-    """Scores [T, E] -> ids and weights [T, K]; see MoEConfig.router."""
+    """Choose experts by softmax: scores float32 [T, E] -> (ids int32 [T, K], weights float32 [T, K]).
+
+    See MoEConfig.router.
+    """
     if config.router == "topk_softmax":
         top, ids = jax.lax.top_k(scores, config.experts_per_token)
         return ids, jax.nn.softmax(top, axis=-1)
@@ -56,7 +59,11 @@ def route_softmax(scores: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.
 
 
 def route_sigmoid(scores: jax.Array, correction: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
-    """DeepSeek-V3 (https://arxiv.org/abs/2412.19437, 2.1.2): the correction steers the choice, not the weight."""
+    """Choose experts by sigmoid, as DeepSeek-V3 does (https://arxiv.org/abs/2412.19437, section 2.1.2).
+
+    scores float32 [T, E], correction float32 [E] -> (ids int32 [T, K], weights float32 [T, K]). The correction
+    affects the choice and not the weights.
+    """
     gates = jax.nn.sigmoid(scores)
     choice = _within_best_groups(gates + correction[None, :], config)
     _, ids = jax.lax.top_k(choice, config.experts_per_token)
@@ -67,7 +74,7 @@ def route_sigmoid(scores: jax.Array, correction: jax.Array, config: MoEConfig) -
 
 
 def _within_best_groups(choice: jax.Array, config: MoEConfig) -> jax.Array:
-    """choice [T, E] with the experts outside the best groups at -inf."""
+    """Return choice [T, E] with the experts outside the best groups set to -inf."""
     if config.num_groups == 1:
         return choice
     groups = choice.reshape(choice.shape[0], config.num_groups, -1)
@@ -78,7 +85,7 @@ def _within_best_groups(choice: jax.Array, config: MoEConfig) -> jax.Array:
 
 
 class ExpertProj(nnx.Module):
-    """One projection of all experts: weight, and bias where the family has one."""
+    """One projection of all experts: a weight, and a bias if the family has one."""
 
     def __init__(self, weight: nnx.Param, bias: nnx.Param | None) -> None:
         self.weight = weight
@@ -86,7 +93,7 @@ class ExpertProj(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """gate_up_proj [E, F, 2, D] and down_proj [E, D, F], from one tensor an expert or from packed ones."""
+    """gate_up_proj [E, F, 2, D] and down_proj [E, D, F]. The checkpoint has one tensor per expert, or packed ones."""
 
     def __init__(
         self,
@@ -117,7 +124,7 @@ class Experts(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        """x [T, D], ids and weights [T, K] -> [T, D]."""
+        """Run x [T, D] through the chosen experts, ids int32 and weights float32 [T, K] -> [T, D]."""
         gate_up, down = self.gate_up_proj, self.down_proj
         experts = ExpertWeights(
             gate_up.weight[...],
@@ -142,7 +149,7 @@ def _down_parts(count: int, ffn: int, model: int, name: str) -> tuple[Part, ...]
 
 
 def _packed_gate_up(count: int, ffn: int, model: int, form: str) -> tuple[Part, ...]:
-    """gpt-oss: gate and up of a unit are neighbours. MXFP4 keeps [E, 2F, D], bfloat16 exports [E, D, 2F]."""
+    """Describe gpt-oss's tensor, in which gate and up alternate: MXFP4 has [E, 2F, D], bfloat16 [E, D, 2F]."""
     view, start = (count, ffn, 2, model), (0, 0, 0, 0)
     if form == "mxfp4":
         return (Part("gate_up_proj", (count, 2 * ffn, model), view, start, mxfp4=True),)
@@ -163,7 +170,7 @@ def _packed_bias(
 
 
 class MoEBlock(nnx.Module):
-    """x -> sum of the chosen experts, plus the shared expert where there is one. Named as in most checkpoints."""
+    """The weighted sum of the chosen experts, plus the shared expert if there is one. Names of most checkpoints."""
 
     def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
         self.gate = Router(config, moe_config, dtype)
@@ -171,13 +178,13 @@ class MoEBlock(nnx.Module):
         self.shared_experts = MLP(config, dtype, moe_config.shared_ffn) if moe_config.shared_ffn else None
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
-        """[T, D] -> [T, D]."""
+        """Run the block: x [T, D] -> [T, D]."""
         out = self.experts(x, *self.gate(x))
         return out if self.shared_experts is None else out + self.shared_experts(x, linear)
 
 
 def feed_forward(config: ModelConfig, index: int, dtype: jnp.dtype) -> MLP | MoEBlock:
-    """The experts of a sparse layer, the dense MLP of another."""
+    """Make the feed-forward of layer `index`: experts if the layer is sparse, else a dense MLP."""
     if config.moe is not None and config.moe.sparse_layers[index]:
         return MoEBlock(config, config.moe, dtype)
     return MLP(config, dtype)

@@ -1,6 +1,6 @@
-"""Hidden states of tokens -> one embedding a row, as sentence-transformers directories describe it.
+"""Pooling of hidden states to one embedding per text, as sentence-transformers directories describe it.
 
-Owns PoolingConfig, its files (modules.json and what it names), and the arithmetic. Knows no model.
+Owns PoolingConfig, the files it is read from (modules.json and the files that names), and the computation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _KEYS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """How the tokens of a row become its embedding; `normalize` to length one. `max_tokens`: of a row, if limited."""
+    """How the hidden states of a text become its embedding.
+
+    normalize: scale it to length 1. max_tokens: longest text that the model accepts; None: no limit of its own.
+    """
 
     kind: Kind
     normalize: bool = True
@@ -37,7 +40,11 @@ class PoolingConfig:
 
 
 def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
-    """A sentence-transformers directory's own; of any other, an encoder's mean or a decoder's last token."""
+    """Read the pooling of a sentence-transformers directory.
+
+    Any other directory gets the mean for an encoder and the last token for a decoder. Raises ModelLoadError for a
+    damaged file or a pooling that is not supported.
+    """
     if not (directory / "modules.json").is_file():
         return PoolingConfig("mean" if config.bidirectional else "last")
     file = directory / "modules.json"
@@ -65,12 +72,15 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
 
 
 def is_embedder(directory: Path, config: ModelConfig) -> bool:
-    """Whether a directory holds a model made for embeddings: an encoder, or one in sentence-transformers' form."""
+    """Return whether the model makes embeddings: an encoder, or a sentence-transformers directory."""
     return config.bidirectional or (directory / "modules.json").is_file()
 
 
 def pool(hidden: jax.Array, lengths: jax.Array, config: PoolingConfig) -> jax.Array:
-    """hidden [R, L, D], of which the first lengths[r] tokens count -> float32 [R, D]; an empty row gives zeros."""
+    """Pool hidden [R, L, D], of which the first lengths[r] tokens count -> float32 [R, D].
+
+    lengths: int32 [R]. An empty row gives zeros.
+    """
     x = hidden.astype(jnp.float32)
     seen = (jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None])[:, :, None]
     size = jnp.maximum(lengths, 1).astype(jnp.float32)[:, None]
@@ -90,5 +100,5 @@ def pool(hidden: jax.Array, lengths: jax.Array, config: PoolingConfig) -> jax.Ar
 
 
 def normalized(x: jax.Array) -> jax.Array:
-    """[R, D], each row brought to length one; a row of zeros stays."""
+    """Scale each row of x [R, D] to length 1. A row of zeros is returned unchanged."""
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

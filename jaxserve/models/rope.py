@@ -1,8 +1,7 @@
-"""Rotary position embedding: the frequencies of every published scaling, and the rotation.
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864): frequencies of each published scaling, the rotation.
 
-Owns RopeConfig and what is computed from it. Knows nothing of attention, layers or config.json.
-Frequencies are host constants in float64, rounded once to float32; angles are float32 whatever the model's dtype:
-bfloat16 rounds position 257 to 256, and sin(257) is far from sin(256).
+Frequencies are host constants in float64, rounded once to float32. Angles are float32 whatever the model's dtype:
+bfloat16 would round position 257 to 256, and sin(257) is far from sin(256).
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by `factor` (https://arxiv.org/abs/2306.15595)."""
+    """Position interpolation: positions are divided by `factor` (https://arxiv.org/abs/2306.15595)."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp between."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, with a linear ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -34,7 +33,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (https://arxiv.org/abs/2309.00071): a ramp over dimensions, and cos and sin times `attention_factor`."""
+    """YaRN (https://arxiv.org/abs/2309.00071): a ramp over dimensions. cos and sin are scaled by `attention_factor`."""
 
     factor: float
     original_max_position: int
@@ -46,10 +45,10 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (https://arxiv.org/abs/2402.13753): a divisor per frequency, one set for short contexts, one for long.
+    """LongRoPE (https://arxiv.org/abs/2402.13753): a divisor per frequency, for short and for long contexts.
 
-    Which set is used is fixed by the served context (`long`), never by the length that a request happens to have:
-    keys in the cache were rotated once and must stay comparable.
+    The server's maximum context length decides which set is used (`long`), never the length of a request: the keys
+    in the cache were rotated once and must stay comparable.
     """
 
     short_factor: tuple[float, ...]
@@ -64,9 +63,9 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How the first `rotary_dim` dimensions of a head are rotated; the others pass unchanged.
+    """The rotation of the first `rotary_dim` dimensions of a head. The other dimensions are unchanged.
 
-    `interleaved`: the pairs are (0, 1), (2, 3), ...; otherwise (0, r/2), (1, r/2 + 1), ...
+    interleaved: the pairs are (0, 1), (2, 3), ...; otherwise (0, r/2), (1, r/2 + 1), ... with r = rotary_dim.
     """
 
     rotary_dim: int
@@ -76,7 +75,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
-    """Radians a position for each rotated pair, float64 [rotary_dim / 2], and the factor on cos and sin."""
+    """Return radians per position of each rotated pair, float64 [rotary_dim / 2], and the factor on cos and sin."""
     base = rope.theta ** (-np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim)
     match rope.scaling:
         case None:
@@ -114,14 +113,14 @@ def _yarn(base: np.ndarray, rope: RopeConfig, s: YarnScaling) -> np.ndarray:
 
 
 def rope_table(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each float32 [T, rotary_dim / 2], of int32 positions [T]."""
+    """Compute (cos, sin), each float32 [T, rotary_dim / 2], for positions int32 [T]."""
     frequencies, factor = inverse_frequencies(rope)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:
-    """x [T, heads, H] with its first rotary_dim dimensions rotated; computed in float32, returned in x's dtype."""
+    """Rotate the first rotary_dim dimensions of x [T, heads, H]. Computed in float32, returned in x's dtype."""
     cos, sin = table[0][:, None, :], table[1][:, None, :]
     half = cos.shape[-1]
     rotated = x[..., : 2 * half].astype(jnp.float32)
@@ -129,7 +128,7 @@ def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array], interleaved: bo
         a, b = rotated[..., 0::2], rotated[..., 1::2]
         out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
     else:
-        # As two products of whole rows: halves put together by a concatenation take XLA on a CPU four times as long.
+        # Two products of whole rows: concatenating rotated halves instead takes XLA on a CPU four times as long.
         signed = jnp.concatenate([-sin, sin], axis=-1)
         out = rotated * jnp.concatenate([cos, cos], axis=-1) + jnp.roll(rotated, half, axis=-1) * signed
     return jnp.concatenate([out.astype(x.dtype), x[..., 2 * half :]], axis=-1)

@@ -1,7 +1,7 @@
-"""Which mesh axes split which logical axis: one table, and the shardings that follow from it.
+"""Shardings of parameters: one table of which mesh axes split which logical axis, and what follows from it.
 
-Dense weights are split over all devices that can take a part; experts over "expert" first, and each over "tensor";
-heads over "tensor" alone, because the KV cache is.
+Dense weights are split over all devices. Experts are split over "expert", and each expert over "tensor". Heads are
+split over "tensor" alone, because the KV cache is. To try another strategy, change RULES.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.weights import ParamSpec
 
-# logical axis of a parameter -> mesh axes; an axis that is not here is never split
+# Logical axis of a parameter -> mesh axes that split it. An axis that is not here is never split.
 RULES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
         "vocab": ("tensor", "expert"),
@@ -29,7 +29,10 @@ RULES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
 
 
 def for_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ModelConfig:
-    """The configuration that fits a mesh: kv heads copied where they are fewer than devices. Raises ModelLoadError."""
+    """Return the configuration for a mesh: kv heads are copied if there are fewer heads than devices.
+
+    Raises ModelLoadError if the heads cannot be split evenly.
+    """
     try:
         return config.for_tensor(mesh.shape.get("tensor", 1))
     except ValueError as error:
@@ -37,8 +40,8 @@ def for_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ModelConfig:
 
 
 def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a parameter. Raises ModelLoadError where a dimension that must be split cannot be, evenly."""
-    if not _divides(spec, "vocab", mesh):  # then its rows are cut instead of its table
+    """Return the sharding of a parameter. Raises ModelLoadError if a dimension cannot be split evenly."""
+    if not _divides(spec, "vocab", mesh):  # split the hidden size instead of the vocabulary
         return _named(("tensor" if axis == "embed" else None for axis in spec.axes), mesh)
     for axis in filter(None, spec.axes):
         if not _divides(spec, axis, mesh):
@@ -51,7 +54,7 @@ def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def vocab_axes(size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes over which a vocabulary of `size` tokens is split: none where it cannot be, evenly."""
+    """Return the mesh axes that split a vocabulary of `size` tokens; none if it cannot be split evenly."""
     return _present("vocab", mesh) if size % _count("vocab", mesh) == 0 else ()
 
 
@@ -60,7 +63,7 @@ def _named(axes: object, mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def _present(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes of more than one device that split a logical axis."""
+    """Return the mesh axes that split a logical axis, without those of one device."""
     return tuple(name for name in RULES.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
 
 

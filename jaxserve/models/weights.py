@@ -1,9 +1,9 @@
-"""How parameters are declared: shape, logical axes, first value, and the checkpoint tensors that they are made of.
+"""Declarations of parameters: shape, logical axes, initial value, and the checkpoint tensors they are made of.
 
-Owns `param` and `Part`, and reads them back from a module as `ParamSpec`s. Knows no model, file or mesh.
+Owns `param` and `Part`, and reads them back from a module as `ParamSpec`s.
 
-A parameter has the checkpoint's name, except a fused one, which names its parts. A part is a checkpoint tensor that is
-reshaped to `view` and fills the rectangle [start, start + view) of the parameter:
+A parameter has the name of its checkpoint tensor. A fused parameter has several tensors, its parts. A part is a
+checkpoint tensor that is reshaped to `view` and fills the rectangle [start, start + view) of the parameter:
 
     qkv_proj [KH, (G + 2) * H, D]   q_proj [KH * G * H, D] -> view [KH, G * H, D] at [0, 0,           0]
                                     k_proj [KH * H, D]     -> view [KH, H, D]     at [0, G * H,       0]
@@ -27,11 +27,12 @@ Init = Literal["normal", "ones", "zeros"]
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint tensor's place in a parameter.
+    """One checkpoint tensor and the rectangle of the parameter that it fills.
 
     name: relative to the module two levels above the parameter ("q_proj.weight" for "...self_attn.qkv_proj.weight").
-    shape: in the checkpoint. rows: only these of its first axis. transpose: axes, applied before `view`.
-    repeat: each index of the view's first axis is held this many times in a row; `view` counts them all.
+    shape: in the checkpoint.
+    rows: use only these rows of its first axis. transpose: axes, applied before `view`.
+    repeat: each index of the view's first axis is repeated this many times; `view` includes the copies.
     mxfp4: the checkpoint has `name`_blocks and `name`_scales, which decode to `shape` (see quantization).
     """
 
@@ -47,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A declared parameter of a model: `parts` have full checkpoint names here."""
+    """A declared parameter of a model. Its `parts` have full checkpoint names."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,14 +61,14 @@ class ParamSpec:
 def param(
     shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, init: Init = "normal", parts: tuple[Part, ...] = ()
 ) -> nnx.Param:
-    """Declares a parameter; `axes` has a logical name, or None, for each dimension. Made under `nnx.eval_shape`."""
+    """Declare a parameter. `axes` has a logical name, or None, per dimension. Call it under `nnx.eval_shape`."""
     assert len(shape) == len(axes), (shape, axes)
     assert not parts or math.prod(shape) == sum(math.prod(part.view) for part in parts), (shape, parts)
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init, parts=parts)
 
 
 def param_specs(state: nnx.State) -> Iterator[ParamSpec]:
-    """The declared parameters of an abstract model's state, in the order of its leaves."""
+    """Yield the declared parameters of an abstract model's state, in the order of its leaves."""
     for path, variable in nnx.to_flat_state(state):
         metadata = variable.get_metadata()
         names = tuple(str(p) for p in path)

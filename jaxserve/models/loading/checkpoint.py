@@ -1,6 +1,6 @@
-"""A checkpoint's tensors by name, over all its files, and what does not fit a model.
+"""The tensors of a checkpoint by name, over all its files, and the report of what does not fit a model.
 
-Owns finding the files, the index, and the completeness report. Knows no jax and no model: it is given names and shapes.
+Owns the search for files, the index file and the completeness check. Imports no jax: callers pass names and shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass
 class Misfits:
-    """Checkpoint names that keep a checkpoint from being loaded, gathered before anything is said."""
+    """The tensor names that prevent loading. All are collected first, so that one error can report them."""
 
     missing: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Misfits:
     misplaced: list[str] = field(default_factory=list)
 
     def raise_if_any(self, directory: Path, architecture: str) -> None:
-        """One ModelLoadError with every name."""
+        """Raise one ModelLoadError that lists every name. Does nothing if there is none."""
         kinds = {
             "missing": self.missing,
             "unknown": self.unknown,
@@ -48,16 +48,20 @@ class Misfits:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Every tensor of a directory's safetensors files."""
+    """Every tensor of a directory's safetensors files, by full name.
+
+    duplicate: names in more than one place. misplaced: names that are not in the file that the index gives.
+    bare: the names lack the leading "model.", as in published embedding models; lm_head may be missing too.
+    """
 
     directory: Path
     tensors: Mapping[str, TensorInfo]
     duplicate: tuple[str, ...]
     misplaced: tuple[str, ...]
-    bare: bool = False  # published without the model's first name part, as embedding models are, and maybe without head
+    bare: bool = False
 
     def misfits(self, expected: Mapping[str, Shapes], ignored: Iterable[re.Pattern[str]]) -> Misfits:
-        """What differs from `expected` {name: allowed shapes}; tensors of an `ignored` pattern are left aside."""
+        """Compare with `expected` {name: allowed shapes}. Unknown tensors that match an `ignored` pattern are fine."""
         patterns = tuple(ignored)
         extra = [name for name in self.tensors if name not in expected]
         return Misfits(
@@ -74,7 +78,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Reads the headers of all shards. Raises ModelLoadError where there are no weights or a file is damaged."""
+    """Read the headers of all shards. Raises ModelLoadError if there are no weights or a file is damaged."""
     weight_map = _read_index(directory)
     files = sorted(set(weight_map.values())) if weight_map else _files_without_index(directory)
     tensors: dict[str, TensorInfo] = {}
@@ -93,13 +97,13 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _misplaced(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Tensors that the index and the shards do not place alike."""
+    """Return the tensors whose file in the index is not the file they are in."""
     found = {name: info.file.name for name, info in tensors.items()}
     return tuple(sorted(dict(weight_map.items() ^ found.items()))) if weight_map else ()
 
 
 def _read_index(directory: Path) -> dict[str, str]:
-    """{tensor name: file name}, empty where there is no index."""
+    """Read {tensor name: file name} from the index; empty if there is no index."""
     path = directory / INDEX
     if not path.is_file():
         return {}
@@ -127,7 +131,7 @@ def _files_without_index(directory: Path) -> list[str]:
 
 
 def _folded(names: Iterable[str]) -> list[str]:
-    """Names that differ in their first number only, as one: layers.{0-31}.mlp.up_proj.weight."""
+    """Merge names that differ only in their first number: layers.{0-31}.mlp.up_proj.weight."""
     groups: dict[str, list[int]] = {}
     for name in names:
         number = re.search(r"(?<=\.)\d+(?=\.)", name)
@@ -137,7 +141,7 @@ def _folded(names: Iterable[str]) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "{0-2,5}"; one number stays bare."""
+    """Format [0, 1, 2, 5] as "{0-2,5}". A single number has no braces."""
     runs: list[list[int]] = []
     for n in sorted(set(numbers)):
         if runs and n == runs[-1][1] + 1:

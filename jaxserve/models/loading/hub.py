@@ -1,4 +1,4 @@
-"""A hub id or a directory -> a local directory. Downloads data files only; nothing from a checkpoint is ever run."""
+"""Resolve a hub id or a directory to a local directory. Downloads data files only; no code of a checkpoint is run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from jaxserve.model_directory import local_directory
 from jaxserve.model_files import check_directory
 
 DATA_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
-# second copies of the weights in their authors' own layout, and weights of other frameworks' exports
+# Second copies of the weights in the authors' own format, and exports for other frameworks.
 SKIPPED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "metal/*")
 _HUB_DOWN = "check the network, or name a local directory; a model downloaded before is found with HF_HUB_OFFLINE=1"
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
-    """The directory of a checkpoint, downloaded where it is a hub id and not cached yet.
+    """Return the directory of a checkpoint. A hub id is downloaded unless it is cached.
 
-    The hub's own environment variables hold (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN for gated models).
-    Raises ModelLoadError with the cause: no such directory, no such model or revision, no access, hub not reachable, a
-    file that is none.
+    The hub's environment variables apply (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN for gated models). Raises ModelLoadError
+    with the cause: no such directory, model or revision, no access, hub not reachable, or a damaged file.
     """
     directory = local_directory(path_or_id) or _download(str(path_or_id), revision, cache_dir)
     check_directory(directory)

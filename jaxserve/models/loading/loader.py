@@ -1,7 +1,7 @@
-"""A checkpoint directory -> a LoadedModel: the model's structure, and its weights as a flat tuple on the devices.
+"""Load a checkpoint directory as a LoadedModel: the model's structure, and its weights as a flat tuple on the devices.
 
-Owns reading parameters from checkpoint tensors, dtype conversion, placement and random weights. Knows no family.
-Every device gets only its own rectangle of a parameter, straight from the files.
+Owns reading parameters from checkpoint tensors, dtype conversion, placement and random weights. Each device reads only
+its own rectangle of a parameter from the files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from jaxserve.models.weights import ParamSpec
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
 LoadFormat = Literal["auto", "safetensors", "orbax", "random"]
 
-# buffers that older exports saved and are computed here; scales of quantized activations and KV caches
+# Buffers that old exports contain and that are computed here; scales of quantized activations and KV caches.
 IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_scale$"))
-READERS = 4  # threads; numpy's copies run outside the interpreter lock
+READERS = 4  # threads; numpy copies without holding the GIL
 RANDOM_STDDEV = 0.02
 
 
@@ -48,12 +48,12 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
 ) -> LoadedModel:
-    """Loads a checkpoint directory (see hub.resolve) in `dtype`, over `mesh`, or on the first device.
+    """Load a checkpoint directory (see hub.resolve) in `dtype`, over `mesh` or on the first device.
 
-    `config` replaces the directory's own (a changed context length, say). `load_format` "random" needs config.json
-    only and draws the weights on the devices from `seed`.
-    "auto" takes a converted checkpoint (see orbax.convert) for what it is, and anything else for safetensors.
-    Raises ModelLoadError: unsupported, damaged, or with tensors that do not fit, all of them named.
+    config: used instead of the directory's config.json, for example with another context length.
+    load_format: "random" needs only config.json and draws the weights on the devices from `seed`. "auto" detects a
+      converted checkpoint (see orbax.convert); anything else is read as safetensors.
+    Raises ModelLoadError if the model is not supported, a file is damaged, or tensors do not fit; it names them all.
     """
     start = time.perf_counter()
     config = config or read_config(directory)
@@ -75,7 +75,7 @@ def load_model(
 
 
 def _without_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """An embedding model published without its head keeps no place for one."""
+    """Return the config without an output head if the checkpoint is an embedding model published without one."""
     headless = checkpoint.bare and "lm_head.weight" not in checkpoint.tensors
     return config.replace(tie_word_embeddings=True) if headless else config
 
@@ -109,7 +109,7 @@ def _read_leaves(
 
 
 def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
-    """Raises one ModelLoadError that names every tensor that is unknown, missing, duplicate or misshapen."""
+    """Raise one ModelLoadError that names every tensor that is unknown, missing, duplicate or of a wrong shape."""
     config = structure.config
     expected: dict[str, Shapes] = {}
     for spec in structure.specs:
@@ -134,7 +134,7 @@ def _read_leaf(spec: ParamSpec, sharding: Sharding, reader: PartReader) -> jax.A
 
 
 def random_leaves(structure: ModelStructure, shardings: list[Sharding], seed: int) -> tuple[jax.Array, ...]:
-    """Weights drawn where they will live: normal with deviation 0.02, norms one, biases zero."""
+    """Draw random weights on their devices: normal with standard deviation 0.02, norms 1, biases 0."""
     key = jax.random.key(seed)
     return tuple(
         _random_leaf(jax.random.fold_in(key, i), spec, sharding)

@@ -1,7 +1,7 @@
-"""Converted checkpoints: parameters as the model holds them, fused and decoded, in an Orbax directory.
+"""Converted checkpoints: an Orbax directory with the parameters as the model holds them, fused and decoded.
 
-Written by `convert`, found by `load_model` through jaxserve.json beside them. Read in parallel, each device its part,
-on any mesh: kv heads that one mesh keeps in copies are merged or copied again for another.
+`convert` writes them, with a manifest jaxserve.json by which `load_model` recognizes them. They load on any mesh, each
+device reading its own part: kv heads that were copied for one mesh are merged or copied again for another.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from jaxserve.models.weights import ParamSpec
 
 MANIFEST = "jaxserve.json"
 ARRAYS = "arrays"
-FORMAT = 3  # with checksums
-MAX_REPEAT = 1024  # copies of a kv head: one a device
-READERS = 4  # threads; the copies run outside the interpreter lock
+FORMAT = 3  # version of the manifest; 3 added checksums
+MAX_REPEAT = 1024  # copies of a kv head, at most one per device
+READERS = 4  # threads; numpy copies without holding the GIL
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
 
@@ -42,7 +42,10 @@ def is_converted(directory: Path) -> bool:
 
 
 def convert(model: LoadedModel, target: Path) -> None:
-    """Writes a loaded model, and the small files of its directory, to `target`, which must not exist or be empty."""
+    """Write a loaded model, and the small files of its directory, to `target`.
+
+    Raises ModelLoadError unless `target` is missing or empty.
+    """
     check_target(target)
     target.mkdir(parents=True, exist_ok=True)
     for pattern in (*DATA_FILES, "*_Pooling/config.json"):
@@ -52,16 +55,16 @@ def convert(model: LoadedModel, target: Path) -> None:
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copy(path, copy)
     names = [spec.name for spec in model.structure.specs]
-    # a raw file a chunk, which zarr_array reads: no compression, no database of chunks
+    # One raw file per chunk, so that zarr_array can read it: no compression, no database of chunks.
     with ocp.PyTreeCheckpointer(use_compression=False, use_ocdbt=False) as checkpointer:
         checkpointer.save((target / ARRAYS).absolute(), dict(zip(names, model.leaves, strict=True)))
-    # last: a directory without it is not taken for a whole one
+    # Written last: a directory without a manifest counts as incomplete.
     manifest = _manifest(model.structure) | {"checksums": _checksums(target / ARRAYS, names)}
     (target / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 def check_target(target: Path) -> None:
-    """Raises ModelLoadError unless a converted checkpoint may be written there."""
+    """Raise ModelLoadError unless `target` is missing or an empty directory."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelLoadError(f"{target} is not empty", fix="name a new directory")
 
@@ -72,7 +75,7 @@ def _manifest(structure: ModelStructure) -> dict[str, Any]:
 
 
 def _checksums(arrays: Path, names: list[str]) -> dict[str, dict[str, int]]:
-    """CRC-32 of each chunk's file, by the array's name and its own."""
+    """Return the CRC-32 of each chunk file, by the array's name and the file's name."""
 
     def of_array(name: str) -> dict[str, int]:
         files = sorted(path for path in (arrays / name).iterdir() if not path.name.startswith("."))
@@ -93,9 +96,9 @@ def _crc32(path: Path) -> int:
 def read_leaves(
     structure: ModelStructure, shardings: list[Sharding], directory: Path, progress: Progress | None = None
 ) -> tuple[tuple[jax.Array, ...], int]:
-    """The parameters, in the structure's dtypes, and the bytes read. Each device reads its own part of the files.
+    """Read the parameters in the structure's dtypes. Returns them and the bytes read.
 
-    Raises ModelLoadError where they are another model's or damaged.
+    Each device reads its own part of the files. Raises ModelLoadError if they belong to another model or are damaged.
     """
     manifest = _read_manifest(directory)
     stored = _stored_shapes(structure, manifest, directory)
@@ -108,7 +111,7 @@ def read_leaves(
     def read(spec: ParamSpec, sharding: Sharding, array: ZarrArray) -> jax.Array:
         if array.shape == spec.shape:
             return _placed(array, sharding, spec)
-        # copied kv heads change the shape: such a leaf is read whole, and split afterwards
+        # Another number of kv head copies changes the shape: read such a leaf whole, then split it.
         whole = _placed(array, _whole(sharding), spec)
         return _with_repeat(whole, manifest["kv_repeat"], structure.config, spec, sharding)
 
@@ -147,7 +150,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _stored_shapes(structure: ModelStructure, manifest: dict[str, Any], directory: Path) -> dict[str, tuple[int, ...]]:
-    """The manifest's shapes, once they are what this model's would be with the manifest's copies of kv heads."""
+    """Return the manifest's shapes. Raises ModelLoadError unless they fit this model, with the manifest's kv_repeat."""
     shapes = manifest["shapes"]
     expected = {spec.name: _shape_with(spec, structure.config, manifest["kv_repeat"]) for spec in structure.specs}
     different = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
@@ -158,20 +161,21 @@ def _stored_shapes(structure: ModelStructure, manifest: dict[str, Any], director
 
 
 def _shape_with(spec: ParamSpec, config: ModelConfig, repeat: int) -> tuple[int, ...]:
-    """A parameter's shape were its kv heads held `repeat` times."""
+    """Return the shape that a parameter would have with `repeat` copies of each kv head."""
     if "kv_heads" not in spec.axes or repeat == config.kv_repeat:
         return spec.shape
     heads = config.num_kv_heads // config.kv_repeat * repeat
     if config.num_heads % heads:
-        return ()  # such a model cannot be
+        return ()  # no model has so many heads
     return (heads, (config.num_heads // heads + 2) * config.head_dim, *spec.shape[2:])
 
 
 def _with_repeat(array: jax.Array, stored: int, config: ModelConfig, spec: ParamSpec, sharding: Sharding) -> jax.Array:
-    """A fused projection [KH, (G + 2) * H, ...] whose kv heads are held `stored` times, for config.kv_repeat."""
+    """Change a fused projection [KH, (G + 2) * H, ...] from `stored` copies of each kv head to config.kv_repeat."""
     heads, size = config.num_kv_heads, config.head_dim
 
     def change(w: jax.Array) -> jax.Array:
+        """Change w [KH, (G + 2) * H, ...]."""
         group = w.shape[1] - 2 * size
         q, k, v = w[:, :group], w[:, group : group + size], w[:, group + size :]
         k, v = (jnp.repeat(x[::stored], config.kv_repeat, axis=0) for x in (k, v))

@@ -1,8 +1,8 @@
-"""A rectangle of a parameter from the checkpoint tensors that it is made of: read, decoded, converted, put in place.
+"""Read a rectangle of a parameter from the checkpoint tensors that it is made of, decoded and converted.
 
-Owns the arithmetic between a parameter and its parts, and the buffers. Knows no device and no family.
-A part is read a few rows at a time into a buffer that its thread keeps, so that the only memory touched for the first
-time is the weights' own: first touches cost more than all copies.
+Owns the index arithmetic between a parameter and its parts, and the read buffers. A part is read a few rows at a time
+into a buffer per thread. The only fresh memory is then the weights' own, which matters because page faults on first
+use cost more than all copies.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jaxserve.models.loading.safetensors_file import TensorInfo, copy_converted,
 from jaxserve.models.weights import ParamSpec, Part
 
 Region = tuple[slice, ...]
-CHUNK = 32 * 2**20  # bytes read at a time
+CHUNK = 32 * 2**20  # bytes per read
 
 
 class PartReader:
-    """Reads parameters of one checkpoint; `block`: of its FP8 scales (weight_block). Threads may share it."""
+    """Reads parameters of one checkpoint. Thread-safe. block: rows and columns per FP8 scale (weight_block)."""
 
     def __init__(self, checkpoint: Checkpoint, block: Block | None) -> None:
         self._tensors = checkpoint.tensors
@@ -32,7 +32,7 @@ class PartReader:
         self._buffers = threading.local()
 
     def read(self, spec: ParamSpec, index: Region) -> np.ndarray:
-        """The rectangle `index` of a parameter, in its dtype, from the parts that touch it."""
+        """Read the rectangle `index` of a parameter, in the parameter's dtype."""
         bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
         out = empty_aligned(tuple(b - a for a, b in bounds), np.dtype(spec.dtype))
         for part in spec.parts:
@@ -44,12 +44,12 @@ class PartReader:
         return out
 
     def stored_bytes(self, spec: ParamSpec) -> int:
-        """Bytes of the checkpoint that hold a parameter."""
+        """Return the bytes that a parameter takes in the checkpoint."""
         names = {name for part in spec.parts for name in stored_tensors(part, self._tensors, self._block)}
         return sum(self._tensors[name].num_bytes for name in names)
 
     def _fill(self, target: np.ndarray, part: Part, region: Region) -> None:
-        """target = the rectangle `region` of a part's view."""
+        """Write the rectangle `region` of a part's view to `target`."""
         names = tuple(stored_tensors(part, self._tensors, self._block))
         stored = [self._tensors[name] for name in names]
         if part.repeat > 1:
@@ -66,14 +66,14 @@ class PartReader:
             self._fill_rows(target, part, region, stored[0])
 
     def _fill_repeated(self, target: np.ndarray, part: Part, region: Region) -> None:
-        """A first axis that holds copies: [h0, h0, h1, h1, ...]."""
+        """Fill a view whose first axis has copies: [h0, h0, h1, h1, ...]."""
         once = dataclasses.replace(part, repeat=1, view=(part.view[0] // part.repeat, *part.view[1:]))
         for i, copy in enumerate(range(region[0].start, region[0].stop)):
             source = copy // part.repeat
             self._fill(target[i : i + 1], once, (slice(source, source + 1), *region[1:]))
 
     def _fill_rows(self, target: np.ndarray, part: Part, region: Region, info: TensorInfo) -> None:
-        """Along the view's outermost axis, of which an index stands for `per` whole rows of the tensor."""
+        """Read chunk by chunk along the view's first axis longer than 1; an index of it is `per` tensor rows."""
         axis = next((i for i, size in enumerate(part.view) if size > 1), 0)
         first, last = part.rows or (0, info.shape[0])
         per = (last - first) // part.view[axis]
@@ -87,7 +87,7 @@ class PartReader:
             copy_converted(view, target[(slice(None),) * axis + (slice(a - begin, b - begin),)])
 
     def _read(self, info: TensorInfo, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Rows of a tensor, in the thread's buffer where they fit: good until the thread's next read."""
+        """Read rows of a tensor, into the thread's buffer if they fit: then valid until the thread's next read."""
         rows = (info.shape[0] if info.shape else 1) if last is None else last - first
         size = rows * (info.num_bytes // max(1, info.shape[0] if info.shape else 1))
         if size > CHUNK or last is None:

@@ -1,6 +1,6 @@
-"""Bytes of a checkpoint as it is published, quantised or not, by its configuration and the shapes of its tensors.
+"""Size of a published checkpoint in bytes, quantised or not, from its configuration and the shapes of its tensors.
 
-Which tensors a quantised checkpoint keeps whole is written in its configuration, or known by their names.
+The configuration, or else the tensor's name, tells which tensors a quantised checkpoint does not quantise.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jaxserve.models.weights import Part
 
 _NEVER = ("embed_tokens", "lm_head", "norm", ".gate.")  # embeddings, head, norms and routers are not quantised
 _SCALE_BYTES = 4
-_HALF_BYTES = 2  # of a number that a quantised checkpoint keeps whole; gpt-oss does not say so
+_HALF_BYTES = 2  # bytes of a number that is not quantised in a quantised checkpoint; gpt-oss does not state it
 _EXCLUDED = ("modules_to_not_convert", "ignore", "exclude_modules")
 
 
 @dataclass(frozen=True)
 class PublishedSize:
-    """num_bytes: of all tensors that the model reads. form: how the quantised ones are stored; "" if none are."""
+    """num_bytes: of all tensors that the model reads. form: format of the quantised tensors, "" if none is."""
 
     num_bytes: int
     form: str
 
 
 def published_size(structure: ModelStructure, quantization: dict[str, Any]) -> PublishedSize:
-    """quantization: `read_quantization` of the checkpoint."""
+    """Compute the size. quantization: from `read_quantization`."""
     parts = {part.name: part for spec in structure.specs for part in spec.parts}
     form = _form(quantization, structure, any(part.mxfp4 for part in parts.values()))
     plain = _HALF_BYTES if form else jnp.dtype(structure.config.dtype).itemsize
@@ -52,9 +52,9 @@ def published_size(structure: ModelStructure, quantization: dict[str, Any]) -> P
 
 
 def read_quantization(path: Path) -> dict[str, Any]:
-    """What a config.json says of quantization, or the hf_quant_config.json beside it; {} if neither does.
+    """Read the quantization entry of a config.json, or of the hf_quant_config.json beside it; {} if there is none.
 
-    Raises ModelLoadError for weights that cannot be read.
+    Raises ModelLoadError for a quantization that is not supported.
     """
     inside = read_object(path).get("quantization_config")
     beside = path.with_name("hf_quant_config.json")

@@ -1,6 +1,6 @@
-"""Published low-precision weights, decoded while they are read: FP8 with block, channel or tensor scales, and MXFP4.
+"""Decoding of published low-precision weights while they are read: FP8 with block, channel or tensor scales, MXFP4.
 
-Owns the formats and the names of their scales. Works on numpy views: only a device's rectangle is decoded.
+Owns the formats and the names of their scales. Only the rectangle that a device needs is decoded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BYTE = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)  # [256, 2]
 def stored_tensors(
     part: Part, tensors: Mapping[str, TensorInfo], block: Block | None
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """{name: allowed shapes} of the checkpoint tensors that hold a part."""
+    """Return {name: allowed shapes} of the checkpoint tensors that a part is stored in."""
     if part.mxfp4:
         *lead, last = part.shape
         groups = (*lead, last // MXFP4_GROUP)
@@ -48,9 +48,9 @@ def _scale_tensor(part: Part, block: Block | None) -> dict[str, tuple[tuple[int,
 def decode_fp8(
     weight: np.ndarray, scale: np.ndarray, block: Block | None, part: Part, region: tuple[slice, ...]
 ) -> np.ndarray:
-    """The rectangle `region` of a part's view, float32: weight [O, I] times its scale.
+    """Decode the rectangle `region` of a part's view to float32: weight [O, I] times its scale.
 
-    block scales [O / bo, I / bi], channel scales [O] or [O, 1], or one for the tensor.
+    scale: [O / block rows, I / block columns], or per channel [O] or [O, 1], or one for the tensor.
     """
     assert part.transpose is None
     first, last = part.rows or (0, weight.shape[0])
@@ -63,7 +63,10 @@ def decode_fp8(
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray, part: Part, region: tuple[slice, ...]) -> np.ndarray:
-    """The rectangle `region` of a part's view, float32: E2M1 pairs, uint8 [..., I / 32, 16], times 2^(scale - 127)."""
+    """Decode the rectangle `region` of a part's view to float32: E2M1 numbers times 2^(scale - 127).
+
+    blocks: uint8 [..., I / 32, 16], two numbers per byte. scales: uint8 [..., I / 32].
+    """
     groups = (*part.view[:-1], part.shape[-1] // MXFP4_GROUP)
     chosen = blocks.reshape(*groups, MXFP4_GROUP // 2)[region[:-1]]
     powers = np.ldexp(np.float32(1), scales.reshape(groups)[region[:-1]].astype(np.int32) - 127)
@@ -72,7 +75,7 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray, part: Part, region: tup
 
 
 def check_scale(name: str, scale: np.ndarray) -> None:
-    """Raises ModelLoadError where a scale is no positive finite number (uint8: 255 is the format's NaN)."""
+    """Raise ModelLoadError unless every scale [...] is positive and finite. In uint8 scales 255 is NaN."""
     if scale.dtype == np.uint8:
         bad = int((scale == 255).sum())
     else:

@@ -1,6 +1,7 @@
-"""One safetensors file: its table of contents, checked, and rows of its tensors as numpy arrays.
+"""Read one safetensors file: its checked table of contents, and rows of its tensors as numpy arrays.
 
-Format: uint64 little-endian length of a JSON header, the header {name: {dtype, shape, data_offsets}}, the bytes.
+Format: the length of the header as a little-endian uint64, the JSON header {name: {dtype, shape, data_offsets}}, the
+bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ DTYPES = MappingProxyType(
         "BOOL": np.dtype(np.bool_),
     }
 )
-ALIGNMENT = 64  # bytes, XLA's on CPU
-_LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+ALIGNMENT = 64  # bytes; XLA's alignment of arrays on a CPU
+_LARGEST_HEADER = 100_000_000  # bytes; limit of the format
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `begin` is a byte offset in the file."""
+    """The location of a tensor. begin: byte offset in the file."""
 
     file: Path
     dtype: np.dtype
@@ -54,9 +55,9 @@ class TensorInfo:
 
 
 def read_contents(path: Path) -> Iterator[tuple[str, TensorInfo]]:
-    """(name, TensorInfo) of every tensor; a name comes twice where the file has it twice.
+    """Yield (name, TensorInfo) of every tensor. A name that the file has twice comes twice.
 
-    Raises ModelLoadError where the file is truncated or its header does not describe its bytes exactly.
+    Raises ModelLoadError if the file is truncated or its header does not describe its bytes exactly.
     """
     entries, data_start, size = _read_header(path)
     tensors = [(name, *_read_entry(path, name, entry)) for name, entry in entries if name != "__metadata__"]
@@ -78,7 +79,7 @@ def _damaged(message: str) -> ModelLoadError:
 
 
 def _read_header(path: Path) -> tuple[list[tuple[str, Any]], int, int]:
-    """(entries in order, offset of the first tensor byte, size of the file)."""
+    """Read (entries in order, offset of the first tensor byte, size of the file)."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -94,7 +95,7 @@ def _read_header(path: Path) -> tuple[list[tuple[str, Any]], int, int]:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object with its keys in order, repeated ones too."""
+    """A JSON object as (key, value) pairs in order, repeated keys included."""
 
 
 def _read_entry(path: Path, name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
@@ -113,7 +114,10 @@ def _sizes(value: Any) -> tuple[int, ...] | None:
 
 
 def read_rows(info: TensorInfo, first: int, count: int, raw: np.ndarray) -> np.ndarray:
-    """`count` rows of a tensor from row `first` on, in `raw` (uint8, exactly their bytes). A scalar is one row."""
+    """Read `count` rows of a tensor from row `first` on into `raw`, uint8 [their bytes]. A scalar is one row.
+
+    Returns `raw` as an array [count, ...] of the tensor's dtype. Raises ModelLoadError if the file is too short.
+    """
     shape = (count, *info.shape[1:]) if info.shape else ()
     begin = info.begin + first * (raw.size // max(count, 1))
     with info.file.open("rb", buffering=0) as file:
@@ -128,7 +132,7 @@ def read_rows(info: TensorInfo, first: int, count: int, raw: np.ndarray) -> np.n
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """np.empty at a multiple of 64 bytes: the CPU client takes such a buffer as the device array itself, uncopied."""
+    """Return np.empty aligned to 64 bytes. The CPU client uses such a buffer as the device array without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -136,8 +140,11 @@ def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def copy_converted(source: np.ndarray, target: np.ndarray) -> None:
-    """target[...] = source, converted. As integers where the bits allow it: numpy moves the elements of a dtype that is
-    not its own (bfloat16, FP8) by a call each, 50 times slower."""
+    """Convert and copy source [...] to target [...], of the same shape.
+
+    Copies as integers if the bits allow it: numpy calls a function per element for dtypes that are not built in
+    (bfloat16, FP8), which is 50 times slower.
+    """
     if source.dtype == target.dtype:
         bits = np.dtype(f"u{source.dtype.itemsize}")
         target.view(bits)[...] = source.view(bits)

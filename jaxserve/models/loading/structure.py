@@ -1,4 +1,4 @@
-"""A model apart from its weights, and with them: what the loader makes and the runtime runs. Knows no file format."""
+"""A model without its weights (ModelStructure), and with them (LoadedModel), as the loader returns it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.models.weights import ParamSpec, param_specs
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """A model without its weights. Static: a jitted function closes over it and takes the leaves as arguments."""
+    """A model without its weights. A jitted function closes over it and takes the weights (leaves) as arguments."""
 
     config: ModelConfig
     graphdef: nnx.GraphDef
@@ -29,9 +29,9 @@ class ModelStructure:
     specs: tuple[ParamSpec, ...]  # of the leaves, in order
 
     def bind(self, leaves: tuple[jax.Array, ...]) -> CausalLM:
-        """The module with these weights; costs only tracing time inside a jitted function.
+        """Make the module with these weights, one array per entry of `specs` with its [shape] and dtype.
 
-        Raises ModelLoadError for an encoder.
+        Inside a jitted function it costs only tracing time. Raises ModelLoadError for an encoder.
         """
         model = self._merge(leaves)
         if not isinstance(model, CausalLM):
@@ -39,7 +39,7 @@ class ModelStructure:
         return model
 
     def bind_encoder(self, leaves: tuple[jax.Array, ...]) -> BertModel:
-        """`bind`, of an encoder."""
+        """Make an encoder with these weights, one array per entry of `specs` with its [shape] and dtype."""
         model = self._merge(leaves)
         assert isinstance(model, BertModel), self.config.architecture
         return model
@@ -53,13 +53,13 @@ class ModelStructure:
 
     @property
     def num_bytes(self) -> int:
-        """Of one whole copy of the weights."""
+        """Bytes of one copy of the weights."""
         return sum(int(np.prod(spec.shape)) * np.dtype(spec.dtype).itemsize for spec in self.specs)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model and its weights. `leaves` are jit arguments, in `structure.specs`' order."""
+    """A model and its weights. `leaves` are in the order of `structure.specs`."""
 
     structure: ModelStructure
     leaves: tuple[jax.Array, ...]
@@ -72,12 +72,12 @@ class LoadedModel:
         return self.structure.config
 
     def bind(self, leaves: tuple[jax.Array, ...]) -> CausalLM:
-        """`structure.bind`."""
+        """Make the module with these weights, see `ModelStructure.bind`: one array [shape] per entry of `specs`."""
         return self.structure.bind(leaves)
 
 
 def build(config: ModelConfig, dtype: jnp.dtype) -> ModelStructure:
-    """The structure of a model, by shape evaluation alone: no memory is used, whatever the size."""
+    """Make the structure of a model by shape evaluation, which allocates nothing whatever the size."""
     cls = model_class(config.architecture)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: cls(config, jnp.dtype(dtype))))
     return ModelStructure(config, graphdef, jax.tree.structure(state), tuple(param_specs(state)))

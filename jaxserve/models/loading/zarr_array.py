@@ -1,7 +1,7 @@
-"""One array of an Orbax directory, read directly: zarr 2 without compression is a raw file a chunk.
+"""Read one array of an Orbax directory directly: zarr 2 without compression has one raw file per chunk.
 
-Owns the files' form and the arithmetic between chunks and a device's rectangle. Orbax's own reader copies every byte
-twice more, which is most of its time for weights in the page cache.
+Owns the file format and the index arithmetic between chunks and a device's rectangle. Orbax's own reader copies every
+byte two more times, which is most of its time for weights in the page cache.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.loading.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
 
-BUFFER = 32 * 2**20  # bytes read at a time where they cannot be read in place
+BUFFER = 32 * 2**20  # bytes per read, if they cannot be read into the result directly
 FIX = "convert the checkpoint again with this version of jaxserve"
 _PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "dimension_separator": "."}
-MAX_CHUNKS = 65536  # of an array; `convert` writes one a device
+MAX_CHUNKS = 65536  # of an array; `convert` writes one per device
 _DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "<f4": np.dtype("<f4"), "<f2": np.dtype("<f2")}
 
 
 @dataclass(frozen=True)
 class ZarrArray:
-    """An array of `shape` in files of `chunks` each. checksums: CRC-32 of each file by its name; None: unknown."""
+    """An array of `shape`, in files of shape `chunks`. checksums: CRC-32 by file name; None: unknown."""
 
     directory: Path
     shape: tuple[int, ...]
@@ -42,7 +42,10 @@ class ZarrArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """The rectangle `index`, converted to `dtype`. Raises ModelLoadError where a file is missing or too short."""
+        """Read the rectangle `index`, converted to `dtype`.
+
+        Raises ModelLoadError if a file is missing, has the wrong size or fails its checksum.
+        """
         bounds = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
         out = empty_aligned(tuple(b - a for a, b in bounds), dtype)
         for cell in self._cells(bounds):
@@ -56,7 +59,7 @@ class ZarrArray:
         return out
 
     def _cells(self, bounds: list[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-        """Grid places of the chunks that a rectangle touches."""
+        """Return the grid indices of the chunks that overlap a rectangle."""
         ranges = [range(a // size, -(-b // size)) for (a, b), size in zip(bounds, self.chunks, strict=True)]
         return itertools.product(*ranges)
 
@@ -72,7 +75,7 @@ class ZarrArray:
         return TensorInfo(path, self.dtype, self.chunks, 0)
 
     def _read_chunk(self, chunk: TensorInfo, inside: list[tuple[int, int]], target: np.ndarray) -> None:
-        """target = the rectangle `inside` of a chunk; in place where the file's bytes are the target's."""
+        """Read the rectangle `inside` of a chunk to `target`, without a copy if the file's bytes are the target's."""
         (first, last), *rest = inside or [(0, 1)]
         row = math.prod(self.chunks[1:]) * self.dtype.itemsize
         whole_rows = all(b - a == size for (a, b), size in zip(rest, self.chunks[1:], strict=True))
@@ -92,13 +95,13 @@ class ZarrArray:
         self._check(chunk, found if all_rows else None)
 
     def _check(self, chunk: TensorInfo, found: int | None) -> None:
-        """found: the checksum of the bytes; None where only a part of the file was read, for one device of several."""
+        """Raise ModelLoadError if the checksum is wrong. found: None if only part of the file was read; not checked."""
         if self.checksums is not None and found is not None and found != self.checksums.get(chunk.file.name):
             raise ModelLoadError(f"{chunk.file} cannot be read: its bytes are not those that were written", fix=FIX)
 
 
 def open_array(directory: Path, checksums: Mapping[str, int] | None = None) -> ZarrArray:
-    """Raises ModelLoadError where the array is absent or of another form than `orbax.convert` writes."""
+    """Open an array. Raises ModelLoadError if it is missing or not in the format that `orbax.convert` writes."""
     path = directory / ".zarray"
     try:
         found = read_object(path)
