@@ -1,10 +1,10 @@
-"""What running requests hold of the device: a slot and pages each. Takes, grows and gives back; decides nothing.
+"""Allocates and frees the slots and KV pages of running requests. Contains no scheduling policy.
 
-Owns the PagePool, the RadixCache and the free slots. All a request holds is given back in one place, `release`, and
-only after the last step that was dispatched with it has been read: until then the device may still write there.
+Owns the PagePool, the RadixCache and the free slots. `release` is the only place that returns what a request holds.
+It waits until the last step dispatched with the request has been read: until then the device may still write there.
 
-pages of a request     [0, cache_node.depth)      the cache's, locked; but for duplicate_page_ids, its own
-                       [cache_node.depth, end)    its own
+    pages of a request     [0, cache_node.depth)      owned by the cache and locked, except duplicate_page_ids
+                           [cache_node.depth, end)    owned by the request
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jaxserve.types.scheduler_config import SchedulerConfig
 
 
 class KVManager:
-    """Slots and pages of one engine. With `prefix_cache` off nothing is ever put into the cache.
+    """Slots and pages of one engine. With `prefix_cache` off the cache stays empty.
 
-    window: the group of the layers with a sliding window, where the model has any. What is given by group is a list:
-    the layers that see everything first.
+    window: pages of the sliding-window layers; None if the model has no such layer. Values per layer group are
+    lists: full attention first, then sliding window.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -34,7 +34,7 @@ class KVManager:
         self.cache = RadixCache(self.pool, config.page_size, on_removed)
         self._prefix_cache = config.prefix_cache
         self._slots = list(range(config.num_slots - 1, -1, -1))
-        self._leaving: list[Request] = []  # they end or were preempted, and a step with them is not read yet
+        self._leaving: list[Request] = []  # ended or preempted; a step that contains them has not been read yet
 
     # --- counting
 
@@ -44,25 +44,25 @@ class KVManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that `grow` could give now: those of the scarcest group."""
+        """Return the number of pages that `grow` could allocate now, in the layer group that has the fewest."""
         full = self.pool.num_free + self.cache.num_evictable
         return full if self.window is None else min(full, self.window.num_available)
 
     def available(self) -> list[int]:
-        """`num_available` of each group."""
+        """Return the number of allocatable pages of each layer group."""
         full = self.pool.num_free + self.cache.num_evictable
         return [full] if self.window is None else [full, self.window.num_available]
 
     @property
     def has_leaving(self) -> bool:
-        """Whether reading the steps in flight will give pages and slots back."""
+        """Whether reading the steps in flight will free pages and slots."""
         return bool(self._leaving)
 
     def num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def num_reclaimable(self, request: Request) -> list[int]:
-        """Pages of each group that become available once a running request is released."""
+        """Return, for each layer group, the number of pages that releasing a running request makes available."""
         node: Node = request.cache_node
         own = len(request.page_ids) - node.depth + len(request.duplicate_page_ids)
         above: Node | None = node
@@ -74,7 +74,7 @@ class KVManager:
     # --- taking
 
     def match(self, request: Request) -> Node:
-        """The cached prefix that a waiting request would use; at least one of its tokens stays to be computed."""
+        """Return the node of the longest cached prefix of a waiting request. At least one token stays uncomputed."""
         assert request.slot is None, "its cache_node is in use"
         bypass = request.reads_whole_prompt or not self._prefix_cache
         max_pages = 0 if bypass else (request.num_tokens - 1) // self.page_size
@@ -88,14 +88,18 @@ class KVManager:
         return node
 
     def num_new_pages(self, request: Request, node: Node) -> list[int]:
-        """Pages of each group that `take` must find: those to allocate at least, and those of the prefix that can then
-        not be evicted."""
+        """Return, for each layer group, the number of available pages that `take` consumes.
+
+        That is the fewest pages to allocate, plus the cached pages of the prefix that can no longer be evicted.
+        """
         full = self.num_pages_for(request.num_tokens) - node.depth + self.cache.num_unlocked(node)
         return [full] if self.window is None else [full, self.window.num_new_pages(request, node)]
 
     def take(self, request: Request, node: Node, surplus: int = 0) -> None:
-        """Give a slot and the pages of all its known tokens to a request; `node` is its fresh `match`. surplus: pages
-        of the last group beyond `num_new_pages` that nobody else is expected to need."""
+        """Assign a slot and the pages of all its known tokens to a request. `node` is the result of a fresh `match`.
+
+        surplus: pages of the last layer group beyond `num_new_pages` that no other request is expected to need
+        """
         self.cache.lock(node)
         total = self.num_pages_for(request.num_tokens)
         request.cache_node = node
@@ -107,29 +111,31 @@ class KVManager:
             self.window.take(request, node, surplus)
 
     def allocate(self, count: int) -> list[int]:
-        """Raises ValueError if fewer than `count` pages are available."""
+        """Allocate `count` pages and evict cached pages if needed. Raises ValueError if fewer are available."""
         if (missing := count - self.pool.num_free) > 0:
             self.cache.evict(missing)
         return self.pool.allocate(count)
 
     def grow(self, request: Request, count: int) -> list[int]:
-        """`count` more pages for a running request."""
+        """Allocate `count` more pages for a running request."""
         pages = self.allocate(count)
         request.page_ids += pages
         request.page_capacity += count * self.page_size
         return pages
 
     def prompt_reach(self, request: Request, end: int) -> int:
-        """Position up to `end` that a running prompt has pages for now. Those of windowed layers come free as steps are
-        read."""
+        """Return the position, at most `end`, up to which a running prompt has pages now.
+
+        Sliding-window pages of a prompt are reused as its steps are read.
+        """
         return end if self.window is None else self.window.reach(request, end)
 
     # --- sharing and giving back
 
     def commit(self, request: Request, num_tokens: int) -> None:
-        """Offer the full pages of the first `num_tokens` tokens, which have been computed and read, to the cache.
+        """Insert the full pages of the first `num_tokens` tokens into the cache. They must have been computed and read.
 
-        The cost is that of the pages that were not offered before.
+        Cost: proportional to the number of pages that were not inserted before.
         """
         num_pages, start = num_tokens // self.page_size, request.cache_node
         if self._prefix_cache and num_pages > start.depth:
@@ -141,7 +147,7 @@ class KVManager:
                 self.window.commit(request, request.cache_node, start.depth)
 
     def merge_duplicates(self, requests: Iterable[Request]) -> None:
-        """Free pages held twice: by a request, and by the cache where nobody else uses them any more."""
+        """Free pages that exist twice: as the request's own and as a cached copy that no other request uses."""
         for request in requests:
             if request.duplicate_page_ids:
                 request.duplicate_page_ids = self.cache.merge_duplicates(
@@ -149,14 +155,14 @@ class KVManager:
                 )
 
     def release(self, request: Request, last_step_read: int) -> None:
-        """Take back what a request holds: now, or by `retire` once its last step has been read."""
+        """Free all that a request holds: now, or in `retire` if a step that contains it has not been read."""
         if request.last_step > last_step_read:
             self._leaving.append(request)
         else:
             self._give_back(request)
 
     def retire(self, step: int) -> None:
-        """`step` has been read, and with it all before."""
+        """Note that `step` and all steps before it have been read, and free what waited for that."""
         if self._leaving:
             gone = [request for request in self._leaving if request.last_step <= step]
             self._leaving = [request for request in self._leaving if request.last_step > step]
@@ -178,12 +184,12 @@ class KVManager:
         request.page_capacity = 0
 
     def discard(self, request: Request) -> None:
-        """The content of a running request's pages is suspect: nobody may match its prefix again."""
+        """Remove a running request's pages from the cache, because their content is not finite."""
         request.prompt_done = False
         self.cache.discard(request.cache_node)
 
     def check_integrity(self, running: Iterable[Request]) -> None:
-        """Raise AssertionError unless free + cached + held is every page, once, and the same for slots."""
+        """Raise AssertionError unless every page is exactly once free, cached or held, and likewise for slots."""
         holders = [*running, *self._leaving]
         owned = self.cache.check_integrity([request.cache_node for request in holders])
         for request in holders:

@@ -1,6 +1,7 @@
-"""The free pages of the KV cache. Knows numbers, nothing of requests, prefixes or devices.
+"""The free list of KV pages. It stores page numbers and knows no requests, prefixes or devices.
 
-A page has one owner at a time: this free list, one request, or the RadixCache (whose nodes count their users).
+A page has exactly one owner at a time: this free list, one request, or the RadixCache (whose nodes count their
+users).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 
 class PagePool:
-    """Pages [0, num_pages). Handing back a page that is free raises ValueError: it would be given out twice."""
+    """Free list of pages [0, num_pages). Freeing a free page raises ValueError: it would be allocated twice."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -21,7 +22,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages, in no particular order. Raises ValueError if fewer are free."""
+        """Remove `count` pages from the free list, in no particular order. Raises ValueError if fewer are free."""
         if count > len(self._free):
             raise ValueError(f"{count} pages wanted, {len(self._free)} are free")
         split = len(self._free) - count
@@ -32,6 +33,7 @@ class PagePool:
         return pages
 
     def free(self, page_ids: Iterable[int]) -> None:
+        """Return pages to the free list. Raises ValueError if one of them is free already."""
         for page in page_ids:
             if self._is_free[page]:
                 raise ValueError(f"page {page} is free already")

@@ -1,15 +1,15 @@
 """The prefix cache: a tree of full KV pages, keyed by the tokens that they hold. No jax, no requests.
 
-One node is one page; its children are keyed by the next page's tokens, so a node stands for the whole prefix from
-the root to it. A namespace (adapter, cache salt) has a root of its own: equal tokens in two namespaces share nothing.
+One node is one page. The children of a node are keyed by the next page's tokens, so a node identifies the whole
+prefix from the root to it. Each namespace (adapter, cache salt) has its own root and shares no pages with others.
 
     match_prefix -> node      the longest cached prefix; changes nothing
     lock / unlock             a request uses the path: none of its pages may be evicted
-    insert                    pages computed by a request become the cache's; the request keeps the path locked
-    evict                     least recently used unlocked leaves go back to the PagePool
+    insert                    ownership of computed pages moves from a request to the cache; the path stays locked
+    evict                     the least recently used unlocked leaves return to the PagePool
 
-The idea is that of SGLang's radix attention (Zheng et al., 2024, arXiv:2312.07104), at page granularity.
-Users hold nodes, not page ids, so that a node may come to stand for a page in another tier of memory.
+The idea is SGLang's radix attention (Zheng et al., 2024, arXiv:2312.07104), at page granularity. Users hold nodes
+instead of page ids, so that a node can later stand for a page in another tier of memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxserve.kv.page_pool import PagePool
 
 
 class Node:
-    """A cached page. A root (parent None) has none; its key is its namespace."""
+    """One cached page. A root (parent None) has no page; its key is the namespace."""
 
     __slots__ = ("alive", "children", "depth", "key", "last_used", "num_locks", "page_id", "parent")
 
@@ -31,14 +31,14 @@ class Node:
         self.page_id = page_id
         self.parent = parent
         self.children: dict[tuple[int, ...], Node] = {}
-        self.depth: int = parent.depth + 1 if parent else 0  # pages of the prefix that ends here
+        self.depth: int = parent.depth + 1 if parent else 0  # number of pages from the root to this node
         self.num_locks = 0
         self.last_used = 0
-        self.alive = True  # reachable from a root that new requests see
+        self.alive = True  # reachable from a root that new requests can match
 
     @property
     def path(self) -> list[Node]:
-        """The nodes from the first page to this one."""
+        """Return the nodes from the first page to this one."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:
@@ -53,30 +53,32 @@ class Node:
 
 
 class RadixCache:
-    """Owns the pages of its nodes until `evict`, `discard` or `flush` hands them back to the pool.
+    """Owns the pages of its nodes until `evict`, `discard` or `flush` returns them to the pool.
 
-    on_removed: called with each node that leaves the tree, in use or not.
+    on_removed: called with each node that leaves the tree, in use or not
     """
 
     def __init__(self, pool: PagePool, page_size: int, on_removed: Callable[[Node], None] | None = None) -> None:
         self.page_size = page_size
-        self.num_pages = 0  # owned, locked or not
-        self.num_evictable = 0  # owned and not locked
+        self.num_pages = 0  # owned by the cache, locked or not
+        self.num_evictable = 0  # owned and unlocked
         self._pool = pool
         self._on_removed = on_removed
         self._roots: dict[str, Node] = {}
-        self._dead: set[Node] = set()  # discarded while in use: freed by the last unlock
+        self._dead: set[Node] = set()  # discarded while locked; the last unlock frees them
         self._clock = itertools.count(1)
-        # (last_used, tie, leaf): entries whose node was used, grew or went since are skipped when they surface
+        # (last_used, tie, leaf). Entries are stale if the node was used, grew or was removed since; `evict` skips
+        # those.
         self._leaves: list[tuple[int, int, Node]] = []
 
     # --- reading
 
     def match_prefix(self, namespace: str, tokens: Sequence[int], max_pages: int, hint: Node | None = None) -> Node:
-        """The node of the longest cached prefix of `tokens`, at most `max_pages` deep; a root if there is none.
+        """Return the node of the longest cached prefix of `tokens`, at most `max_pages` deep; the root if there is
+        none.
 
-        `hint` is an earlier answer for the same tokens: the walk starts there, so asking again is cheap.
-        Lock the node before anything else is done to the cache, or it may be evicted.
+        `hint` is an earlier result for the same tokens. The walk starts there, so repeated calls are cheap. Lock the
+        node before any other call on the cache, or it may be evicted.
         """
         node = self._start(namespace, max_pages, hint)
         size = self.page_size
@@ -96,7 +98,7 @@ class RadixCache:
         return hint
 
     def num_unlocked(self, node: Node) -> int:
-        """Pages of the path to `node` that are evictable now and would not be with `node` locked."""
+        """Return the number of evictable pages on the path to `node` that locking `node` would protect."""
         count = 0
         above: Node | None = node
         while above is not None and above.parent is not None and above.num_locks == 0:
@@ -115,6 +117,7 @@ class RadixCache:
             above = above.parent
 
     def unlock(self, node: Node) -> None:
+        """Unlock the path to `node` and mark it as just used. Pages without a lock become evictable."""
         now = next(self._clock)
         above: Node | None = node
         while above is not None:
@@ -143,15 +146,15 @@ class RadixCache:
     def insert(
         self, start: Node, tokens: Sequence[int], page_ids: Sequence[int], num_pages: int
     ) -> tuple[Node, list[int]]:
-        """Give the cache the pages of a sequence whose path up to `start` the caller has locked.
+        """Insert the pages of a sequence. The caller must have locked the path up to `start`.
 
-            [0, start.depth)           in the tree already
+            [0, start.depth)           already in the tree
             [start.depth, num_pages)   the caller's: tokens and page_ids begin here, and page_ids[i] holds the K and V
                                        of tokens [i * page_size, (i + 1) * page_size)
 
-        Returns the node of `num_pages`, to which the lock now reaches, and those of the pages that the tree has a
-        copy of already, in use by others: they stay the caller's. A copy that nobody uses makes way for the caller's.
-        Below a discarded `start` nothing is taken and all stays as it is.
+        Returns the node at depth `num_pages`, to which the lock is extended, and the page ids that duplicate a
+        cached page in use by another request. The caller keeps owning these duplicates. If the cached copy is
+        unlocked, the caller's page replaces it. If `start` was discarded, nothing is inserted.
         """
         duplicates: list[int] = []
         if not start.alive:
@@ -173,10 +176,10 @@ class RadixCache:
         return node, duplicates
 
     def merge_duplicates(self, node: Node, page_ids: Sequence[int], duplicates: list[int]) -> list[int]:
-        """Let the tree use the caller's copies of pages that it alone still locks, down to its `node`.
+        """Replace cached pages that only the caller still locks, up to its `node`, by the caller's copies.
 
-        page_ids are the caller's from the root on, duplicates those of them that the tree had a copy of, in use by
-        others. Returns those that are still so.
+        page_ids: the caller's pages from the root on. duplicates: those of them that the tree also had, in use by
+        others. Returns the duplicates that remain.
         """
         left: list[int] = []
         for above, page in zip(node.path, page_ids, strict=False):
@@ -196,7 +199,7 @@ class RadixCache:
     # --- giving pages back
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages, least recently used first; how many were freed."""
+        """Free up to `count` pages, least recently used first. Returns how many were freed."""
         freed = 0
         while freed < count and self._leaves:
             last_used, _, node = heapq.heappop(self._leaves)
@@ -219,7 +222,7 @@ class RadixCache:
             self._push_leaf(parent)
 
     def discard(self, node: Node) -> None:
-        """Forget the prefix of `node` from its first page on, with all that grew on it: its content is suspect."""
+        """Remove the first page of the prefix of `node` and everything below it, because the content is not finite."""
         top = next(iter(node.path), None)
         if top is not None and top.alive and top.parent is not None:
             assert not isinstance(top.key, str)
@@ -227,7 +230,7 @@ class RadixCache:
             self._kill(top)
 
     def flush(self) -> None:
-        """Forget everything. Pages in use are freed when their requests unlock them, and nothing is added to them."""
+        """Remove all nodes. Pages in use are freed when their last user unlocks them; nothing is added to them."""
         for root in self._roots.values():
             root.alive = False
             for top in root.children.values():
@@ -273,10 +276,10 @@ class RadixCache:
     def _is_current(self, last_used: int, _: int, node: Node) -> bool:
         return node.alive and not node.num_locks and not node.children and node.last_used == last_used
 
-    # --- proof
+    # --- consistency checks
 
     def nodes(self) -> Iterator[Node]:
-        """Every node that holds a page."""
+        """Iterate over all nodes that hold a page."""
         yield from self._dead
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
@@ -285,7 +288,7 @@ class RadixCache:
             stack += node.children.values()
 
     def check_integrity(self, locked: Sequence[Node]) -> list[int]:
-        """Raise AssertionError unless the tree is sound and its locks are those of `locked`; the pages it owns."""
+        """Raise AssertionError unless the tree is consistent and its locks match `locked`. Returns its pages."""
         expected: dict[Node, int] = {}
         for handle in locked:
             for node in handle.path:

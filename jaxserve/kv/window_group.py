@@ -1,15 +1,16 @@
-"""The pages of the layers with a sliding window: what running requests hold of them. Takes, grows and gives back.
+"""Pages of the sliding-window layers held by running requests: allocation, growth and release.
 
-A group of its own beside the full one: own pool, own page tables, the same indices. A request holds the pages that a
-token to come, or one in a step in flight, can see, and gives back those before as its steps are read:
+These layers have their own pool and page tables, beside those of the full-attention layers, with the same indices. A
+request holds the pages that a future token, or a token of a step in flight, can see. It releases older pages as its
+steps are read:
 
     index   0 ............... first ..................... first + len(pages)
-            |  given back     |  the cache's, locked | own  |
+            |  released       |  cached, locked       | own  |
 
-A prompt's pages are taken at once when the request is admitted, as many as two chunks and a window need at most
-(`spare`), or where they are scarce fewer, down to two windows; a longer prompt goes on with those of its own that have
-fallen out of the window. So a prompt that has begun never waits for pages of this group, and those of a prompt that is
-short enough are all there for the prefix cache.
+All pages that a prompt needs are allocated at admission, so a started prompt never waits for pages of this pool.
+They cover two chunks and a window if enough pages are free, else at least two windows (`spare`: allocated, not yet
+in the page table). A longer prompt reuses its own pages that fell out of the window. A prompt that fits keeps all
+its pages for the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ from jaxserve.types.window_size import WindowSize
 
 @dataclass(slots=True, eq=False)
 class WindowPages:
-    """What one request holds. pages[i] is at index first + i of its page table; nodes[i] is the cache's node that owns
-    it, None where the request does. The device has the table up to index `num_sent`."""
+    """The window pages of one request.
+
+    pages[i] is entry first + i of its page table. nodes[i] is the cache node that owns it; None: the request owns
+    it. The device has the page table up to index `num_sent`.
+    """
 
     first: int
     pages: list[int]
     nodes: list[Node | None]
-    spare: list[int]  # for the rest of the prompt
+    spare: list[int]  # allocated for the rest of the prompt, not yet in the page table
     num_sent: int
-    num_read: int  # of the prompt, tokens whose steps have been read: no step in flight begins before
-    first_own: int  # index from which on the pages were the request's own, before the cache got some
-    num_lost: int = 0  # of its own, still used by others when it needed them for the rest of the prompt
-    due: int = 0  # tokens read at which there is something for `advance` to do
+    num_read: int  # prompt tokens whose steps have been read; every step in flight begins at or after them
+    first_own: int  # first index whose page the request owned before the cache got some of them
+    num_lost: int = 0  # own pages that other requests still used when the rest of the prompt needed them
+    due: int = 0  # number of read tokens at which `advance` next has work
 
     @property
     def end(self) -> int:
@@ -48,23 +52,24 @@ class WindowPages:
         self.nodes += [None] * len(page_ids)
 
     def unsent(self) -> tuple[int, list[int]]:
-        """Page-table entries that the device lacks: the first index and the page ids."""
+        """Page-table entries that the device does not have yet: the first index and the page ids."""
         first, self.num_sent = self.num_sent, self.end
         return first, self.pages[first - self.first :]
 
 
 class WindowGroup:
-    """num_pages: of the pool. longest: tokens of the longest sequence."""
+    """num_pages: size of the pool. longest: tokens of the longest sequence."""
 
     def __init__(self, num_pages: int, size: WindowSize, longest: int) -> None:
         self.size = size
         self._most = size.decoding
         self.pool = PagePool(num_pages)
         self.index = WindowIndex(self.pool, size)
-        # Beside a prefix's last window, which is locked for the first tokens, there must be room for the prompt's own.
+        # The prefix's last window is locked for the first tokens, so the prompt's own pages need room beside it.
         room = num_pages - size.decoding
         self._max_hand = min(size.prefilling, room) if room >= size.decoding else num_pages
-        # Enough for chunks of half a window. More may be long in coming: two chunks can be as many as 16 windows.
+        # Allocate at least enough for chunks of half a window. Waiting for more can take long: two chunks can need 16
+        # windows.
         self._min_hand = min(self._max_hand, 2 * size.decoding)
         assert num_pages >= size.least(longest)
 
@@ -72,20 +77,25 @@ class WindowGroup:
 
     @property
     def num_available(self) -> int:
-        """Pages that `grow` could give now."""
+        """Return the number of pages that `grow` could allocate now."""
         return self.pool.num_free + self.index.num_evictable
 
     def num_reclaimable(self, request: Request) -> int:
-        """Pages that become available once a running request is released."""
+        """Return the number of pages that releasing a running request makes available."""
         held: WindowPages = request.window
         return len(held.spare) + sum(node is None or self.index.is_last_user(node) for node in held.nodes)
 
     def num_new_pages(self, request: Request, node: Node) -> int:
-        """Pages that `take` must find: the fewest to allocate, and those of the prefix that can then not be evicted."""
+        """Return the number of available pages that `take` consumes: the fewest to allocate, and the prefix pages to
+        lock.
+        """
         return self._hand(request, node) + self.index.num_idle(self.index.path(node))
 
     def num_to_grow(self, request: Request, node: Node) -> int:
-        """Pages that a request holds at most while it decodes, less those that it has, or would take beside `node`."""
+        """Return how many more pages a request needs at most while it decodes.
+
+        Pages that it holds, or would take over from the prefix at `node`, are subtracted.
+        """
         held: WindowPages | None = request.window
         if held is not None:
             return max(0, self._most - len(held.pages) - len(held.spare))
@@ -98,8 +108,10 @@ class WindowGroup:
     # --- taking
 
     def take(self, request: Request, node: Node, surplus: int) -> None:
-        """The last window of the prefix `node`, and pages for the tokens behind it: of the `surplus`, available pages
-        beyond `num_new_pages`, as many as a prompt can use."""
+        """Lock the last window of the prefix `node` and allocate pages for the tokens after it.
+
+        surplus: available pages beyond `num_new_pages`; as many of them as the prompt can use are allocated too
+        """
         nodes = self.index.path(node)
         pages = [self.index.lock(above) for above in nodes]
         first = node.depth - len(nodes)
@@ -114,8 +126,11 @@ class WindowGroup:
         )
 
     def reach(self, request: Request, end: int) -> int:
-        """Set pages aside for the prompt's tokens up to `end`, none of which a step in flight may see; the position
-        that they reach."""
+        """Make pages available for the prompt's tokens up to `end` without touching a page that a step in flight can
+        see.
+
+        Returns the position that the pages cover.
+        """
         held: WindowPages = request.window
         wanted = -(-end // self.size.page_size) - held.end
         if wanted > len(held.spare):
@@ -127,7 +142,7 @@ class WindowGroup:
         return min(end, (held.end + len(held.spare)) * self.size.page_size)
 
     def cover(self, request: Request, end: int) -> tuple[int, list[int]]:
-        """The pages set aside for the prompt's tokens up to `end`: (first new index, page ids)."""
+        """Enter the reserved pages of the prompt's tokens up to `end`. Returns (first new index, page ids)."""
         held: WindowPages = request.window
         wanted = -(-end // self.size.page_size) - held.end
         if wanted > 0:
@@ -136,8 +151,11 @@ class WindowGroup:
         return held.unsent()
 
     def _reuse(self, held: WindowPages, first: int) -> None:
-        """Keep the pages before index `first` for the rest of the prompt: the request's own, and those that it gave to
-        the cache and that no other request uses. The cache loses these."""
+        """Reuse the pages before index `first` for the rest of the prompt.
+
+        These are the request's own pages and cached pages of it that no other request uses. The cache loses the
+        latter.
+        """
         for index in range(max(held.first, held.first_own), min(held.end, first)):
             node = held.nodes[index - held.first]
             if node is None:
@@ -150,7 +168,7 @@ class WindowGroup:
         held.spare += self._drop(held, first)
 
     def grow(self, request: Request, count: int) -> tuple[int, list[int]]:
-        """`count` more pages for a request that decodes: (first new index, page ids)."""
+        """Allocate `count` pages for a decoding request. Returns (first new index, page ids)."""
         held: WindowPages = request.window
         held.append(self._allocate(count))
         return held.unsent()
@@ -163,10 +181,10 @@ class WindowGroup:
     # --- sharing and giving back
 
     def commit(self, request: Request, node: Node, depth: int) -> None:
-        """Give the cache the windowed pages of the request's tokens between `depth` pages and `node`.
+        """Give the cache the window pages of the request's tokens between depth `depth` and `node`.
 
-        A page that the cache has and that no request uses is replaced: it would be evicted first, and a prefix with a
-        gap cannot be used.
+        Also replace unlocked cached pages by this request's: they would be evicted first, and a prefix with a gap
+        cannot be matched.
         """
         held: WindowPages = request.window
         while node.depth > max(held.first, depth):
@@ -178,8 +196,11 @@ class WindowGroup:
             node = node.parent
 
     def advance(self, request: Request, num_tokens: int) -> None:
-        """The steps of the first `num_tokens` tokens have been read. Once the prompt is done, pages that no later
-        token sees are given back; before, they are kept for the rest of the prompt, and for the prefix cache."""
+        """Note that the steps of the first `num_tokens` tokens have been read.
+
+        After the prompt, pages that no later token sees are freed. During the prompt they are kept, for its own
+        later chunks and for the prefix cache.
+        """
         held: WindowPages = request.window
         held.num_read = num_tokens
         if request.prompt_done:
@@ -190,7 +211,7 @@ class WindowGroup:
             held.due = self.size.next_release(num_tokens)
 
     def _drop(self, held: WindowPages, first: int) -> list[int]:
-        """Let go of the pages before index `first`; those that were the request's own."""
+        """Remove the pages before index `first` from the request. Returns those that the request owned."""
         count = max(0, first - held.first)
         own = []
         for page, node in zip(held.pages[:count], held.nodes[:count], strict=True):
@@ -203,16 +224,16 @@ class WindowGroup:
         return own
 
     def release(self, request: Request) -> None:
-        """Take back all that a request holds."""
+        """Free all that a request holds."""
         held: WindowPages = request.window
         self.pool.free(self._drop(held, held.end))
         self.pool.free(held.spare)
         request.window = None
 
-    # --- proof
+    # --- consistency checks
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
-        """Raise AssertionError unless free + cached + held is every page of the group, once."""
+        """Raise AssertionError unless every page of the pool is exactly once free, cached or held."""
         owned, locked = [], []
         for request in holders:
             held: WindowPages = request.window

@@ -1,10 +1,10 @@
-"""Which prefixes of the radix cache have their page of the windowed layers too. No jax, no requests.
+"""Tracks which prefixes of the radix cache also have their sliding-window pages. No jax, no requests.
 
-A node of the tree always has its page of the layers that see everything. Its windowed page may be gone: those of
-tokens that no request sees any more go first, and the node stays. A prefix can then be used only where the pages of
-the last window before its end are there, in one piece: `served`.
+A node of the radix tree always has its full-attention page. Its window page may have been evicted: pages that no
+request sees any more go first, and the node stays. A prefix is usable only if all pages of the last window before
+its end are present; `served` finds the longest such prefix.
 
-Users lock the windowed pages that they see and no others, so that the rest of a long prefix can go while it is in use.
+Requests lock only the window pages that they see, so older pages of a long prefix can be evicted while it is in use.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jaxserve.types.window_size import WindowSize
 
 
 class WindowIndex:
-    """Owns the windowed pages of nodes until `evict` or `forget` hands them back to the pool."""
+    """Owns the window pages of nodes until `evict` or `forget` returns them to the pool."""
 
     def __init__(self, pool: PagePool, size: WindowSize) -> None:
         self._pool = pool
         self._size = size
         self._pages: dict[Node, int] = {}
         self._locks: dict[Node, int] = {}
-        self._idle: dict[Node, None] = {}  # not locked; the one unlocked first comes first
+        self._idle: dict[Node, None] = {}  # unlocked pages, in the order in which they were unlocked
 
     @property
     def num_pages(self) -> int:
@@ -36,7 +36,7 @@ class WindowIndex:
         return node in self._pages
 
     def served(self, node: Node) -> Node:
-        """The deepest node on the path to `node` whose last window is all here; a root needs none."""
+        """Return the deepest node on the path to `node` whose last window is complete; a root always qualifies."""
         deepest, first = node, self._size.first_of_prefix(node.depth)
         above = node
         while above.depth > first:
@@ -47,7 +47,7 @@ class WindowIndex:
         return deepest
 
     def path(self, node: Node) -> list[Node]:
-        """The nodes of the last window of the prefix that ends at `node`."""
+        """Return the nodes of the last window of the prefix that ends at `node`."""
         nodes: list[Node] = []
         first = self._size.first_of_prefix(node.depth)
         while node.depth > first:
@@ -58,11 +58,11 @@ class WindowIndex:
         return nodes
 
     def num_idle(self, nodes: list[Node]) -> int:
-        """How many of them are evictable now and would not be if they were locked."""
+        """Return how many of the nodes' pages are evictable now and would not be if they were locked."""
         return sum(node in self._idle for node in nodes)
 
     def is_last_user(self, node: Node) -> bool:
-        """Whether the page becomes evictable once it is unlocked."""
+        """Whether unlocking the page makes it evictable."""
         return self._locks[node] == 1
 
     # --- use
@@ -71,23 +71,24 @@ class WindowIndex:
         return node in self._locks
 
     def put(self, node: Node, page_id: int) -> None:
-        """A page for a node that has none, or one that nobody uses and that makes way; locked by the caller."""
+        """Set and lock the page of a node. Its old page, if it has one, must be unlocked and is freed."""
         assert node.alive and not self.in_use(node)
         self.forget(node)
         self._pages[node], self._locks[node] = page_id, 1
 
     def take_back(self, node: Node) -> int:
-        """The page of a node, for its last user. The node stays without one."""
+        """Remove and return the page of a node, for its last user. The node stays without a window page."""
         assert self._locks.pop(node) == 1
         return self._pages.pop(node)
 
     def lock(self, node: Node) -> int:
-        """The page, which stays until it is unlocked."""
+        """Lock and return the page of a node."""
         self._idle.pop(node, None)
         self._locks[node] = self._locks.get(node, 0) + 1
         return self._pages[node]
 
     def unlock(self, node: Node) -> None:
+        """Unlock the page of a node. Without a lock it becomes evictable, or is freed if the node left the tree."""
         self._locks[node] -= 1
         if self._locks[node] == 0:
             del self._locks[node]
@@ -99,14 +100,14 @@ class WindowIndex:
     # --- giving pages back
 
     def evict(self, count: int) -> None:
-        """Free up to `count` pages, least recently used first. Their nodes stay."""
+        """Free up to `count` pages, least recently used first. Their nodes stay in the tree."""
         for _ in range(min(count, len(self._idle))):
             node = next(iter(self._idle))
             del self._idle[node]
             self._release(node)
 
     def forget(self, node: Node) -> None:
-        """The node has left the tree. A page in use is freed by its last user."""
+        """Note that a node left the tree. A locked page is freed by its last user."""
         if node in self._idle:
             del self._idle[node]
             self._release(node)
@@ -114,10 +115,10 @@ class WindowIndex:
     def _release(self, node: Node) -> None:
         self._pool.free((self._pages.pop(node),))
 
-    # --- proof
+    # --- consistency checks
 
     def check_integrity(self, locked: list[Node]) -> list[int]:
-        """Raise AssertionError unless the locks are those of `locked` and no page is without use; the pages."""
+        """Raise AssertionError unless the locks match `locked` and every page has a node. Returns the pages."""
         expected: dict[Node, int] = {}
         for node in locked:
             expected[node] = expected.get(node, 0) + 1
