@@ -1,7 +1,6 @@
-"""What admission estimates: how many tokens running requests will still need, whether there is room for one more, and
-which prefill is worth waiting for.
+"""Estimates for admission: tokens that running requests will still need, room for one more, prefills worth waiting for.
 
-Pure arithmetic over Requests and what they hold; takes and changes nothing.
+Pure arithmetic over Requests and what they hold. Changes no request and allocates nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from jaxserve.kv.kv_manager import KVManager
 from jaxserve.kv.radix_cache import Node
 from jaxserve.types.request import Request
 
-CLIP_NEW_TOKENS = 4096  # of a larger max_tokens no more is reserved: hardly any answer is that long
-FLOOR_FACTOR = 0.14  # the ratio decays to this share of its start
+CLIP_NEW_TOKENS = 4096  # reserve no more of a larger max_tokens, because few outputs are that long
+FLOOR_FACTOR = 0.14  # lower bound of the ratio, as a share of its start value
 DECAY_STEPS = 600  # decode steps from the start value to the floor
-MAX_STALL = 16  # steps; a prefill that had no part in so many is not waited for
-MARGIN_STEPS = 20  # decode steps without another retraction that one retraction should buy
+MAX_STALL = 16  # steps; do not wait for a prefill that was in none of the last MAX_STALL steps
+MARGIN_STEPS = 20  # decode steps without another preemption that one preemption should buy
 
 
 _Key = tuple[Node, tuple[int, ...]]
@@ -26,8 +25,8 @@ _Key = tuple[Node, tuple[int, ...]]
 class NewTokenRatio:
     """The share of its remaining max_tokens that a request is expected to generate.
 
-    Falls while all goes well, rises to what was seen when pages ran out. The scheme and its constants are those of
-    SGLang's scheduler: low means more requests at once, high means fewer retractions.
+    Decays with each decode step and rises to the observed share when pages run out. The scheme and its constants are
+    those of SGLang's scheduler: a low value means more requests at once, a high value means fewer preemptions.
     """
 
     def __init__(self, start: float) -> None:
@@ -43,7 +42,7 @@ class NewTokenRatio:
         self.value = self._start
 
     def rise(self, kept: Iterable[Request]) -> None:
-        """Pages ran out; `kept` are the requests that stay."""
+        """Raise the ratio after pages ran out. `kept`: the requests that keep running."""
         decoded = total = 0
         for request in kept:
             decoded += len(request.output_token_ids) + MARGIN_STEPS
@@ -51,7 +50,10 @@ class NewTokenRatio:
         self.value = min(1.0, max(self.value, decoded / (total + 1)))
 
     def reserve(self, requests: Iterable[Request]) -> int:
-        """Tokens that these requests are expected to generate from here. Those that nothing stops use all they may."""
+        """Return the number of tokens that these requests are expected to generate from now on.
+
+        A request that no stop token can end counts with all its remaining tokens.
+        """
         certain = likely = 0
         for request in requests:
             left = request.max_tokens - len(request.output_token_ids)
@@ -63,14 +65,16 @@ class NewTokenRatio:
 
 
 class Room:
-    """Tokens of each group of layers, those that see everything first: what requests will take, and what is lacking."""
+    """Token counts per layer group, full attention first: what running requests will take, and what is missing."""
 
     def __init__(self, ratio: NewTokenRatio, kv: KVManager) -> None:
         self.ratio = ratio
         self._kv = kv
 
     def reserve(self, requests: Iterable[Request]) -> list[int]:
-        """What requests are expected to grow by; with a window no further than it reaches."""
+        """Return the tokens by which requests are expected to grow. In the sliding-window group growth ends at the
+        window.
+        """
         reserved = [self.ratio.reserve(requests)]
         if (window := self._kv.window) is not None:
             size = self._kv.page_size
@@ -79,8 +83,10 @@ class Room:
         return reserved
 
     def missing(self, request: Request, node: Node, reserved: list[int], *, alone: bool) -> list[int]:
-        """What is lacking to admit a request beside those that `reserved` is for (below 0: is left). Alone on the
-        device it needs no reserve to grow."""
+        """Return the token deficit of each layer group if this request were admitted on top of `reserved`.
+
+        A negative value means that much is free. If no other request runs, no reserve for growth is needed.
+        """
         pairs = zip(self._kv.available(), self._kv.num_new_pages(request, node), strict=True)
         room = [(available - new) * self._kv.page_size for available, new in pairs]
         if min(room) >= 0 and alone:
@@ -90,10 +96,10 @@ class Room:
 
 
 class PrefillsInProgress:
-    """Prompts being computed whose pages a waiting request could soon share, as the siblings of an n > 1 request do.
+    """Prompts being computed whose pages a waiting request could soon share, as the siblings of one n > 1 request do.
 
-    The cache has their pages up to `cache_node`, so they are found by what follows it: (the node, the next page's
-    tokens). Siblings are found by their group.
+    A prompt is found by the pages that follow its cached ones: the key is (cache_node, the next page's tokens).
+    Siblings are found by the id of the request that they belong to.
     """
 
     def __init__(self, page_size: int, prefix_cache: bool) -> None:
@@ -102,11 +108,11 @@ class PrefillsInProgress:
         self._leaders: dict[_Key, Request] = {}
         self._keys: dict[Request, _Key | None] = {}
         self._started: dict[Request, int] = {}  # step in which a request started
-        self._siblings: dict[str, Request] = {}  # by group, the last one that started
+        self._siblings: dict[str, Request] = {}  # by group id: the last sibling that started
         self._by_id: dict[str, Request] = {}
 
     def add(self, request: Request, step: int) -> None:
-        """A request starts in this step."""
+        """Add a request that starts in this step."""
         if self._prefix_cache:
             self._started[request] = step
             self._siblings[request.group] = request
@@ -114,13 +120,13 @@ class PrefillsInProgress:
             self._register(request)
 
     def advance(self, request: Request) -> None:
-        """The cache has more of its pages."""
+        """Update a prompt after more of its pages were cached."""
         if request in self._started:
             self._unregister(request)
             self._register(request)
 
     def remove(self, request: Request) -> None:
-        """The cache has all its pages, or never will."""
+        """Remove a prompt: all its pages are cached, or they never will be."""
         if self._started.pop(request, None) is not None:
             self._unregister(request)
             self._by_id.pop(request.request_id, None)
@@ -138,10 +144,9 @@ class PrefillsInProgress:
             del self._leaders[key]
 
     def awaits_prefill(self, request: Request, step: int) -> bool:
-        """Whether `worth_waiting` is true of a sibling, or of a prompt that was compared with this one in an earlier
-        step, found without a look at the prompt.
+        """Whether `worth_waiting` holds for a sibling, or held in an earlier step for a prompt compared with this one.
 
-        A sibling is also the hint for the request's next match in the prefix cache.
+        Does not read the prompt. A sibling is also the hint for the request's next match in the prefix cache.
         """
         sibling = self._siblings.get(request.group) if request.group else None
         if sibling is not None and sibling.prompt_token_ids is request.prompt_token_ids:
@@ -152,16 +157,16 @@ class PrefillsInProgress:
         return known is not None and self._is_worth(request, known, known.cache_node.depth, step)
 
     def worth_waiting(self, request: Request, node: Node, step: int) -> bool:
-        """Whether a prefill in progress will spare `request` at least half the tokens that it has yet to compute.
+        """Whether a prefill in progress will save `request` at least half the tokens that it still has to compute.
 
-        The request waits until the pages that both begin with are computed, and not for the rest of the other prompt.
+        The request waits only until the pages that both prompts share are computed.
         """
         key = self._key(request, node) if self._leaders else None
         leader = self._leaders.get(key) if key else None
         return leader is not None and self._is_worth(request, leader, node.depth, step)
 
     def _is_worth(self, request: Request, leader: Request, depth: int, step: int) -> bool:
-        """depth: pages that the cache has of both prompts."""
+        """depth: number of cached pages that both prompts share"""
         if request.reads_whole_prompt or leader.priority > request.priority:
             return False  # a leader of worse priority may itself be waiting for this request
         if max(leader.last_step, self._started[leader]) < step - MAX_STALL:
@@ -175,7 +180,7 @@ class PrefillsInProgress:
         return (node, tuple(prompt[begin:end])) if end <= len(prompt) else None
 
     def _num_shared(self, request: Request, leader: Request, depth: int) -> int:
-        """Pages that both prompts begin with and `request` could use. The first `depth` are known to be equal."""
+        """Return how many pages both prompts share and `request` could use. The first `depth` are known to be equal."""
         mine, theirs, size = request.prompt_token_ids, leader.prompt_token_ids, self._page_size
         limit = min((request.num_tokens - 1) // size, len(mine) // size, len(theirs) // size)
         if mine is theirs:

@@ -1,4 +1,4 @@
-"""Starts waiting requests: gives each its slot and the pages of all its known tokens, while there is room."""
+"""Starts waiting requests: assigns each a slot and the pages of all its known tokens, as long as there is room."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from jaxserve.scheduler.waiting_queue import WaitingQueue
 from jaxserve.scheduler.waiting_reasons import Refusals, WaitReason
 from jaxserve.types.request import Request, RequestStatus
 
-MAX_CANDIDATES = 64  # waiting requests that are looked up in the prefix cache in one step
-MAX_SHORT = 8  # of them the shortest of those that come later, so that no row of long prompts hides a short one
-MAX_SCANNED = 1024  # waiting requests looked at to find them, at 1 us each
+MAX_CANDIDATES = 64  # waiting requests that are looked up in the prefix cache per step
+# of these, the shortest prompts from further back, so that a row of long prompts does not block a short one
+MAX_SHORT = 8
+MAX_SCANNED = 1024  # waiting requests that are scanned to find the short ones, at 1 us each
 # Pages of the requests that start in one step, at 1 us each, but for the first request: 64 siblings of a prompt of
 # 100,000 tokens would hold up a step for 0.3 s.
 MAX_PAGES_TAKEN = 16_384
 
 
 class Admitter:
-    """Decides whether a waiting request can start now. Which one is tried next is the caller's decision.
+    """Decides whether a waiting request can start now. The caller decides which one is tried next.
 
     started    the requests that were given a slot since `open`
     """
@@ -48,16 +49,16 @@ class Admitter:
         self._room = preemption.room
         self._step = 0
         self._now = 0.0
-        self._blocked = False  # a request found no room: no other one may start before it
+        self._blocked = False  # a request found no room: no other may start before it
         self._pages_taken = 0  # by requests that started in this step
-        self._reserved: list[int] = []  # tokens that the running requests are expected to grow by, for each group
+        self._reserved: list[int] = []  # per layer group: tokens by which running requests are expected to grow
         self._refusals = Refusals()
         self.started: list[Request] = []
 
     def open(self, step: int, now: float, *, batch: bool, only: Collection[str] | None) -> list[Request]:
-        """The waiting requests that may start in a step, in the order of the policy.
+        """Return the waiting requests that may start in a step, in the order of the policy.
 
-        now: seconds. batch: whether batch requests are among them. only: their ids; None: all.
+        now: seconds. batch: include batch requests. only: ids of the requests to include; None: all.
         """
         if step != self._step:
             self._refusals.open()
@@ -88,7 +89,7 @@ class Admitter:
         return best is not None and self._preemption.could_help(best)
 
     def num_cached(self, request: Request) -> int:
-        """Tokens of a waiting request that it need not compute."""
+        """Return the number of tokens of a waiting request that the prefix cache holds."""
         if self._blocked or request.slot is not None:
             return 0
         return self._kv.match(request).depth * self._kv.page_size
@@ -105,10 +106,10 @@ class Admitter:
         return WaitReason.QUEUE if self._kv.num_free_slots else WaitReason.SLOT
 
     def start(self, request: Request) -> bool:
-        """Give a waiting request a slot and pages. False if it has to wait.
+        """Give a waiting request a slot and pages. Returns False if it has to wait.
 
-        If it finds no room, no other request can start before the next `open`, and running requests of worse priority
-        may be preempted for it.
+        If there is no room, no other request can start before the next `open`, and running requests of worse
+        priority may be preempted for it.
         """
         if self._blocked:
             return False
@@ -131,7 +132,7 @@ class Admitter:
         return True
 
     def _take(self, request: Request, node: Node, surplus: int) -> None:
-        """surplus: see KVManager.take."""
+        """surplus: see KVManager.take"""
         num_left = max(0, request.num_prefill_tokens - request.num_computed_tokens)
         self._waiting.remove(request)
         self._kv.take(request, node, surplus)
@@ -151,7 +152,7 @@ class Admitter:
 
 
 def _first_and_shortest(requests: list[Request]) -> list[Request]:
-    """At most MAX_CANDIDATES of them, in the same order."""
+    """Return at most MAX_CANDIDATES of the requests, in the same order."""
     if len(requests) <= MAX_CANDIDATES:
         return requests
     later = requests[MAX_CANDIDATES - MAX_SHORT :]

@@ -1,4 +1,4 @@
-"""Which requests have waited so long that no other request may pass or preempt them: they are `aged`."""
+"""Starvation protection. A request that has waited too long is `aged`: no other request may pass or preempt it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _Entry = tuple[int, float, int, Request]
 
 
 def age_of(request: Request) -> tuple[int, float]:
-    """Sorts the oldest request first."""
+    """Sort key: the oldest request first."""
     return request.queued_step, request.arrival
 
 
 class Aging:
-    """Finds the requests that became due: still without their first token `aging_steps` steps after they were queued.
+    """Finds requests to age: those without a first token `aging_steps` steps after they were queued.
 
-    Under fcfs only batch requests age, because every other request has its turn in order of arrival anyway. One batch
-    request at a time is aged, and the next one `aging_steps` steps after its end: so a long queue of them goes on, and
-    online requests do not wait for all of it.
+    Under fcfs only batch requests age, because all other requests run in order of arrival anyway. At most one batch
+    request is aged at a time. The next one follows `aging_steps` steps after the end of the last, so a long queue of
+    batch requests makes progress without delaying online requests for all of it.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -32,18 +32,20 @@ class Aging:
         self._batch_priority = config.rank(BACKGROUND_PRIORITY)
         self._online = _Watched()
         self._batch = _Watched()
-        self._aged_batch: Request | None = None  # it lives
-        self._batch_since = -config.aging_steps  # step since which no batch request is aged
+        self._aged_batch: Request | None = None  # the batch request that is aged now
+        self._batch_since = -config.aging_steps  # first step without an aged batch request
 
     def watch(self, request: Request) -> None:
-        """Add a request that waits. It may have been preempted; its age counts from its first queueing."""
+        """Add a waiting request. If it was preempted, its age still counts from the first time that it was queued."""
         if request.priority >= self._batch_priority:
             self._batch.push(request)
         elif self._online_ages:
             self._online.push(request)
 
     def due(self, step: int) -> Iterator[Request]:
-        """Take out the requests that are due at this step. The caller marks each of them as aged."""
+        """Remove and return the requests that reach the age limit at this step. The caller marks each
+        of them as aged.
+        """
         limit = step - self._aging_steps
         while (request := self._online.pop(limit)) is not None:
             yield request
@@ -56,7 +58,7 @@ class Aging:
 
 
 class _Watched:
-    """Requests by age. Entries of requests that decode, are aged or have ended are dropped when they surface."""
+    """Requests by age. Entries of requests that decode, are aged or have ended are dropped when they reach the top."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -71,7 +73,7 @@ class _Watched:
         heapq.heappush(self._heap, (*age_of(request), next(self._ties), request))
 
     def pop(self, limit: int) -> Request | None:
-        """The oldest request that was queued at step `limit` or before, or None."""
+        """Remove and return the oldest request that was queued at step `limit` or before; None if there is none."""
         while self._heap and self._heap[0][0] <= limit:
             request = heapq.heappop(self._heap)[3]
             if _may_age(request):
@@ -80,7 +82,7 @@ class _Watched:
 
 
 def _may_age(request: Request) -> bool:
-    """Whether the request waits, or computes its prompt."""
+    """Whether the request waits or computes its prompt."""
     if request.aged or request.status is RequestStatus.FINISHED:
         return False
     return request.status is not RequestStatus.RUNNING or request.num_computed_tokens < request.num_prefill_tokens

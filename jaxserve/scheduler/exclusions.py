@@ -1,4 +1,4 @@
-"""Requests whose parameters leave no token to sample: refused when they come, or ended when it shows. No jax."""
+"""Requests whose parameters exclude every token: refused on arrival, or ended when the device reports it. No jax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxserve.types.sampling import SamplingParams
 
 
 def check_allowed(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidValueError if bad_words_token_ids of one token exclude every token that may be sampled."""
+    """Raise InvalidValueError if the single-token bad_words_token_ids exclude every token that may be sampled."""
     banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
     if params.allowed_token_ids is not None:
         allowed = {token for token in params.allowed_token_ids if 0 <= token < vocab_size}
@@ -19,7 +19,7 @@ def check_allowed(params: SamplingParams, vocab_size: int) -> None:
 
 
 def nothing_allowed(params: SamplingParams) -> str:
-    """The message of a request that ends because its parameters exclude every token."""
+    """Return the error message for a request whose parameters exclude every token."""
     fields = {
         "response_format": params.grammar is not None,
         "allowed_token_ids": params.allowed_token_ids is not None,

@@ -1,4 +1,4 @@
-"""From the device's log-probabilities, candidates and hidden states to a request's outputs, row by row. No jax."""
+"""Copies log-probabilities, candidates and hidden states of a step into the outputs of its requests. No jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.types.step import SampledTokens, ScheduledRow
 
 
 class StepLogprobs:
-    """The log-probabilities of a step as lists, each array converted once for all rows."""
+    """The log-probabilities of a step as lists. Each array is converted once for all rows."""
 
     def __init__(self, sampled: SampledTokens, rows: Sequence[ScheduledRow]) -> None:
         assert sampled.logprobs is not None and sampled.ranks is not None
@@ -24,7 +24,7 @@ class StepLogprobs:
         self._top_logprobs: list[list[list[float]]] = sampled.top_logprobs[:, :, :width].tolist()
 
     def of_row(self, row: int, token_ids: list[int], top: int) -> list[TokenLogprobs]:
-        """Of the tokens that row `row` yielded, each with the `top` most likely ones."""
+        """Return the log-probabilities of the tokens that row `row` yielded, each with the `top` most likely tokens."""
         own, ranks, ids, most = self._logprobs[row], self._ranks[row], self._top_ids[row], self._top_logprobs[row]
         found = []
         for i, token in enumerate(token_ids):  # half the time of a comprehension over zip
@@ -33,7 +33,7 @@ class StepLogprobs:
 
 
 def gather_prompt_logprobs(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
-    """Enter a chunk's log-probabilities at their positions; what lies beyond the prompt is left out."""
+    """Store a prompt chunk's log-probabilities at their positions. Positions beyond the prompt are skipped."""
     arrays = (sampled.prompt_logprobs or {}).get(index)
     entries, prompt, top = request.prompt_logprobs, request.prompt_token_ids, row.prompt_logprobs
     if arrays is None or entries is None:
@@ -50,7 +50,7 @@ def gather_prompt_logprobs(request: Request, row: ScheduledRow, index: int, samp
 
 
 def too_many_candidates(row: ScheduledRow, index: int, sampled: SampledTokens) -> str | None:
-    """Why a row that asks for the candidates of its token cannot be told them."""
+    """Return the error of a row whose token has more candidates than the server reports; None if they fit."""
     if row.detail is None or not row.detail.support:
         return None
     assert sampled.details is not None
@@ -62,7 +62,9 @@ def too_many_candidates(row: ScheduledRow, index: int, sampled: SampledTokens) -
 
 
 def add_details(result: TokenOutput, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
-    """What `row` asks for of the one token that it yielded, into `result`, whose log-probabilities are there."""
+    """Add the extra outputs that `row` asks for to `result`, whose log-probabilities are set. The row yielded one
+    token.
+    """
     params, details = row.detail, sampled.details
     if params is None or not result.token_ids:
         return
@@ -86,7 +88,7 @@ def _watching(entry: TokenLogprobs, watched: list[float]) -> TokenLogprobs:
 
 
 def ask_prompt_details(request: Request) -> None:
-    """Begin to gather what the request asks of its prompt's tokens."""
+    """Prepare to collect the extra outputs that a request asks for on its prompt tokens."""
     params = request.params
     if params.prompt_logprobs is not None:
         unknown: list[TokenLogprobs | None] = [None]
@@ -96,7 +98,7 @@ def ask_prompt_details(request: Request) -> None:
 
 
 def gather_prompt_details(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
-    """Keep a chunk's hidden states and experts until the prompt is complete."""
+    """Keep a prompt chunk's hidden states and routed experts until the prompt is complete."""
     pairs = (request.prompt_hidden, sampled.hidden), (request.prompt_experts, sampled.experts)
     for kept, found in pairs:
         if kept is not None and found is not None and index in found:
@@ -104,7 +106,7 @@ def gather_prompt_details(request: Request, row: ScheduledRow, index: int, sampl
 
 
 def take_prompt_details(request: Request, result: TokenOutput) -> None:
-    """All that was gathered, once, into `result`: of every prompt token its hidden state and its experts."""
+    """Move the collected hidden states and routed experts of all prompt tokens into `result`, once."""
     result.prompt_hidden = _joined(request.prompt_hidden, request.num_prompt_tokens)
     result.prompt_experts = _joined(request.prompt_experts, request.num_prompt_tokens)
     request.prompt_hidden = request.prompt_experts = None

@@ -1,4 +1,4 @@
-"""Which running requests give their pages and slots back, for decoding ones that lack pages or for a better request."""
+"""Chooses running requests to preempt: if decoding requests lack pages, or if a better request has no room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Chooses the requests to preempt. `preempt` puts one back into the queue."""
+    """Chooses the requests to preempt. The callback `preempt` puts one back into the queue."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class Preemption:
         self._preempt = preempt
         self._tokens_per_step = tokens_per_step
 
-    # --- for pages
+    # --- if pages run out
 
     def make_room(self, num_waiting: int) -> None:
-        """Retract requests if the decoding ones need more pages than there are and none are about to come free."""
+        """Preempt requests if decoding requests need more pages than are free and no pages are about to be freed."""
         decoding, available = self._running.decoding, self._kv.num_available
         if available >= len(decoding) * self._kv.num_pages_for(2 * self._tokens_per_step - 1):
             return
@@ -50,8 +50,10 @@ class Preemption:
             self._retract([wanted - left for left in self._kv.available()], num_waiting)
 
     def _retract(self, missing: list[int], num_waiting: int) -> None:
-        """Preempt the requests that are least far until the pages that each group lacks come free; the furthest one
-        stays."""
+        """Preempt the requests with the least progress until each layer group has the pages that it lacks.
+
+        The request with the most progress always stays.
+        """
         kept = self._running.best_first(by_priority=True)
         count, wanted = len(kept), max(missing)
         while max(missing) > 0 and len(kept) > 1:
@@ -71,16 +73,16 @@ class Preemption:
     def _pages_wanted(self, request: Request) -> int:
         return pages_wanted(request, self._kv, self._tokens_per_step)
 
-    # --- for a better request
+    # --- if a better request waits
 
     def could_help(self, priority: int) -> bool:
-        """Whether a request of worse priority than this runs."""
+        """Whether a request of worse priority than this one runs."""
         return any(request.priority > priority for request in self._running)
 
     def preempt_for(self, request: Request, missing: list[int]) -> None:
         """Preempt requests of worse priority if that makes room for a better one.
 
-        missing: tokens that each group of layers lacks for it
+        missing: token deficit of each layer group
         """
         if request.aged or self._kv.has_leaving or not self.could_help(request.priority):
             return

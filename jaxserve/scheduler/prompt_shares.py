@@ -1,8 +1,8 @@
-"""How the prompt tokens of one step are divided among prompts. Knows no pages and no device.
+"""Divides the prompt tokens of one step among prompts. Knows no pages and no device.
 
-Half of the tokens go to prompts in their order: aged prompts first, then by priority, then by arrival. The other half
-goes to the prompts of the best priority that have the fewest tokens left, so a short prompt does not wait for a long
-one. Tokens that one half does not need go to the other half, so the whole budget is used while any prompt can use it.
+Half of the tokens go to prompts in this order: aged, then by priority, then by arrival. The other half goes to the
+prompts of the best priority with the fewest tokens left, so that a short prompt does not wait for a long one. Tokens
+that one half does not need go to the other half.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxserve.types.request import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class PromptShares:
-    """Divides a budget among running prompts and waiting requests, and starts the waiting ones it gives tokens to.
+    """Divides a token budget among running prompts and waiting requests. Starts waiting requests that receive tokens.
 
-    start       gives a waiting request its slot and its pages; whether there was room
-    num_cached  tokens of a waiting request that the prefix cache holds
-    reach       position up to the given one that a running prompt has pages for in this step
-    whole       a prompt is computed in one step: in the order of arrival, up to the first that does not fit
+    start       gives a waiting request its slot and its pages; returns whether there was room num_cached  tokens of
+    a waiting request that the prefix cache holds reach       position, up to the given one, for which a running
+    prompt has pages in this step whole       a prompt is computed in one step; prompts run in order of arrival up to
+    the first that does not fit
     """
 
     start: Callable[[Request], bool]
@@ -32,13 +32,13 @@ class PromptShares:
     def divide(
         self, budget: int, running: Sequence[Request], waiting: Sequence[Request], step: int
     ) -> dict[Request, int]:
-        """Tokens of each prompt in the step of this number. Prompts with tokens left after it come last.
+        """Return the number of tokens of each prompt in this step. Prompts with tokens left after it come last.
 
         running: in any order. waiting: in the order of the policy.
         """
         shares: dict[Request, int] = {}
         in_order = heapq.merge(sorted(running, key=_order), waiting, key=_order)
-        # Rounded up and down in turn, so that a budget of one token serves both halves.
+        # Alternate between rounding up and down, so that a budget of one token serves both halves.
         half = budget if self.whole else (budget + step % 2) // 2
         left = budget - self._serve(in_order, half, shares)
         if left and not self.whole:
@@ -48,7 +48,7 @@ class PromptShares:
         return dict(sorted(given, key=lambda share: self._rest(*share)))
 
     def _serve(self, prompts: Iterable[Request], budget: int, shares: dict[Request, int]) -> int:
-        """Give each prompt what it can use until the budget is spent; the tokens given."""
+        """Give each prompt what it can use until the budget is spent. Returns the number of tokens given."""
         left = budget
         for request in prompts:
             if left <= 0:
@@ -57,7 +57,7 @@ class PromptShares:
                 if self.whole and request.num_tokens > left:
                     break
                 if request in shares or not self.start(request):
-                    shares[request] = 0  # tried once a step
+                    shares[request] = 0  # try each request once per step
                     continue
             given = shares.get(request, 0)
             start = request.num_computed_tokens + given
@@ -67,7 +67,7 @@ class PromptShares:
         return budget - left
 
     def _num_left(self, request: Request) -> tuple[int, int, float]:
-        """Sorts by priority, and then the shortest first."""
+        """Sort key: priority, then the fewest tokens left."""
         if _runs(request):
             left = request.num_prefill_tokens - request.num_computed_tokens
         else:

@@ -1,4 +1,4 @@
-"""The requests that hold a slot, in two lists: those whose prompt is being computed, and those that decode."""
+"""The requests that hold a slot, in two lists: prompts being computed, and decoding requests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from jaxserve.types.request import Request, RequestStatus
 
 
 class RunningSet:
-    """Each list in order of admission. A request that ends stays listed until `drop_ended`, once a step."""
+    """Requests with a slot, each list in order of admission. Ended requests stay listed until `drop_ended`, once per
+    step.
+    """
 
     def __init__(self) -> None:
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
-        self.has_ended = False  # a listed request does not run any more
+        self.has_ended = False  # a listed request no longer runs
 
     def __bool__(self) -> bool:
         return bool(self.prefilling or self.decoding)
@@ -30,14 +32,14 @@ class RunningSet:
             self.has_ended = False
 
     def promote(self) -> None:
-        """Prompts whose last chunk has been scheduled decode from the next step on."""
+        """Move requests whose last prompt chunk was scheduled to the decoding ones."""
         done = [request for request in self.prefilling if request.num_inflight_tokens]
         if done:
             self.decoding += done
             self.prefilling = [request for request in self.prefilling if not request.num_inflight_tokens]
 
     def best_first(self, by_priority: bool) -> list[Request]:
-        """Those to keep first: aged, of better priority, with most output, with the shorter prompt."""
+        """Sort the requests to keep first: aged, better priority, more output, shorter prompt."""
         return sorted(
             (request for request in self if request.status is RequestStatus.RUNNING),
             key=lambda request: (

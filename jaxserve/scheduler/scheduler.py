@@ -1,14 +1,14 @@
-"""Which requests run in the next step, on which pages. Pure Python over plain data: no jax, no text, no clock.
+"""Decides which requests run in the next step and on which pages. Pure Python over plain data: no jax, text or clock.
 
 Owns every Request from `add` to its last TokenOutput, the queue, the token budget and the meaning of a step's
-tokens. What a request holds of the device is the KVManager's.
+tokens. The KVManager owns slots and pages.
 
     add -> WAITING --> RUNNING (slot, pages) --> FINISHED
-              ^           |                         every way there goes through `_finish`
+              ^           |                         every transition goes through `_finish`
               +-PREEMPTED-+  output kept
 
-`schedule` may run once more before `update` of the step before: rows in flight are taken to have produced a token.
-The end of a request is then seen one step late, and the token of that extra step is dropped.
+`schedule` may be called again before `update` of the previous step. It assumes that each row in flight yields a
+token. If such a row ends its request, the token of the additional step is dropped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """eos_token_ids: the model's own; a request that does not ignore them ends on them."""
+    """eos_token_ids: the model's; they end a request unless it sets ignore_eos"""
 
     def __init__(self, config: SchedulerConfig, eos_token_ids: tuple[int, ...] = ()) -> None:
         self.config = config
@@ -67,8 +67,8 @@ class Scheduler:
         self._live: dict[str, Request] = {}
         self._timers = Timers()
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
-        self._step = 0  # the last one scheduled
-        self._last_read = 0  # the last one whose tokens are here
+        self._step = 0  # number of the last scheduled step
+        self._last_read = 0  # number of the last step whose tokens were read
         self._ratio = NewTokenRatio(config.new_token_ratio)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
         self._batch_policy = make_policy(config)
@@ -95,7 +95,7 @@ class Scheduler:
         return self._live.keys()
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises as `SchedulerConfig.check_fits`; the queue's limits are AsyncEngine's."""
+        """Queue a request. Raises like `SchedulerConfig.check_fits`. AsyncEngine enforces the limits of the queue."""
         params = request.params
         self.config.check_fits(request.num_prompt_tokens, request.max_tokens)
         if request.request_id in self._live:
@@ -111,24 +111,24 @@ class Scheduler:
         self._live[request.request_id] = request
         self._batch_policy.count(request, 1)
         if request.output_token_ids:
-            self._waiting.push_front(request)  # it ran before, and its client has seen tokens
+            self._waiting.push_front(request)  # resumed: its client has already seen tokens
         else:
             self._waiting.push(request)
         self._admitter.arrived(request)
         self._timers.watch(request, self.config.queue_timeout)
 
     def find(self, request_id: str) -> Request | None:
-        """The request of this id if it has not ended."""
+        """Return the live request with this id; None if it has ended."""
         return self._live.get(request_id)
 
     def end_resumed(self, request_id: str) -> TokenOutput | None:
-        """The last output of a request whose output from before a restart was complete already, else None."""
+        """Return the last output of a resumed request whose output was already complete; None if it goes on."""
         request = self._live[request_id]
         _, reason, stop_token_id = end_of(request, len(request.output_token_ids))
         return self._finish(request, reason, stop_token_id=stop_token_id) if reason else None
 
     def expire(self, now: float) -> list[TokenOutput]:
-        """End the requests whose deadline or time in the queue is over; their last outputs."""
+        """End the requests whose deadline or queue timeout has passed. Returns their last outputs."""
         outputs: list[TokenOutput] = []
         for request_id in self._timers.due(now):
             request = self._live.get(request_id)
@@ -137,12 +137,12 @@ class Scheduler:
         return outputs
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
-        """End a request, wherever it is; its last output, or None if it has ended already."""
+        """Abort a request in any state. Returns its last output, or None if it has ended already."""
         request = self._live.get(request_id)
         return self._finish(request, reason) if request else None
 
     def fail(self, request_id: str, error: str, status: int = 500) -> TokenOutput | None:
-        """End a request whose output cannot go on; its last output, or None if it has ended already."""
+        """End a request with an error. Returns its last output, or None if it has ended already."""
         request = self._live.get(request_id)
         return self._finish(request, FinishReason.ERROR, error=error, error_status=status) if request else None
 
@@ -181,9 +181,10 @@ class Scheduler:
         self.kv.release(request, self._last_read)
 
     def recover(self) -> list[str]:
-        """The device lost its state: forget the steps in flight and all pages; whatever ran is computed again.
+        """Recover from the loss of the device's state: drop the steps in flight and all pages, and requeue running
+        requests.
 
-        The ids of the requests in those steps that have not ended.
+        Returns the ids of the live requests that were in those steps.
         """
         in_flight = [request.request_id for _, requests in self._in_flight for request in requests]
         ids = [request_id for request_id in dict.fromkeys(in_flight) if request_id in self._live]
@@ -198,13 +199,13 @@ class Scheduler:
         return ids
 
     def waits_for_read(self, now: float) -> bool:
-        """Whether the step in flight is to be read before the next one is made. now: seconds"""
+        """Whether the step in flight must be read before the next one is scheduled. now: seconds"""
         return bool(self._in_flight) and not self._batch_policy.runs_ahead(self._in_flight[-1][0], now)
 
-    # --- the next step
+    # --- scheduling a step
 
     def schedule(self, now: float, only: Collection[str] | None = None) -> SchedulerOutput | None:
-        """The next step, or None if nothing can run before a step in flight has been read.
+        """Return the next step, or None if nothing can run before a step in flight has been read.
 
         now: seconds. only: ids of the waiting requests that may start; None: all.
         """
@@ -218,7 +219,7 @@ class Scheduler:
         self._tried_alone, self._batch_waits = only, not joins
         step.add_decodes(running.decoding if joins else policy.online(running.decoding))
         self._add_prompts(step, now, only, batch=joins)
-        # An online request that waits for pages or a slot in flight is not made to wait longer by a batch request.
+        # An online request that waits for pages or a slot of a step in flight must not wait longer for a batch request.
         leaving = self._waiting.num_online > 0 and self.kv.has_leaving
         if not (joins or step.has_prompt or leaving):
             self._add_prompts(step, now, only, batch=True)
@@ -230,9 +231,9 @@ class Scheduler:
         return self._dispatch(step) if step.rows else None
 
     def _add_prompts(self, step: StepBuilder, now: float, only: Collection[str] | None, *, batch: bool) -> None:
-        """Divide the step's prompt tokens among prompts that run and requests that wait.
+        """Divide the step's prompt tokens among running prompts and waiting requests.
 
-        only: as of `schedule`. batch: whether batch requests are among them.
+        only: as in `schedule`. batch: include batch requests.
         """
         policy, rows = self._batch_policy, step.num_decode_rows
         prompts = self._running.prefilling.copy() if batch else policy.online(self._running.prefilling)
@@ -278,10 +279,10 @@ class Scheduler:
             return WaitReason.ONLINE_FIRST
         return self._admitter.reason(request)
 
-    # --- rows whose mask is late
+    # --- rows with a late token mask
 
     def take_back(self, output: SchedulerOutput, rows: Sequence[int]) -> None:
-        """Rows of the step that was dispatched last get no token: their last tokens are computed again."""
+        """Cancel rows of the last dispatched step: they yield no token, and their last tokens are computed again."""
         _, requests = self._in_flight[-1]
         for i in rows:
             output.rows[i] = msgspec.structs.replace(output.rows[i], samples=False)
@@ -289,7 +290,7 @@ class Scheduler:
             requests[i].num_inflight_tokens -= self.config.tokens_per_step
 
     def rest(self, output: SchedulerOutput, resting: Collection[str]) -> None:
-        """Which of the masked requests of the last step are in no step until `wake`."""
+        """Return the masked requests of the last step that are paused until `wake`."""
         for row, request in zip(output.rows, self._in_flight[-1][1], strict=True):
             if row.masked:
                 request.rests = row.request_id in resting
@@ -297,14 +298,14 @@ class Scheduler:
                     logger.debug("request %s waits: its token mask is being computed", request.request_id)
 
     def wake(self, request_id: str) -> None:
-        """The mask of a resting request is made."""
+        """Resume a paused request: its token mask is ready."""
         if (request := self._live.get(request_id)) is not None:
             request.rests = False
 
-    # --- what came back
+    # --- reading a step
 
     def update(self, output: SchedulerOutput, sampled: SampledTokens, now: float) -> list[TokenOutput]:
-        """Take in the tokens of the oldest step in flight. Raises ValueError for any other step."""
+        """Process the tokens of the oldest step in flight. Raises ValueError for any other step."""
         if not self._in_flight or self._in_flight[0][0] is not output:
             raise ValueError(f"step {output.step} is not the oldest one in flight")
         _, requests = self._in_flight.popleft()
@@ -350,7 +351,7 @@ class Scheduler:
         return outputs
 
     def _advance_windows(self, window: WindowGroup, rows: Sequence[ScheduledRow], requests: list[Request]) -> None:
-        """The steps up to these rows' have been read: what no later one of a request sees can go."""
+        """Free window pages that no later step of these rows can see, now that their steps have been read."""
         running = RequestStatus.RUNNING
         for row, request in zip(rows, requests, strict=True):
             if request.status is running:
@@ -360,7 +361,7 @@ class Scheduler:
                     window.advance(request, read)
 
     def _accept(self, request: Request, new: list[int], now: float) -> TokenOutput:
-        """Append a row's tokens and see whether they end the request."""
+        """Append a row's tokens and check whether they end the request."""
         output = request.output_token_ids
         output += new
         first = not request.prompt_done
@@ -376,17 +377,17 @@ class Scheduler:
         return result
 
     def _share_chunk(self, request: Request, row: ScheduledRow) -> None:
-        """A chunk of a prompt was read and is finite, so its full pages may be shared.
+        """Allow sharing of the full pages of a prompt chunk that was read and is finite.
 
-        The request may have ended or been preempted since: it holds its pages until its last step is read.
+        The request may have ended or been preempted: it holds its pages until its last step is read.
         """
-        if row.start == request.num_read_tokens:  # else a chunk before this one was not finite
+        if row.start == request.num_read_tokens:  # otherwise a chunk before this one was not finite
             request.num_read_tokens += row.num_tokens
             self.kv.commit(request, request.num_read_tokens)
             self._prefills.advance(request)
 
     def _complete_prompt(self, request: Request) -> None:
-        """The first good result since admission is here."""
+        """Note the first finite result since admission."""
         request.prompt_done = True
         self._prefills.remove(request)
 
@@ -426,9 +427,10 @@ class Scheduler:
         self.kv.discard(request)
         return self._finish(request, FinishReason.ERROR, error="the model's output was not finite (NaN or infinity)")
 
-    # --- numbers and proof
+    # --- statistics and consistency checks
 
     def stats(self) -> SchedulerStats:
+        """Return the current gauges and a copy of the counters."""
         cache, num_free, window = self.kv.cache, self.kv.pool.num_free, self.kv.window
         num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
         return SchedulerStats(

@@ -1,6 +1,6 @@
-"""A step in the making: rows for the device from Requests, and what each Request then counts as computed.
+"""Builds one step: makes the device's rows from Requests and updates what each Request counts as computed.
 
-Every row is built here. What a row may cost and who gets one is the scheduler's.
+All rows are built here. The scheduler decides which request gets a row and how many tokens.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from jaxserve.kv.kv_manager import KVManager
 from jaxserve.types.request import Request
 from jaxserve.types.step import PageTableUpdate, ScheduledRow, SchedulerOutput, SlotInit
 
-WORTH_CUTTING = 4  # a chunk is cut where that spares at least so many times the tokens that then wait
-_EMPTY: list[int] = []  # shared by all decode rows; nobody writes to it
+WORTH_CUTTING = 4  # drop the tail of a chunk if that saves at least so many times the tokens that are delayed
+_EMPTY: list[int] = []  # shared by all decode rows; never modified
 
 
 class StepBuilder:
-    """Decode rows are added first, then chunks.
+    """Collects the rows of a step. Add decode rows first, then prompt chunks.
 
-    tokens_per_step    tokens that a sampling row may yield; the host counts with all of them until they are read
-    requests           of the rows, in their order
-    short_of_pages     a decoding request had no page for its next token
+    tokens_per_step    tokens that a sampling row may yield; the host assumes all of them until the step is read
+    requests           of the rows, in their order short_of_pages     a decoding request had no page for its next
+    token
     """
 
     def __init__(self, number: int, tokens_per_step: int, kv: KVManager) -> None:
@@ -33,16 +33,16 @@ class StepBuilder:
         self._window = kv.window
         self._window_pages: list[PageTableUpdate] = []
         self._slot_inits: list[SlotInit] = []
-        self._new_pages: dict[int, list[int]] = {}  # by slot, of the requests that started in this step
+        self._new_pages: dict[int, list[int]] = {}  # by slot, for the requests that started in this step
         self._num_decode_rows = 0
 
     def add_decodes(self, decoding: list[Request]) -> None:
-        """Add a row for each request that has more to generate and a page to do it on."""
+        """Add a row for each request that has tokens left to generate and a page for the next one."""
         number, per_step, rows, requests, kv = self.number, self._tokens_per_step, self.rows, self.requests, self._kv
         for request in decoding:
             start = request.num_computed_tokens
             if start >= request.max_computed_tokens or request.rests:
-                continue  # its last token is in flight, or its mask is not made
+                continue  # its last token is in flight, or its token mask is not ready
             first_new_page, new_page_ids = 0, _EMPTY
             if start + per_step > request.page_capacity:
                 if (wanted := pages_wanted(request, kv, per_step)) > kv.num_available:
@@ -54,7 +54,7 @@ class StepBuilder:
             rows.append(
                 ScheduledRow(
                     request.request_id,
-                    request.slot,  # type: ignore[arg-type]  # a running request has one
+                    request.slot,  # type: ignore[arg-type] # a running request has a slot
                     start,
                     1,
                     True,
@@ -75,7 +75,7 @@ class StepBuilder:
         self._num_decode_rows = len(rows)
 
     def init_slot(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
-        """Send the slot of a request that was just started. A chunk of it must follow."""
+        """Initialize the slot of a request that just started. A prompt chunk of it must follow."""
         assert request.slot is not None
         init = SlotInit(
             slot=request.slot,
@@ -89,7 +89,7 @@ class StepBuilder:
         self._new_pages[request.slot] = request.page_ids.copy()
 
     def add_chunk(self, request: Request, num_tokens: int) -> None:
-        """Add a row that computes the next tokens of a prompt; its pages must reach as far."""
+        """Add a row that computes the next `num_tokens` tokens of a prompt. The request must have pages for them."""
         assert request.slot is not None
         start = request.num_computed_tokens
         end = start + num_tokens
@@ -126,7 +126,9 @@ class StepBuilder:
             self._window_pages.append(PageTableUpdate(request.slot, first, page_ids))
 
     def fit(self, sizes: tuple[int, ...]) -> None:
-        """Cut what is little above a size (ascending) off the last chunk: it waits for the next step."""
+        """Shorten the last chunk if the step is slightly above one of `sizes` (ascending). The rest waits for the next
+        step.
+        """
         if not sizes or not self.has_prompt:
             return
         num_tokens = sum(row.num_tokens for row in self.rows)
@@ -158,6 +160,6 @@ class StepBuilder:
 
 
 def pages_wanted(request: Request, kv: KVManager, tokens_per_step: int) -> int:
-    """Pages that a decoding request lacks for its next step."""
+    """Return how many pages a decoding request lacks for its next step."""
     end = min(request.num_computed_tokens + tokens_per_step, request.max_computed_tokens)
     return max(0, kv.num_pages_for(end) - len(request.page_ids))

@@ -1,4 +1,4 @@
-"""When a request ends by its own tokens, and when by the clock."""
+"""Decides when a request ends, by its tokens or by the clock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from jaxserve.types.request import Request
 
 
 def end_of(request: Request, count: int) -> tuple[int, FinishReason | None, int | None]:
-    """Whether the last `count` tokens of the output end the request.
+    """Check whether the last `count` tokens of the output end the request.
 
-    Returns how many of them belong to it, why it ends or None, and the stop token. The first end counts: a stop token
-    once `min_tokens` are there, or `max_tokens`. Stop tokens that come earlier are ordinary tokens.
+    Returns how many of them belong to the output, the finish reason or None, and the stop token. The first condition
+    that holds ends the request: a stop token after at least `min_tokens` tokens, or `max_tokens`. Stop tokens before
+    `min_tokens` are ordinary tokens.
     """
     output, stops = request.output_token_ids, request.stop_token_ids
     before = len(output) - count
@@ -26,7 +27,7 @@ def end_of(request: Request, count: int) -> tuple[int, FinishReason | None, int 
 
 
 def overdue(request: Request, now: float, queue_timeout: float | None) -> str | None:
-    """Why a request ends by the clock; None if it does not. now: time.monotonic() seconds"""
+    """Return why a request has timed out; None if it has not. now: time.monotonic() seconds"""
     if request.deadline is not None and now >= request.deadline:
         return f"the deadline of {request.deadline - request.arrival:g} s has passed"
     is_new = request.admitted is None and not request.output_token_ids
@@ -36,7 +37,7 @@ def overdue(request: Request, now: float, queue_timeout: float | None) -> str | 
 
 
 class Timers:
-    """Request ids by the time at which somebody should look at them. Times are the caller's, in seconds."""
+    """Request ids by the time at which they must be checked. The caller defines the clock, in seconds."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []
@@ -46,13 +47,13 @@ class Timers:
         heapq.heappush(self._heap, (when, next(self._ties), request_id))
 
     def watch(self, request: Request, queue_timeout: float | None) -> None:
-        """Set the times at which `overdue` may find that the request ends."""
+        """Set the times at which `overdue` may report the request."""
         if request.deadline is not None:
             self.set(request.deadline, request.request_id)
         if queue_timeout is not None:
             self.set(request.arrival + queue_timeout, request.request_id)
 
     def due(self, now: float) -> Iterator[str]:
-        """Take out those whose time has come; the request may have ended long ago."""
+        """Remove and return the ids whose time has come. Some of the requests may have ended before."""
         while self._heap and self._heap[0][0] <= now:
             yield heapq.heappop(self._heap)[2]

@@ -1,7 +1,7 @@
-"""The requests that wait, and the order in which they are tried: fcfs, lpm or priority.
+"""The waiting requests and the order in which they are tried: fcfs, lpm or priority.
 
-Under every policy a preempted request comes before the others of its priority, and an aged one (see aging.py) before
-all others.
+Under every policy a preempted request comes before the others of its priority, and an aged one (see aging.py) comes
+before all others.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.scheduler_config import SchedulerConfig
 
-WINDOW = 128  # requests of a class that are compared with each other; thousands would cost more than they bring
+WINDOW = 128  # requests of a class that are sorted against each other; sorting thousands costs more than it gains
 
 MatchLength = Callable[[Request], int]
 
 
 class WaitingQueue:
-    """Ordered by arrival within a class. There is one class for each priority (see SchedulerConfig.rank).
+    """Waiting requests, ordered by arrival within a class. There is one class per priority (see SchedulerConfig.rank).
 
-    num_tokens    prompt tokens that wait
-    num_online    requests that wait and are no batch requests
+    num_tokens    prompt tokens that wait num_online    waiting requests that are not batch requests
 
-    Taking the first requests costs the same however many wait and however many priorities they have.
+    The cost of taking the first requests does not depend on the length of the queue or the number of priorities.
     """
 
     def __init__(self, config: SchedulerConfig, match_length: MatchLength) -> None:
@@ -52,7 +51,7 @@ class WaitingQueue:
 
     @property
     def best_priority(self) -> int | None:
-        """The best priority of a waiting request that is not aged. None if there is no such request."""
+        """Return the best priority of a waiting request that is not aged; None if there is no such request."""
         return self._priorities[0] if self._priorities else None
 
     def push(self, request: Request) -> None:
@@ -60,7 +59,7 @@ class WaitingQueue:
         self._insert(request)
 
     def push_front(self, request: Request) -> None:
-        """Put a request that ran before, and was preempted or resumed, before all others of its class."""
+        """Put a request that ran before (preempted or resumed) in front of all others of its class."""
         self._count(request, 1)
         self._insert(request, first=True)
 
@@ -79,9 +78,9 @@ class WaitingQueue:
                 self._insert(request)
 
     def candidates(self, *, batch: bool = True) -> Iterator[Request]:
-        """All requests in the order of the policy. The queue must not change during the iteration.
+        """Iterate over all requests in the order of the policy. Do not change the queue during the iteration.
 
-        batch: whether batch requests that are not aged are among them
+        batch: include batch requests that are not aged
         """
         yield from self._aged
         for priority in self._priorities:
