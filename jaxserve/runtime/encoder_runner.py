@@ -1,8 +1,8 @@
-"""The runner of an encoder: SchedulerOutput in, embeddings out. No KV cache, no slots, no sampling.
+"""The runner of an encoder: takes SchedulerOutput, returns embeddings. Has no KV cache, no slots and no sampling.
 
-Owns the weights and the compiled programs `encode[R, L]`: R texts of at most L tokens each, forward and pooling in one
-dispatch. A step's texts are grouped by length, so that a short one is not padded to a long one's. Which texts make a
-step is the scheduler's decision; it gives a text whole or not at all.
+Owns the weights and the compiled programs `encode[R, L]`: R texts of at most L tokens each, forward pass and pooling in
+one dispatch. The texts of a step are grouped by length, so that a short text is not padded to a long one's length. The
+scheduler chooses the texts of a step and never splits one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Leaves = tuple[jax.Array, ...]
 
 
 class EncoderRunner:
-    """The device side of an engine that serves an encoder (`engine.request.Runner`).
+    """The device side of an engine that serves an encoder (implements `types.step.Runner`).
 
-    config, plan       as resolved; plan.max_model_len is the longest text, in tokens
-    leaves             the weights on the device
-    compile_seconds    of all programs
+    config, plan       as resolved; plan.max_model_len is the longest text in tokens
+    leaves             the weights on the devices
+    compile_seconds    time to compile all programs
     num_dispatches     programs started so far
     """
 
@@ -85,18 +85,18 @@ class EncoderRunner:
         return len(self.compiled)
 
     def num_compiles(self) -> int:
-        """XLA compilations in this process since the runner was ready; 0 while it serves."""
+        """Return the XLA compilations in this process since the runner was ready. It must stay 0 while serving."""
         return self._counter.count
 
     def rebuild(self) -> None:
-        """There is nothing to make anew: a text leaves nothing on the device."""
+        """Do nothing: an encoder keeps no state on the device between steps."""
 
     def close(self) -> None:
-        """Stop counting compilations. The arrays go with the object."""
+        """Stop counting compilations. The arrays are freed with the object."""
         self._counter.close()
 
     def execute(self, output: SchedulerOutput) -> DeviceStep:
-        """Dispatch a step of whole texts and return at once. Raises ValueError for a text that is too long."""
+        """Dispatch a step of whole texts without waiting for it. Raises ValueError if a text is too long."""
         rows = output.rows
         pooled: list[Pooled] = []
         for shape, members in self.buckets.pack([row.num_tokens for row in rows]):
@@ -107,9 +107,9 @@ class EncoderRunner:
 
 
 def longest_text(config: RunnerConfig, pooling: PoolingConfig) -> int:
-    """Tokens of the longest text: as asked for, else what model, pooling and a step have room for.
+    """Return the longest text in tokens: as configured, else the least limit of model, pooling and step.
 
-    Raises ConfigError where a text of the length asked for would not fit into a step.
+    Raises ConfigError if a text of the configured length does not fit into a step.
     """
     room = config.max_num_batched_tokens
     if config.shrink_context:
@@ -127,7 +127,10 @@ def _name(rows: int, length: int) -> str:
 
 
 def pack_texts(texts: list[ScheduledRow], rows: int, length: int) -> np.ndarray:
-    """int32 [rows, 1 + length]: the number of tokens, then the tokens. Freshly allocated: the device reads it later."""
+    """Pack texts -> int32 [rows, 1 + length]: number of tokens, then the tokens.
+
+    The array is newly allocated, because the device reads it after the call returns.
+    """
     packed = np.zeros((rows, 1 + length), np.int32)
     for out, text in zip(packed, texts, strict=False):
         out[0] = text.num_tokens
@@ -138,7 +141,7 @@ def pack_texts(texts: list[ScheduledRow], rows: int, length: int) -> np.ndarray:
 def encode(
     structure: ModelStructure, pooling: PoolingConfig, deterministic: bool, leaves: Leaves, packed: jax.Array
 ) -> jax.Array:
-    """packed: int32 [R, 1 + L] as `pack_texts` makes it -> embeddings, float32 [R, D]."""
+    """Encode packed, int32 [R, 1 + L] from `pack_texts` -> embeddings float32 [R, D]."""
     lengths, token_ids = packed[:, 0], packed[:, 1:]
     model = structure.bind_encoder(leaves)
     hidden = model(token_ids, lengths, functools.partial(linear, deterministic=deterministic))

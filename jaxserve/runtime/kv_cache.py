@@ -1,10 +1,10 @@
-"""The KV cache's arrays: one a layer, in the attention backend's own layout, made of pages.
+"""The arrays of the KV cache: one per layer, made of pages, in the attention backend's layout.
 
-Layers are in groups, each with its own number of pages and its own page tables: group 0 keeps all pages of a request,
-group 1, the layers with a sliding window, those that can still be seen. A model without windows has group 0 alone.
+Layers form groups. Each group has its own number of pages and its own page tables. Group 0 keeps all pages of a
+request. Group 1, the layers with a sliding window, keeps the pages that can still be seen. A model without sliding
+windows has only group 0.
 
-Owns each layer's page shape, dtype and sharding, and the allocation. Which page belongs to whom is the page pool's
-affair; what is in one is the attention backend's.
+Owns each layer's page shape, dtype and sharding, and the allocation. The page pool assigns pages to requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxserve.runtime.mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Geometry of one layer's cache: an array [num_pages, *page_shape]."""
+    """The geometry of one layer's cache, an array [num_pages, *page_shape]."""
 
     name: str
     page_shape: tuple[int, ...]
@@ -37,11 +37,12 @@ class LayerCache:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all devices, its copies counted."""
+        """Bytes of one page over all devices, copies included."""
         shard = self.sharding.shard_shape((1, *self.page_shape))
         return math.prod(shard) * self.dtype.itemsize * self.sharding.num_devices
 
     def struct(self, num_pages: int) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of the cache array with `num_pages` pages."""
         return jax.ShapeDtypeStruct((num_pages, *self.page_shape), self.dtype, sharding=self.sharding)
 
 
@@ -54,8 +55,10 @@ def layer_caches(
     *,
     windowed: bool = False,
 ) -> tuple[LayerCache, ...]:
-    """One LayerCache a layer, split over kv heads; whole on every device where they cannot be split, as the one row
-    of latent attention. windowed: layers with a sliding window are a group of their own."""
+    """Make one LayerCache per layer, split over kv heads, or replicated if these cannot be split (MLA has only one).
+
+    windowed: layers with a sliding window are a group of their own.
+    """
     return tuple(_layer_cache(i, layer, backend, page_size, dtype, mesh, windowed) for i, layer in enumerate(layers))
 
 
@@ -78,19 +81,21 @@ def _layer_cache(
 
 
 def group_window(layers: Sequence[AttentionLayer], max_model_len: int) -> int | None:
-    """The window of a group of all layers that have one: the widest of theirs. None where there is no such group, or
-    where no sequence is longer than the window."""
+    """Return the window of the sliding-window group: the widest of its layers.
+
+    None if no layer has a window, or if no sequence can be longer than the widest window: then no group is needed.
+    """
     widest = max((layer.sliding_window or 0 for layer in layers), default=0)
     return widest if 0 < widest < max_model_len else None
 
 
 def page_bytes(caches: Sequence[LayerCache], group: int = 0) -> int:
-    """Bytes that one page id of a group stands for, all its layers together."""
+    """Return the bytes of one page in all layers of a group."""
     return sum(cache.page_bytes for cache in caches if cache.group == group)
 
 
 def allocate(caches: Sequence[LayerCache], num_pages: Sequence[int]) -> tuple[jax.Array, ...]:
-    """Zeroed arrays, one a layer. num_pages: by group."""
+    """Allocate zeroed arrays, one per layer. num_pages: by group."""
 
     def zeros(cache: LayerCache) -> jax.Array:
         return jnp.zeros((num_pages[cache.group], *cache.page_shape), cache.dtype, device=cache.sharding)

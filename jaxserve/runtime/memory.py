@@ -1,8 +1,8 @@
-"""The memory plan: what weights, slots and programs take, what is left for KV pages, and how many requests that serves.
+"""The memory plan: bytes for weights, slot state and programs, and the number of KV pages that fit in the rest.
 
-Owns the arithmetic and the reading of a device's size. The plan is made before the pages exist, since their number is
-part of every program's shape: `scratch_bytes` comes from the compiler's own analysis of the largest program on an
-accelerator, and from an upper estimate on a CPU, where the pool is capped far below the memory anyway.
+The plan is made before the pages are allocated, because their number is part of every program's shape. On an
+accelerator `scratch_bytes` is the compiler's analysis of the largest program. On a CPU it is an upper estimate, which
+is enough because the pages are capped far below the memory.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from jaxserve.errors import ConfigError
 from jaxserve.types.window_size import WindowSize
 
 MIB = 2**20
-CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pool takes this, or as much as the weights, whichever is more
+CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pages take this or as much as the weights, whichever is more
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes over all devices of the engine, and what they buy."""
+    """Bytes over all devices of the engine, and the number of pages.
 
-    device_bytes: int  # what there is
+    The full-attention group is the layers without a sliding window, or all layers if there is no sliding-window group.
+    """
+
+    device_bytes: int  # memory of the devices
     budget_bytes: int  # memory_fraction of it
     weight_bytes: int
-    state_bytes: int  # slots and the hidden states between extend and head_sample
+    state_bytes: int  # slot state, and the hidden states between extend and head_sample
     scratch_bytes: int  # temporary memory of the largest program
-    page_bytes: int  # of one page, all layers; of those that see everything, where those with a window are a group
+    page_bytes: int  # of one page in all layers of the full-attention group
     num_pages: int
     page_size: int  # tokens
     max_model_len: int
-    window: int | None = None  # tokens that the windowed group's layers see; None: there is no such group
-    window_page_bytes: int = 0  # of one of its pages
+    window: int | None = None  # tokens that the sliding-window group sees; None: there is no such group
+    window_page_bytes: int = 0  # of one page in all layers of the sliding-window group
     num_window_pages: int = 0
 
     @property
@@ -51,7 +54,7 @@ class MemoryPlan:
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of the full context length that fit at once."""
+        """The number of requests of the full context length that fit at once."""
         full = self.kv_tokens / self.max_model_len
         if self.window is None:
             return full
@@ -65,7 +68,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the plan is made from; bytes, over all devices."""
+    """The inputs of the plan. Bytes are over all devices; the fields are those of MemoryPlan."""
 
     weight_bytes: int
     state_bytes: int
@@ -88,11 +91,12 @@ def plan_memory(
     shrink_context: bool,
     num_window_pages: int | None = None,
 ) -> MemoryPlan:
-    """The number of pages, or a ConfigError that says what does not fit.
+    """Plan the number of pages. Raises ConfigError that explains what does not fit.
 
-    num_pages: as configured, None for automatic: what the budget leaves, but no more than every slot at full length
-    needs twice (the rest serves prefix hits); num_window_pages alike, see `split_pool`. shrink_context: the context
-    length was not asked for and may be cut to what one request can have.
+    num_pages: as configured. None: what the budget leaves, but at most twice what every slot needs at full length;
+      the second half holds cached prefixes.
+    num_window_pages: likewise for the sliding-window group, see `split_pool`.
+    shrink_context: the context length was not configured and may be cut to what one request can have.
     """
     budget = int(device_bytes * memory_fraction)
     free = budget - sizes.weight_bytes - sizes.state_bytes - sizes.scratch_bytes
@@ -130,13 +134,15 @@ def plan_memory(
 def split_pool(
     num_bytes: int, sizes: Sizes, max_model_len: int, num_window_pages: int | None = None
 ) -> tuple[int, int]:
-    """(pages, pages of the windowed group) that fit into `num_bytes`.
+    """Return (pages, pages of the sliding-window group) that fit into `num_bytes`.
 
-    The windowed group gets what all requests at once can hold, twice (the rest serves prefix hits), and the others
-    what is left. Where memory is short of that it gets half as many pages as the others, as if a request had two
-    windows of context; more where no request can have so much. Where all layers have a window the other pages are
-    numbers without bytes, and there are as many as the requests whose windows fit could fill. Where not even a full
-    context and its windows fit, all layers keep all, for a context that is shorter.
+    The sliding-window group gets twice what all requests can hold at once; the second half holds cached prefixes.
+    The full-attention group gets the rest.
+    If that is too much, the sliding-window group gets half as many pages as the other, which suits a context of two
+    windows, or a larger share if the longest request needs one.
+    If every layer has a window, full-attention pages take no memory. Their number is then set so that they never
+    limit admission before the window pages do.
+    If one full context and its windows do not fit, all layers keep their whole context, and the context is shorter.
     """
     longest = -(-max_model_len // sizes.page_size)
     most = 2 * sizes.max_num_seqs * longest
@@ -162,7 +168,7 @@ def split_pool(
 def plan_without_cache(
     weight_bytes: int, scratch_bytes: int, *, device_bytes: int, memory_fraction: float, max_model_len: int
 ) -> MemoryPlan:
-    """The plan of an encoder, which keeps nothing of a text."""
+    """Make the plan of an encoder, which has no KV cache."""
     return MemoryPlan(
         device_bytes=device_bytes,
         budget_bytes=int(device_bytes * memory_fraction),
@@ -195,7 +201,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def device_memory(devices: Sequence[Any]) -> int:
-    """Bytes of memory of the given jax devices together; of a CPU, the machine's or the container's."""
+    """Return the total memory in bytes of the given jax devices. For a CPU, the machine's or the container's limit."""
     if devices[0].platform == "cpu":
         return min([psutil.virtual_memory().total, *_container_limits()])
     stats = [device.memory_stats() or {} for device in devices]
@@ -208,7 +214,7 @@ def _container_limits() -> list[int]:
 
 
 def scratch_bytes(compiled: jax.stages.Compiled) -> int:
-    """Temporary memory of a program by the compiler's analysis, with its code; 0 where a backend does not say."""
+    """Return the bytes of a program's temporary memory and code by XLA's analysis; 0 if the platform has none."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return 0

@@ -1,7 +1,7 @@
-"""Devices and the mesh: which accelerators one engine uses and how its arrays lie on them.
+"""Devices and the mesh of one engine.
 
-Owns the choice of platform, the axes (data, tensor, expert) and the shardings, each made once: a fresh NamedSharding a
-step would miss JAX's dispatch cache. Knows no model.
+Owns the choice of platform, the axes (data, tensor, expert) and the shardings. A sharding is made once: a new
+NamedSharding per step would miss JAX's dispatch cache.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from jaxserve.installation import install_command
 
 AXES = ("data", "tensor", "expert")
 _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
-# Of a GPU's memory, what XLA reserves at once; its own default of 0.75 would leave a quarter of the KV pages unmade.
-# What is left out holds CUDA's context, its graphs and the libraries' workspaces.
+# Share of a GPU's memory that XLA reserves at start. Its default of 0.75 would leave a quarter of the memory unused.
+# The rest is for CUDA's context, CUDA graphs and the workspaces of libraries.
 _GPU_FRACTION = "0.93"
-_NVIDIA = Path("/proc/driver/nvidia/version")  # there while the kernel driver is loaded
+_NVIDIA = Path("/proc/driver/nvidia/version")  # exists while the kernel driver is loaded
 
 
 @dataclass(frozen=True)
 class DeviceMesh:
-    """A jax Mesh with the shardings that the runtime asks for."""
+    """A jax Mesh and the replicated sharding on it."""
 
     mesh: Mesh
     replicated: NamedSharding
 
     @property
     def platform(self) -> str:
-        """cpu, gpu or tpu."""
+        """The platform: cpu, gpu or tpu."""
         return self.devices[0].platform
 
     @property
@@ -44,12 +44,15 @@ class DeviceMesh:
 
     @property
     def tensor(self) -> int:
-        """Devices over which heads are split."""
+        """Number of tensor-parallel devices, over which heads are split."""
         return self.mesh.shape["tensor"]
 
 
 def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert: int = 1) -> DeviceMesh:
-    """The first data * tensor * expert devices of a platform (auto, cpu, gpu, tpu). Raises ConfigError."""
+    """Make a mesh of the first data * tensor * expert devices of a platform (auto, cpu, gpu, tpu).
+
+    Raises ConfigError if there are too few devices.
+    """
     devices = find_devices(platform)
     count = data * tensor * expert
     if count > len(devices):
@@ -64,10 +67,11 @@ def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert:
 
 
 def find_devices(platform: str = "auto") -> list[Any]:
-    """Devices of this process. "auto" takes JAX's default, but no CPU where a GPU idles for want of a plugin.
+    """Return the devices of this process. "auto" is JAX's default platform.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION is set if the caller's environment does not; it counts for the first call of the
-    process that touches a device, and only on a GPU.
+    Raises ConfigError if the platform has no device, or if "auto" finds only the CPU although the machine has an
+    NVIDIA GPU. Sets XLA_PYTHON_CLIENT_MEM_FRACTION unless the environment has it; it takes effect on a GPU, at the
+    process's first use of a device.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_FRACTION)
     if platform == "auto":

@@ -1,6 +1,7 @@
-"""The list of programs: each step function with the shapes it is compiled for.
+"""The programs to compile: each step function with its shapes.
 
-Owns the shapes of everything the programs take and return, their donation, shardings and compiler options.
+Owns the shapes and shardings of everything that the programs take and return, which arguments they donate, and their
+compiler options.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.sampling import MAX_WATCHED
 
-PAGE_GROUP = 64  # pages a dispatch of copy, export and import
-POOL_GROUP = 32  # tokens a dispatch of pool
-PROMPT_CHUNK = 64  # tokens a dispatch of prompt_logprobs: the head's [C, V] stays small
+PAGE_GROUP = 64  # pages per dispatch of copy, export and import
+POOL_GROUP = 32  # tokens per dispatch of pool
+PROMPT_CHUNK = 64  # tokens per dispatch of prompt_logprobs, which needs memory for logits [C, V]
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Everything that does not change while the server runs. Pytrees of ShapeDtypeStruct with shardings."""
+    """The shapes of all long-lived device arrays, as pytrees of ShapeDtypeStruct with shardings."""
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     caches: tuple[jax.ShapeDtypeStruct, ...]
@@ -54,7 +55,11 @@ class Shapes:
         hidden: tuple[int, int],
         dtype: jnp.dtype,
     ) -> Shapes:
-        """num_pages: by group of layers. max_pages: width of a row of page tables, all groups together."""
+        """Collect the shapes. leaves: the weights, one array [shape] per parameter.
+
+        num_pages: by group of layers. max_pages: columns of a row of page tables, all groups together.
+        hidden: [tokens, hidden size] of the buffer of hidden states.
+        """
         state = slots.state_shapes(num_slots, vocab_size, max_pages)
         state = jax.tree.map(
             lambda s, cut: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh.mesh, cut)),
@@ -82,12 +87,13 @@ class Shapes:
         return jax.tree.map(lambda array: array.sharding, self.state)
 
     def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Return the struct of a replicated int32 array."""
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.replicated)
 
 
 @dataclass(frozen=True)
 class ProgramSet:
-    """All programs of a runner. `all()` is what is compiled; the methods name single ones."""
+    """The programs of a runner. `all()` lists those that serve requests; other methods make a single program."""
 
     steps: StepPrograms
     shapes: Shapes
@@ -96,6 +102,7 @@ class ProgramSet:
     page_programs: bool = False
 
     def all(self) -> list[Program]:
+        """Return every program that the runner compiles at start."""
         return [
             *map(self.decode, self.buckets.decode),
             *map(self.decode_hidden, self.buckets.decode_hidden),
@@ -105,16 +112,19 @@ class ProgramSet:
         ]
 
     def largest(self) -> list[Program]:
-        """Those that need the most temporary memory, one of each family."""
+        """Return the programs that need the most temporary memory, one per family."""
         decode = [self.decode(self.buckets.decode[-1])] if self.buckets.decode else []
         return [*decode, self.extend(self.buckets.extend[-1]), self.head_sample(self.buckets.head[-1])]
 
     def extend_rows(self, num_tokens: int) -> int:
-        """Most rows of a step of `num_tokens` tokens."""
+        """Return the most rows that a step of `num_tokens` tokens can have."""
         return min(num_tokens, self.shapes.state.num_slots)
 
     def extend_updates(self, num_tokens: int) -> int:
-        """Page-table entries that an extend carries: all it can need, but for the pages of a prefix hit."""
+        """Return the page-table entries that an extend step carries: enough for its own tokens.
+
+        The pages of a prefix hit may not fit; `set_pages` writes those first.
+        """
         return (self.extend_rows(num_tokens) + num_tokens // self.steps.page_size) * self.steps.num_groups
 
     def decode(self, rows: int) -> Program:

@@ -1,17 +1,16 @@
-"""The device programs as plain functions over pytrees: what the runner compiles, and what a researcher may jit himself.
+"""The device programs, as pure functions over pytrees. The runner compiles them; they can also be jitted directly.
 
-Owns how a step is put together from model, attention backend, sampler and slot state. No state of its own, no host
-work, no shapes: those are the runner's.
+A step is composed here of model, attention backend, sampler and slot state. The runner chooses the shapes.
 
-    decode          B rows of one token: forward, sampling and state update fused in one dispatch
-    decode_hidden   B rows of one token: forward alone; `head_sample` follows, when the host knows what is allowed
-    extend          T ragged tokens: forward; the hidden states stay on the device in `hidden`
+    decode          B rows of one token: forward pass, sampling and state update in one dispatch
+    decode_hidden   B rows of one token: forward pass only. `head_sample` follows once the token mask is known
+    extend          T ragged tokens: forward pass. The hidden states stay on the device in `hidden`
     head_sample     head and sampler for R tokens of the last extend or decode_hidden
-    prompt_logprobs head for C tokens of the last extend, of which the next token is known
+    prompt_logprobs head for C tokens of the last extend whose next token is known
     pool            embeddings or hidden states of R tokens of the last extend or decode_hidden
 
-Arguments everywhere: `leaves`, the model's flat parameters; `caches`, one array a layer; `state`, the slots;
-`packed`, the int32 array of step_input. Caches, state and hidden are donated by the runner and returned anew.
+Common arguments: `leaves`, the model's flat parameters; `caches`, one array per layer; `state`, the slots;
+`packed`, the int32 array of step_input. The runner donates caches, state and hidden; the programs return the new ones.
 """
 
 from __future__ import annotations
@@ -50,7 +49,10 @@ Caches = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The step functions of one model on one backend. bind: leaves -> model, called while tracing."""
+    """The step functions of one model on one backend. bind: makes the model from its leaves while tracing.
+
+    per_token: batch-invariant mode. Each token attends alone, so that the split into chunks cannot change its sums.
+    """
 
     bind: Callable[[Leaves], CausalLM]
     backend: Backend
@@ -59,17 +61,17 @@ class StepPrograms:
     linear: LinearFn
     mesh: Mesh | None = None
     normalize_embeddings: bool = True
-    per_token: bool = False  # deterministic: each token attends alone, so that chunking cannot change its sums
+    per_token: bool = False
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers, each with page tables of its own."""
+        """The number of layer groups. Each has its own page tables, see `kv_cache`."""
         return 1 + max((layer.group for layer in self.layers), default=0)
 
     def decode(
         self, leaves: Leaves, caches: Caches, state: SlotState, packed: jax.Array
     ) -> tuple[Caches, SlotState, Sampled]:
-        """packed: int32 [decode_size(B)] -> one sampled token a row."""
+        """Run a decode step: packed int32 [decode_size(B)] -> one sampled token per row."""
         state, tokens, head = unpack_decode(packed, state, self.num_groups)
         model = self.bind(leaves)
         hidden, caches, state = self._forward(model, caches, state, tokens, decode_only=True)
@@ -80,9 +82,11 @@ class StepPrograms:
     def decode_hidden(
         self, leaves: Leaves, caches: Caches, state: SlotState, hidden: jax.Array, packed: jax.Array
     ) -> tuple[Caches, SlotState, jax.Array, jax.Array | None]:
-        """packed: as `decode` takes it, flags unread; hidden [max T, D] gets the hidden states in its first B rows.
+        """Run the forward pass of a decode step: packed int32 [decode_size(B)], its flags are not read.
 
-        Last come the experts that each token was given to, int32 [B, L, K]; None without."""
+        hidden: [max T, D]; its first B rows get the hidden states. The last result is the routed experts, int32
+        [B, L, K] for L sparse layers, or None for a dense model.
+        """
         state, tokens, _ = unpack_decode(packed, state, self.num_groups)
         model = self.bind(leaves)
         new, caches, state = self._forward(model, caches, state, tokens, decode_only=True)
@@ -91,10 +95,10 @@ class StepPrograms:
     def decode_slots(
         self, leaves: Leaves, caches: Caches, state: SlotState, slots: jax.Array
     ) -> tuple[Caches, SlotState, Sampled]:
-        """`decode` of int32 [B] slots whose pages are in the page table already: a step without a host."""
+        """Run `decode` on slots int32 [B] whose pages are in the page table already. Needs no packing on the host."""
         packed = jnp.concatenate([jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), slots])
-        nobody = jnp.full(3 * self.num_groups * slots.shape[0], state.num_slots, jnp.int32)
-        return self.decode(leaves, caches, state, jnp.concatenate([packed, nobody]))
+        no_updates = jnp.full(3 * self.num_groups * slots.shape[0], state.num_slots, jnp.int32)
+        return self.decode(leaves, caches, state, jnp.concatenate([packed, no_updates]))
 
     def extend(
         self,
@@ -107,10 +111,11 @@ class StepPrograms:
         num_tokens: int,
         num_rows: int,
     ) -> tuple[Caches, SlotState, jax.Array, jax.Array, jax.Array | None]:
-        """packed: int32 [extend_size(T, R, U)]; hidden [max T, D] gets the step's hidden states in its first T rows.
+        """Run the forward pass of T ragged tokens: packed int32 [extend_size(T, R, U)].
 
-        Then come `finite_rows`, bool [R], and the experts that each token was given to, int32 [T, L, K] of the L sparse
-        layers; None without."""
+        hidden: [max T, D]; its first T rows get the hidden states. The last results are `finite_rows`, bool [R], and
+        the routed experts, int32 [T, L, K] for L sparse layers, or None for a dense model.
+        """
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
         model = self.bind(leaves)
         new, caches, state = self._forward(model, caches, state, tokens, decode_only=False)
@@ -126,24 +131,32 @@ class StepPrograms:
         bitmask: jax.Array,
         watched_ids: jax.Array,
     ) -> tuple[SlotState, Sampled]:
-        """packed: int32 [head_size(R)]; bitmask: int32 [R, W], read only if the packed flag says so; watched_ids:
-        int32 [R, N], whose log-probabilities come with the token's own."""
+        """Run head and sampler for R tokens: packed int32 [head_size(R)].
+
+        bitmask: int32 [R, W], allowed tokens, read only if the packed flag is set. watched_ids: int32 [R, N], tokens
+        whose log-probabilities are returned with the sampled token's.
+        """
         head = unpack_head(packed)
         rows = hidden.at[head.token_indices].get(mode="clip")
         details = Details(head.want_details, watched_ids)
         return self._sample(self.bind(leaves), rows, state, head, bitmask, details)
 
     def pool(self, hidden: jax.Array, packed: jax.Array) -> jax.Array:
-        """packed: int32 [1 + R], a flag and the place of R tokens in the step -> float32 [R, D], their embeddings or,
-        with the flag, their hidden states."""
+        """Return embeddings, or if the flag is set hidden states, of R tokens: float32 [R, D].
+
+        hidden: [max T, D]. packed: int32 [1 + R], the flag and the indices of the tokens in the step.
+        """
         rows = hidden.at[packed[1:]].get(mode="clip").astype(jnp.float32)
         return jnp.where(packed[0] > 0, rows, normalized(rows)) if self.normalize_embeddings else rows
 
     def prompt_logprobs(
         self, leaves: Leaves, hidden: jax.Array, packed: jax.Array, watched_ids: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """packed: int32 [2, C] of token index in the step and the token that follows -> int32 [C, 2 + 2K], and of
-        watched_ids int32 [N] the bits of the log-probabilities, int32 [C, N]."""
+        """Compute the log-probabilities of C known next tokens: int32 [C, 2 + 2K], see `pack_logprobs`.
+
+        hidden: [max T, D]. packed: int32 [2, C], index of a token in the step and the token that follows it.
+        watched_ids: int32 [N]; the bits of their log-probabilities are returned too, int32 [C, N].
+        """
         indices, targets = packed
         logits = self.bind(leaves).logits(hidden.at[indices].get(mode="clip"), self.linear)
         watch = jnp.broadcast_to(watched_ids, (targets.shape[0], watched_ids.shape[0]))
@@ -152,12 +165,15 @@ class StepPrograms:
         return vocab.call(pack, (vocab.columns, P(), P()), logits, targets, watch)
 
     def export_pages(self, caches: Caches, page_ids: jax.Array) -> Caches:
-        """Pages [n] of every layer in the form common to all backends, [n, page_size, 2 * KH, H] each."""
+        """Return pages page_ids int32 [n] of every layer in the form common to all backends, [n, page_size, 2 * KH, H].
+
+        See `Backend.export_pages`.
+        """
         layers = zip(caches, self.layers, strict=True)
         return tuple(self.backend.export_pages(cache, page_ids, layer.num_kv_heads) for cache, layer in layers)
 
     def import_pages(self, caches: Caches, page_ids: jax.Array, pages: Caches) -> Caches:
-        """The caches with `pages`, as exported, at page_ids [n]; ids of num_pages and above are dropped."""
+        """Return the caches with `pages`, from `export_pages`, at page_ids int32 [n]. Other ids are dropped."""
         pairs = zip(caches, pages, strict=True)
         return tuple(self.backend.import_pages(cache, page_ids, page) for cache, page in pairs)
 
@@ -185,13 +201,15 @@ class StepPrograms:
             cache: jax.Array | None,
             sinks: jax.Array | None = None,
         ) -> tuple[jax.Array, jax.Array | None]:
+            """Attend q [T, N, H], k and v [T, KH, H] of a layer -> (out [T, N, H], cache)."""
             assert cache is not None
             layer = self.layers[layer_index]
             where = metadata[layer.group]
             return write_and_attend(self.backend, self.mesh, q, k, v, cache, where, layer.attention, sinks)
 
         hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
-        last = tokens.starts + tokens.num_tokens - 1  # until a token is sampled: a row that is not is computed again
+        # Sampling adds 1. A row that is not sampled keeps this position and computes its last token again.
+        last = tokens.starts + tokens.num_tokens - 1
         state = state.replace(position=state.position.at[tokens.slots].set(last, mode="drop"))
         return hidden, tuple(c for c in new_caches if c is not None), state
 
@@ -207,21 +225,23 @@ class StepPrograms:
         logits = model.logits(hidden, self.linear)
         vocab = Vocab.of(state.vocab_size, self.mesh)
         cuts = (vocab.columns, P(), state_partition(state, vocab.columns), P(), P(), P(), P())
-        after = state.replace(position=state.position + 1)  # the place of the new token
+        after = state.replace(position=state.position + 1)  # the position of the new token
         args = (logits, head.slots, after, bitmask, head.masked, head.want_logprobs, details)
         sampled = vocab.call(functools.partial(sample, vocab=vocab), cuts, *args)
         return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
 
 
 def finite_rows(hidden: jax.Array, row_of_token: jax.Array, num_rows: int) -> jax.Array:
-    """Whether all hidden states of a row are finite, bool [R]. hidden: [T, D]; row_of_token: int32 [T], R and above
-    for padding."""
+    """Return whether all hidden states of each row are finite, bool [R].
+
+    hidden: [T, D]. row_of_token: int32 [T], R and above for padding.
+    """
     finite = jnp.isfinite(hidden).all(axis=-1)
     return jnp.ones(num_rows, bool).at[row_of_token].min(finite, mode="drop")
 
 
 def each_token(tokens: TokenInput) -> TokenInput:
-    """The same tokens as rows of one token each."""
+    """Return the same tokens as rows of one token each."""
     count, num_rows = tokens.token_ids.shape[0], tokens.slots.shape[0]
     live = tokens.row_of_token < num_rows
     index = jnp.arange(count, dtype=jnp.int32)
@@ -245,28 +265,32 @@ def attention_metadata(
     group: int = 0,
     num_groups: int = 1,
 ) -> AttentionMetadata:
-    """Page table of a group of layers, lengths and the place of each token's K and V. Padding tokens get a place past
-    the cache."""
+    """Make the attention metadata of one group of layers.
+
+    A padding token's slot is past the end of the cache, so that its K and V are dropped.
+    """
     num_rows = tokens.slots.shape[0]
     page_table = state.page_table.at[tokens.slots].get(mode="clip")
     if num_groups > 1:
         page_table = jnp.split(page_table, num_groups, axis=1)[group]
     row = jnp.minimum(tokens.row_of_token, num_rows - 1)
     page = page_table.at[row, tokens.positions // page_size].get(mode="clip")
-    place = page * page_size + tokens.positions % page_size
+    slot = page * page_size + tokens.positions % page_size
     one_each = jnp.arange(num_rows + 1, dtype=jnp.int32)
     return AttentionMetadata(
         page_table=page_table,
         cu_q_lens=one_each if decode_only else jnp.pad(jnp.cumsum(tokens.num_tokens), (1, 0)),
         kv_lens=jnp.where(tokens.num_tokens > 0, tokens.starts + tokens.num_tokens, 0),
         positions=tokens.positions,
-        slot_mapping=jnp.where(tokens.row_of_token < num_rows, place, num_pages * page_size),
+        slot_mapping=jnp.where(tokens.row_of_token < num_rows, slot, num_pages * page_size),
         decode_only=decode_only,
     )
 
 
 def copy_pages(caches: Caches, packed: jax.Array) -> Caches:
-    """Copy whole pages in every layer. packed: int32 [2, n] of source and destination; a destination of num_pages
-    or more copies nothing."""
+    """Copy whole pages in every layer. packed: int32 [2, n], source and destination page ids.
+
+    A destination of num_pages or above copies nothing.
+    """
     source, destination = packed
     return tuple(cache.at[destination].set(cache.at[source].get(mode="clip"), mode="drop") for cache in caches)

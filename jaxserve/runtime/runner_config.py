@@ -1,6 +1,6 @@
-"""What the runner needs to know, with every "auto" resolved against the platform and the model.
+"""The runner's configuration, with every "auto" resolved for the platform and the model.
 
-Owns the defaults that depend on them. Reads the configuration tree; knows no device program.
+Owns the defaults that depend on platform and model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class RunnerConfig:
 
     @classmethod
     def resolve(cls, config: Config, model: ModelConfig, platform: str, dtype: jnp.dtype) -> RunnerConfig:
-        """dtype: of the weights. Raises ConfigError where the context asked for is longer than the model's."""
+        """Resolve the configuration. dtype: of the weights.
+
+        Raises ConfigError if the configured context is longer than the model's.
+        """
         tpu, deterministic = platform == "tpu", config.runtime.deterministic
         seqs, tokens = _default_sizes(platform, deterministic)
         scheduler, cache = config.scheduler, config.cache
@@ -62,25 +65,28 @@ class RunnerConfig:
 
 
 def resolve_dtype(name: str, platform: str) -> jnp.dtype:
-    """Dtype of weights and activations. auto: float32 on a CPU, where bfloat16 is slower and inexact, else bfloat16."""
+    """Return the dtype of weights and activations.
+
+    "auto" is float32 on a CPU, where bfloat16 is slower and less exact, and bfloat16 elsewhere.
+    """
     if name == "auto":
         name = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(name)
 
 
 def _default_sizes(platform: str, deterministic: bool) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens)"""
+    """Return (max_num_seqs, max_num_batched_tokens)."""
     if platform == "cpu":
         return 64, 512
-    if deterministic:  # every step has this one shape: up to about 184 rows the weights' reading hides the others
+    if deterministic:  # every step has this shape; up to about 184 rows it takes no longer than reading the weights
         return 128, 128
     return 512, 8192
 
 
 def _compile_cache(configured: Path | str | None) -> Path | None:
-    """The directory of compiled programs; None, with a warning, if the default one is not safe to use.
+    """Return the directory of compiled programs, or None, with a warning, if the default directory is not safe.
 
-    Raises ConfigError if a directory that was asked for is not.
+    Raises ConfigError if a configured directory is not safe.
     """
     try:
         if configured is None:

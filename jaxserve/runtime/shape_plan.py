@@ -1,7 +1,7 @@
-"""What a model would need on a mesh of devices that are not there: bytes of weights and KV pages, by shape alone.
+"""Bytes of weights and KV pages that a model would need on a mesh, computed from shapes without any device.
 
-Nothing is allocated, so that a 671-billion-parameter model is planned on a laptop. The arithmetic is the server's own:
-parameter shardings of models.sharding, page shapes of the attention backend, memory.plan_memory.
+Nothing is allocated, so a model of 671 billion parameters can be planned on a laptop. It uses the server's own code:
+parameter shardings of models.sharding, page shapes of the attention backend, the arithmetic of runtime.memory.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from jaxserve.runtime.memory import Sizes, split_pool
 from jaxserve.runtime.mesh import AXES
 from jaxserve.types.window_size import WindowSize
 
-_CHUNK = 8192  # tokens of a step on an accelerator
+_CHUNK = 8192  # tokens per step on an accelerator
 
 
 @dataclass(frozen=True)
 class ShapePlan:
-    """Bytes are those of each device."""
+    """The sizes of a model on a mesh. Bytes are per device."""
 
     tensor: int
     expert: int
-    num_parameters: int  # of the model as it is published
+    num_parameters: int  # of the published model, without copies of kv heads
     weight_bytes: int
-    whole_bytes: int  # of weight_bytes: of parameters that every device holds in full
-    largest_whole: tuple[str, int]  # of these, the largest one
-    kv_token_bytes: int  # that one token takes in all layers
+    whole_bytes: int  # part of weight_bytes: replicated parameters
+    largest_whole: tuple[str, int]  # name and bytes of the largest replicated parameter
+    kv_token_bytes: int  # bytes of one token in all layers
     page_size: int  # tokens
-    window: int | None = None  # tokens that the layers with a sliding window see; None: there are none
-    window_token_bytes: int = 0  # of kv_token_bytes: of those layers
+    window: int | None = None  # widest sliding window in tokens; None: no layer has one
+    window_token_bytes: int = 0  # part of kv_token_bytes: layers with a sliding window
 
     @property
     def num_devices(self) -> int:
         return self.tensor * self.expert
 
     def request_bytes(self, length: int) -> int:
-        """Of K and V of a request of `length` tokens that decodes; layers with a window keep that alone."""
+        """Return the bytes of K and V of a decoding request of `length` tokens. Window layers keep only the window."""
         pages = -(-length // self.page_size)
         if self.window is None:
             return pages * self.page_size * self.kv_token_bytes
@@ -53,20 +53,21 @@ class ShapePlan:
         return (everywhere + self.window_token_bytes * kept) * self.page_size
 
     def largest_batch(self, device_bytes: int, length: int, memory_fraction: float = 0.9) -> int:
-        """Requests of `length` tokens each that fit beside the weights at once."""
+        """Return how many requests of `length` tokens fit at once, next to the weights."""
         left = int(device_bytes * memory_fraction) - self.weight_bytes
         return max(0, left) // self.request_bytes(length)
 
     def kv_tokens(self, device_bytes: int, memory_fraction: float = 0.9) -> int:
-        """Tokens for whose K and V there is room beside the weights, all kept in every layer; 0 where not even these
-        fit."""
+        """Return how many tokens fit next to the weights if every layer keeps all of them; 0 if none do."""
         return max(0, int(device_bytes * memory_fraction) - self.weight_bytes) // self.kv_token_bytes
 
     def room(
         self, device_bytes: int, context: int, max_num_seqs: int = 512, memory_fraction: float = 0.9
     ) -> tuple[int, float]:
-        """(tokens, full contexts) beside the weights where the layers with a window keep that alone, as the server
-        plans it for `max_num_seqs` requests and sequences of at most `context` tokens."""
+        """Return (tokens, requests of full context) that fit next to the weights if window layers keep only the window.
+
+        Plans as the server does, for `max_num_seqs` requests and sequences of at most `context` tokens.
+        """
         if self.window is None or self.window >= context:
             tokens = self.kv_tokens(device_bytes, memory_fraction)
             return tokens, tokens / context
@@ -88,7 +89,10 @@ class ShapePlan:
 
 
 def default_mesh(config: ModelConfig, num_devices: int) -> tuple[int, int]:
-    """(tensor, expert): all over heads; of a mixture of experts, what exceeds the kv heads over the experts."""
+    """Choose (tensor, expert) for `num_devices`: all over heads; for a mixture of experts, the kv heads' divisor.
+
+    The remaining devices then split the experts.
+    """
     if config.moe is None or config.latent is not None:
         return num_devices, 1
     tensor = math.gcd(num_devices, config.num_kv_heads)
@@ -98,7 +102,7 @@ def default_mesh(config: ModelConfig, num_devices: int) -> tuple[int, int]:
 def plan_by_shape(
     config: ModelConfig, dtype: jnp.dtype, tensor: int, expert: int, *, attention: str = "triton", page_size: int = 16
 ) -> ShapePlan:
-    """Raises ModelLoadError where the model cannot be split so."""
+    """Plan a model on a mesh of tensor * expert devices. Raises ModelLoadError if the model cannot be split so."""
     mesh = AbstractMesh((1, tensor, expert), AXES)
     published = build(config, dtype)
     split = for_mesh(config, mesh)
@@ -138,7 +142,7 @@ def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, t
 def _kv_token_bytes(
     config: ModelConfig, dtype: jnp.dtype, tensor: int, attention: str, page_size: int
 ) -> tuple[int, int]:
-    """Of all layers, and of those with a sliding window."""
+    """Return the bytes per token of all layers, and of the layers with a sliding window."""
     platform = {"triton": "gpu", "mosaic_gpu": "gpu", "tpu": "tpu"}.get(attention, "cpu")
     backend = get_backend("xla" if attention in ("auto", "native") else attention, platform)  # by shape: all are alike
     total = windowed = 0

@@ -1,4 +1,4 @@
-"""A dispatched step: device arrays on their way to the host, and what is left to do with them."""
+"""A dispatched step: its results are device arrays that are being copied to the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ PromptLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class PromptChunk(NamedTuple):
-    """Log-probabilities of prompt tokens on the device, `num_valid` of them. watched: None where no ids are watched."""
+    """Log-probabilities of `num_valid` prompt tokens on the device.
+
+    packed: int32 [C, 2 + 2K] of `pack_logprobs`. watched: int32 [C, N], None if no ids are requested.
+    """
 
     packed: jax.Array
     num_valid: int
@@ -79,9 +82,10 @@ class DeviceStep:
         return self._finish is not None
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
-        """Dispatch head and sampler of a masked step. bitmask: int32 [R, W]. Raises RuntimeError on other steps.
+        """Dispatch head and sampler of a masked step. bitmask: int32 [R, W]. late: rows that get no token.
 
-        late: rows that get no token."""
+        Raises RuntimeError if the step is not masked or was sampled already.
+        """
         if self._finish is None:
             raise RuntimeError("this step is not masked, or was sampled already")
         self._late = list(late)
@@ -98,7 +102,10 @@ class DeviceStep:
                 _copy_async(self._sampled.watched, self._sampled.support)
 
     def result(self) -> SampledTokens:
-        """Wait for the step. Rows that did not sample have num_valid 0."""
+        """Wait for the step and return its tokens. Rows that did not sample have num_valid 0.
+
+        Raises RuntimeError if the step still waits for `sample`.
+        """
         if self._finish is not None:
             raise RuntimeError("a masked step has no result before sample(bitmask)")
         tokens = np.zeros((self._num_rows, 2), np.int32)
@@ -131,7 +138,7 @@ class DeviceStep:
         )
 
     def _status(self, sampled: np.ndarray, embeddings: Mapping[int, np.ndarray]) -> np.ndarray:
-        """uint8 [R]. sampled: int32 [R], of the rows that got a token; 0 elsewhere."""
+        """Return the RowStatus of each row, uint8 [R]. sampled: int32 [R], 0 for rows without a token."""
         status = sampled.astype(np.uint8)
         if self._finite is not None:
             status[~np.asarray(self._finite)[: self._num_rows]] = RowStatus.NOT_FINITE
@@ -158,7 +165,7 @@ def _copy_async(*arrays: jax.Array | None) -> None:
 
 
 def fetch_embeddings(pooled: Sequence[Pooled]) -> dict[int, np.ndarray]:
-    """By row, float32 [D]."""
+    """Return the embedding of each row, float32 [D]."""
     arrays = [(rows, np.asarray(embeddings)) for rows, embeddings in pooled]
     return {row: array[i] for rows, array in arrays for i, row in enumerate(rows)}
 
@@ -168,6 +175,6 @@ def _join(chunks: list[PromptChunk]) -> PromptLogprobs:
 
 
 def _join_watched(chunks: list[PromptChunk]) -> np.ndarray | None:
-    """float32 [n, MAX_WATCHED]"""
+    """Join to float32 [n, MAX_WATCHED]."""
     found = [np.asarray(chunk.watched)[: chunk.num_valid] for chunk in chunks if chunk.watched is not None]
     return np.concatenate(found).view(np.float32) if found else None

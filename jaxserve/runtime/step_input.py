@@ -1,14 +1,14 @@
-"""A step as one array: SchedulerOutput -> packed int32 on the host -> StepInput pytrees inside the jitted program.
+"""The input of a step as one int32 array: packed on the host, unpacked inside the jitted program.
 
-Owns both ends of the layout, side by side. Every `pack_*` returns a freshly allocated array, never touched again:
-the CPU client reads host memory in place while the step runs. Knows buckets and slots, nothing of models.
+Owns both ends of the layout. Every `pack_*` returns a newly allocated array that must not be changed: the CPU client
+reads host memory in place while the step runs.
 
     decode  [B]     header | B x slot | U x (slot, page index, page id), U = B x groups of layers
     extend  [T, R]  R x (slot, start, tokens) | T x token id | U x (slot, page index, page id)
     head    [R]     header | R x (slot, token index)
 
-Unused rows name slot S = max_num_seqs, unused page updates too: scatters drop both. A token id of -1 means the
-slot's last token, a start of -1 the slot's position: what the host does not know yet while a step is in flight.
+Padding rows and padding page updates have slot S = max_num_seqs, which scatters drop. A token id of -1 means the
+slot's last token, and a start of -1 the slot's position: the host does not know them while a step is in flight.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.types.step import PageTableUpdate, ScheduledRow
 
-PAGE_GROUP = 256  # page-table entries a dispatch of `set_pages`
+PAGE_GROUP = 256  # page-table entries per dispatch of `set_pages`
 FROM_DEVICE = -1
 _HEADER = 2  # flags of the head: log-probabilities wanted (2: details too), bitmask valid
 
 
 @dataclass(frozen=True)
 class PageUpdates:
-    """Entries of page tables to set, as three lists of one length."""
+    """Page-table entries to write, as three lists of equal length."""
 
     slots: list[int]
     indices: list[int]
@@ -40,7 +40,10 @@ class PageUpdates:
     def of(
         cls, rows: Sequence[ScheduledRow], window_pages: Sequence[PageTableUpdate] = (), window_column: int = 0
     ) -> PageUpdates:
-        """window_column: where the table of the layers with a sliding window begins in a row of page_table."""
+        """Collect the new pages of a step's rows, and those of its sliding-window layers.
+
+        window_column: column of page_table at which the table of the sliding-window layers begins.
+        """
         slots: list[int] = []
         indices: list[int] = []
         page_ids: list[int] = []
@@ -60,12 +63,12 @@ class PageUpdates:
         return len(self.slots)
 
     def split(self, count: int) -> tuple[PageUpdates, PageUpdates]:
-        """(the first `count`, the rest)"""
+        """Split into the first `count` entries and the rest."""
         fields = (self.slots, self.indices, self.page_ids)
         return PageUpdates(*(f[:count] for f in fields)), PageUpdates(*(f[count:] for f in fields))
 
     def write(self, out: np.ndarray) -> None:
-        """Into out [3, n], whose unused columns already name nobody."""
+        """Write the entries to out, int32 [3, n], whose unused columns already hold the padding slot."""
         count = len(self)
         out[0, :count], out[1, :count], out[2, :count] = self.slots, self.indices, self.page_ids
 
@@ -74,14 +77,17 @@ class PageUpdates:
 
 
 def decode_size(num_rows: int, num_groups: int = 1) -> int:
+    """Return the length of a packed decode step."""
     return _HEADER + (1 + 3 * num_groups) * num_rows
 
 
 def extend_size(num_tokens: int, num_rows: int, num_updates: int) -> int:
+    """Return the length of a packed extend step."""
     return 3 * num_rows + num_tokens + 3 * num_updates
 
 
 def head_size(num_rows: int) -> int:
+    """Return the length of a packed head_sample input."""
     return _HEADER + 2 * num_rows
 
 
@@ -93,7 +99,7 @@ def pack_decode(
     want_logprobs: bool,
     num_groups: int = 1,
 ) -> np.ndarray:
-    """int32 [decode_size(bucket, num_groups)]. At most `bucket` rows, and that many page updates a group."""
+    """Pack at most `bucket` rows, and as many page updates per group -> int32 [decode_size(bucket, num_groups)]."""
     packed = np.zeros(decode_size(bucket, num_groups), np.int32)
     packed[0] = want_logprobs
     packed[_HEADER : _HEADER + (1 + num_groups) * bucket] = num_slots
@@ -110,7 +116,7 @@ def pack_extend(
     num_updates: int,
     num_slots: int,
 ) -> np.ndarray:
-    """int32 [extend_size(...)]. At most `bucket` tokens, `row_bucket` rows, `num_updates` page updates."""
+    """Pack at most `bucket` tokens, `row_bucket` rows, `num_updates` page updates -> int32 [extend_size(...)]."""
     packed = np.zeros(extend_size(bucket, row_bucket, num_updates), np.int32)
     table = packed[: 3 * row_bucket].reshape(3, row_bucket)
     tokens = packed[3 * row_bucket : 3 * row_bucket + bucket]
@@ -137,7 +143,7 @@ def pack_head(
     masked: bool,
     want_details: bool = False,
 ) -> np.ndarray:
-    """int32 [head_size(bucket)]: which of the step's tokens to sample after, and for which slots."""
+    """Pack the indices of the tokens to sample after, and their slots -> int32 [head_size(bucket)]."""
     packed = np.zeros(head_size(bucket), np.int32)
     packed[:_HEADER] = 2 if want_details else want_logprobs, masked
     table = packed[_HEADER:].reshape(2, bucket)
@@ -148,7 +154,7 @@ def pack_head(
 
 
 def pack_pages(updates: PageUpdates, num_slots: int) -> Iterator[np.ndarray]:
-    """int32 [3, PAGE_GROUP] groups for `set_pages`."""
+    """Yield the updates as int32 [3, PAGE_GROUP] groups for `set_pages`."""
     while len(updates):
         group, updates = updates.split(PAGE_GROUP)
         packed = np.full((3, PAGE_GROUP), num_slots, np.int32)
@@ -162,10 +168,10 @@ def pack_pages(updates: PageUpdates, num_slots: int) -> Iterator[np.ndarray]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenInput:
-    """What the backbone takes: T tokens of R rows.
+    """The input of the model: T tokens of R rows.
 
-    token_ids, positions: int32 [T]; row_of_token: int32 [T], R for padding; slots: int32 [R];
-    starts, num_tokens: int32 [R], position of a row's first token and how many it has.
+    token_ids, positions: int32 [T]. row_of_token: int32 [T], R for padding. slots: int32 [R].
+    starts, num_tokens: int32 [R], position of a row's first token and number of its tokens.
     """
 
     token_ids: jax.Array
@@ -179,7 +185,7 @@ class TokenInput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HeadInput:
-    """What head and sampler take: slots and token_indices int32 [R], and bool scalars."""
+    """The input of head and sampler: slots and token_indices int32 [R]; the others are bool scalars."""
 
     slots: jax.Array
     token_indices: jax.Array
@@ -195,7 +201,10 @@ def set_pages(state: SlotState, packed: jax.Array) -> SlotState:
 
 
 def unpack_decode(packed: jax.Array, state: SlotState, num_groups: int = 1) -> tuple[SlotState, TokenInput, HeadInput]:
-    """The state with new pages, and the step's rows: token r is row r's only one."""
+    """Unpack a decode step: packed int32 [decode_size(B)] -> the state with new pages, the tokens, the head's input.
+
+    Token r is the only token of row r.
+    """
     table = packed[_HEADER:].reshape(1 + 3 * num_groups, -1)
     state = set_pages(state, table[1:].reshape(3, -1))
     slots = table[0]
@@ -214,7 +223,7 @@ def unpack_decode(packed: jax.Array, state: SlotState, num_groups: int = 1) -> t
 
 
 def unpack_extend(packed: jax.Array, state: SlotState, num_tokens: int, num_rows: int) -> tuple[SlotState, TokenInput]:
-    """The state with new pages, and the step's ragged rows, packed one after another."""
+    """Unpack an extend step: packed int32 [extend_size(T, R, U)] -> the state with new pages, and the ragged rows."""
     rows_end, tokens_end = 3 * num_rows, 3 * num_rows + num_tokens
     state = set_pages(state, packed[tokens_end:].reshape(3, -1))
     slots, starts, lengths = packed[:rows_end].reshape(3, num_rows)
@@ -231,5 +240,6 @@ def unpack_extend(packed: jax.Array, state: SlotState, num_tokens: int, num_rows
 
 
 def unpack_head(packed: jax.Array) -> HeadInput:
+    """Unpack int32 [head_size(R)]."""
     slots, token_indices = packed[_HEADER:].reshape(2, -1)
     return HeadInput(slots, token_indices, packed[0] > 0, packed[1] > 0, packed[0] > 1)

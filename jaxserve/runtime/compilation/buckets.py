@@ -1,6 +1,6 @@
-"""Which fixed shapes are compiled: few enough to start fast, close enough that padding costs little.
+"""The fixed shapes (buckets) that programs are compiled for: few, for a fast start, and close, for little padding.
 
-Every count up to the maximum has a bucket, so no request is refused by shape. Pure arithmetic.
+Every size up to the maximum fits into a bucket, so no request is refused because of its shape.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# A program costs one to two seconds of a CPU core to compile, whatever the model's size; padding costs arithmetic,
-# which grows with it. So small models get few buckets of rows; a step with prompts is long even in a small model, and
-# all that run wait for it. Rows 6 and 12 are slower than 8 and 16 on a CPU; on a GPU the finer steps up to 256 rows
-# pay, and beyond a step is bound by arithmetic. Prompts of a larger model on a CPU are bound by arithmetic from 64
-# tokens on: 192 and 384 are worth their programs there.
+# A program takes 1 to 2 s of a CPU core to compile, whatever the model's size. Padding costs arithmetic, which grows
+# with the model. Small models therefore get few row buckets. Prefill gets as many buckets in small models as in large
+# ones, because a prefill step is long in both and all running requests wait for it. On a CPU 6 and 12 rows are slower
+# than 8 and 16. On a GPU finer buckets pay up to 256 rows; above, a step is bound by arithmetic. On a CPU the prefill
+# of a larger model is bound by arithmetic from 64 tokens on, so 192 and 384 are worth a program there.
 SMALL_MODEL = 50_000_000  # parameters
 _DECODE_SMALL = (1, 4, 16, 32, 64)
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
 _DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Decode steps whose tokens are sampled apart are rarer: half as many sizes. An accelerator takes as long for 32 rows as
-# for one, and above 128 the time grows with the rows; a CPU is bound by arithmetic, in the head too.
+# Decode steps that sample in a second program are rarer and get half as many sizes. An accelerator takes as long for
+# 32 rows as for one, and above 128 rows the time grows with the rows. A CPU is bound by arithmetic, in the head too.
 _HIDDEN = (8, 32)  # then from 128 on by factors of two; on a CPU from 1 on by factors of four
 _EXTEND = (8,)  # then from 32 on by factors of two
 _HEAD = (1, 8, 64)  # then by factors of four; on a CPU from 1 on
@@ -27,8 +27,10 @@ _HEAD = (1, 8, 64)  # then by factors of four; on a CPU from 1 on
 
 @dataclass(frozen=True)
 class Buckets:
-    """decode: rows; decode_hidden: rows of a decode step whose tokens are sampled apart; extend: tokens; head: rows of
-    head and sampler. Ascending."""
+    """The sizes of each family of programs, ascending.
+
+    decode: rows. decode_hidden: rows of a decode step without sampler. extend: tokens. head: rows of head and sampler.
+    """
 
     decode: tuple[int, ...]
     decode_hidden: tuple[int, ...]
@@ -36,7 +38,7 @@ class Buckets:
     head: tuple[int, ...]
 
     def families(self) -> dict[str, tuple[int, ...]]:
-        """By the name of the program."""
+        """Return the sizes by program name."""
         return {
             "decode": self.decode,
             "decode_hidden": self.decode_hidden,
@@ -57,10 +59,11 @@ def make_buckets(
     num_parameters: int,
     deterministic: bool = False,
 ) -> Buckets:
-    """The buckets of a configuration.
+    """Choose the buckets of a configuration.
 
-    Deterministic mode decodes through `extend` and has no decode programs. On a CPU its other buckets stay, for a row's
-    bits are the same in all of them (tested); elsewhere the matrix kernel changes with the rows, and one shape is left.
+    Deterministic mode decodes through `extend` and has no decode programs. On a CPU it keeps the other buckets, because
+    a row's bits are the same in all of them (tests check this). Elsewhere the matrix kernel changes with the number of
+    rows, so there is one shape only.
     """
     max_tokens = max(max_num_seqs, max_num_batched_tokens)
     if deterministic and platform != "cpu":
@@ -87,7 +90,7 @@ _SHORTEST_TEXT = 32
 
 @dataclass(frozen=True)
 class EncodeBuckets:
-    """Shapes of an encoder's program: rows by length, ascending, such that rows x length is a step's tokens at most."""
+    """The shapes of an encoder's programs: rows by length, both ascending. rows x length is at most a step's tokens."""
 
     rows: Mapping[int, tuple[int, ...]]
 
@@ -95,19 +98,21 @@ class EncodeBuckets:
     def of(
         cls, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, *, deterministic: bool = False
     ) -> EncodeBuckets:
-        """Lengths in powers of two, rows in powers of four; deterministic: one count of rows for each length, since
-        the matrix kernel changes with the rows. max_model_len fits into a step."""
+        """Make buckets with lengths in powers of two and rows in powers of four. max_model_len must fit into a step.
+
+        deterministic: one number of rows per length, because the matrix kernel changes with the rows.
+        """
         lengths = _up_to(_powers(_SHORTEST_TEXT, 2, max_model_len), max_model_len)
         most = {length: min(max_num_seqs, max_num_batched_tokens // length) for length in lengths}
         first = {length: count if deterministic else 1 for length, count in most.items()}
         return cls({length: _up_to(_powers(first[length], 4, most[length]), most[length]) for length in lengths})
 
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, length) of every program."""
+        """Return (rows, length) of every program."""
         return [(rows, length) for length, counts in self.rows.items() for rows in counts]
 
     def pack(self, lengths: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
-        """Texts of these lengths as dispatches: ((rows, length) of the program, indices of the texts)."""
+        """Group texts of these lengths into dispatches: ((rows, length) of the program, indices of the texts)."""
         groups: dict[int, list[int]] = {}
         for index, length in enumerate(lengths):
             groups.setdefault(fit(tuple(self.rows), length), []).append(index)
@@ -132,7 +137,7 @@ def _up_to(values: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 def fit(buckets: Sequence[int], count: int) -> int:
-    """The smallest bucket that holds `count`. Raises ValueError above the largest: the caller broke its own limit."""
+    """Return the smallest bucket that holds `count`. Raises ValueError if `count` is above the largest bucket."""
     index = bisect_left(buckets, count)
     if index == len(buckets):
         raise ValueError(f"{count} is above the largest bucket, {buckets[-1]}")

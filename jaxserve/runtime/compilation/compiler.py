@@ -1,8 +1,7 @@
-"""Ahead-of-time compilation: every program the server will ever run is compiled before the first request.
+"""Ahead-of-time compilation: every program that serves requests is compiled before the first request.
 
-Owns the list of programs, their parallel compilation and the count of XLA compilations. What is
-handed out is compiled for one shape: a call with another is an error, never a compilation on the serving path.
-Knows nothing of what the programs compute.
+Owns the parallel compilation of programs and the count of XLA compilations. A compiled program has one shape: a call
+with another shape is an error, never a compilation while serving.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from jax import monitoring
 
 from jaxserve.runtime.compilation import program_cache
 
-# YNNPACK computes dots one by one, and no fusion of a dot or a reduction with its neighbours.
+# YNNPACK computes each dot alone, without fusing a dot or a reduction with its neighbours.
 _SINGLE_DOTS: Mapping[str, bool | str] = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-# jaxlib whose fused reductions give wrong sums in the last rows (jax-ml/jax#39103). It costs 7 % of a decode step.
+# This jaxlib's fused reductions give wrong sums in the last rows (jax-ml/jax#39103). Avoiding them costs 7 % of a step.
 _WRONG_SUMS = "0.10.2"
 
 Progress = Callable[[str, int, int], None]  # (program just finished, how many are done, how many in all)
@@ -34,9 +33,9 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 def compiler_options(
     platform: str, *, deterministic: bool = False, version: str = metadata.version("jaxlib")
 ) -> Mapping[str, bool | str]:
-    """XLA's options for every program. version: jaxlib's.
+    """Return XLA's options for every program. version: of jaxlib.
 
-    deterministic: bits may not depend on a program's shapes; how XLA fuses a dot with its neighbours on a CPU does.
+    deterministic: results must not depend on a program's shapes. On a CPU the fusion of dots does, so it is disabled.
     """
     return _SINGLE_DOTS if platform == "cpu" and (deterministic or version == _WRONG_SUMS) else {}
 
@@ -45,7 +44,7 @@ def compiler_options(
 class Program:
     """One program of fixed shapes.
 
-    args: pytrees of jax.ShapeDtypeStruct, with shardings where they matter. weight: larger is compiled earlier.
+    args: pytrees of jax.ShapeDtypeStruct, with shardings if they matter. weight: larger is compiled earlier.
     """
 
     name: str
@@ -57,14 +56,15 @@ class Program:
     options: Mapping[str, bool | str] = field(default_factory=dict)
 
     def compile(self) -> jax.stages.Compiled:
+        """Lower and compile the program for its shapes."""
         jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.out_shardings)
         return jitted.lower(*self.args).compile(compiler_options=dict(self.options) or None)
 
 
 class CompileCounter:
-    """Counts XLA compilations of this process, loads from the persistent cache included, from its making to `close`.
+    """Counts the XLA compilations of this process from construction to `close`. Loads from the cache count too.
 
-    Usable as a context manager: `with CompileCounter() as counter: ...; assert counter.count == 0`.
+    A context manager: `with CompileCounter() as counter: ...; assert counter.count == 0`.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class CompileCounter:
 def compile_all(
     programs: Sequence[Program], *, workers: int | None = None, progress: Progress | None = None
 ) -> dict[str, jax.stages.Compiled]:
-    """Compile in a thread pool, largest first, and share what was compiled. The first error stops the rest."""
+    """Compile in a thread pool, largest first, and share the results in the cache. The first error stops the rest."""
     order = sorted(programs, key=lambda program: -program.weight)
     compiled: dict[str, jax.stages.Compiled] = {}
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="compile")
@@ -111,7 +111,7 @@ def compile_all(
 
 
 def timed(compiled: jax.stages.Compiled, *args: Any) -> float:
-    """Seconds of one call, waited for. For measurements; the arguments that the program donates are consumed."""
+    """Run a program once, wait for it, and return the seconds. Donated arguments are consumed. For measurements."""
     start = time.perf_counter()
     jax.block_until_ready(compiled(*args))
     return time.perf_counter() - start

@@ -1,8 +1,8 @@
-"""Compiled programs on disk, shared by the processes of a user, for the next start.
+"""The cache of compiled programs on disk, shared by all processes of a user.
 
-JAX writes an entry in place and never writes it again. A second process could read half of it, and half of it would
-stay for ever if the first one is killed. So each process gives JAX a directory of its own, inside the shared one and
-filled with links to the shared entries; `share` adds what was compiled since to the shared ones, each whole.
+JAX writes a cache entry in place and never rewrites it. A second process could read a partial entry, and the entry
+would stay partial if the first process is killed. Each process therefore gives JAX a private directory inside the
+shared one, filled with hard links to the shared entries. `share` links new, complete entries into the shared directory.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.cache_directory import opened
 
-_OWN = "process-"  # what the name of a process's directory begins with
-_ENTRY = "*-cache"  # JAX's files
+_OWN = "process-"  # prefix of a process's private directory
+_ENTRY = "*-cache"  # names of JAX's cache entries
 
 
 def enable(directory: Path) -> None:
-    """Keep compiled programs in `directory`, whatever their size. Process-wide, as JAX's cache is; safe to call again.
+    """Cache compiled programs of any size in `directory`. Applies to the whole process; may be called again.
 
-    Raises CacheDirectoryError if another user could put programs there: what JAX reads back is run.
+    Raises CacheDirectoryError if another user could write there, because JAX runs what it reads from the cache.
     """
     with opened(directory):
-        pass  # nobody else can exchange a directory on a path that was found safe
+        pass  # checks that no other user can replace a directory on the path
     own = _own(directory.absolute()) or _new_own(directory.absolute())
     _link_all(directory, own)
-    compilation_cache.reset_cache()  # JAX would stay with the first directory that it used
+    compilation_cache.reset_cache()  # otherwise JAX keeps using its first directory
     jax.config.update("jax_compilation_cache_dir", str(own))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # Its path would be a part of each entry's key, and differs from process to process.
+    # The directory of XLA's own caches would be part of each entry's key, and it differs per process.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def share() -> None:
-    """Let later processes have what this one has compiled. Does nothing if `enable` was not called."""
+    """Make this process's compiled programs available to other processes. Does nothing if `enable` was not called."""
     now = _now()
     if now is not None and now.name.startswith(_OWN):
         _link_all(now, now.parent)
 
 
 def _own(directory: Path) -> Path | None:
-    """The directory inside `directory` that this process has already."""
+    """Return this process's private directory inside `directory`, None if it has none yet."""
     now = _now()
     return now if now is not None and now.parent == directory and now.is_dir() else None
 
@@ -64,8 +64,8 @@ def _new_own(directory: Path) -> Path:
         for left in directory.glob(f"{_OWN}*"):
             _remove_if_left(left)
         own = Path(tempfile.mkdtemp(prefix=_OWN, dir=directory))
-        with contextlib.suppress(OSError):  # a file system without locks: then nothing is removed there either
-            fcntl.flock(os.open(own, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # open until the process ends
+        with contextlib.suppress(OSError):  # on a file system without locks `_remove_if_left` removes nothing either
+            fcntl.flock(os.open(own, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the process ends
     return own
 
 
@@ -81,7 +81,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_if_left(own: Path) -> None:
-    """Remove the directory of a process that has ended: whoever lives holds its lock."""
+    """Remove a private directory whose process has ended. A running process holds its lock."""
     with contextlib.suppress(OSError):
         descriptor = os.open(own, os.O_RDONLY)
         try:
@@ -92,7 +92,7 @@ def _remove_if_left(own: Path) -> None:
 
 
 def _link_all(source: Path, target: Path) -> None:
-    """A cache is a gain only: what a full disk or another process prevents is left out."""
+    """Link all entries that `target` lacks. Errors, for example a full disk, are ignored: the cache is optional."""
     there = {path.name for path in target.glob(_ENTRY)}
     for path in source.glob(_ENTRY):
         if path.name not in there:

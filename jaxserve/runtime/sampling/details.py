@@ -1,6 +1,6 @@
-"""What few requests ask for beside a token: log-probabilities of given ids, the candidates of a draw, hidden states.
+"""Rare outputs of a step: log-probabilities of requested ids, candidates of a draw, hidden states, routed experts.
 
-The host's side of it: which rows ask, and from the device's arrays to those of SampledTokens.
+This is the host side: it finds the rows that request them, and converts device arrays to the fields of SampledTokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from jaxserve.runtime.sampling.sampler import Sampled, unpack_logprobs
 from jaxserve.types.sampling import MAX_WATCHED, SamplingParams
 from jaxserve.types.step import Details, ScheduledRow
 
-TokensOf = tuple[Sequence[int], jax.Array]  # the row of each token, a group of tokens on the device
+TokensOf = tuple[Sequence[int], jax.Array]  # the row of each token, and a device array with one entry per token
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the rows that sample ask for. watched_ids: int32 [R, MAX_WATCHED], None where no row has any.
+    """The rare outputs that the sampling rows of a step request.
 
-    support: a row asks for the candidates of its token
+    watched_ids: int32 [R, MAX_WATCHED], tokens whose log-probabilities are requested; None if no row has any.
+    support: at least one row requests the candidates of its draw (the sampling mask).
     """
 
     watched_ids: np.ndarray | None = None
@@ -30,6 +31,7 @@ class Asked:
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRow]) -> Asked:
+        """Collect the requests of the sampling rows."""
         details = [row.detail for row in rows]
         if not any(details):
             return cls()
@@ -45,7 +47,7 @@ class Asked:
 
 
 def pack_watched(params: SamplingParams | None) -> np.ndarray:
-    """int32 [MAX_WATCHED], filled up with token 0."""
+    """Return the requested ids as int32 [MAX_WATCHED], padded with token 0."""
     ids = np.zeros(MAX_WATCHED, np.int32)
     if params is not None:
         ids[: len(params.watched_token_ids)] = params.watched_token_ids
@@ -53,7 +55,7 @@ def pack_watched(params: SamplingParams | None) -> np.ndarray:
 
 
 def hidden_places(rows: Sequence[ScheduledRow], ends: Sequence[int]) -> list[tuple[int, int]]:
-    """(row, token of the step) of every hidden state that is asked for. ends: of each row's tokens."""
+    """Return (row, token of the step) of every requested hidden state. ends: end of each row's tokens in the step."""
     places = []
     for i, row in enumerate(rows):
         mode = "" if row.detail is None else row.detail.hidden_states
@@ -66,7 +68,7 @@ def hidden_places(rows: Sequence[ScheduledRow], ends: Sequence[int]) -> list[tup
 
 
 def expert_places(rows: Sequence[ScheduledRow], ends: Sequence[int]) -> dict[int, slice]:
-    """By row that asks for its experts: its tokens in the step."""
+    """Return, for each row that requests routed experts, its tokens in the step. ends: as in `hidden_places`."""
     return {
         i: slice(ends[i] - row.num_tokens, ends[i])
         for i, row in enumerate(rows)
@@ -75,7 +77,7 @@ def expert_places(rows: Sequence[ScheduledRow], ends: Sequence[int]) -> dict[int
 
 
 def fetch_hidden(groups: Sequence[TokensOf]) -> dict[int, np.ndarray]:
-    """By row, float32 [its tokens, D]."""
+    """Return the hidden states of each row, float32 [its tokens, D]."""
     found: dict[int, list[np.ndarray]] = {}
     for rows, states in groups:
         for row, state in zip(rows, np.asarray(states), strict=False):
@@ -84,14 +86,14 @@ def fetch_hidden(groups: Sequence[TokensOf]) -> dict[int, np.ndarray]:
 
 
 def fetch_details(sampled: Sampled, sampling: Sequence[int], num_rows: int) -> Details:
-    """Of a step of `num_rows` rows, of which those of `sampling` are the first of `sampled`."""
+    """Convert the rare outputs of a step of `num_rows` rows. sampling: the rows that `sampled` holds, in order."""
     assert sampled.watched is not None and sampled.support is not None
     watched = spread(np.asarray(sampled.watched), sampling, num_rows).view(np.float32)
     return Details(watched, *unpack_logprobs(spread(np.asarray(sampled.support), sampling, num_rows)))
 
 
 def spread(packed: np.ndarray, sampling: Sequence[int], num_rows: int) -> np.ndarray:
-    """int32 [bucket, n] -> int32 [num_rows, n]; zeros in rows that did not sample."""
+    """Spread packed int32 [bucket, n], one entry per sampling row, to int32 [num_rows, n]. Other rows get zeros."""
     rows = np.zeros((num_rows, packed.shape[1]), np.int32)
     rows[sampling] = packed[: len(sampling)]
     return rows

@@ -1,8 +1,8 @@
-"""Slot state: what the device remembers of every running request, one row a slot, so that a step sends almost nothing.
+"""Slot state: the state of every running request on the device, one row per slot, so that a step transfers little.
 
-Owns the state's layout and the small programs that admit a request into a slot. The host side here packs a SlotInit
-into fixed-size int32 groups; the device side unpacks and scatters them. Knows nothing of models, KV pages' content
-or the scheduler. A row index of `max_num_seqs` or more means "nobody": every write to it is dropped.
+Owns the state's layout and the small programs that admit a request to a slot. The host side packs a SlotInit into
+fixed-size int32 groups; the device side unpacks and scatters them. A slot index of `max_num_seqs` or above is padding:
+writes to it are dropped.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.types.step import SlotInit
 
-ADMIT_GROUP = 8  # slots a dispatch of `admit`
-TOKEN_CHUNK = 1024  # tokens a dispatch of `admit_tokens`
-MAX_COUNT = np.iinfo(np.int16).max  # token counts saturate here: a penalty is long decided by then
+ADMIT_GROUP = 8  # slots per dispatch of `admit`
+TOKEN_CHUNK = 1024  # tokens per dispatch of `admit_tokens`
+MAX_COUNT = np.iinfo(np.int16).max  # token counts saturate here, where a penalty has long taken full effect
 
 _INT_MAX = np.iinfo(np.int32).max
-_NO_TOKEN = np.int32(_INT_MAX)  # out of every vocabulary: dropped
+_NO_TOKEN = np.int32(_INT_MAX)  # outside every vocabulary, so scatters drop it
 _INT_FIELDS = ("top_k", "min_tokens", "num_outputs", "num_bias", "has_allow", "has_watermark")
 _FLOAT_FIELDS = (
     "temperature",
@@ -34,8 +34,8 @@ _FLOAT_FIELDS = (
     "frequency_penalty",
     "presence_penalty",
 )
-RECENT = 4  # tokens before a token that a watermark depends on
-_FLOATS = 3 + len(_INT_FIELDS)  # the first column of each part of a row of `admit`
+RECENT = 4  # preceding tokens that a token's watermark depends on
+_FLOATS = 3 + len(_INT_FIELDS)  # this and the next two: first column of each part of a row of `admit`
 _WATERMARK = _FLOATS + len(_FLOAT_FIELDS)
 _RECENT = _WATERMARK + 2
 _BY_TOKEN = ("token_counts", "in_prompt")  # [S, V]
@@ -45,19 +45,20 @@ ADMIT_WIDTH = _RECENT + RECENT
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotState:
-    """S = max_num_seqs rows, V = vocabulary, W = ceil(V/32) mask words, M = pages of the longest sequence in each group
-    of layers: a row of `page_table` is the tables of the groups one after another.
+    """The state of S = max_num_seqs slots. V = vocabulary, W = ceil(V / 32) mask words.
 
-    position        at which `last_token` is fed
-    recent          the last tokens, in order
+    M = pages of the longest sequence, summed over the groups of layers: a row of `page_table` has one table per group.
+
+    position        of `last_token`, the next input token
+    recent          the last tokens, oldest first
     num_outputs     tokens sampled so far
-    seed            64 bits, low word first; with a position it gives the row's random number
-    bias_ids        the first num_bias entries count
-    allow_mask      bit 1: the token may ever be sampled; read where `has_allow`
-    early_mask      bit 1: the token may be sampled before `min_tokens` outputs exist
+    seed            64 bits, low word first; seed and position determine the random number of a draw
+    bias_ids        the first num_bias entries are valid
+    allow_mask      bit 1: the token may be sampled. Used if `has_allow`
+    early_mask      bit 1: the token may be sampled before there are `min_tokens` output tokens
     token_counts    occurrences in the output, saturating
-    in_prompt       the token occurs in the prompt
-    watermark       64 bits of a key, low word first; read where `has_watermark`
+    in_prompt       whether the token occurs in the prompt
+    watermark       64 bits of a key, low word first. Used if `has_watermark`
     """
 
     position: jax.Array  # int32 [S]
@@ -90,7 +91,7 @@ class SlotState:
 
     @property
     def last_token(self) -> jax.Array:
-        """int32 [S]"""
+        """The last token of each slot, int32 [S]."""
         return self.recent[:, -1]
 
     @property
@@ -102,12 +103,12 @@ class SlotState:
 
 
 def mask_words(vocab_size: int) -> int:
-    """32-bit words of a token bitmask."""
+    """Return the number of 32-bit words of a token bitmask."""
     return -(-vocab_size // 32)
 
 
 def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
-    """The state as ShapeDtypeStructs, for sizing and ahead-of-time compiling."""
+    """Return the state as ShapeDtypeStructs, to compute its size and to compile for it."""
     s, words = num_slots, mask_words(vocab_size)
 
     def array(dtype: jax.typing.DTypeLike, *trailing: int) -> jax.Array:
@@ -164,7 +165,7 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int, *, allow: bool) -> np.n
 
 
 def pack_admit(inits: list[SlotInit], num_slots: int) -> Iterator[np.ndarray]:
-    """int32 [ADMIT_GROUP, width] groups for `admit`; unused rows name slot `num_slots`."""
+    """Yield int32 [ADMIT_GROUP, ADMIT_WIDTH] groups for `admit`. Unused rows have slot `num_slots`."""
     for first in range(0, len(inits), ADMIT_GROUP):
         group = np.zeros((ADMIT_GROUP, ADMIT_WIDTH), np.int32)
         group[:, 0] = num_slots
@@ -188,7 +189,7 @@ def _pack_admit_row(row: np.ndarray, init: SlotInit) -> None:
 
 
 def _words(value: int) -> np.ndarray:
-    """64 bits as int32 [2], the low word first."""
+    """Return 64 bits as int32 [2], the low word first."""
     return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32).view(np.int32)
 
 
@@ -201,10 +202,10 @@ def _allow_mask_needed(params: SamplingParams) -> bool:
 
 
 def pack_masks(init: SlotInit, vocab_size: int) -> np.ndarray | None:
-    """int32 [1 + 2W] for `admit_masks` (slot, allow words, early words), or None if the request needs no mask.
+    """Pack (slot, allow words, early words), int32 [1 + 2W], for `admit_masks`. None if the request needs no mask.
 
-    The allow mask holds allowed_token_ids less bad words of one token; bad words of several tokens depend on the
-    output and belong to the step's own bitmask.
+    The allow mask holds allowed_token_ids without bad words of one token. Bad words of several tokens depend on the
+    output and are in the step's bitmask.
     """
     params = init.params
     if not (_allow_mask_needed(params) or params.min_tokens):
@@ -217,7 +218,7 @@ def pack_masks(init: SlotInit, vocab_size: int) -> np.ndarray | None:
 
 
 def pack_bias(init: SlotInit) -> np.ndarray | None:
-    """int32 [1 + 2*MAX_LOGIT_BIAS] for `admit_bias` (slot, ids, values), or None without logit_bias."""
+    """Pack (slot, ids, values), int32 [1 + 2 * MAX_LOGIT_BIAS], for `admit_bias`. None if there is no logit_bias."""
     bias = init.params.logit_bias
     if not bias:
         return None
@@ -230,7 +231,10 @@ def pack_bias(init: SlotInit) -> np.ndarray | None:
 
 
 def pack_tokens(init: SlotInit) -> Iterator[np.ndarray]:
-    """int32 [2 + TOKEN_CHUNK] chunks for `admit_tokens` (slot, prompt tokens in the chunk, ids), if penalties apply."""
+    """Yield (slot, prompt tokens in the chunk, ids), int32 [2 + TOKEN_CHUNK], for `admit_tokens`.
+
+    Yields nothing if the request has no penalties.
+    """
     if not has_penalties(init.params):
         return
     for first in range(0, len(init.token_ids), TOKEN_CHUNK):
@@ -251,7 +255,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def admit(state: SlotState, packed: jax.Array) -> SlotState:
-    """Apply a group of SlotInits. packed: int32 [ADMIT_GROUP, width] of `pack_admit`."""
+    """Apply a group of SlotInits. packed: int32 [ADMIT_GROUP, ADMIT_WIDTH] from `pack_admit`."""
     slots = packed[:, 0]
     values = {
         "seed": jax.lax.bitcast_convert_type(packed[:, 1:3], jnp.uint32),
@@ -269,7 +273,7 @@ def admit(state: SlotState, packed: jax.Array) -> SlotState:
 
 
 def admit_masks(state: SlotState, packed: jax.Array) -> SlotState:
-    """Set one slot's allow and early masks. packed: int32 [1 + 2W] of `pack_masks`."""
+    """Set one slot's allow and early masks. packed: int32 [1 + 2W] from `pack_masks`."""
     slot, words = packed[0], state.allow_mask.shape[1]
     return state.replace(
         allow_mask=state.allow_mask.at[slot].set(packed[1 : 1 + words], mode="drop"),
@@ -278,7 +282,7 @@ def admit_masks(state: SlotState, packed: jax.Array) -> SlotState:
 
 
 def admit_bias(state: SlotState, packed: jax.Array) -> SlotState:
-    """Set one slot's logit bias. packed: int32 [1 + 2*MAX_LOGIT_BIAS] of `pack_bias`."""
+    """Set one slot's logit bias. packed: int32 [1 + 2 * MAX_LOGIT_BIAS] from `pack_bias`."""
     slot = packed[0]
     ids, values = packed[1 : 1 + MAX_LOGIT_BIAS], packed[1 + MAX_LOGIT_BIAS :]
     return state.replace(
@@ -288,7 +292,10 @@ def admit_bias(state: SlotState, packed: jax.Array) -> SlotState:
 
 
 def admit_tokens(state: SlotState, packed: jax.Array) -> SlotState:
-    """Count a chunk of one slot's prompt and kept output. packed: int32 [2 + TOKEN_CHUNK] of `pack_tokens`."""
+    """Count a chunk of a slot's prompt, and of the output it had before preemption.
+
+    packed: int32 [2 + TOKEN_CHUNK] from `pack_tokens`.
+    """
     slot, num_prompt, tokens = packed[0], packed[1], packed[2:]
     is_prompt = jnp.arange(TOKEN_CHUNK, dtype=jnp.int32) < num_prompt
     prompt_tokens = jnp.where(is_prompt, tokens, _NO_TOKEN)
@@ -301,7 +308,7 @@ def admit_tokens(state: SlotState, packed: jax.Array) -> SlotState:
 
 
 def append_tokens(state: SlotState, slots: jax.Array, tokens: jax.Array) -> SlotState:
-    """Record one sampled token a row. slots, tokens: int32 [R]; rows of nobody write nothing."""
+    """Record one sampled token per row. slots, tokens: int32 [R]. Padding rows write nothing."""
     room = state.token_counts.at[slots, tokens].get(mode="clip") < MAX_COUNT
     before = state.recent.at[slots].get(mode="clip")
     recent = jnp.concatenate([before[:, 1:], tokens[:, None]], axis=1)

@@ -1,11 +1,11 @@
-"""The vocabulary over devices: which columns of [R, V] a device holds, and everything that looks across a row of them.
+"""The vocabulary axis over devices: which columns of [R, V] a device has, and the reductions across them.
 
-Where the head is split over its vocabulary, the sampler runs under shard_map on each device's columns, and these are
-its reductions. What crosses devices is by row a value, 128 sums or a top-k's candidates of each device: never a row.
-Where rows are whole each method is the plain operation. Knows nothing of requests or of what is sampled.
+If the head is split over its vocabulary, the sampler runs under shard_map on each device's columns and uses these
+reductions. Per row a device sends one value, 128 sums or the candidates of a top-k; it never sends a whole row.
+If rows are not split, each method is the plain operation.
 
-Partial results are gathered and reduced in one order everywhere, not left to an all-reduce: every device gets the same
-bits, on which its loops and branches depend, whatever a collective's algorithm.
+Partial results are gathered and reduced in the same order on every device, instead of by an all-reduce. All devices
+then get the same bits whatever the collective's algorithm, and their loops and branches agree.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jaxserve.models.sharding import vocab_axes
 
 @dataclass(frozen=True)
 class Vocab:
-    """axes: the mesh axes over which columns are split evenly; none: every device has whole rows.
+    """The split of the vocabulary. axes: mesh axes that split the columns evenly; none: every device has whole rows.
 
-    Methods but `of`, `parts`, `columns` and `call` are for use inside `call`. x is [R, columns of this device].
+    All methods except `of`, `parts`, `columns` and `call` must run inside `call`. x is [R, columns of this device].
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -35,72 +35,72 @@ class Vocab:
 
     @classmethod
     def of(cls, size: int, mesh: Mesh | AbstractMesh | None) -> Vocab:
-        """As the head of a model with `size` tokens lies on a mesh."""
+        """Return the split of the head of a model with `size` tokens on a mesh."""
         return cls(mesh, () if mesh is None else vocab_axes(size, mesh))
 
     @property
     def parts(self) -> int:
-        """Devices among which a row is divided."""
+        """Number of devices that a row is split over."""
         return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def columns(self) -> P:
-        """The partition of an array [R, V]."""
+        """The PartitionSpec of an array [R, V]."""
         return P(None, self.axes) if self.axes else P()
 
     def call(self, function: Callable[..., Any], specs: tuple[Any, ...], *args: Any) -> Any:
-        """function(*args) on each device's part of the arguments, as `specs` cut them; results are alike on all."""
+        """Call function(*args) on each device's part of the arguments, split by `specs`. Results are replicated."""
         if not self.axes:
             return function(*args)
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)(*args)
 
-    # --- places
+    # --- columns
 
     def size(self, x: jax.Array) -> int:
-        """V"""
+        """Return V, the number of columns of x [R, columns] over all devices."""
         return x.shape[1] * self.parts
 
     def first(self, x: jax.Array) -> jax.Array:
-        """The token of the first column, int32 scalar."""
+        """Return the token of the first column of x [R, columns], an int32 scalar."""
         return jax.lax.axis_index(self.axes).astype(jnp.int32) * x.shape[1] if self.axes else jnp.int32(0)
 
     def ids(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The token of each column."""
+        """Return the token of each column of x [R, columns], of `dtype` [columns]."""
         ids = jnp.arange(x.shape[1], dtype=dtype)
         return ids + self.first(x).astype(dtype) if self.axes else ids
 
     def column(self, x: jax.Array, ids: jax.Array) -> jax.Array:
-        """The column of each token; past the last for tokens of other devices."""
+        """Return the column of x [R, columns] of each token, ids int32 [...]. Other devices: past the last."""
         if not self.axes:
             return ids
         column = ids - self.first(x)
         return jnp.where((column >= 0) & (column < x.shape[1]), column, x.shape[1])
 
     def own(self, x: jax.Array, whole: jax.Array) -> jax.Array:
-        """Of [R, V] the columns that x has."""
+        """Return the columns of whole [R, V] that x [R, columns] has."""
         return jax.lax.dynamic_slice_in_dim(whole, self.first(x), x.shape[1], axis=1) if self.axes else whole
 
     # --- over a row
 
     def gather(self, partial: jax.Array) -> jax.Array:
-        """Every device's [...], in the order of their columns: [parts, ...]."""
+        """Gather every device's partial [...] in the order of their columns -> [parts, ...]."""
         return jax.lax.all_gather(partial, self.axes)
 
     def total(self, partial: jax.Array) -> jax.Array:
-        """The sum of every device's partial sums, of the same shape."""
+        """Sum every device's partial sums [...] -> [...]."""
         return self.gather(partial).sum(axis=0, dtype=partial.dtype) if self.axes else partial
 
     def sum(self, x: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-        """[R]"""
+        """Sum the rows of x -> [R]."""
         return self.total(x.sum(axis=-1, dtype=dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
-        """[R]"""
+        """Return the maximum of each row of x -> [R]."""
         most = x.max(axis=-1)
         return self.gather(most).max(axis=0) if self.axes else most
 
     def logsumexp(self, x: jax.Array) -> jax.Array:
-        """[R]"""
+        """Return log(sum(exp(x))) of each row -> [R]."""
         if not self.axes:
             return jax.nn.logsumexp(x, axis=-1)
         most = self.max(x)
@@ -108,7 +108,7 @@ class Vocab:
         return jnp.log(self.sum(jnp.exp(x - base[:, None]))) + base
 
     def take(self, x: jax.Array, ids: jax.Array, mode: str | None = None) -> jax.Array:
-        """x at tokens int32 [R, N], which are in the vocabulary or, with mode "clip", brought there."""
+        """Return x at tokens ids int32 [R, N] -> [R, N]. With mode "clip" ids are clipped to the vocabulary."""
         if not self.axes:
             return jnp.take_along_axis(x, ids, axis=1, mode=mode)
         column = self.column(x, ids.clip(0, self.size(x) - 1))
@@ -116,21 +116,21 @@ class Vocab:
         return self.total(jnp.where(column < x.shape[1], found, 0))
 
     def top_k(self, x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-        """The k largest of a row and their tokens, [R, k]; of equals the first token first, as `jax.lax.top_k`."""
+        """Return the k largest of each row and their tokens, [R, k] each. Ties are in token order, as in lax.top_k."""
         if not self.axes:
             return jax.lax.top_k(x, k)
         values, columns = jax.lax.top_k(x, min(k, x.shape[1]))
         offers = self._side_by_side(values), self._side_by_side(columns.astype(jnp.int32) + self.first(x))
-        top, places = jax.lax.top_k(offers[0], k)  # of equals the first device's, whose tokens come first
+        top, places = jax.lax.top_k(offers[0], k)  # a tie goes to the first device, whose tokens come first
         return top, jnp.take_along_axis(offers[1], places, axis=1)
 
     def _side_by_side(self, x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, self.axes, axis=1, tiled=True)
 
-    # --- in the order of the inverse CDF: tokens equal modulo `lanes`, each such column from the first row to the last
+    # --- for the inverse CDF, which orders tokens by lane (token % lanes) and then by row (token // lanes)
 
     def table(self, x: jax.Array, lanes: int) -> jax.Array:
-        """x as [R, rows, lanes], a token in the lane `token % lanes`; zeros where the device has no token."""
+        """Reshape x to [R, rows, lanes] with each token in lane `token % lanes`. Zeros for tokens of other devices."""
         num_rows, width = x.shape
         if not self.axes or width % lanes == 0:
             return jnp.pad(x, ((0, 0), (0, -width % lanes))).reshape(num_rows, -1, lanes)
@@ -141,8 +141,11 @@ class Vocab:
         ).reshape(num_rows, rows, lanes)
 
     def passing_row(self, x: jax.Array, weights: jax.Array, target: jax.Array, lanes: int) -> jax.Array:
-        """The first row of `table(x, lanes)` at which the sum of one of its columns, weights [R, rows], is above the
-        target [R], or else the last row of positive weight; int32 [R], counted over all devices."""
+        """Return the first table row at which the cumulative sum of a lane passes a target, int32 [R].
+
+        weights: [R, rows], the lane of `table(x, lanes)`. target: [R]. If no row passes it, the last row of positive
+        weight. Rows are numbered over all devices.
+        """
         if not self.axes:
             return first_above(jnp.cumsum(weights, axis=-1), target, weights)
         sums = self.gather(weights.sum(axis=-1))
@@ -155,7 +158,10 @@ class Vocab:
 
 
 def first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
-    """Index of the first end above target, but no further than the last positive weight. int32 [R]."""
+    """Return the index of the first end above the target, at most that of the last positive weight: int32 [R].
+
+    ends, weights: [R, n]. target: [R].
+    """
     passed = (ends <= target[:, None]).sum(axis=-1, dtype=jnp.int32)
     indices = jnp.arange(weights.shape[1], dtype=jnp.int32)
     last = jnp.where(weights > 0, indices[None, :], 0).max(axis=-1)
