@@ -20,10 +20,9 @@ from jaxserve.types.step import SchedulerOutput
 PATIENCE = 16  # while online prompts follow each other without a gap, batch requests run in one of PATIENCE steps
 # Seconds after the last online request in which the next one is expected. It is the pause of a client between two
 # requests and does not depend on the model.
-# requests and does not depend on the model.
 ONLINE_MEMORY = 30.0
-# A step of batch requests takes at most as long as so many of the decode steps that an arrival waits for anyway, or
-# this part of the time that an average online prompt takes itself, whichever is longer.
+# A new request waits for two decode steps anyway. A step of batch requests takes at most as long as DECODE_STEPS decode
+# steps, or PROMPT_SHARE of the time that an average online prompt takes, whichever is longer.
 DECODE_STEPS = 2
 PROMPT_SHARE = 0.25
 # without measured step times, a step of batch requests has at most 1/UNTIMED_SHARE of the token budget

@@ -54,7 +54,7 @@ class StepBuilder:
             rows.append(
                 ScheduledRow(
                     request.request_id,
-                    request.slot,  # type: ignore[arg-type] # a running request has a slot
+                    request.slot,  # type: ignore[arg-type]  # a running request has a slot
                     start,
                     1,
                     True,

@@ -1,6 +1,6 @@
-"""Messages between this package's processes over pipes: 4 bytes of length, big endian, then the body.
+"""Length-prefixed messages over pipes between processes of this package: 4 bytes, big-endian, then the body.
 
-Also the limit on memory that a child sets itself before it does what may cost too much.
+Also the memory limit that a child process sets itself before risky work.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from typing import BinaryIO
 
 import msgspec
 
-MAX_FRAME = 256 * 2**20  # a tokenizer.json may have 30 MB
+MAX_FRAME = 256 * 2**20  # bytes; a tokenizer.json may have 30 MB
 HEAD_BYTES = 4
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next frame; None where the stream ends. The stream is unbuffered, so that select() tells the truth."""
+    """Return the next frame; None at the end of the stream.
+
+    The stream must be unbuffered: select() does not see what a buffer holds.
+    """
     head = _read_exactly(stream, HEAD_BYTES)
     return None if head is None else _read_exactly(stream, frame_size(head))
 
 
 def frame_size(head: bytes) -> int:
-    """Bytes of the body. Raises ValueError for more than MAX_FRAME."""
+    """Return the length of the body in bytes. Raises ValueError if it exceeds MAX_FRAME."""
     (size,) = struct.unpack(">I", head)
     if size > MAX_FRAME:
         raise ValueError("frame too large")
@@ -49,23 +52,23 @@ def framed(body: bytes) -> bytes:
 
 
 def write(descriptor: int, data: bytes | bytearray) -> None:
-    """Write all of it, waiting for whoever reads."""
+    """Write all of `data`. Blocks until the reader has taken it."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def take_pipes() -> tuple[BinaryIO, int]:
-    """This process's stdin, unbuffered, and what was its stdout. Whatever prints from now on prints to stderr."""
+    """Return this process's stdin, unbuffered, and its former stdout. Later prints go to stderr."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(0, "rb", buffering=0), stdout
 
 
 def limit_memory(extra: int) -> None:
-    """Let this process take `extra` bytes more than it has."""
+    """Limit this process's memory to its current size plus `extra` bytes."""
     if not os.path.exists("/proc/self/statm"):
-        return  # no such limit on this system
+        return  # this system has no such limit
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + extra, now + extra))

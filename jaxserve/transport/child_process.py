@@ -1,7 +1,8 @@
-"""How this package starts Python processes: nothing is imported from the working directory.
+"""Starts Python processes of this package such that nothing is imported from the working directory.
 
-`python -m` puts the working directory first on the import path. A model directory may hold `zmq.py`, and an operator
-may stand in it. PYTHONPATH is honoured, but for its empty entries, which mean the working directory as well.
+`python -m` puts the working directory first on the import path. A model directory may contain `zmq.py`, and the
+operator may run the server there. PYTHONPATH is used without its empty entries, which also mean the working
+directory.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ _PATH = "PYTHONPATH"
 
 
 def python_command(module: str, *words: str) -> list[str]:
-    """The command that runs a module of this package as `__main__`, without the working directory on its path."""
+    """Return the command that runs a module of this package as `__main__`, without the working
+    directory on its path.
+    """
     return [sys.executable, "-P", "-m", module, *words]
 
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """A copy of `environ` for a child: PYTHONPATH without its empty entries."""
+    """Return a copy of `environ` for a child, with PYTHONPATH without its empty entries."""
     child = dict(environ)
     if _PATH in child:
         child[_PATH] = os.pathsep.join(filter(None, child[_PATH].split(os.pathsep)))
@@ -27,7 +30,7 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 
 def without_empty_entries(path: list[str], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The import path `path` without the working directory, if an empty entry of PYTHONPATH put it there."""
+    """Return the import path without the working directory if an empty entry of PYTHONPATH put it there."""
     entries = environ.get(_PATH, "").split(os.pathsep)
     if len(entries) == 1 or "" not in entries:
         return path

@@ -1,10 +1,10 @@
-"""What an engine process leaves in memory that it shares with the API process: readable whatever either is doing.
+"""State of an engine process in memory shared with the API process. It can be read whatever either process is doing.
 
-    beats, turns     two counters: the process runs, and its loop moves on
-    in work          engine ids of the requests that the engine was computing or taking in; it survives the process
+    beats, turns     two counters: the process is alive, and its loop makes progress
+    in work          engine ids of the requests being computed or received; they survive the process
 
-One process writes and the other reads, without a lock. The ids are written into one of two halves and then made
-valid by one byte, so that a process that is killed while it writes leaves the ids from before.
+One process writes and the other reads, without a lock. The ids are written to the invalid one of two halves, then
+one byte makes it valid. A process killed while writing leaves the previous ids.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 
 _COUNTER = struct.Struct("<Q")
 _PULSE = struct.Struct("<QQ")
-_VALID = 16  # offset of the byte that says which half is valid
-_HALVES = (4096, 4096 + 2**20)  # offsets; the file is sparse, and takes what is written
+_VALID = 16  # offset of the byte that names the valid half
+_HALVES = (4096, 4096 + 2**20)  # offsets in bytes; the file is sparse and only uses what is written
 _LENGTH = struct.Struct("<I")
 _SIZE = _HALVES[1] + 2**20
 
@@ -33,7 +33,7 @@ class Pulse(NamedTuple):
 
 
 class SharedState:
-    """path: of a file that `create` made; None: memory of this process alone, for an engine in a thread."""
+    """path: a file made by `create`; None: memory of this process only, for an engine in a thread."""
 
     def __init__(self, path: Path | None = None) -> None:
         if path is None:
@@ -47,7 +47,7 @@ class SharedState:
 
     @staticmethod
     def create(descriptor: int) -> None:
-        """Give a new, empty file its size."""
+        """Set the size of a new, empty file."""
         os.ftruncate(descriptor, _SIZE)
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class SharedState:
 
     @property
     def in_work(self) -> list[str]:
-        """[]: none, or not known."""
+        """Ids of the requests in work; [] if there are none or they are unknown."""
         start = _HALVES[self._memory[_VALID] & 1]
         (length,) = _LENGTH.unpack_from(self._memory, start)
         start += _LENGTH.size

@@ -1,6 +1,6 @@
-"""What crosses the private socket between the API process and the engine process: msgpack frames of tagged structs.
+"""Messages between the API process and the engine process: msgpack frames of tagged structs.
 
-Nothing else crosses it, and nothing is unpickled: a frame that does not decode is refused by `MessageError`.
+Nothing else crosses the private socket and nothing is unpickled. A frame that does not decode raises MessageError.
 
     API process  --ToEngine-->    Add · Abort · Call · Stop
                  <--FromEngine--  Located · Progress · Ready · Failed · Outputs · Reply
@@ -20,34 +20,34 @@ from jaxserve.types.sampling import EngineRequest, Int32
 
 
 class MessageError(JaxserveError):
-    """A frame that is no message."""
+    """A frame that is not a valid message."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ready engine is: fixed until it stops."""
+    """Properties of a ready engine. They do not change until it stops."""
 
-    model_path: str  # as the operator named it
+    model_path: str  # as the operator wrote it
     served_names: list[str]
     architecture: str
     dtype: str
     vocab_size: int
-    max_model_len: int  # tokens, prompt and output
+    max_model_len: int  # tokens, prompt plus output
     page_size: int  # tokens
     num_pages: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    attention: str  # the backend that was chosen
+    attention: str  # the selected attention backend
     devices: list[str]
     num_programs: int
     eos_token_ids: list[int]
     generation_defaults: dict[str, float | int]  # sampling defaults of generation_config.json
-    memory_plan: dict[str, Any]  # bytes by purpose, largest concurrency
+    memory_plan: dict[str, Any]  # bytes by purpose, and the largest concurrency
     seconds: dict[str, float]  # start-up time by phase
-    useful_rows: int = 2**31  # of a decode step: more of them bring no more tokens a second
-    is_embedding: bool = False  # made for embeddings: no text is generated
+    useful_rows: int = 2**31  # decode rows beyond which throughput does not rise
+    is_embedding: bool = False  # an embedding model, which generates no text
     embedding_size: int = 0
-    embedding_normalized: bool = True  # embeddings have length one
-    routed: tuple[int, int] = (0, 0)  # sparse layers, and the experts that each of them gives a token to
+    embedding_normalized: bool = True  # embeddings have L2 norm 1
+    routed: tuple[int, int] = (0, 0)  # number of MoE layers, and routed experts per token in each
 
     @property
     def num_kv_tokens(self) -> int:
@@ -64,30 +64,30 @@ class WaitingRequest(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Gauges now and counters since the start, for metrics, logs and routers."""
+    """Current gauges and counters since the start, for metrics, logs and routers."""
 
     num_running: int = 0
     num_waiting: int = 0
-    num_compiling: int = 0  # of these, the ones that wait for their grammar
+    num_compiling: int = 0  # of these, waiting for their grammar to be compiled
     num_waiting_tokens: int = 0
     num_pages_free: int = 0
     num_pages_cached: int = 0
     num_pages_used: int = 0
     steps: int = 0
-    prompt_tokens: int = 0  # counters from here
+    prompt_tokens: int = 0  # counters from here on
     computed_prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
-    compiles: int = 0  # XLA compilations after ready
-    host_seconds: float = 0.0  # host work of the steps: scheduler, pack, unpack
-    step_tokens: int = 0  # prompt tokens that were computed and tokens that were made, summed over the steps
-    step_sizes: list[int] = []  # steps by size, see scheduler_stats.STEP_SIZES
+    compiles: int = 0  # XLA compilations after the engine was ready
+    host_seconds: float = 0.0  # host time of the steps: scheduling, packing, unpacking
+    step_tokens: int = 0  # prompt tokens computed plus tokens sampled, summed over the steps
+    step_sizes: list[int] = []  # number of steps by size, see scheduler_stats.STEP_SIZES
     details: dict[str, float] = {}
 
 
 class Sibling(msgspec.Struct, frozen=True, array_like=True):
-    """What one sequence of a request has of its own."""
+    """The part of a sequence that differs from its siblings."""
 
     request_id: str
     seed: int | None = None
@@ -96,10 +96,12 @@ class Sibling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """One request: a sequence for each sibling. What they share crosses once: the prompt, the parameters, the rest."""
+    """Submits one request with one sequence per sibling. What siblings share is sent once: prompt, parameters and the
+    rest.
+    """
 
-    prompt: bytes  # int32, little endian
-    request: EngineRequest  # of every sibling, without the prompt and without what each has of its own
+    prompt: bytes  # int32, little-endian
+    request: EngineRequest  # shared by all siblings; without the prompt and without the fields of Sibling
     siblings: list[Sibling]
 
     def __post_init__(self) -> None:
@@ -108,9 +110,9 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
     @classmethod
     def of(cls, *requests: EngineRequest) -> Add:
-        """The message for sequences of one request: they differ in what a Sibling has only.
+        """Build the message for sequences of one request. They may differ only in the fields of Sibling.
 
-        Raises InvalidValueError for a value that the other side would refuse to decode.
+        Raises InvalidValueError for a value that the engine would refuse to decode.
         """
         first = requests[0]
         assert all(request.prompt_token_ids is first.prompt_token_ids for request in requests)
@@ -130,11 +132,11 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The prompt, int32 [n]."""
+        """The token ids of the prompt, int32 [n]."""
         return np.frombuffer(self.prompt, "<i4")
 
     def requests(self) -> list[EngineRequest]:
-        """One request for each sibling; they share one list of prompt tokens, which must not be changed."""
+        """Return one request per sibling. They share one list of prompt tokens; do not modify it."""
         prompt, params = self.token_ids.tolist(), self.request.params
         return [
             msgspec.structs.replace(
@@ -154,7 +156,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """An administrative call; answered by one Reply."""
+    """An administrative call. It is answered by one Reply."""
 
     call_id: int
     method: str
@@ -162,18 +164,18 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End the engine process now; what still runs is lost to it."""
+    """Stop the engine process now. Running requests are lost."""
 
 
 class Located(msgspec.Struct, frozen=True, tag="located"):
-    """The checkpoint and the tokenizer are local directories; the API process may load its tokenizer."""
+    """Checkpoint and tokenizer are in local directories. The API process may load its tokenizer."""
 
     model_dir: str
     tokenizer_dir: str
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """Start-up: `done` of `total` in `unit` ("bytes", "programs") of a phase."""
+    """Start-up progress: `done` of `total` in `unit` ("bytes", "programs") of a phase."""
 
     phase: str
     done: int = 0
@@ -190,13 +192,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     message: str
     fix: str | None = None
-    expected: bool = True  # False: a bug, see the engine's log
+    expected: bool = True  # False: a bug; the engine's log has the traceback
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     outputs: list[TokenOutput]
     stats: EngineStats | None = None
-    admitted: list[str] = []  # ids of the sequences that the step admitted: they wait no more
+    admitted: list[str] = []  # ids of the sequences that were given a slot in the step
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
@@ -214,7 +216,7 @@ SEQUENCE_WEIGHT = 2**12
 
 
 def weight(message: ToEngine) -> int:
-    """What a message costs the engine to take in: 1 for a byte of the prompt, SEQUENCE_WEIGHT for a sequence."""
+    """Return the cost of handling a message: 1 per byte of the prompt plus SEQUENCE_WEIGHT per sequence."""
     return (
         len(message.prompt) + SEQUENCE_WEIGHT * len(message.siblings) if isinstance(message, Add) else SEQUENCE_WEIGHT
     )
@@ -233,6 +235,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def decode_to_engine(frame: bytes) -> ToEngine:
+    """Decode a frame sent to the engine. Raises MessageError if it is not a valid message."""
     try:
         return _TO_ENGINE.decode(frame)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
@@ -240,6 +243,7 @@ def decode_to_engine(frame: bytes) -> ToEngine:
 
 
 def decode_from_engine(frame: bytes) -> FromEngine:
+    """Decode a frame sent by the engine. Raises MessageError if it is not a valid message."""
     try:
         return _FROM_ENGINE.decode(frame)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:

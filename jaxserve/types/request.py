@@ -1,4 +1,4 @@
-"""The engine's own record of one sequence. It never leaves the engine process."""
+"""The engine's record of one sequence. It never leaves the engine process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jaxserve.types.sampling import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    WAITING = "waiting"  # in the queue, holds no page and no slot
+    WAITING = "waiting"  # in the queue; holds no page and no slot
     RUNNING = "running"  # holds a slot and pages
-    PREEMPTED = "preempted"  # retracted: back in the queue with its output kept, to be recomputed
+    PREEMPTED = "preempted"  # back in the queue with its output kept; its KV is computed again
     FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's record of one sequence. Only the Scheduler and its KVManager change it.
+    """The engine's record of one sequence. The scheduler, its queue and step builder, and the KVManager change it.
 
     tokens          [0, num_prompt) prompt   [num_prompt, num_tokens) output   then num_inflight_tokens not yet read
-    computed        [0, num_computed_tokens) have their K and V in pages, counting steps in flight
-    pages           page_ids[i] holds positions [i * page_size, (i + 1) * page_size)
+    computed        [0, num_computed_tokens) have their K and V in pages, counting steps in flight pages
+    page_ids[i] holds positions [i * page_size, (i + 1) * page_size)
     """
 
     request_id: str
@@ -34,52 +34,52 @@ class Request:
     params: SamplingParams
     arrival: float  # time.monotonic() seconds
     seed: int
-    max_tokens: int  # resolved: never None, clamped to the context
+    max_tokens: int  # resolved: never None, at most the rest of the context
     priority: int = 0
     namespace: str = ""
     group: str = ""
     client_id: str = ""
-    is_answered: bool = False  # by an engine before this one
-    deadline: float | None = None  # absolute, time.monotonic()
-    stop_token_ids: frozenset[int] = frozenset()  # resolved: those of params, and end of sequence unless ignored
-    max_computed_tokens: int = 0  # resolved by the scheduler: all but the last token need their K and V
-    masked: bool = False  # its samples need a bitmask computed on the host
+    is_answered: bool = False  # an earlier engine process sent its first output already
+    deadline: float | None = None  # absolute, time.monotonic() seconds
+    stop_token_ids: frozenset[int] = frozenset()  # resolved: those of params, plus end of sequence unless ignored
+    max_computed_tokens: int = 0  # resolved: the last token needs no K and V
+    masked: bool = False  # sampling needs a token mask from the host
     mask_budget: MaskBudget | None = None  # shared with its siblings
-    rests: bool = False  # no decode row until `Scheduler.wake`: a thread makes its mask
+    rests: bool = False  # paused until `Scheduler.wake`, while a thread computes its token mask
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     # the queue
-    queued_step: int = 0  # scheduler step at which it first queued
-    aged: bool = False  # has waited so long that nobody may pass it or preempt it
+    queued_step: int = 0  # scheduler step in which it was queued first
+    aged: bool = False  # starved: no other request may pass or preempt it
     admitted: float | None = None  # time.monotonic() of the first admission
-    first_token: float | None = None  # time.monotonic() at which the first token was read
+    first_token: float | None = None  # time.monotonic() when the first token was read
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
 
-    # held while it runs, and after its end until its last step has been read
+    # held while it runs, and after its end until the last step that contains it has been read
     slot: int | None = None
     page_ids: list[int] = field(default_factory=list)
-    page_capacity: int = 0  # tokens that fit its pages
-    duplicate_page_ids: list[int] = field(default_factory=list)  # of page_ids: the cache has its own copy
-    shared_with: tuple[str, int] | None = None  # id of another request, and how many pages both prompts begin with
-    cache_node: Any = None  # RadixCache's handle of the locked prefix; opaque here
-    window: Any = None  # WindowGroup's record of the pages of layers with a window; opaque here
+    page_capacity: int = 0  # number of tokens that fit its pages
+    duplicate_page_ids: list[int] = field(default_factory=list)  # subset of page_ids: the cache has a copy of its own
+    shared_with: tuple[str, int] | None = None  # id of another request, and the number of pages that both prompts share
+    cache_node: Any = None  # RadixCache's handle of the locked prefix
+    window: Any = None  # WindowGroup's record of the sliding-window pages
     num_computed_tokens: int = 0
-    num_inflight_tokens: int = 0  # sampled on the device, not yet read by the host
-    last_step: int = 0  # the last step that has a row of it
-    num_prefill_tokens: int = 0  # host literals to compute since the last admission; then decode begins
-    num_read_tokens: int = 0  # of these, from the first on: read and finite, so their pages may be shared
-    prompt_done: bool = False  # since the last admission a good token was read: its pages hold no garbage
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # gathered so far; None: not asked or delivered
-    prompt_hidden: dict[int, np.ndarray] | None = None  # likewise: first position -> float32 [n, D]
-    prompt_experts: dict[int, np.ndarray] | None = None  # likewise: first position -> int32 [n, L, K]
-    detail: SamplingParams | None = None  # params, where they are detailed
+    num_inflight_tokens: int = 0  # sampled on the device, not read by the host yet
+    last_step: int = 0  # number of the last step that contains a row of it
+    num_prefill_tokens: int = 0  # tokens to prefill since the last admission; then decode begins
+    num_read_tokens: int = 0  # of these, the leading ones that were read and are finite, so their pages may be shared
+    prompt_done: bool = False  # a finite token was read since the last admission, so the pages of the prompt are valid
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # collected so far; None: not requested, or sent
+    prompt_hidden: dict[int, np.ndarray] | None = None  # as above: first position -> float32 [n, D]
+    prompt_experts: dict[int, np.ndarray] | None = None  # as above: first position -> int32 [n, L, K]
+    detail: SamplingParams | None = None  # params if they ask for extra outputs
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """Something is asked of every prompt token, so that none may be taken from the prefix cache."""
+        """Whether an output of every prompt token was requested, so that none may come from the prefix cache."""
         gathered = self.prompt_logprobs, self.prompt_hidden, self.prompt_experts
         return any(each is not None for each in gathered)
 
@@ -89,11 +89,11 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known to the host: prompt and output."""
+        """Number of tokens known to the host: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def token_ids(self, start: int, end: int) -> list[int]:
-        """A fresh list of the tokens at positions [start, end)."""
+        """Return a new list of the tokens at positions [start, end)."""
         prompt = self.prompt_token_ids
         if end <= len(prompt):
             return prompt[start:end]

@@ -1,4 +1,4 @@
-"""The seed from which requests that bring none are given theirs."""
+"""The seed from which the seeds of requests without one are derived."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ logger = logging.getLogger(__name__)
 
 
 def request_seed(configured: int | None) -> int:
-    """`runtime.random_seed`, or if it is not set a seed drawn from the operating system, which the log names.
+    """Return `runtime.random_seed`; if it is not set, draw a seed from the operating system and log it.
 
-    With a fixed one, each start of a server would give its requests the same sequence of seeds. A configuration with
-    the drawn one repeats a run.
+    A fixed seed gives the requests of every server start the same sequence of seeds. Set the logged seed to repeat a
+    run.
     """
     if configured is not None:
         return configured
     seed = secrets.randbits(63)
-    logger.info("seed drawn: %d", seed)  # short: with what stands before it, it is to fit 80 columns
+    logger.info("seed drawn: %d", seed)  # short enough for 80 columns with the log prefix
     return seed

@@ -9,43 +9,42 @@ from typing import Annotated, Literal
 
 import msgspec
 
-# Requests of this priority or more are background work (batches): under every policy they run after all others and
+# Requests with this or a higher number are background work (batches). Under every policy they run after all others.
 # give way to them.
 BACKGROUND_PRIORITY = 2**30
 
-MAX_LOGIT_BIAS = 4096  # logit_bias entries a request: the room that the device has for each
-MAX_WATCHED = 128  # token ids a request may ask the log-probabilities of, likewise
+MAX_LOGIT_BIAS = 4096  # logit_bias entries per request; the size of the device's array
+MAX_WATCHED = 128  # token ids whose log-probabilities a request may ask for; the size of the device's array
 
-# What fits the device's arrays. Checked where a frame is decoded: one that breaks it is no message.
+# Bounds of the device's arrays. They are checked when a frame is decoded.
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Real = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]  # NaN and infinity are refused too
+Real = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]  # refuses NaN and infinity too
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request's output must match.
+    """A constraint on a request's output.
 
     kind: "json_object" | "json_schema" | "regex" | "lark" (structural tags and tool calls too) | "ebnf" | "choice"
-    source: the schema as JSON text, the pattern, the grammar text, the JSON list of choices
-    checked: what the grammar compiler made of it, for the engine to use as it is; empty: not checked
+    source: the schema as JSON text, the pattern, the grammar text, the JSON list of choices checked: the text that
+    the grammar compiler accepted, which the engine uses unchanged; empty: not checked
     """
 
     kind: str
     source: str
     checked: str = ""
-    # output token ids after whose last occurrence the grammar begins (e.g. </think>); empty: at once
+    # output token ids; the grammar begins after their last occurrence (e.g. </think>). Empty: at once
     begin_after: tuple[Int32, ...] = ()
-    # with begin_after: the grammar begins at once unless the first output token is this one (e.g. <think>)
+    # with begin_after: the grammar begins at once unless this is the first output token (e.g. <think>)
     begin_unless: tuple[Int32, ...] = ()
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """How long an output may think; then the end of its thinking is written for the model.
+    """A limit on the tokens of the thinking. When it is reached, the end of the thinking is appended to the output.
 
-    tokens: that the output may have while it thinks
-    family: of reasoning, a name of text/reasoning; inside: the prompt leaves the model within its thinking
-    tools: names of the request's tools, whose calls end the thinking too
-    end_token_ids: tokens of the end, which become a part of the output
+    tokens: maximum number of thinking tokens family: name of the reasoning format in text/reasoning. inside: the
+    prompt ends inside the thinking. tools: names of the request's tools; a tool call also ends the thinking
+    end_token_ids: tokens of the end marker, which become part of the output
     """
 
     tokens: Count
@@ -59,16 +58,16 @@ HiddenStates = Literal["", "last", "all"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request is sampled and when it ends. Values are validated by the caller (`validated()`)."""
+    """Sampling parameters and end conditions of one request. The caller validates the values (`validated()`)."""
 
     n: Count = 1
-    temperature: Real = 1.0  # 0 is greedy
+    temperature: Real = 1.0  # 0: greedy
     top_k: Count = 0  # 0: off (the API maps -1 to 0)
     top_p: Real = 1.0
     min_p: Real = 0.0
-    repetition_penalty: Real = 1.0  # multiplicative, over prompt and output tokens
-    frequency_penalty: Real = 0.0  # additive per occurrence, over output tokens
-    presence_penalty: Real = 0.0  # additive once, over output tokens
+    repetition_penalty: Real = 1.0  # multiplicative, on prompt and output tokens
+    frequency_penalty: Real = 0.0  # additive per occurrence, on output tokens
+    presence_penalty: Real = 0.0  # additive once, on output tokens
     logit_bias: dict[Int32, Real] = {}
     allowed_token_ids: tuple[Int32, ...] | None = None
     bad_words_token_ids: tuple[tuple[Int32, ...], ...] = ()
@@ -77,42 +76,44 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: Count = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[Int32, ...] = ()
-    logprobs: Count | None = None  # None: off; k: the chosen token's and the top k's (k <= 20)
+    logprobs: Count | None = None  # None: off; k: of the sampled token and of the k most likely tokens (k <= 20)
     prompt_logprobs: Count | None = None
     grammar: GrammarSpec | None = None
-    embed: bool = False  # no tokens: the prompt's pooled hidden state
-    watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # of text/watermark.py
-    # asked for by few; each needs `logprobs`, 0 at least
-    watched_token_ids: tuple[Int32, ...] = ()  # their log-probabilities too, at every position
-    support: bool = False  # the candidates that each token was drawn from
-    experts: bool = False  # the experts that each token was given to, of a model that has some
-    hidden_states: HiddenStates = ""  # of the tokens that each token was drawn after; all: and of the whole prompt
-    # read by the text side only
+    embed: bool = False  # return the prompt's pooled hidden state instead of tokens
+    watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # see text/watermark.py
+    # extra outputs; each needs `logprobs` of at least 0
+    watched_token_ids: tuple[Int32, ...] = ()  # return their log-probabilities at every position
+    support: bool = False  # return the candidates that each token was sampled from
+    experts: bool = False  # return the routed experts of each token, of a MoE model
+    # return the hidden state that each token was sampled from; all: those of the prompt too
+    hidden_states: HiddenStates = ""
+    # used by the API process only
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    visible_token_ids: tuple[Int32, ...] = ()  # special tokens that stay in the text: a parser of the output reads them
+    visible_token_ids: tuple[Int32, ...] = ()  # special tokens to keep in the text, because an output parser needs them
     spaces_between_special_tokens: bool = True
     thinking: ThinkingBudget | None = None
 
     @property
     def detailed(self) -> bool:
-        """Whether it asks for more of a token than its log-probabilities: such rows are sampled in a dispatch apart."""
+        """Whether extra outputs are requested. Such rows are sampled by a program of their own."""
         return bool(self.watched_token_ids or self.support or self.hidden_states or self.experts)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate, as it enters the engine (n > 1 has been expanded: one each, same `group`)."""
+    """One sequence to generate. A request for n > 1 choices becomes n EngineRequests with the same `group`."""
 
-    request_id: str  # made by the server and never used again
-    client_id: str = ""  # what the client calls the request, for logs: other requests may have the same
+    request_id: str  # made by the server; never reused
+    client_id: str = ""  # the client's own id, for logs; not unique
     prompt_token_ids: list[Int32]
     params: SamplingParams
     priority: Int32 = 0  # lower runs earlier
-    namespace: str = ""  # prefix-cache namespace: adapter and cache salt
-    group: str = ""  # siblings of one n > 1 request share it; made by the server, no other request has it
-    deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None  # seconds from arrival; then it ends with an error
-    # tokens already delivered to the client before an engine restart; they continue the output, not the prompt
+    namespace: str = ""  # of the prefix cache: adapter and cache salt
+    group: str = ""  # shared by the siblings of one n > 1 request; made by the server, unique
+    # seconds from arrival, after which it ends with an error
+    deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None
+    # tokens sent to the client before an engine restart; they continue the output, not the prompt
     resumed_token_ids: list[Int32] = []
-    is_answered: bool = False  # by an engine that died: what comes once, with the first token, does not come again
+    is_answered: bool = False  # an engine that died sent its first output: values that are sent once are not sent again

@@ -1,4 +1,4 @@
-"""What the scheduler must know of the model, the device and the operator's wishes: resolved numbers, no "auto"."""
+"""What the scheduler must know about the model, the device and the configuration: resolved numbers, no "auto"."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from jaxserve.types.window_size import WindowSize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Raises ConfigError where two numbers cannot work together."""
+    """Resolved settings of the scheduler. Raises ConfigError if two numbers contradict each other."""
 
     num_pages: int
     page_size: int  # tokens
-    max_num_seqs: int  # slots
-    max_num_batched_tokens: int  # tokens in one step
-    max_model_len: int  # tokens of one sequence, prompt and output
+    max_num_seqs: int  # number of slots
+    max_num_batched_tokens: int  # per step
+    max_model_len: int  # per sequence, prompt plus output
     policy: Literal["fcfs", "lpm", "priority"] = "fcfs"
     prefix_cache: bool = True
     new_token_ratio: float = 0.7
     queue_timeout: float | None = None  # seconds
-    prefill_chunk_size: int | None = None  # prompt tokens in one step, all requests together; None: the budget
-    aging_steps: int = 1024  # scheduler steps after which a waiting request may not be passed any more
-    tokens_per_step: int = 1  # tokens that a row may yield in one step (multi-step decode, speculation)
-    window: int | None = None  # tokens that the layers with a sliding window see; None: there are none
-    num_window_pages: int = 0  # of those layers' own pool
-    step_sizes: tuple[int, ...] = ()  # tokens, ascending; a step with a prompt is cut to one where that spares padding
+    prefill_chunk_size: int | None = None  # prompt tokens per step, over all requests; None: the budget
+    aging_steps: int = 1024  # steps after which a waiting request may not be passed any more
+    tokens_per_step: int = 1  # tokens that a row may yield per step (multi-step decode, speculative decoding)
+    window: int | None = None  # tokens that sliding-window layers see; None: no such layers
+    num_window_pages: int = 0  # size of their own page pool
+    # tokens, ascending; a step with a prompt is shortened to one of them if that saves padding
+    step_sizes: tuple[int, ...] = ()
     batch_policy: Literal["priority", "yield"] = "priority"  # see background.py
-    step_times: StepTimes = UNTIMED  # of the served model; empty: not measured
-    whole_prompts: bool = False  # a prompt runs in one step or waits: an encoder's tokens all see each other
+    step_times: StepTimes = UNTIMED  # measured on the served model; empty: not measured
+    whole_prompts: bool = False  # disable chunked prefill: every token of an encoder sees all others
 
     def __post_init__(self) -> None:
         if min(self.num_pages, self.page_size, self.max_num_seqs, self.max_model_len) < 1:
@@ -55,12 +56,12 @@ class SchedulerConfig:
 
     @property
     def num_slots(self) -> int:
-        """Requests that run at once: a step with a token of each has room for a prompt's as well."""
+        """Number of requests that run at once. A step with one token of each still has room for a prompt token."""
         return min(self.max_num_seqs, self.max_num_batched_tokens - 1)
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Tokens of the longest sequence that can ever run: the model's context, or all pages."""
+        """Number of tokens of the longest sequence that can run: the model's context length, or all pages."""
         return min(self.max_model_len, self.num_pages * self.page_size)
 
     @property
@@ -68,7 +69,7 @@ class SchedulerConfig:
         return self.prefill_chunk_size or self.max_num_batched_tokens
 
     def rank(self, priority: int) -> int:
-        """The priority that counts under the policy: all of it, or only whether it is background work."""
+        """Return the effective priority under the policy: the request's own, or only whether it is background work."""
         return priority if self.policy == "priority" else int(priority >= BACKGROUND_PRIORITY)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""A request for n choices as n requests for one each."""
+"""Splits a request for n choices into n requests for one choice each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_SEED = 2**63 - 1
 
 
 def siblings(request: EngineRequest, new_id: Callable[[], str], seed: int | None) -> list[EngineRequest]:
-    """One request for each choice: with an id and a seed of its own, and one group. They share the list of the prompt.
+    """Return one request per choice, each with its own id and seed, in one group. They share the list of prompt tokens.
 
-    seed: of the first choice; each further one has the next. None: the engine draws them.
-    Raises InvalidValueError for no choices.
+    seed: of the first choice; each further choice adds 1. None: the engine draws the seeds. Raises InvalidValueError
+    for n < 1.
     """
     params = request.params
     if params.n < 1:

@@ -1,4 +1,6 @@
-"""One step of the device as plain data: what the scheduler decides, what comes back, and who executes it."""
+"""One device step as plain data: what the scheduler decides, what the device returns, and the
+interface of the runner.
+"""
 
 from __future__ import annotations
 
@@ -14,51 +16,51 @@ from jaxserve.types.sampling import SamplingParams
 
 
 class RowStatus(enum.IntEnum):
-    """What became of a row of a step."""
+    """Result of one row of a step."""
 
     FINE = 0
-    NOT_FINITE = 1  # NaN or infinity in a hidden state or in the model's logits
-    NOTHING_ALLOWED = 2  # the logits are finite, and the request's parameters exclude every token
+    NOT_FINITE = 1  # NaN or infinity in a hidden state or in the logits
+    NOTHING_ALLOWED = 2  # the logits are finite, but the request's parameters exclude every token
 
 
 @dataclass(frozen=True, slots=True)
 class SlotInit:
-    """Everything the device must know of a request when it takes a slot."""
+    """All that the device must know about a request when it takes a slot."""
 
     slot: int
     params: SamplingParams
     seed: int  # 64 bits
     num_prompt_tokens: int
-    # prompt and kept output; penalties need their counts, min_tokens the number of outputs
+    # prompt and kept output; penalties need the counts, min_tokens the number of output tokens
     token_ids: list[int]
-    eos_token_ids: tuple[int, ...]  # banned until min_tokens outputs exist; empty with ignore_eos
+    eos_token_ids: tuple[int, ...]  # banned until there are min_tokens output tokens; empty with ignore_eos
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
-    """One request's share of a step. (A Struct: made in 0.13 us, where a frozen dataclass takes 1.1.)
+    """One request's part of a step. A Struct, because it is made in 0.13 us; a frozen dataclass takes 1.1 us.
 
-    q tokens        [start, start + num_tokens) of the sequence
-    token_ids       those tokens as host literals; empty for a decode row: the device's last token of the slot
-    new_page_ids    pages appended to the slot's page table at index first_new_page
+    q tokens        [start, start + num_tokens) of the sequence token_ids       those tokens as host literals; empty
+    for a decode row, which takes the slot's last token on the device new_page_ids    pages appended to the slot's
+    page table at index first_new_page
 
-    A request's first row, the one with a SlotInit, brings the pages of its whole prompt; a later row brings none
-    or, in decode, those of the tokens that it produces: one page at most where a step yields one token a row.
-    With more tokens a row and step than one, `start` of a decode row is an upper bound: the device's position holds.
+    The first row of a request has the SlotInit and brings the pages of the whole prompt. A later row brings no
+    pages, or in decode those of the tokens that it produces: at most one page if a step yields one token per row. If
+    a step yields more, `start` of a decode row is an upper bound and the device's own position counts.
     """
 
     request_id: str
     slot: int
     start: int
     num_tokens: int
-    samples: bool  # the row's last token yields the next token (False: a chunk before the prompt's end)
+    samples: bool  # the last token of the row yields the next token; False: a chunk before the prompt's end
     token_ids: list[int]
     first_new_page: int
     new_page_ids: list[int]
-    masked: bool = False  # a host-computed token bitmask applies to this row's sample
+    masked: bool = False  # a token mask from the host applies to this row
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    embed: bool = False  # with samples: the row yields the pooled hidden state instead of a token
-    detail: SamplingParams | None = None  # where more is asked for; then logprobs is not None
+    embed: bool = False  # with samples: return the pooled hidden state instead of a token
+    detail: SamplingParams | None = None  # set if extra outputs are requested; then logprobs is not None
 
 
 class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
@@ -77,7 +79,7 @@ class SchedulerOutput:
     rows: list[ScheduledRow]
     num_decode_rows: int
     slot_inits: list[SlotInit]  # applied before the rows run
-    # of the layers with a sliding window, at most one a row; what a table holds before the row's window has no meaning
+    # of the sliding-window layers, at most one per row; entries before the row's window have no meaning
     window_pages: list[PageTableUpdate] = field(default_factory=list)
 
     @property
@@ -91,47 +93,48 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Of R rows, what those with a `detail` ask for. K = min(256, V) candidates a token at most."""
+    """Extra outputs of R rows. Defined for rows with a `detail`. At most K = min(256, V) candidates per token."""
 
     watched: np.ndarray  # float32 [R, MAX_WATCHED]
-    support_logprobs: np.ndarray  # float32 [R], of the token among its candidates
-    support_counts: np.ndarray  # int32 [R], may be over K
+    support_logprobs: np.ndarray  # float32 [R], of the sampled token among its candidates
+    support_counts: np.ndarray  # int32 [R], may exceed K
     support_ids: np.ndarray  # int32 [R, K], likeliest first
     support_top: np.ndarray  # float32 [R, K], their log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """What the device returned for a step, on the host. R rows as in SchedulerOutput.rows, Q tokens at most a row.
+    """The results of a step on the host: R rows as in SchedulerOutput.rows, at most Q tokens per row.
 
-    Entries of rows with samples=False have no meaning, but for their `status`: of a chunk it says whether the hidden
-    states of its tokens are finite.
+    Entries of rows with samples=False have no meaning, except `status`: it says whether the hidden states of the
+    chunk's tokens are finite.
     """
 
     token_ids: np.ndarray  # int32 [R, Q]
     num_valid: np.ndarray  # int32 [R]
-    status: np.ndarray  # uint8 [R], a RowStatus each
-    logprobs: np.ndarray | None = None  # float32 [R, Q] of the chosen tokens
+    status: np.ndarray  # uint8 [R], RowStatus values
+    logprobs: np.ndarray | None = None  # float32 [R, Q], of the sampled tokens
     ranks: np.ndarray | None = None  # int32 [R, Q]
     top_ids: np.ndarray | None = None  # int32 [R, Q, 20]
     top_logprobs: np.ndarray | None = None  # float32 [R, Q, 20]
     # row index -> (logprobs [n], ranks [n], top ids [n, 20], top logprobs [n, 20]) of the prompt tokens at positions
     # row.start + 1 .. row.start + n: those that the chunk's tokens predict (the last chunk of a prompt: one fewer)
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = None
-    embeddings: Mapping[int, np.ndarray] | None = None  # row index -> float32 [D], of the rows with embed and samples
-    details: Details | None = None  # of steps that sample a row with a detail
-    prompt_watched: dict[int, np.ndarray] | None = None  # row index -> float32 [n, MAX_WATCHED], as prompt_logprobs
-    hidden: Mapping[int, np.ndarray] | None = None  # row index -> float32 [n, D]: of all its tokens, or of the last
-    experts: Mapping[int, np.ndarray] | None = None  # row index -> int32 [n, L, K] of all its tokens
+    embeddings: Mapping[int, np.ndarray] | None = None  # row index -> float32 [D], for rows with embed and samples
+    details: Details | None = None  # set for steps that sample a row with a detail
+    prompt_watched: dict[int, np.ndarray] | None = None  # row index -> float32 [n, MAX_WATCHED], like prompt_logprobs
+    hidden: Mapping[int, np.ndarray] | None = None  # row index -> float32 [n, D]: of all its tokens, or of the last one
+    experts: Mapping[int, np.ndarray] | None = None  # row index -> int32 [n, L, K], of all its tokens
 
 
 class StepHandle(Protocol):
     """A step that was dispatched to the device."""
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
-        """Finish a masked step. bitmask: int32 [R, ceil(V/32)], bit 1 allows; all ones for free rows.
+        """Sample a masked step. bitmask: int32 [R, ceil(V/32)], bit 1 allows the token; rows without a mask are all
+        ones.
 
-        late: rows that get no token; the next decode row of their slots computes the same token again.
+        late: rows that yield no token; the next decode row of their slots computes the same token again.
         """
         ...
 
@@ -141,16 +144,18 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """The device side as the engine sees it; tests replace it by a fake whose answers are known."""
+    """The device side as the engine sees it. Tests replace it by a fake with known results."""
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
-        """Dispatch a step and return at once. With `output.masked`, sampling waits for `StepHandle.sample`."""
+        """Dispatch a step and return at once. If `output.masked`, sampling waits for `StepHandle.sample`."""
         ...
 
     def rebuild(self) -> None:
-        """Forget every step, slot and page and start with empty ones; the weights stay. For use after a failure."""
+        """Discard all steps, slots and pages and allocate new ones; the weights stay. For use after a
+        device failure.
+        """
         ...
 
     def num_compiles(self) -> int:
-        """Compilations since the runner was ready: 0 while all is well."""
+        """Number of XLA compilations since the runner was ready. Normally 0."""
         ...

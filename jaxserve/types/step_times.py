@@ -1,19 +1,18 @@
-"""How long a step of the served model takes, by its size, as measured in the warm-up."""
+"""Durations of the served model's steps by size, as measured in the warm-up."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-NEARLY = 0.9  # of the most tokens a second
+NEARLY = 0.9  # share of the highest throughput that counts as nearly all of it
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of the programs that were timed. Both tables may be empty.
+    """Seconds per step of the programs that were timed. Both tables may be empty.
 
-    decode     decode rows -> seconds
-    prefill    tokens of a step with a prompt -> seconds
+    decode     decode rows -> seconds prefill    tokens of a step with a prompt -> seconds
     """
 
     decode: Mapping[int, float]
@@ -21,27 +20,30 @@ class StepTimes:
 
     @classmethod
     def of(cls, decode: Mapping[int, float], prefill: Mapping[int, float]) -> StepTimes:
-        """From one measurement of each size, any of which may have been disturbed: no size takes longer than a larger
-        one."""
+        """Build the tables from one measurement per size. Removes noise: no size takes longer than a larger one."""
         return cls(_rising(decode), _rising(prefill))
 
     def decode_seconds(self, rows: int) -> float:
-        """Of a step of so many decode rows. 0 if nothing was timed."""
+        """Return the seconds of a step with `rows` decode rows; 0 if nothing was timed."""
         return _seconds(self.decode or self.prefill, rows)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Of the steps that compute so many prompt tokens. 0 if nothing was timed."""
+        """Return the seconds of the steps that compute so many prompt tokens; 0 if nothing was timed."""
         return _seconds(self.prefill, tokens)
 
     def full_rows(self, most: int) -> int:
-        """The fewest decode rows with which steps make nearly as many tokens a second as with any number up to `most`.
-        `most` if nothing was timed."""
+        """Return the fewest decode rows with which throughput is nearly as high as with any number up to `most`.
+
+        Returns `most` if nothing was timed.
+        """
         speeds = {rows: rows / seconds for rows, seconds in self.decode.items() if seconds > 0 and rows <= most}
         return min((rows for rows in speeds if speeds[rows] >= NEARLY * max(speeds.values())), default=most)
 
     def tokens_within(self, seconds: float) -> int | None:
-        """The most tokens that a step with a prompt computes in so long, and at least those of the smallest size. None
-        if nothing was timed."""
+        """Return the most tokens of a step with a prompt that finishes within the given seconds.
+
+        At least the smallest size; None if nothing was timed.
+        """
         if not self.prefill:
             return None
         largest = max(self.prefill)
@@ -58,7 +60,7 @@ UNTIMED = StepTimes({}, {})
 
 
 def _seconds(table: Mapping[int, float], count: int) -> float:
-    """Of the smallest size that holds `count`; beyond the largest one in proportion to it."""
+    """Return the seconds of the smallest size that holds `count`; proportionally more beyond the largest size."""
     if not table:
         return 0.0
     largest = max(table)

@@ -1,13 +1,15 @@
-"""Which request makes the engine fail: those of a failed step are tried again apart from all others, in groups.
+"""Finds the request that makes the engine fail, by running groups of the requests of a failed step in isolation.
 
-    a step fails              its requests are one group or several; everybody else waits
-    a step of a group fails   its requests are several groups, tried after the other groups there are
-    a group of one fails      that request is to blame, if another group passed: else the others are tried first
+suspect: a request of a failed step that is not cleared yet. unit: the requests that are blamed together.
+
+    a step fails              its requests become one group or several; all other requests wait
+    a step of a group fails   its requests become several groups, tried after the other groups
+    a group of one unit fails this unit is to blame if another group passed; otherwise the others are tried first
     PASSES outputs of each    the group passed
 
-A single fault ends nobody, one bad request among n is found in log2(n) + 3 failures where groups are halves, and a
-device that fails whoever is there blames nobody. Knows ids, no device: the engine's core looks for a request that
-makes steps fail, and the API process, with ProcessSuspects, for one that ends the engine's process.
+A single transient fault ends no request. One bad request among n is found in log2(n) + 3 failures if groups are
+halves. A device that fails on every request blames none of them. The search only knows ids: EngineCore looks for a
+request that makes steps fail; in the API process ProcessSuspects looks for one that kills the engine process.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jaxserve.errors import JaxserveError
 
-PASSES = 2  # outputs: of the tokens so far, computed again, and of a decode step after them
-MAX_FAILURES = 16  # with no group that passed; by then each eighth of the requests has failed by itself
+PASSES = 2  # outputs: the tokens so far, computed again, and one decode step after them
+MAX_FAILURES = 16  # in a row without a group that passed; by then each eighth of the requests has failed by itself
 
 
 class NobodyToBlame(JaxserveError):
-    """The device failed whichever of its requests were there."""
+    """The device failed with each group of requests, so no single request is the cause."""
 
 
 class Suspects:
-    """Requests of the latest failed step that are not cleared yet. True while there are any.
+    """Requests of the latest failed step that are not cleared yet. True if there are any.
 
-    parts         groups that a failed group becomes
-    passes        outputs of each request until its group has passed
-    whole_first   the requests of the first failure are one group, since most faults come once
+    parts         number of groups that a failed group is split into passes        outputs of each request until its
+    group has passed whole_first   try the requests of the first failure as one group, because most faults happen
+    once
     """
 
     parts = 2
@@ -38,12 +40,13 @@ class Suspects:
     whole_first = True
 
     def __init__(self) -> None:
-        self._groups: deque[dict[str, int]] = deque()  # by id the outputs until it passed; the first is being tried
-        self.has_passed = False  # any group since the first failure
+        # request id -> outputs left until it passed; the first group is being tried
+        self._groups: deque[dict[str, int]] = deque()
+        self.has_passed = False  # a group passed since the first failure
         self._num_failures = 0
 
     def unit_of(self, name: str) -> str:
-        """What is to blame for a request: requests of one unit stay in one group."""
+        """Return the unit of a request. Requests of one unit stay in one group."""
         return name
 
     def __bool__(self) -> bool:
@@ -51,17 +54,19 @@ class Suspects:
 
     @property
     def on_trial(self) -> Collection[str] | None:
-        """The only requests that may start now; None: all."""
+        """The only requests that may run now; None: all may."""
         return self._groups[0].keys() if self._groups else None
 
     def failed(self, rows: list[str]) -> str | None:
-        """A step with these failed. The unit that is to blame, once it is known. Raises NobodyToBlame."""
+        """Note that a step with these requests failed. Returns the unit to blame once it is known. Raises
+        NobodyToBlame.
+        """
         if not self._groups:
             self.has_passed, self._num_failures = False, 0
             self._add(rows, 1 if self.whole_first else self.parts)
         elif rows and self._groups[0].keys() >= set(rows):
             return self._divide(self._groups.popleft(), rows)
-        return None  # where others were in the step too: once more without them
+        return None  # other requests were in the step too: try once more without them
 
     def _divide(self, group: dict[str, int], rows: list[str]) -> str | None:
         self._num_failures += 1
@@ -77,7 +82,7 @@ class Suspects:
         return guilty
 
     def _add(self, rows: Sequence[str], parts: int) -> None:
-        """Queue the requests as groups of about as many units each."""
+        """Queue the requests as groups with about the same number of units."""
         units: dict[str, list[str]] = {}
         for name in rows:
             units.setdefault(self.unit_of(name), []).append(name)
@@ -88,7 +93,7 @@ class Suspects:
             self._groups.append({name: self.passes for unit in chosen for name in unit})
 
     def take(self, outputs: Iterable[tuple[str, bool]]) -> None:
-        """Ids of a step that did not fail, each with whether its request has ended by it."""
+        """Note that a step succeeded. Takes its request ids, each with whether the request has ended."""
         group = self._groups[0] if self._groups else {}
         for name, ended in outputs:
             if name in group:
@@ -100,6 +105,6 @@ class Suspects:
             self.has_passed = True
 
     def keep(self, live: Collection[str]) -> None:
-        """Forget all others: they ended by themselves."""
+        """Keep only these requests: the others have ended."""
         remaining = ({name: left for name, left in group.items() if name in live} for group in self._groups)
         self._groups = deque(group for group in remaining if group)
