@@ -1,7 +1,7 @@
-"""The private directory of an engine's sockets and shared state, and the removal of those that killed servers left.
+"""Private directories for an engine's sockets and shared state, and the removal of those that killed servers left.
 
-A directory belongs to whoever holds the lock on its file `state`. The lock ends with the process that took it, in
-whatever way it ends, and is seen by processes in other containers that share the temporary folder.
+The process that holds the lock on the file `state` owns the directory. The kernel releases the lock when the process
+ends. The lock is also seen by processes in other containers that share the temporary folder.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jaxserve.transport.shared_state import SharedState
 
 PREFIX = "jaxserve-engine-"
 STATE = "state"
-MAX_FOLDER = 64  # bytes of the temporary folder's path: a socket's whole path may have 103 on some systems
+MAX_FOLDER = 64  # bytes of the temporary folder's path; a socket's whole path may have 103 bytes on some systems
 _NAME = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp makes them
 
 
 class SocketDirectory:
-    """A new directory of mode 0700, with `state` in it, locked by this process until `remove`. Raises ConfigError."""
+    """A new directory of mode 0700 with a file `state`, locked by this process until `remove`. Raises ConfigError."""
 
     def __init__(self) -> None:
         self.path = Path(_new_directory())
         new = self.path / f"{STATE}.new"
         self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         SharedState.create(self._lock)
-        with contextlib.suppress(OSError):  # a file system without locks: then nothing is swept there either
+        with contextlib.suppress(OSError):  # on a file system without locks `sweep` removes nothing either
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(self.path / STATE)  # only now: `sweep` looks at locked files alone
+        new.rename(self.path / STATE)  # after locking, because `sweep` only looks at directories with this file
         self.state = SharedState(self.path / STATE)
 
     def remove(self) -> None:
@@ -58,7 +58,7 @@ def _new_directory() -> str:
 
 
 def sweep() -> list[Path]:
-    """Remove the directories in the temporary folder that are ours and whose process is gone; what was removed."""
+    """Remove this user's directories in the temporary folder whose process is gone. Returns what was removed."""
     swept = [path for path in _candidates(Path(tempfile.gettempdir())) if _is_abandoned(path)]
     for path in swept:
         shutil.rmtree(path, ignore_errors=True)
@@ -76,7 +76,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Whether its lock could be taken. A directory without the file is being made by another process."""
+    """Whether its lock is free. A directory without the file is being made by another process."""
     try:
         descriptor = os.open(directory / STATE, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

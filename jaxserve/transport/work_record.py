@@ -1,7 +1,7 @@
-"""Writes down which requests the engine works on, before it does, where the API process finds it after a death.
+"""Records the requests in work before the engine starts on them. The API process reads the record after a crash.
 
-A request is in work from the dispatch of a step with it until two steps later, since two steps may be on the device
-at once, and while it is taken in or its grammar is compiled.
+A request is in work from the dispatch of a step that contains it until two steps later, because two steps may be on
+the device at once. It is also in work while it is received or its grammar is compiled.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from jaxserve.types.step import Runner, SchedulerOutput, StepHandle
 
 
 class WorkRecord:
-    """Writes only what has changed: 256 rows that go on decoding cost 5 us a step, as many new ones 20 us."""
+    """Writes only changes: 256 rows that continue to decode cost 5 us per step, 256 new rows 20 us."""
 
     def __init__(self, state: SharedState) -> None:
         self._state = state
-        self._step: list[str] = []  # of the latest step
-        self._written: list[str] = []  # of the two latest steps
+        self._step: list[str] = []  # ids of the latest step
+        self._written: list[str] = []  # ids of the two latest steps
         self._others: list[str] = []
 
     def dispatching(self, ids: list[str]) -> None:
-        """A step of these rows is dispatched next."""
+        """Record that a step with these rows is dispatched next."""
         rows = ids if ids == self._step else list(dict.fromkeys(self._step + ids))
         self._step = ids
         if rows != self._written:
@@ -28,14 +28,14 @@ class WorkRecord:
             self._state.write(rows + self._others)
 
     def taking_in(self, ids: list[str]) -> None:
-        """These are taken in, or their grammars compiled, and no others."""
+        """Record that exactly these requests are being received or compiled."""
         if ids != self._others:
             self._others = ids
             self._state.write(self._written + ids)
 
 
 class RecordingRunner:
-    """A Runner that writes down each step before it dispatches it."""
+    """A Runner that records each step before it dispatches it."""
 
     def __init__(self, inner: Runner, record: WorkRecord) -> None:
         self._inner = inner
