@@ -6,10 +6,11 @@ from jaxserve import Engine, SamplingParams
 
 
 def main() -> None:
-    engine = Engine(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=8)
     prompts = ["Once upon a time", "The capital of France is", "One, two, three,"]
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=32, n=2)
-    for prompt, completions in zip(prompts, engine.generate(prompts, params), strict=True):
+    with Engine(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=8) as engine:
+        answers = engine.generate(prompts, params)
+    for prompt, completions in zip(prompts, answers, strict=True):
         print(f"{prompt!r}")
         for completion in completions:
             print(f"  [{completion.finish_reason}] {completion.text!r}")

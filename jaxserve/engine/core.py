@@ -269,12 +269,12 @@ class EngineCore:
     def _sample(self, output: SchedulerOutput, handle: StepHandle) -> None:
         """Finish a masked step, now that the tokens before it are known."""
         masks = self._masks.of_step(output)
+        for request_id, reason in masks.ended:  # first: the table has forgotten an end that a thread found
+            self._end_masked(request_id, reason)
         with _device_work():
             handle.sample(masks.bits, masks.late)
         self.scheduler.take_back(output, masks.late)
         self.scheduler.rest(output, masks.resting)
-        for request_id, reason in masks.ended:
-            self._end_masked(request_id, reason)
 
     def _take_masks(self) -> None:
         """Requests whose masks are made can be in a step again; some are found to end."""

@@ -4,7 +4,7 @@
     engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))
 
 or step by step: `add_request`, then `step` until `has_unfinished` is False. `engine.runner` is the device side:
-its programs are plain functions over pytrees.
+its programs are plain functions over pytrees. `close`, or a `with` block, ends the engine's threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore, StepError
@@ -87,12 +87,30 @@ class Engine:
         self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir)
         self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
         self._unread: list[RequestOutput] = []  # for the next return of `step`
+        self._closed = False
         self._ids = itertools.count()
         self._names = itertools.count()
 
     def _on_message(self, message: FromEngine) -> None:
         if isinstance(message, Located):
             self._tokenizer_dir = message.tokenizer_dir
+
+    def close(self) -> None:
+        """Abort what runs and end the engine's threads. Later requests raise ServerError."""
+        self._closed = True
+        self._abort(list(self._sequences))
+        self._unread.clear()
+        self.core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ServerError("the engine is closed")
 
     @property
     def runner(self) -> Any:
@@ -156,6 +174,7 @@ class Engine:
 
     def _queue(self, groups: list[list[EngineRequest]], sink: Callable[[EngineRequest], Sink]) -> None:
         """Queue the sequences of several prompts, all or none; `sink` tells where the outputs of each go."""
+        self._check_open()
         sequences = {
             each.request_id: (text, sink(each))
             for group in groups

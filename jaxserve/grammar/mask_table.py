@@ -145,6 +145,7 @@ class MaskTable:
             if mask.budget.error is not None or (made is None and mask.error is not None):
                 ended[name] = FinishReason.ERROR
             if made is not None and made.done():
+                late.discard(i)  # the thread may have begun in this very step
                 del self._made[name]
                 bits[i], end = made.result()
                 ended |= {name: end} if end is not None else {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, overload
@@ -45,6 +45,7 @@ from jaxserve.types.sampling import SamplingParams
 
 class Engine(text_engine.Engine):
     __doc__ = text_engine.Engine.__doc__
+    _end_chats: Callable[[], object] = staticmethod(lambda: None)  # no conversation has begun
 
     @overload
     def chat(self, messages: Sequence[Any], *, stream: Literal[False] = False, **fields: Any) -> ChatCompletion: ...
@@ -64,14 +65,19 @@ class Engine(text_engine.Engine):
         Raises RequestError, also for a field that the route does not know, and ConfigError at the first call if the
         chat template or the tokenizer is not the model's.
         """
+        self._check_open()
         answer = self._chats.prepare({"messages": messages, "stream": stream} | fields)
         return self._chats.chunks(answer) if stream else self._chats.whole(answer)
 
     @cached_property
     def _chats(self) -> _Chats:
         chats = _Chats(_SteppedEngine(self))
-        weakref.finalize(self, _close, chats.loop, chats.state)
+        self._end_chats = weakref.finalize(self, _close, chats.loop, chats.state)
         return chats
+
+    def close(self) -> None:
+        super().close()
+        self._end_chats()
 
     async def _outputs(
         self, prompt: list[int], params: SamplingParams, name: str, priority: int, cache_salt: str

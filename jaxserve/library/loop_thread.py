@@ -47,9 +47,10 @@ class LoopThread:
             work.close()
 
     def close(self) -> None:
-        """End the thread. What still runs is dropped."""
+        """End the thread. What still runs is dropped; generators that somebody still holds are closed."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()

@@ -14,7 +14,7 @@ import pytest
 
 import jaxserve
 from jaxserve import Engine
-from jaxserve.errors import InvalidSchemaError, InvalidValueError, RequestError, UnsupportedParameterError
+from jaxserve.errors import InvalidSchemaError, InvalidValueError, RequestError, ServerError, UnsupportedParameterError
 from jaxserve.library.loop_thread import LoopThread
 from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
@@ -206,6 +206,20 @@ def test_an_interrupt_aborts(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
         next(stream)
     assert not engine.has_unfinished
     assert engine.chat(FRANCE, temperature=0).choices[0].message.content == "The capital of France is Paris."
+
+
+def test_a_closed_engine_answers_no_conversation(compile_cache: str) -> None:
+    before = set(threading.enumerate())
+    with Engine(compile_cache=compile_cache, **SMALL) as engine:
+        begun = engine.chat(FRANCE, stream=True, ignore_eos=True)
+        assert next(begun).choices[0].delta.role == "assistant"
+        assert any(thread.name == "jaxserve-chat" for thread in set(threading.enumerate()) - before)
+    assert not engine.has_unfinished
+    begun.close()
+    with pytest.raises(ServerError, match="closed"):
+        engine.chat(FRANCE)
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not [name for name in left if name.startswith(("jaxserve-chat", "masks"))], left
 
 
 def test_a_loop_thread_passes_errors_on_and_ends() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.engine import core as core_module
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from jaxserve.types.output import FinishReason
@@ -318,13 +319,13 @@ def test_outputs_survive_a_device_that_fails_at_dispatch() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["before", "after", "read", "memory"])
+@pytest.mark.parametrize("kind", ["before", "after", "sample", "read", "memory"])
 def test_a_step_that_fails_changes_no_output(kind: str) -> None:
     """Each of the first twelve steps in turn, with chunks, decode rows, grammars and a retraction among them."""
     config = small_config(num_pages=14, max_num_batched_tokens=9)
     requests = [make_request(f"r{i}", range(i, i + 9), max_tokens=12, temperature=i % 2, seed=i) for i in range(4)]
     requests.append(make_request("g", [1, 2], max_tokens=12, grammar=GrammarSpec(kind="regex", source="4")))
-    expected = {key: value.token_ids for key, value in run_all(grammar_core(config), requests).items()}
+    expected = {key: (value.token_ids, value.reason) for key, value in run_all(grammar_core(config), requests).items()}
     for failing in range(1, 13):
         core = grammar_core(config)
         core.runner = FaultyRunner(core.runner, lambda output, at=failing: kind if output.step == at else None)
@@ -337,8 +338,24 @@ def test_a_step_that_fails_changes_no_output(kind: str) -> None:
             except StepError:
                 core.recover()
             core.scheduler.check_integrity()
-        assert {key: value.token_ids for key, value in transcripts.items()} == expected
+        assert {key: (value.token_ids, value.reason) for key, value in transcripts.items()} == expected
         assert core.stats().details["rebuilds"] == 1
+
+
+def test_an_end_that_a_thread_found_is_kept_if_the_device_fails_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_module, "MAX_RESUMED", 0)  # the thread shows the grammar its two tokens
+    threads = HandExecutor()
+    core = grammar_core(mask_threads=threads)
+    core.runner = FaultyRunner(core.runner, lambda output: "sample")
+    grammar = GrammarSpec(kind="regex", source="2")
+    core.add(make_request("a", [1, 2], max_tokens=50, grammar=grammar, resumed_token_ids=[3, 6]))
+    threads.run(1)
+    with pytest.raises(StepError, match="on purpose"):
+        core.step()
+    core.runner = core.runner.inner
+    core.recover()
+    transcript = run_all(core)["a"]
+    assert (transcript.token_ids, transcript.reason) == ([], FinishReason.STOP)
 
 
 def poisoned(core: EngineCore, plan: Callable[[SchedulerOutput], str | None]) -> tuple[Transcripts, int]:

@@ -1,7 +1,7 @@
 """Engine, in process: failures are results, nothing is queued by half, and no error leaves it unusable."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -144,6 +144,19 @@ def test_a_request_that_always_fails_the_device_is_a_result(engine: Engine) -> N
     assert found[1][0].error is not None and "the device fails" in found[1][0].error.message
     assert [found[i][0].token_ids for i in (0, 2)] == [expected(PROMPTS[i]) for i in (0, 2)]
     check_usable(engine)
+
+
+def test_a_closed_engine_holds_no_thread_and_takes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = ThreadPoolExecutor(1)
+    with make_engine(monkeypatch, mask_threads=threads) as engine:
+        engine.add_request(PROMPTS[0], GREEDY)
+        engine.step()
+    assert not engine.has_unfinished and engine.core.stats().num_running == 0
+    with pytest.raises(RuntimeError, match="shutdown"):
+        threads.submit(int)
+    with pytest.raises(ServerError, match="closed"):
+        engine.generate(PROMPTS, GREEDY)
+    engine.close()
 
 
 @pytest.mark.parametrize("step", [1, 2, 7])

@@ -56,6 +56,7 @@ class FaultyRunner:
 
     before     it raises and nothing was dispatched
     after      it was dispatched, its donated arrays are gone, and then it raises
+    sample     it raises when its masks are given to it
     read       it raises when its tokens are read, as a device does that computes asynchronously
     memory     as read, out of memory
     rebuild    as before, and the rebuild that follows fails too
@@ -86,13 +87,15 @@ class FaultyRunner:
 
 
 class FailingStep:
-    """A step that was dispatched and fails where it is read."""
+    """A step that was dispatched and fails later: at its masks, or where it is read."""
 
     def __init__(self, handle: StepHandle, kind: str) -> None:
         self._handle = handle
         self._kind = kind
 
     def sample(self, bitmask: Any, late: Sequence[int] = ()) -> None:
+        if self._kind == "sample":
+            raise _fault(self._kind)
         self._handle.sample(bitmask, late)
 
     def result(self) -> SampledTokens:

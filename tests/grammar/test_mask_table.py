@@ -2,7 +2,9 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,6 +145,25 @@ def test_a_slow_mask_is_made_by_a_thread_and_its_request_rests() -> None:
     assert table.advance(TokenOutput(request_id="1", token_ids=[2])) is None and table.take_ready() == []
     threads.run(1)
     assert table.take_ready() == [("1", None)]
+
+
+class AtOnce(HandExecutor):
+    """A thread that is done before the loop looks again."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **kwargs)
+        self.run(1)
+        return future
+
+
+def test_a_mask_that_a_thread_makes_within_the_step_is_used() -> None:
+    """Else its row would sit out, and nobody would make the mask again."""
+    table = MaskTable(70, None, AtOnce())
+    table.add("0", TokenMask(CountingMatcher(2, 9, was_slow=True), ()))
+    step = table.of_step(step_of(1))
+    assert step.late == [] and (step.bits[0] != -1).any()
+    table.advance(TokenOutput(request_id="0", token_ids=[2]))
+    assert table.take_ready() == [("0", None)]
 
 
 def test_after_enough_quick_masks_the_loop_makes_them_again() -> None:
