@@ -1,8 +1,12 @@
 """What a chat template may cost the server: over HTTP, with the real worker."""
 
+import os
 import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 from jaxserve.config import Config
+from jaxserve.text.renderer import LONG_BYTES
 from tests.waiting import with_quick_collections
 
 from .conftest import LiveServer
@@ -11,6 +15,23 @@ from .loop_meter import LoopMeter
 COSTLY = """{% if messages[0].content == 'now' %}{{ ([[1, 2, 3]] * 50000)|map('string')|list|length }}{% endif %}
 {%- if messages[0].content == 'all' %}{% set n = namespace(x=[]) %}
 {%- for i in range(999) %}{% set n.x = n.x + ['a' * 16000000 ~ i] %}{% endfor %}{% endif %}fine"""
+
+
+def test_a_request_waits_for_no_long_conversation() -> None:
+    """Of a template that only workers render."""
+    say = {"model": "demo", "max_tokens": 1}
+    hello, long = ({"messages": [{"role": "user", "content": text}]} for text in ("hello", "word " * LONG_BYTES))
+    with LiveServer(Config().replace(model={"chat_template": COSTLY})) as server:
+        state = server.app.state.server
+        assert server.post("/v1/chat/completions", say | long).status_code == 200
+        worker = state.chat_template.long_process.pid
+        os.kill(worker, signal.SIGSTOP)
+        with ThreadPoolExecutor() as threads:
+            late = [threads.submit(server.post, "/v1/chat/completions", say | long) for _ in range(2)]
+            server.wait(lambda: state.template_work.long.waiting.jobs == 2, "two long conversations wait")
+            assert server.post("/v1/chat/completions", say | hello).status_code == 200
+            os.kill(worker, signal.SIGCONT)
+            assert [each.result().status_code for each in late] == [200, 200]
 
 
 def test_a_costly_template_holds_nobody_up() -> None:

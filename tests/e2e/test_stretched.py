@@ -46,7 +46,8 @@ def server(compile_cache: str) -> Iterator[RealServer]:
 def left_behind(server: RealServer) -> list[int]:
     """What a server at rest has none of."""
     state = server.app.state.server
-    pools = (state.text_work.short, state.text_work.long, state.body_work, state.template_work)
+    sized = (state.text_work, state.template_work)
+    pools = (state.body_work, *(pool for each in sized for pool in (each.short, each.long)))
     held = [number for pool in pools for number in (pool.waiting.jobs, pool.waiting.size)]
     return [*held, state.bodies.held, server.engine.num_live, len(state.unread.held()), *server.held()]
 

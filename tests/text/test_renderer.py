@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError, InvalidValueError
 from jaxserve.text.template import template_process
 from jaxserve.text.template.chat_template import ChatTemplate
 from jaxserve.text.template.plain_template import MAX_CHARS, MAX_SECONDS
-from jaxserve.text.template.renderer import Renderer
+from jaxserve.text.template.renderer import LONG_BYTES, Renderer
 from jaxserve.text.template.sandbox import RenderLimitError
 from jaxserve.text.template.template_process import TemplateProcess
 from jaxserve.text.template.template_worker import Conversation, Setup
@@ -71,6 +71,22 @@ def test_no_worker_runs_before_it_is_needed() -> None:
     renderer = Renderer.load(Tokenizer.from_directory(DEMO))
     assert renderer is not None
     assert renderer.render_here(Conversation(HELLO)) and renderer.process.pid is None
+
+
+def test_a_long_conversation_delays_no_short_one() -> None:
+    renderer = Renderer.load(Tokenizer.from_directory(DEMO))
+    assert renderer is not None
+    conversation = Conversation(HELLO)
+    try:
+        short = renderer.render(conversation, LONG_BYTES)
+        assert renderer.long_process.pid is None, "it is started when it is needed"
+        assert renderer.render(conversation, LONG_BYTES + 1) == short
+        worker = renderer.long_process.pid
+        assert worker is not None and worker != renderer.process.pid
+        os.kill(worker, signal.SIGSTOP)
+        assert renderer.render(conversation, LONG_BYTES) == short
+    finally:
+        renderer.stop()
 
 
 @pytest.mark.parametrize("source", COSTLY)

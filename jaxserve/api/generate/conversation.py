@@ -60,7 +60,7 @@ async def render_messages(
 ) -> str:
     """The prompt's text. Raises InvalidValueError for messages that the template refuses.
 
-    size: of the body that brings all this; a large one is rendered by the worker
+    size: of the body that brings all this; a large one is rendered by a worker
     """
     template = state.chat_template
     if template is None:
@@ -74,7 +74,7 @@ async def render_messages(
 
     if size <= INLINE_CHARS and (text := template.render_here(conversation())) is not None:
         return text
-    return await state.template_work.run(lambda: template.render(conversation()), size)
+    return await state.template_work.run(lambda: template.render(conversation(), size), size)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,10 @@ import asyncio
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
-from jaxserve.api.shared.work_pool import WorkPool
+from jaxserve.api.shared.work_pool import SizedPools
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 INLINE_CHARS = 4096  # longer texts leave the event loop; the library releases the interpreter's lock
 LONG_CHARS = 256 * 1024  # longer ones have a thread of their own: they delay no shorter one
@@ -30,22 +27,13 @@ PIECE_CHARS = 32 * 1024
 CUT_TOKENS = 64  # by which a cut may raise the count of its two pieces
 
 
-class TextWork:
+class TextWork(SizedPools):
     """Threads for the texts of one server's requests."""
 
     def __init__(self) -> None:
         threads = max(2, min(8, os.cpu_count() or 1))
         limits = {"max_jobs": MAX_WAITING_TEXTS, "max_size": MAX_WAITING_CHARS}
-        self.short = WorkPool("texts", "texts", threads=threads, **limits)
-        self.long = WorkPool("long-texts", "long texts", threads=1, **limits)
-
-    async def run(self, work: Callable[[], T], size: int) -> T:
-        """Raises QueueFullError where too much waits."""
-        return await (self.short if size <= LONG_CHARS else self.long).run(work, size)
-
-    def stop(self) -> None:
-        self.short.stop()
-        self.long.stop()
+        super().__init__("texts", "texts", long=LONG_CHARS, threads=threads, **limits)
 
 
 class TextEncoder:

@@ -19,7 +19,7 @@ from jaxserve.api.shared.keys import Caller
 from jaxserve.api.shared.sessions import Sessions
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.shared.unread import UnreadStreams
-from jaxserve.api.shared.work_pool import Waiting, WorkPool
+from jaxserve.api.shared.work_pool import SizedPools, Waiting, WorkPool
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.config import Config
 from jaxserve.errors import InvalidValueError, ModelNotFoundError, NotReadyError
@@ -27,14 +27,14 @@ from jaxserve.store import Store
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
 from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
-from jaxserve.text.template.renderer import Renderer
+from jaxserve.text.template.renderer import LONG_BYTES, Renderer
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FIELDS = 256  # names come from clients; remember no more of them
 MAX_FILE_PIECES = 256  # of uploads and downloads, that wait for asyncio's threads; a connection has one
 MAX_FILE_BYTES = 64 * 2**20  # in them
-MAX_RENDERED_BYTES = 64 * 2**20  # of bodies that wait for the template worker
+MAX_RENDERED_BYTES = 64 * 2**20  # of bodies that wait for each of the two template workers
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _IN_TEMPLATES = ("messages.", "tools.", "functions.")  # rendered with all fields that they have
 
@@ -45,9 +45,10 @@ def body_pool() -> WorkPool:
     return WorkPool("bodies", "bodies", threads=1, max_jobs=4096, max_size=2**31)
 
 
-def template_pool() -> WorkPool:
-    """One thread: the template worker takes one conversation at a time."""
-    return WorkPool("templates", "conversations", threads=1, max_jobs=4096, max_size=MAX_RENDERED_BYTES)
+def template_pools() -> SizedPools:
+    """One thread for each template worker, which takes one conversation at a time."""
+    limits = {"max_jobs": 4096, "max_size": MAX_RENDERED_BYTES}
+    return SizedPools("templates", "conversations", long=LONG_BYTES, threads=1, **limits)
 
 
 class UnknownFields:
@@ -110,7 +111,7 @@ class ServerState:
     text_work: TextWork = field(default_factory=TextWork)
     bodies: BodySum = field(default_factory=BodySum)
     body_work: WorkPool = field(default_factory=body_pool)
-    template_work: WorkPool = field(default_factory=template_pool)
+    template_work: SizedPools = field(default_factory=template_pools)
     file_work: Waiting = field(default_factory=lambda: Waiting("pieces of files", MAX_FILE_PIECES, MAX_FILE_BYTES))
     live: LiveRequests = field(default_factory=LiveRequests)
     sessions: Sessions = field(default_factory=Sessions)

@@ -75,3 +75,23 @@ class WorkPool:
     def stop(self) -> None:
         """Take no more work and forget what has not begun."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class SizedPools:
+    """Two pools for one kind of work: what is larger than `long` has a thread of its own and delays nothing smaller.
+
+    threads: of the pool for smaller work. max_jobs, max_size: of each pool.
+    """
+
+    def __init__(self, name: str, what: str, *, long: int, threads: int, max_jobs: int, max_size: int) -> None:
+        self.short = WorkPool(name, what, threads=threads, max_jobs=max_jobs, max_size=max_size)
+        self.long = WorkPool(f"long-{name}", f"long {what}", threads=1, max_jobs=max_jobs, max_size=max_size)
+        self._long = long
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """Raises QueueFullError where too much waits."""
+        return await (self.long if size > self._long else self.short).run(work, size)
+
+    def stop(self) -> None:
+        self.short.stop()
+        self.long.stop()

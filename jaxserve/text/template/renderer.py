@@ -1,4 +1,4 @@
-"""Conversations to prompts: in this process where that is cheap by construction, else in the template worker."""
+"""Conversations to prompts: in this process where that is cheap by construction, else in a template worker."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from jaxserve.text.template.template_process import CPU_SECONDS, MEMORY_BYTES, T
 from jaxserve.text.template.template_worker import Conversation, Setup, render
 from jaxserve.text.tokenizer import Tokenizer
 
+LONG_BYTES = 64 * 1024  # of a body; to render so much takes a worker 40 ms
+
 
 class Renderer:
     """The chat template of one server.
@@ -16,6 +18,7 @@ class Renderer:
     Attributes:
         source: the template's text (parsers of the output are chosen by it)
         process: the worker; it is started when it is first needed
+        long_process: the worker of long conversations, which take up to a second each; likewise
     """
 
     def __init__(self, source: str, tools_source: str | None, tokenizer: Tokenizer) -> None:
@@ -24,9 +27,9 @@ class Renderer:
         special = tokenizer.special_tokens_map()
         self._shield = Shield(tokenizer.special_texts)
         self._plain = ChatTemplate.load_plain(source, tools_source=tools_source, special_tokens=special)
-        self.process = TemplateProcess(
-            Setup(source, tools_source, special, tokenizer.special_texts, CPU_SECONDS, MEMORY_BYTES)
-        )
+        setup = Setup(source, tools_source, special, tokenizer.special_texts, CPU_SECONDS, MEMORY_BYTES)
+        self.process = TemplateProcess(setup)
+        self.long_process = TemplateProcess(setup)
         if self._plain is None:
             self.process.start()
 
@@ -49,10 +52,14 @@ class Renderer:
         except RenderLimitError:
             return None
 
-    def render(self, conversation: Conversation) -> str:
+    def render(self, conversation: Conversation, size: int = 0) -> str:
         """The prompt of any conversation. Blocks. Raises InvalidValueError for messages that the template refuses or
-        that take too much."""
-        return self.process.render(conversation)
+        that take too much.
+
+        size: of the body that brought it; one of over LONG_BYTES has the other worker, and delays no shorter one
+        """
+        return (self.long_process if size > LONG_BYTES else self.process).render(conversation)
 
     def stop(self) -> None:
         self.process.stop()
+        self.long_process.stop()
