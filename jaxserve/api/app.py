@@ -138,7 +138,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
     return [
         *chain,
         Middleware(Authentication, config=section),
-        Middleware(ReadinessGate, engine=state.engine, metrics=state.metrics),
+        Middleware(ReadinessGate, engine=state.engine, metrics=state.metrics, prepare=state.load_template),
         Middleware(BodyLimit, limits=state.body_limits, held=state.bodies, timeout=section.body_timeout),
     ]
 

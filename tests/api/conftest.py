@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -97,10 +97,14 @@ class LiveServer:
     def call(self, function: Callable[[], T]) -> T:
         """Run on the server's loop and wait for the result."""
 
-        async def run() -> T:
+        async def call() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LAST_RESORT)
+        return self.run(call())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LAST_RESORT)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds on the server's loop."""

@@ -1,12 +1,19 @@
 """What a chat template may cost the server: over HTTP, with the real worker."""
 
+import json
 import os
 import resource
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from jaxserve.api.batch.route_handler import RouteHandler
+from jaxserve.api.routes.chat import create_chat_completion
 from jaxserve.config import Config
-from jaxserve.text.renderer import LONG_BYTES
+from jaxserve.text.renderer import LONG_BYTES, Renderer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.waiting import with_quick_collections
 
 from .conftest import LiveServer
@@ -32,6 +39,30 @@ def test_a_request_waits_for_no_long_conversation() -> None:
             assert server.post("/v1/chat/completions", say | hello).status_code == 200
             os.kill(worker, signal.SIGCONT)
             assert [each.result().status_code for each in late] == [200, 200]
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_the_template_is_loaded_once_and_off_the_loop(batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    load = Renderer.load
+
+    def loaded(tokenizer: Tokenizer, override: str | None = None) -> Renderer | None:
+        threads.append(threading.current_thread().name)
+        return load(tokenizer, override)
+
+    monkeypatch.setattr(Renderer, "load", loaded)
+    body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]}
+    with LiveServer(Config()) as server, ThreadPoolExecutor(4) as clients:
+        line = RouteHandler(server.app, "/v1/chat/completions", create_chat_completion)
+
+        def ask(number: int) -> int:
+            if batch:
+                return server.run(line(json.dumps(body).encode(), f"req-{number}", "")).status
+            return server.post("/v1/chat/completions", body).status_code
+
+        assert list(clients.map(ask, range(4))) == [200] * 4
+        assert len(threads) == 1
+        assert threads[0] != server.call(lambda: threading.current_thread().name)
 
 
 def test_a_costly_template_holds_nobody_up() -> None:

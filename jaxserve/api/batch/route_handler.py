@@ -45,6 +45,7 @@ class RouteHandler:
 
     async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer:
         state: ServerState = self._app.state.server
+        await state.load_template()
         limits = state.body_limits()
 
         def work() -> bytes:

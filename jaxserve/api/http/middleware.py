@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -137,10 +137,15 @@ class ReadinessGate:
 
     A full queue is seen here before the body is read: a refusal then costs 0.2 ms and not a millisecond, and it is
     under overload that they are many.
+
+    prepare: what every request needs, waited for if it is not there yet
     """
 
-    def __init__(self, app: ASGIApp, engine: EngineProtocol, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, engine: EngineProtocol, metrics: Metrics, prepare: Callable[[], Awaitable[None]]
+    ) -> None:
         self.app = app
+        self.prepare = prepare
         self.engine = engine
         self.metrics = metrics
 
@@ -148,6 +153,7 @@ class ReadinessGate:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["path"] not in ("/metrics", "/"):
             try:
                 self.engine.check_ready()
+                await self.prepare()
                 if scope["path"] in GENERATING_PATHS and scope["method"] == "POST":
                     self._check_queue()
             except HTTPError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,7 @@ class ServerState:
     file_work: Waiting = field(default_factory=lambda: Waiting("pieces of files", MAX_FILE_PIECES, MAX_FILE_BYTES))
     live: LiveRequests = field(default_factory=LiveRequests)
     sessions: Sessions = field(default_factory=Sessions)
+    _template_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     startup_error: Exception | None = None  # why the application could not start
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -141,14 +143,25 @@ class ServerState:
     def token_texts(self) -> TokenTexts:
         return TokenTexts(self.engine.tokenizer)
 
-    @cached_property
+    @property
     def chat_template(self) -> Renderer | None:
-        """The operator's template or the model's; None if there is neither."""
+        """The operator's template or the model's; None if there is neither. On the event loop only after
+        `load_template`."""
+        with self._template_lock:
+            return self._chat_template
+
+    @cached_property
+    def _chat_template(self) -> Renderer | None:
         return Renderer.load(self.engine.tokenizer, self.config.model.chat_template)
+
+    async def load_template(self) -> None:
+        """Load the chat template unless it is: in a thread, it takes as long as a process takes to start."""
+        if "_chat_template" not in self.__dict__:
+            await self.template_work.run(lambda: self.chat_template, 0)
 
     def stop_rendering(self) -> None:
         self.template_work.stop()
-        template = self.__dict__.get("chat_template")
+        template = self.__dict__.get("_chat_template")
         if template is not None:
             template.stop()
 
