@@ -76,9 +76,11 @@ def test_tokenizer_info_is_what_lm_eval_needs(server: LiveServer) -> None:
 def test_bad_tokens(server: LiveServer) -> None:
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ("/tokenize", {"prompt": "x", "text": "x"}, "text"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [10**7]}, "tokens"),
+        ("/detokenize", {"ids": [10**7]}, "ids"),
     ):
         response = server.post(path, body)
         assert response.status_code == 400 and response.json()["error"]["param"] == param, path

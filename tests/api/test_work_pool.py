@@ -55,6 +55,7 @@ def test_a_text_that_is_too_long_is_not_encoded_to_its_end(text: str) -> None:
     ("path", "body", "param"),
     [
         ("/tokenize", {"prompt": "TEXT"}, "prompt"),
+        ("/tokenize", {"text": "TEXT"}, "text"),
         ("/v1/completions", {"model": "demo", "prompt": "TEXT", "truncate_prompt_tokens": 8}, "prompt"),
     ],
 )
@@ -72,6 +73,14 @@ def test_a_text_that_would_be_encoded_whole_has_a_limit(
         assert answer.status_code == status
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (param, "invalid_value") and "8001 characters" in error["message"]
+
+
+def test_a_conversation_that_would_be_encoded_whole_has_it_too(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.app.state.server.encoder, "max_whole_chars", 8000)
+    answer = server.post("/tokenize", {"messages": [{"role": "user", "content": "a " * 4000}]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize("text", ["word " * 5000, " " * 100_000, " instructions" * 10_000])

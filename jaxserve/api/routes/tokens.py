@@ -31,8 +31,8 @@ async def tokenize(request: Request) -> Response:
     state = server_state(request)
     body = await read_body(request, TokenizeRequest)
     state.check_model(body.model)
-    texts, special = await _texts(body, state)
-    ids = [await state.encoder.encode(text, add_special_tokens=special) for text in texts]
+    param, texts, special = await _texts(body, state)
+    ids = [await state.encoder.encode(text, add_special_tokens=special, param=param) for text in texts]
     many = isinstance(body.prompt, list)
 
     def answer() -> Response:
@@ -55,14 +55,15 @@ async def _off_loop_if_long(work: Callable[[], Response], num_tokens: int, state
     return work() if num_tokens <= INLINE_TOKENS else await state.text_work.run(work, num_tokens)
 
 
-async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[list[str], bool]:
-    """(texts, whether to add special tokens: by default to plain texts, not to rendered conversations)"""
-    given = [value for value in (body.prompt, body.text, body.messages) if value is not None]
+async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[str], bool]:
+    """(the field they are of, texts, whether to add special tokens: by default to plain texts, not to rendered
+    conversations)"""
+    given = [name for name in ("prompt", "text", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
-        raise InvalidValueError("Give prompt or messages, one of them.", param="prompt")
+        raise InvalidValueError("Give prompt or messages, one of them.", param=given[-1] if given else "prompt")
     if body.messages is None:
         text = body.prompt if body.prompt is not None else body.text
-        return [text] if isinstance(text, str) else list(text or []), body.add_special_tokens is not False
+        return given[0], [text] if isinstance(text, str) else list(text or []), body.add_special_tokens is not False
     check_messages(body.messages)
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     rendered = await render_messages(
@@ -74,7 +75,7 @@ async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[list[str], 
         continue_final_message=bool(body.continue_final_message),
         kwargs=body.chat_template_kwargs or {},
     )
-    return [rendered], bool(body.add_special_tokens)
+    return given[0], [rendered], bool(body.add_special_tokens)
 
 
 @router.post("/detokenize", **documented(Detokenized, body=DetokenizeRequest))
@@ -90,7 +91,7 @@ async def detokenize(request: Request) -> Response:
     many = bool(tokens) and isinstance(tokens[0], list)
     lists: list[list[int]] = tokens if many else [tokens]  # type: ignore[list-item]
     for each in lists:
-        check_ids(each, state.engine.info, "tokens")
+        check_ids(each, state.engine.info, "tokens" if body.tokens is not None else "ids")
     decode = state.engine.tokenizer.decode
 
     def answer() -> Response:
