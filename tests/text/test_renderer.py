@@ -1,8 +1,10 @@
 """Where a template is rendered: here if it is cheap by construction, else in a worker that is ended at its limits."""
 
+import inspect
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import ConfigError, InvalidValueError
+from jaxserve.errors import ConfigError, InvalidValueError, ServerError
 from jaxserve.text.template import template_process
 from jaxserve.text.template.chat_template import ChatTemplate
 from jaxserve.text.template.plain_template import MAX_CHARS, MAX_SECONDS
@@ -55,6 +57,20 @@ def test_both_places_write_the_same_prompt(demo: Renderer, messages: Any, tools:
     conversation = Conversation(messages, tools, kwargs={"enable_thinking": True, "huge": 10**30})
     here = demo.render_here(conversation)
     assert here is not None and here == demo.render(conversation)
+
+
+def test_what_has_no_room_on_the_stack_is_for_the_worker(demo: Renderer) -> None:
+    """At every depth of the caller's stack the answer is the whole prompt, or that a worker has to tell it."""
+    call = CALL | {"function": {"name": "f", "arguments": '{"a":' + "[" * 60 + "]" * 60 + "}"}}
+    conversation = Conversation([HELLO[0], {"role": "assistant", "content": None, "tool_calls": [call]}], TOOLS)
+    expected = demo.render(conversation)
+
+    def below(depth: int) -> str | None:
+        return below(depth - 1) if depth else demo.render_here(conversation)
+
+    deepest = sys.getrecursionlimit() - len(inspect.stack(0)) - 10
+    found = [below(depth) for depth in range(deepest - 160, deepest)]
+    assert set(found) == {None, expected}
 
 
 def test_both_places_refuse_alike(demo: Renderer) -> None:
@@ -147,6 +163,14 @@ def test_an_exchange_that_breaks_off_leaves_no_answer_to_the_next(monkeypatch: p
         assert worker.render(Conversation([{"role": "user", "content": "another's"}])) == "another's"
     finally:
         worker.stop()
+
+
+def test_why_a_worker_does_not_start_is_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    worker = process("{{ messages[0].content }}{% if %} a secret of the operator")
+    with pytest.raises(ServerError) as caught:
+        worker.render(Conversation(HELLO))
+    assert "does not parse" not in caught.value.message
+    assert "does not parse" in caplog.text
 
 
 @pytest.mark.parametrize(

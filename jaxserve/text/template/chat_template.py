@@ -61,7 +61,8 @@ class ChatTemplate:
         max_chars: int = MAX_CHARS,
         plain: bool = False,
     ) -> None:
-        """plain: as `plain_template` does it, where a render may also raise RenderLimitError for what it refuses
+        """plain: as `plain_template` does it, where a render may also raise RenderLimitError for what it refuses, and
+        RecursionError or MemoryError where there is no room for it
 
         Raises ConfigError for a template that does not parse.
         """
@@ -147,6 +148,8 @@ class ChatTemplate:
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise InvalidValueError(f"the chat template refused these messages: {error}", param="messages") from error
         except (RecursionError, MemoryError) as error:
+            if self._plain:
+                raise
             raise InvalidValueError("the messages are nested too deep or too large", param="messages") from error
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +160,7 @@ class ChatTemplate:
         if "content" in prepared:
             prepared["content"] = self._content(prepared["content"], prepared)
         if prepared.get("tool_calls"):
-            prepared["tool_calls"] = [_parsed_call(call) for call in prepared["tool_calls"]]
+            prepared["tool_calls"] = [_parsed_call(call, self._plain) for call in prepared["tool_calls"]]
         reasoning = next((prepared[k] for k in ("reasoning_content", "reasoning", "thinking") if prepared.get(k)), None)
         if isinstance(reasoning, str):  # templates differ in the name
             prepared |= {"reasoning_content": reasoning, "thinking": reasoning}
@@ -267,8 +270,11 @@ def _walks_content(tree: nodes.Template) -> bool:
     return any(_is_content(loop.iter, assigned | macros) and _reads_part(loop) for loop in loops)
 
 
-def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI sends a call's arguments as JSON text; templates want the object."""
+def _parsed_call(call: Mapping[str, Any], plain: bool) -> dict[str, Any]:
+    """OpenAI sends a call's arguments as JSON text; templates want the object.
+
+    plain: raises RecursionError for what a process with less on its stack may read
+    """
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return dict(call)
@@ -276,7 +282,11 @@ def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
+    except RecursionError:
+        if plain:
+            raise
+        return dict(call)
+    except ValueError:
         return dict(call)
     if not isinstance(arguments, dict):
         return dict(call)

@@ -49,7 +49,7 @@ class Renderer:
             return None
         try:
             return render(self._plain, self._shield, conversation)
-        except RenderLimitError:
+        except (RenderLimitError, RecursionError, MemoryError):  # a worker has more room
             return None
 
     def render(self, conversation: Conversation, size: int = 0) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import select
 import subprocess
@@ -26,6 +27,8 @@ CPU_SECONDS = 3.0  # of a render, with what is around it; the render's own limit
 WALL_SECONDS = 15.0  # the last resort, on a machine that gives the worker too little of a processor
 MEMORY_BYTES = 1 << 30
 PIECE = 1 << 20  # bytes of a read
+
+logger = logging.getLogger(__name__)
 
 
 class _Ended(Exception):
@@ -61,7 +64,8 @@ class TemplateProcess:
             try:
                 rendered = self._exchange(self._running(), body)
             except ConfigError as error:  # it was compiled before: the machine is too busy, or full
-                raise ServerError(f"the template worker does not start: {error}") from error
+                logger.error("the template worker does not start: %s", error)
+                raise ServerError("the chat template cannot be rendered now; the server's log says why") from error
             except _Ended:
                 if self._stopped:
                     raise ServerError("the server stops") from None
