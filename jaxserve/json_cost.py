@@ -48,6 +48,11 @@ def _over(text: bytes, limits: JsonLimits) -> str | None:
     return f"{limits.values} values" if text.count(b",") > limits.values else None
 
 
+def may_be_beyond_a_float(raw: bytes) -> bool:
+    """Whether the text may have a number that is none: NaN, Infinity, or one with an exponent of three digits."""
+    return b"NaN" in raw or b"Infinity" in raw or may_have_large_exponent(raw)
+
+
 def may_have_large_exponent(raw: bytes) -> bool:
     """Whether the text may have a number with an exponent of three digits."""
     shapes = raw.translate(_SHAPES)

@@ -11,8 +11,10 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.api.batch.route_handler import BATCH_PRIORITY
+from jaxserve.api.batch.route_handler import BATCH_PRIORITY, RouteHandler
+from jaxserve.api.routes.chat import create_chat_completion
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
+from jaxserve.errors import InvalidValueError
 from tests.api.conftest import LiveServer
 from tests.waiting import wait_until
 
@@ -309,6 +311,23 @@ def test_what_can_never_run_is_a_400_online_and_in_a_batch_at_once(client: Any, 
     assert failed["custom_id"] == "never" and failed["response"]["status_code"] == 400
     assert failed["response"]["body"]["error"]["param"] == param
     assert live.app.state.batches.window.lines == 0
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "[1, NaN]", "-1e999"])
+def test_a_number_that_is_none_of_json_is_a_400_wherever_it_stands(live: LiveServer, number: str) -> None:
+    messages = [{"role": "user", "content": "hi, NaN and Infinity"}]
+    good = {"model": "demo", "messages": messages, "max_tokens": 1, "chat_template_kwargs": {"x": "NaN"}}
+    assert live.post("/v1/chat/completions", good).status_code == 200
+    unknown, documents = good | {"some_field": {"x": "NaN"}}, good | {"documents": [{"x": "NaN"}]}
+    call = {"type": "function", "function": {"name": "f", "parameters": {"x": "NaN"}}}
+    for body in (good, unknown, documents, good | {"tools": [call]}):
+        raw = json.dumps(body).replace('"NaN"', number)
+        answer = live.http.post("/v1/chat/completions", content=raw, headers={"content-type": "application/json"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_json", "x"), raw
+        handler = RouteHandler(live.app, "/v1/chat/completions", create_chat_completion)
+        with pytest.raises(InvalidValueError, match="not valid JSON"):
+            live.run(handler(raw.encode(), "req-1", ""))
 
 
 def test_a_request_that_waits_for_room_sends_none_of_its_parts(live: LiveServer) -> None:

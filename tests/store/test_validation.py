@@ -58,6 +58,8 @@ def test_no_requests(tmp_path: Path, data: bytes) -> None:
     [
         (b"{", "invalid_json_line", None),
         (b"nonsense", "invalid_json_line", None),
+        (json.dumps(line(2, body={"x": float("nan")})).encode(), "invalid_json_line", None),
+        (json.dumps(line(2, body={"x": float("inf")})).encode(), "invalid_json_line", None),
         (b"\xff", "invalid_json_line", None),
         (json.dumps(line(2)).replace("Question", "\xff").encode("latin-1"), "invalid_json_line", None),
         (b'{"custom_id": "x", "body": ' + b"[" * 100_000, "invalid_json_line", None),

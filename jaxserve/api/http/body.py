@@ -20,7 +20,7 @@ from jaxserve.api.protocol.errors import ClientDisconnected, from_validation
 from jaxserve.api.shared.body_cost import LARGE_BYTES
 from jaxserve.api.shared.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
-from jaxserve.json_cost import may_have_large_exponent
+from jaxserve.json_cost import may_be_beyond_a_float
 
 B = TypeVar("B", bound=Body)
 
@@ -66,14 +66,15 @@ def validated(raw: bytes, model: type[B]) -> tuple[B, list[str]]:
         body = model.model_validate_json(raw)
     except ValidationError as error:
         raise _explain(error, raw, model) from None
-    if may_have_large_exponent(raw):
+    if may_be_beyond_a_float(raw):
         _check_numbers(raw)
     body.note_size(len(raw))
     return body, [*refuse_unsupported(body), *_unknown_inside(body)]
 
 
 def _check_numbers(raw: bytes) -> None:
-    """Raises InvalidValueError for a number beyond a float's range: in a free field validation takes it as infinite."""
+    """Raises InvalidValueError for NaN, Infinity and numbers beyond a float's range, which validation takes in a free
+    field: they are not JSON, or become none."""
     try:
         orjson.loads(raw)
     except orjson.JSONDecodeError as error:
