@@ -20,10 +20,12 @@ _LARGE_EXPONENTS = (b"0e000", b"0e+000")
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """structures: objects, lists and names of fields. values: entries of objects and lists, but for the first."""
+    """structures: objects, lists and names of fields. values: entries of objects and lists, but for the first.
+    objects: of the structures, so many may be objects; None: all of them."""
 
     structures: int
     values: int
+    objects: int | None = None
 
 
 def over_limit(raw: bytes, limits: JsonLimits) -> str | None:
@@ -42,8 +44,15 @@ def over_limit(raw: bytes, limits: JsonLimits) -> str | None:
     return f"{MAX_DIGITS} digits in a number" if over is None and _has_long_number(outside) else over
 
 
+def most_structures(raw: bytes) -> int:
+    """Objects, lists and names that the text has at most: what strings hold is counted too."""
+    return raw.count(b"{") + raw.count(b"[") + raw.count(b":")
+
+
 def _over(text: bytes, limits: JsonLimits) -> str | None:
-    if text.count(b"{") + text.count(b"[") + text.count(b":") > limits.structures:
+    if limits.objects is not None and text.count(b"{") > limits.objects:
+        return f"{limits.objects} objects"
+    if most_structures(text) > limits.structures:
         return f"{limits.structures} objects, lists and names"
     return f"{limits.values} values" if text.count(b",") > limits.values else None
 

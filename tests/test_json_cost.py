@@ -46,6 +46,12 @@ def test_what_strings_hold_is_not(text: str) -> None:
     assert over_limit(raw, JsonLimits(4, 0)) == "0 values"
 
 
+def test_objects_have_a_limit_of_their_own() -> None:
+    raw = json.dumps({"a": [{}, {}, "{{{"]}).encode() + PADDING
+    assert over_limit(raw, JsonLimits(9, 9, 3)) is None
+    assert over_limit(raw, JsonLimits(9, 9, 2)) == "2 objects"
+
+
 def test_numbers_that_take_long_to_read() -> None:
     limits = JsonLimits(10, 10)
     assert over_limit(b"[" + b"9" * 4000 + b"]" + PADDING, limits) == "400 digits in a number"

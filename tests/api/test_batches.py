@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.api.batch.route_handler import BATCH_PRIORITY, RouteHandler
 from jaxserve.api.routes.chat import create_chat_completion
-from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.errors import InvalidValueError
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from tests.api.conftest import LiveServer
 from tests.waiting import wait_until
 

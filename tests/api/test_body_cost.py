@@ -16,9 +16,11 @@ from jaxserve.api.shared.body_cost import (
     BYTES_A_TOKEN,
     EMBEDDING_VALUES,
     LARGE_BYTES,
+    LARGE_STRUCTURES,
     MAX_BODY_BYTES,
     MIN_BODY_BYTES,
     MIN_SUM_BYTES,
+    OBJECTS,
     SPARE_VALUES,
     STRUCTURES,
     VALUES,
@@ -90,6 +92,28 @@ def test_a_large_body_of_text_is_no_bomb(server: LiveServer) -> None:
     assert server.post("/v1/completions", ids).status_code == 200
 
 
+def tool(number: int) -> dict[str, Any]:
+    """Of eight parameters, with what agents' clients write beside them."""
+    properties = {f"p{i}": {"type": "string", "description": "what it is"} for i in range(8)}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": f"f{number}", "description": "what it does", "parameters": schema}}
+
+
+def turn(number: int, calls: int) -> list[dict[str, Any]]:
+    ids = [f"call_{number}_{i}" for i in range(calls)]
+    made = [{"id": i, "type": "function", "function": {"name": "f", "arguments": '{"p0": "x"}'}} for i in ids]
+    results = [{"role": "tool", "tool_call_id": i, "content": [{"type": "text", "text": "done"}]} for i in ids]
+    return [{"role": "assistant", "content": None, "tool_calls": made}, *results]
+
+
+@pytest.mark.parametrize(("turns", "calls", "tools"), [(500, 1, 128), (200, 4, 512), (1, 1, 800), (1000, 2, 0)])
+def test_what_agents_send_is_within_the_limits(server: LiveServer, turns: int, calls: int, tools: int) -> None:
+    """Histories of a thousand messages and more, and the tools of many servers."""
+    messages = [message for number in range(turns) for message in turn(number, calls)]
+    body = {"model": "demo", "messages": messages, "tools": [tool(number) for number in range(tools)]}
+    server.app.state.server.body_limits().check_json(json.dumps(body).encode(), "/v1/chat/completions")
+
+
 def test_limits_follow_the_context() -> None:
     section = ServerSection.model_validate({})
     small, large, huge = (BodyLimits.of(section, context) for context in (2048, 2**20, 10**7))
@@ -108,12 +132,13 @@ def test_the_document_says_the_same() -> None:
     mib = {name: number // MIB for name, number in (("floor", MIN_BODY_BYTES), ("top", MAX_BODY_BYTES))}
     for row in (
         f"{mib['floor']} MiB, or {BYTES_A_TOKEN} a token of the context if that is more, up to {mib['top']} MiB |",
+        f"| objects | {OBJECTS} |",
         f"| objects, lists and names | {STRUCTURES} |",
         f"| values | {VALUES}, or the context and {SPARE_VALUES} if that is more |",
         f"| values of /v1/embeddings | {EMBEDDING_VALUES}, or the context and {SPARE_VALUES} if that is more |",
         f"| digits of a number, in a body over {SMALL_BYTES // 1024} KiB | {MAX_DIGITS} |",
         f"| {MIN_SUM_BYTES // MIB} MiB, or {BODIES_IN_SUM} of the largest if that is more; over it a 429 |",
-        f"a body over {LARGE_BYTES // 1024} KiB is decoded in a thread",
+        f"a body over {LARGE_BYTES // 1024} KiB or {LARGE_STRUCTURES} objects, lists and names is decoded in a thread",
     ):
         assert row in text, row
 
@@ -131,10 +156,18 @@ class Watched(Body):
 THREADS: list[str] = []
 
 
-@pytest.mark.parametrize("size", [10, LARGE_BYTES + 1])
-def test_a_large_body_is_decoded_off_the_loop(server: LiveServer, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "lists", "large"),
+    [
+        (10, 0, False),
+        (LARGE_BYTES, 0, True),
+        (LARGE_BYTES // 2, LARGE_STRUCTURES - 10, False),
+        (10, LARGE_STRUCTURES, True),
+    ],
+)
+def test_a_large_body_is_decoded_off_the_loop(server: LiveServer, size: int, lists: int, large: bool) -> None:
     THREADS.clear()
-    raw = json.dumps({"text": "x" * size}).encode()
+    raw = json.dumps({"text": "x" * size, "some_field": [[]] * lists}).encode()
 
     class Incoming:
         app, headers, scope = server.app, {"content-type": "application/json"}, {"path": "/x"}
@@ -147,7 +180,7 @@ def test_a_large_body_is_decoded_off_the_loop(server: LiveServer, size: int) -> 
 
     loop, body = asyncio.run(read())
     assert body.text == "x" * size
-    assert (THREADS == [loop]) == (size <= LARGE_BYTES)
+    assert (THREADS != [loop]) == large
 
 
 def test_all_bodies_together_have_a_bound() -> None:

@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from jaxserve.api.batch.handlers import LineAnswer, LineHandler
 from jaxserve.api.http.body import invalid_json
-from jaxserve.api.shared.body_cost import LARGE_BYTES
+from jaxserve.api.shared.body_cost import is_large
 from jaxserve.api.shared.keys import Caller, set_caller
 from jaxserve.api.shared.state import ServerState
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
@@ -52,7 +52,7 @@ class RouteHandler:
             limits.check_json(body, self._path)
             return with_batch_priority(body)
 
-        prepared = work() if len(body) <= LARGE_BYTES else await state.body_work.run(work, len(body))
+        prepared = await state.body_work.run(work, len(body)) if is_large(body) else work()
         request = Request(self._scope(request_id, owner), _one_body(prepared))
         response = await self._endpoint(request)
         return LineAnswer(response.status_code, bytes(response.body))

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from types import NoneType
 from typing import Any, TypeVar
 
 import orjson
@@ -17,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jaxserve.api.protocol.common import UNSUPPORTED, Body, Part
 from jaxserve.api.protocol.errors import ClientDisconnected, from_validation
-from jaxserve.api.shared.body_cost import LARGE_BYTES
+from jaxserve.api.shared.body_cost import is_large
 from jaxserve.api.shared.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
 from jaxserve.json_cost import may_be_beyond_a_float
@@ -27,6 +28,7 @@ B = TypeVar("B", bound=Body)
 MAX_ERRORS = 64  # of one body that are worded
 MAX_UNKNOWN = 64  # unknown fields of one part that are looked at
 
+_PLAIN = (NoneType, str, int, float, dict)  # values that hold no part: quicker to tell than a part
 _NOTHING = (None, False, [], {}, "")  # values that say "not used"
 
 # the parser reads numbers of up to 4300 digits, and names no field when it gives up
@@ -54,7 +56,7 @@ async def parse_body(raw: bytes, model: type[B], request: Request) -> B:
         limits.check_json(raw, path)
         return validated(raw, model)
 
-    body, unknown = work() if len(raw) <= LARGE_BYTES else await state.body_work.run(work, len(raw))
+    body, unknown = await state.body_work.run(work, len(raw)) if is_large(raw) else work()
     if unknown:
         state.unknown_fields.note(path, unknown)
     return body
@@ -102,16 +104,19 @@ def refuse_unsupported(body: BaseModel, prefix: str = "") -> list[str]:
 
 def _unknown_inside(body: BaseModel, prefix: str = "") -> Iterator[str]:
     """Paths of the unknown fields in the body's parts, without list indices. One with an empty value is left out."""
-    for name in body.model_fields_set & type(body).model_fields.keys():
-        value = getattr(body, name)
+    for name, value in vars(body).items():  # its known fields
+        if isinstance(value, _PLAIN):
+            continue
         parts = value if isinstance(value, list) else [value]
         if not (parts and isinstance(parts[0], Part)):
             continue
         path = f"{prefix}{name}."
         for part in parts:
-            unknown = itertools.islice(part.unknown_fields.items(), MAX_UNKNOWN)
-            yield from (path + key for key, given in unknown if given not in _NOTHING)
-            yield from _unknown_inside(part, path)
+            if unknown := part.unknown_fields:
+                some = itertools.islice(unknown.items(), MAX_UNKNOWN)
+                yield from (path + key for key, given in some if given not in _NOTHING)
+            if part.model_fields_set:
+                yield from _unknown_inside(part, path)
 
 
 def _check_content_type(request: Request) -> None:
