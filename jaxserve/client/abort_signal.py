@@ -1,4 +1,4 @@
-"""A way to abort engine requests from outside of their iterators."""
+"""Aborts engine requests from outside of their iterators."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 class AbortSignal:
-    """Aborts the requests that were given it: those that run, and those that are submitted after it was set.
+    """Aborts the attached requests: those that run, and those submitted after the signal was set.
 
-    A generation of several requests, one after the other, is so aborted between two of them too.
+    So it also stops a generation of several consecutive requests that is between two of them.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class AbortSignal:
             callback()
 
     def attach(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when it is set, and at once if it is."""
+        """Call `callback` when the signal is set; at once if it is set already."""
         self._callbacks[id(callback)] = callback
         if self.is_set:
             callback()

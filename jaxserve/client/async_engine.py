@@ -1,8 +1,8 @@
-"""The engine as asyncio code sees it: `async for output in engine.generate(...)`.
+"""The engine for asyncio code: `async for output in engine.generate(...)`.
 
-Owns the link to the engine, the live sequences with their text state, and the engine's restarts. The engine knows
-tokens; this side knows text. A sequence is kept here until its last output, with all that is needed to send it
-again: after an engine death every live sequence is re-sent with the tokens it already has, so nothing is lost.
+Owns the link to the engine process, the live sequences with their text state, and the restarts. The engine process
+knows tokens; this side knows text. A sequence is kept here until its last output. After a crash of the engine every
+live sequence is sent again with the tokens it already has, so no output is lost.
 
     generate() -> Add  ------------------------>  engine
     queue of RequestOutput  <- SequenceText  <-  Outputs
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """An engine behind a link; the default link is a child process."""
+    """An engine behind a link. The default link is a child process."""
 
     def __init__(self, config: Config, link: EngineLink | None = None) -> None:
         self.config = config
@@ -85,7 +85,7 @@ class AsyncEngine:
         self._call_ids = itertools.count()
         self._seeds = random.Random(request_seed(config.runtime.random_seed))
 
-    # -- life ----------------------------------------------------------------------------------------------
+    # -- start and stop ------------------------------------------------------------------------------------
 
     async def start(self, *, wait: bool = True) -> None:
         """Start the engine; with `wait`, return when it is ready. Raises ConfigError if it cannot start."""
@@ -94,43 +94,44 @@ class AsyncEngine:
             await self.wait_ready()
 
     async def wait_ready(self) -> None:
-        """Return when the engine is ready. Raises ConfigError or EngineDeadError if it never will be."""
+        """Wait until the engine is ready. Raises ConfigError or EngineDeadError if it never will be."""
         while self.status.phase != "ready":
             if self.status.phase == "dead":
                 raise self.failure or EngineDeadError(self.status.detail)
             await self.next_status()
 
     async def next_status(self) -> EngineStatus:
-        """The status after its next change."""
+        """Return the status after its next change."""
         return await self._supervisor.next_status()
 
     def drain(self) -> None:
-        """Refuse new requests from now on; running ones go on."""
+        """Refuse new requests from now on. Running requests continue."""
         self._supervisor.drain()
 
     async def drained(self, timeout: float) -> bool:
-        """Wait until no request is live, at most `timeout` seconds; whether none is."""
+        """Wait until no request is live, at most `timeout` seconds. Returns whether none is."""
         deadline = time.monotonic() + timeout
         while self._live and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not self._live
 
     async def stop(self) -> None:
-        """End the engine. Live requests end with EngineDeadError."""
+        """Stop the engine. Live requests end with EngineDeadError."""
         await self._supervisor.stop()
         self._fail_all(EngineDeadError("the server stopped"))
 
-    # -- what it is ----------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------
 
     @property
     def info(self) -> EngineInfo:
-        """Facts of the engine. Raises NotReadyError before it was ready once."""
+        """Properties of the engine. Raises NotReadyError if it has never been ready."""
         if self._info is None:
             raise NotReadyError(f"the model is loading ({self.status.detail or 'starting'})")
         return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model. Raises NotReadyError while it is loading."""
         if self._tokenizer is None:
             raise NotReadyError("the tokenizer is loading")
         return self._tokenizer
@@ -141,7 +142,7 @@ class AsyncEngine:
 
     @property
     def failure(self) -> ConfigError | None:
-        """Why a start failed: a mistake of the operator, with its fix."""
+        """The operator's mistake that made a start fail, with its fix; None if there is none."""
         return self._supervisor.failure
 
     @property
@@ -150,27 +151,29 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        """The engine is ready and ticks."""
+        """Whether the engine is ready and its heartbeat is recent."""
         return self._supervisor.alive
 
     @property
     def num_live(self) -> int:
-        """Sequences that were accepted and have not ended."""
+        """Number of accepted sequences that have not ended."""
         return len(self._live)
 
     def stats(self) -> EngineStats:
-        """The engine's latest numbers, at most a second old."""
+        """The engine's latest statistics, at most 1 s old."""
         return self._stats
 
     def check_ready(self) -> None:
-        """Raises NotReadyError or EngineDeadError unless requests are accepted now."""
+        """Raise NotReadyError or EngineDeadError unless requests are accepted now."""
         if self.status.phase == "dead":
             raise EngineDeadError(f"the engine is dead: {self.status.detail}")
         if self.status.phase != "ready":
             raise NotReadyError(f"the server is {self.status.phase} ({self.status.detail or 'please wait'})")
 
     def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Raises QueueFullError unless `n` more sequences of a prompt so long may wait, InvalidValueError if never."""
+        """Raise QueueFullError unless `n` more sequences of so many prompt tokens may wait, InvalidValueError if they
+        never can.
+        """
         section = self.config.scheduler
         limit = self.info.max_num_seqs + section.max_queued_requests
         if n > limit:
@@ -196,12 +199,13 @@ class AsyncEngine:
         signal: AbortSignal | None = None,
         outbox: Outbox | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Generate `params.n` sequences; yields deltas of each as they come. Closing the iterator aborts.
+        """Generate `params.n` sequences and yield the new text and tokens of each as they come. Closing the iterator
+        aborts.
 
-        deadline: seconds from now after which the request ends with RequestTimeoutError.
-        request_id: for `abort` and logs; other requests may have the same. signal: aborts this request and no other.
-        outbox: where outputs wait for the reader, if someone else wants to know how much does.
-        Raises NotReadyError, QueueFullError or a RequestError before the first output, and any HTTPError later.
+        deadline: seconds from now after which the request ends with RequestTimeoutError request_id: for `abort` and
+        logs; need not be unique. signal: aborts this request and no other. outbox: the queue of unread outputs, if
+        the caller wants to know its size Raises NotReadyError, QueueFullError or a RequestError before the first
+        output, and any HTTPError later.
         """
         request = EngineRequest(
             request_id="",
@@ -239,7 +243,7 @@ class AsyncEngine:
             self._drop(sequences)
 
     def _submit(self, request: EngineRequest, outputs: Outbox) -> list[LiveSequence]:
-        """Send a request as `params.n` sequences. Nothing was sent and nothing is live if it raises."""
+        """Send a request as `params.n` sequences. If it raises, nothing was sent and nothing is live."""
         self.check_ready()
         self.check_queue(request.params.n, len(request.prompt_token_ids))
         seed = request.params.seed
@@ -247,7 +251,7 @@ class AsyncEngine:
         message = Add.of(*own)
         stops = make_stops(request.params)
         sequences = [LiveSequence(each, self._text(each, index, stops), outputs) for index, each in enumerate(own)]
-        thinks = sequences[0].text.thinks_too_long  # with a budget of 0
+        thinks = sequences[0].text.thinks_too_long  # a thinking budget of 0
         for sequence in sequences:
             self._live.add(sequence)
             if thinks:
@@ -260,16 +264,16 @@ class AsyncEngine:
         return SequenceText(request.client_id, index, request.prompt_token_ids, request.params, self.tokenizer, stops)
 
     def _drop(self, sequences: list[LiveSequence]) -> None:
-        """Forget the sequences of one request; those that still run are aborted."""
+        """Forget the sequences of one request and abort those that still run."""
         running = [sequence.engine_id for sequence in sequences if self._live.remove(sequence)]
         if running:
             self._link.send(Abort(running))
             self._sender.settle()
 
     async def abort(self, request_id: str) -> bool:
-        """End all running requests that were given this id; whether there were any.
+        """Abort all running requests with this id. Returns whether there were any.
 
-        The iterator of each gets a last output with finish_reason abort.
+        Their iterators yield a last output with finish_reason abort.
         """
         return self._abort(self._live.of_client(request_id))
 
@@ -286,11 +290,11 @@ class AsyncEngine:
         return bool(found)
 
     def _answer_abort(self, sequence: LiveSequence) -> None:
-        """Answer in place of an engine that does not have the sequence."""
+        """Answer an abort in place of an engine that does not have the sequence."""
         self._deliver(TokenOutput(request_id=sequence.engine_id, finish_reason=FinishReason.ABORT))
 
     async def flush_cache(self) -> bool:
-        """Drop the prefix cache; False if requests are using it."""
+        """Clear the prefix cache. Pages in use are freed when their requests end."""
         return bool(await self.call("flush_cache"))
 
     async def waiting(self) -> list[WaitingRequest]:
@@ -298,7 +302,7 @@ class AsyncEngine:
         return msgspec.convert(await self.call("waiting"), list[WaitingRequest])
 
     async def call(self, method: str, **args: Any) -> Any:
-        """An administrative call into the engine. Raises InvalidValueError with the engine's reason."""
+        """Make an administrative call to the engine. Raises InvalidValueError with the engine's reason."""
         self.check_ready()
         call_id = next(self._call_ids)
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
@@ -341,7 +345,7 @@ class AsyncEngine:
     def _deliver(self, output: TokenOutput) -> None:
         sequence = self._live.get(output.request_id)
         if sequence is None:
-            return  # it ended on this side (stop string, disconnect) while the engine made one more token
+            return  # already ended here (stop string, disconnect) while the engine computed one more token
         if output.finish_reason is FinishReason.ERROR:
             self._end_with_error(sequence, _failure(output, sequence))
             return
@@ -352,9 +356,9 @@ class AsyncEngine:
             self._end_thinking(sequence)
 
     def _end_thinking(self, sequence: LiveSequence) -> None:
-        """Go on after the end of the thinking as if the model had chosen it: all tokens so far are output.
+        """Append the end of the thinking as if the model had sampled it. All tokens so far are output.
 
-        The engine gets the sequence under a new id: what it still sends of the old one belongs to no sequence.
+        The engine gets the sequence under a new id, so that late outputs for the old id are ignored.
         """
         self._live.renew_id(sequence)
         self._deliver_text(sequence, sequence.text.end_thinking)
@@ -362,10 +366,10 @@ class AsyncEngine:
             self._sender.send([sequence])
 
     def _deliver_text(self, sequence: LiveSequence, take: Callable[..., RequestOutput], *outputs: TokenOutput) -> None:
-        """Deliver what `take` makes of tokens; it may find the end of the sequence."""
+        """Deliver the result of `take`. It may find the end of the sequence."""
         try:
             result = take(*outputs)
-        except Exception as error:  # the boundary of one request: its text must not end the others
+        except Exception as error:  # the boundary of one request: an error in its text must not end the others
             logger.exception("request %s failed", sequence.request.client_id)
             self._link.send(Abort([sequence.engine_id]))
             self._end_with_error(sequence, ServerError(f"the output could not be decoded: {type(error).__name__}"))
@@ -403,8 +407,9 @@ class AsyncEngine:
 
 
 def _failure(output: TokenOutput, sequence: LiveSequence) -> HTTPError:
-    """The exception that a failed output means."""
+    """Return the exception for a failed output."""
     error = error_of(output)
-    if sequence.was_admitted and error.status < 500:  # an engine took it, and the one after its death does not
+    # an engine accepted it before the crash, so it is not the client's mistake that the next one refuses it
+    if sequence.was_admitted and error.status < 500:
         return ServerError(f"the engine was restarted and cannot go on with this request: {error.message}")
     return error

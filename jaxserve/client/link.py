@@ -1,6 +1,6 @@
-"""The API process's end of the wire to an engine: a child process behind a private socket.
+"""The API process's end of the transport to an engine in a child process behind private sockets.
 
-Owns the child, its directory and its sockets. Knows messages, not what they mean. No jax here.
+Owns the child process, its directory and its sockets. Does not interpret messages. No jax here.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from jaxserve.types.messages import (
     encode,
 )
 
-STOP_TIMEOUT = 5.0  # seconds a child is given to end by itself
+STOP_TIMEOUT = 5.0  # seconds that a child has to exit by itself
 
 logger = logging.getLogger(__name__)
 
 
 class EngineLink(Protocol):
-    """A way to reach one engine. After EngineDeadError it can be started again."""
+    """A connection to one engine. After EngineDeadError it can be started again."""
 
     def pulse(self) -> Pulse | None:
-        """What the engine counted since its start; None for one that lives and dies with this process."""
+        """Heartbeat counters of the engine since its start; None for an engine in this process."""
         ...
 
     def in_work(self) -> list[str]:
-        """Ids of the requests that the engine is computing or taking in, or was when it died; [] if not known."""
+        """Ids of the requests that the engine computes or receives, or did when it died; [] if unknown."""
         ...
 
     async def start(self) -> None: ...
@@ -51,7 +51,7 @@ class EngineLink(Protocol):
     def send(self, message: ToEngine) -> None: ...
 
     async def receive(self) -> FromEngine:
-        """The next message. Raises EngineDeadError when the engine is gone and no message is left."""
+        """Return the next message. Raises EngineDeadError if the engine has ended and no message is left."""
         ...
 
     def dump_stacks(self) -> None:
@@ -59,20 +59,20 @@ class EngineLink(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the engine at once, whatever it does."""
+        """Kill the engine at once."""
         ...
 
     async def stop(self) -> None: ...
 
 
 def with_plan(config: Config, info: EngineInfo) -> Config:
-    """The configuration of an engine that takes the place of one: as many pages, even if less memory is free just now.
+    """Return the configuration of a replacement engine: the same number of pages, even if less memory is free now.
 
-    With fewer it would refuse requests that the other one had accepted. While the memory is short its start fails,
-    and is tried again after the delays between restarts.
+    With fewer pages it would refuse requests that the previous engine had accepted. If memory is short its start
+    fails, and is tried again after the delays between restarts.
     """
     pages = {"num_pages": info.num_pages, "num_window_pages": info.memory_plan.get("num_window_pages")}
-    planned = {name: number for name, number in pages.items() if number}  # an encoder has none
+    planned = {name: number for name, number in pages.items() if number}  # an encoder has no pages
     return config.model_copy(update={"cache": config.cache.model_copy(update=planned)})
 
 
@@ -94,6 +94,7 @@ class ProcessLink:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
+        """Start the child process with new sockets. An earlier child is stopped first."""
         await self.stop()
         self._sweep()
         self._is_ready = False
@@ -127,16 +128,20 @@ class ProcessLink:
 
     def send(self, message: ToEngine) -> None:
         if self._process is None or self._process.returncode is not None:
-            return  # receive() reports the death; what was lost with it is replayed from there
-        with contextlib.suppress(zmq.Again):  # the child's end is closed: it is dying, and the same holds
+            return  # receive() reports the death; lost messages are sent again after the restart
+        with contextlib.suppress(zmq.Again):  # the child closed its end: it is exiting, see above
             zmq.Socket.send(self._outgoing, encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromEngine:
+        """Return the next message; invalid frames are skipped.
+
+        Raises EngineDeadError if the process has ended and no message is left.
+        """
         assert self._ended is not None
         while True:
             frame = asyncio.ensure_future(self._incoming.recv())
             await asyncio.wait((frame, self._ended), return_when=asyncio.FIRST_COMPLETED)
-            if not frame.done():  # the child ended: only what is already in the socket can still come
+            if not frame.done():  # the child exited: only messages already in the socket can still come
                 await asyncio.wait((frame,), timeout=0.1)
             if not frame.done():
                 frame.cancel()
@@ -165,6 +170,7 @@ class ProcessLink:
             self._process.kill()
 
     async def stop(self) -> None:
+        """Stop the child: by a message if it is ready, by SIGKILL if it is loading or STOP_TIMEOUT has passed."""
         if self._process is not None and self._process.returncode is None:
             if self._is_ready:
                 self.send(Stop())

@@ -1,7 +1,7 @@
-"""Which request kills the engine's process: as Suspects, where each failure costs a restart, 20 s and more on a GPU.
+"""Finds the request that kills the engine process, like Suspects. A failure costs a restart: 20 s and more on a GPU.
 
-a group of one fails            it is accused and tried no more, until any other group passes: then it is to blame
-all suspects are accused        another request is tried as a witness; where there is none, all are to blame
+a group of one unit fails       it is accused and not tried again until another group passes; then it is to blame all
+suspects are accused        another request is tried as a witness; if there is none, all are to blame
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from jaxserve.types.suspects import Suspects
 
 
 class ProcessSuspects(Suspects):
-    """Knows sequences by their keys; the choices of one request are a unit."""
+    """Identifies sequences by their keys. The choices of one request are a unit."""
 
-    # A group costs some steps and a death a restart: 256 requests in 16 groups and then in 16 of one are tried in
-    # 3 deaths, in halves they would take 9.
+    # A group costs some steps, a crash costs a restart. 256 requests, tried in 16 groups and then in 16 groups of one,
+    # need 3 crashes; halves would need 9.
     parts = 16
-    passes = 4  # two steps may be on the device, and two outputs on their way, when the process dies
+    passes = 4  # when the process dies, two steps may be on the device and two outputs on their way
     whole_first = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._accused: dict[str, list[str]] = {}  # units that failed alone, with their requests
+        self._accused: dict[str, list[str]] = {}  # units that failed alone -> their requests
 
     def __bool__(self) -> bool:
         return super().__bool__() or bool(self._accused)
@@ -32,9 +32,9 @@ class ProcessSuspects(Suspects):
         return LiveSequence.unit_of(name)
 
     def died(self, rows: list[str], witness: Sequence[str]) -> list[str]:
-        """The process died with these in work; the units to blame, once they are known. Raises NobodyToBlame.
+        """Note that the process died with these in work. Returns the units to blame, once known. Raises NobodyToBlame.
 
-        witness: a request that is no suspect, if there is one
+        witness: a request that is not a suspect, if there is one
         """
         guilty = self.failed(rows)
         if guilty is not None:
@@ -53,7 +53,7 @@ class ProcessSuspects(Suspects):
         return None
 
     def gave(self, outputs: Iterable[tuple[str, bool]]) -> list[str]:
-        """As `take`; the units to blame, if a group has passed by it."""
+        """Note outputs, like `take`. Returns the units to blame if a group has passed."""
         self.take(outputs)
         return self._verdict() if self.has_passed else []
 
@@ -63,10 +63,11 @@ class ProcessSuspects(Suspects):
         return guilty
 
     def keep(self, live: Collection[str]) -> None:
+        """Keep only live requests. If no group is left, the accused are tried again one by one."""
         super().keep(live)
         accused = {unit: [name for name in rows if name in live] for unit, rows in self._accused.items()}
         self._accused = {unit: rows for unit, rows in accused.items() if rows}
-        if not self._groups:  # all that could have passed have ended
+        if not self._groups:  # all requests that could have passed have ended
             for rows in self._accused.values():
                 self._add(rows, 1)
             self._accused.clear()

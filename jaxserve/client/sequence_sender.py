@@ -1,10 +1,10 @@
-"""Sends live sequences to the engine: once it is up, again after its death, and some of them later than others.
+"""Sends live sequences to the engine, and again after it crashed. Some are held back during a search for the culprit.
 
-What was in work when the engine's process died may be what killed it. These requests are tried again in groups, each
-alone: a group that gave its outputs is taken back, and nothing else runs until all have been tried. One request among
-n that kills the process is known after 1 + log16(n) deaths; it ends with an error, and everything else goes on.
+Any request that was in work when the engine process died may have killed it. These requests are tried again in
+groups, each in isolation. A group that gave its outputs is taken back, and nothing else runs until all groups have
+been tried. One bad request among n is found after 1 + log16(n) crashes. It ends with an error; all others continue.
 
-    held ---- may run ----> sent ---- the engine died, or its group has passed and others are tried ----> held
+    held -- may run --> sent -- the engine crashed, or its group passed and other groups are tried --> held
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class SequenceSender:
-    """All sequences of `live` are either sent, to the engine that is up, or held.
+    """Each sequence of `live` is either sent (to the engine that is up) or held.
 
-    send       to the engine
-    end        ends a sequence with an error
-    on_served  called when the engine turns out to serve after its deaths had no other cause than requests
+    send       sends a message to the engine end        ends a sequence with an error on_served  called if the engine
+    works and only a request caused its crashes
     """
 
     def __init__(
@@ -49,13 +48,15 @@ class SequenceSender:
         self._end = end
         self._on_served = on_served
         self._is_up = False
-        self._leaving: set[str] = set()  # engine ids that were taken back and have not ended there
+        self._leaving: set[str] = set()  # engine ids that were aborted to take them back, and have not ended there
         self._suspects = ProcessSuspects()
         self._is_searching = False
-        self._has_blamed = False  # and no group passed: nothing has shown yet that the engine serves
+        self._has_blamed = False  # a request was blamed, and no group has passed since to show that the engine works
 
     def send(self, sequences: Sequence[LiveSequence], message: Add | None = None) -> None:
-        """Send the sequences of one request, or hold them until they may run. message: if it has been made already."""
+        """Send the sequences of one request, or hold them until they may run. message: the encoded request, if
+        available.
+        """
         if all(map(self._may_run, sequences)):
             self._send(message or Add.of(*map(_resumed, sequences)))
             for sequence in sequences:
@@ -66,7 +67,7 @@ class SequenceSender:
         return self._is_up and not self._leaving and (on_trial is None or sequence.key in on_trial)
 
     def ready(self) -> None:
-        """An engine is up: send what may run."""
+        """Note that an engine is ready, and send what may run."""
         self._is_up = True
         self._send_held()
 
@@ -79,7 +80,7 @@ class SequenceSender:
             self.send(sequences)
 
     def take(self, outputs: Sequence[TokenOutput]) -> None:
-        """Take note of outputs before they are delivered."""
+        """Note outputs before they are delivered."""
         if self._has_blamed and any(output.finish_reason in SERVED for output in outputs):
             self._has_blamed = False
             self._on_served()
@@ -101,7 +102,7 @@ class SequenceSender:
             self._blame(unit)
 
     def settle(self) -> None:
-        """Go on with the search after sequences gave outputs or ended: hold what may not run now, send what may."""
+        """Continue the search after sequences gave outputs or ended: hold and send accordingly."""
         if not self._is_searching:
             return
         self._forget_ended()
@@ -117,9 +118,9 @@ class SequenceSender:
         self._suspects.keep({sequence.key for sequence in self._live if not sequence.aborted})
 
     def _take_back(self, sequences: list[LiveSequence]) -> None:
-        """Hold sequences that the engine has. What it still sends of them is computed again, under another id.
+        """Take sequences back from the engine and hold them. They are computed again under another id.
 
-        The next are sent once these have ended there: until then the engine may die by a step that has both.
+        The next group is sent after these have ended there: until then a crash could be caused by either.
         """
         self._leaving = {sequence.engine_id for sequence in sequences}
         if sequences:
@@ -129,7 +130,9 @@ class SequenceSender:
             self._live.renew_id(sequence)
 
     def died(self, in_work: Iterable[str]) -> Death:
-        """The engine died while it worked on the sequences of these ids. What that says of it."""
+        """Note that the engine died while it worked on the sequences with these ids. Returns what that
+        says about it.
+        """
         self._is_up = False
         self._leaving.clear()
         found = [sequence for engine_id in in_work if (sequence := self._live.get(engine_id)) is not None]
@@ -142,7 +145,7 @@ class SequenceSender:
 
     def _judge(self, keys: list[str]) -> Death:
         on_trial = self._suspects.on_trial
-        is_clear = on_trial is not None and set(keys) <= set(on_trial)  # no others were in work
+        is_clear = on_trial is not None and set(keys) <= set(on_trial)  # only suspects were in work
         self._is_searching = True
         try:
             guilty = self._suspects.died(keys, self._witness())
@@ -158,7 +161,7 @@ class SequenceSender:
         return "search" if is_clear and self._suspects.has_passed else "counted"
 
     def _witness(self) -> list[str]:
-        """The oldest request that is no suspect."""
+        """Return the oldest request that is not a suspect."""
         others = [each for each in self._live if not (each.aborted or self._suspects.is_suspect(each.key))]
         oldest = min(others, key=lambda each: each.started, default=None)
         return [] if oldest is None else [each.key for each in others if each.unit == oldest.unit]
@@ -174,7 +177,7 @@ class SequenceSender:
 
 
 def _resumed(sequence: LiveSequence) -> EngineRequest:
-    """The request for an engine that does not know it: its prompt, its seed, and the tokens it already has."""
+    """Return the request for a new engine: its prompt, its seed and the tokens it already has."""
     deadline = sequence.request.deadline
     if deadline is not None:
         deadline = max(0.0, deadline - (time.monotonic() - sequence.started))

@@ -1,13 +1,13 @@
-"""The life of one engine behind a link: start, heartbeat, watchdog, restart with backoff, end.
+"""Supervises one engine behind a link: start, heartbeat, watchdog, restart with backoff, end.
 
-Owns the status that operators and /health see. Knows nothing of requests: its owner is told when the engine is
-ready (and sends again what was live), when it died, and when it is dead for good.
+Owns the status that operators and /health see. Knows no requests. Callbacks report when the engine is ready (the
+owner then sends live requests again), when it died, and when no other engine will be started.
 
     loading -> ready -> restarting -> ready ...
-       |          a death, or a turn longer than the watchdog's limit
-       +-> dead   when the first start fails, or when restarts in a row run out
+       |          the process died, or one turn of its loop exceeded the watchdog's limit
+       +-> dead   the first start failed, or too many restarts in a row
 
-A server that drains shows `draining` instead of all of these but `dead`; its engine is restarted all the same.
+While the server drains, the status is `draining` unless it is `dead`. The engine is still restarted.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from jaxserve.client.watchdog import LOOK_INTERVAL, Watchdog
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.types.messages import EngineInfo, Failed, FromEngine, Progress, Ready
 
-RESTART_DELAYS = (0.0, 0.5, 2.0, 10.0, 30.0)  # seconds before each restart in a row; then the engine stays dead
-STABLE_AFTER = 300.0  # seconds of service after which the restarts in a row are forgotten
-HEARTBEAT_LIMIT = 3.0  # seconds without a beat after which the engine does not count as alive; beats come every 0.5
-DUMP_TIME = 0.5  # seconds the engine is given to write its stacks before the watchdog kills it
+# seconds before each consecutive restart; after the last one the engine stays dead
+RESTART_DELAYS = (0.0, 0.5, 2.0, 10.0, 30.0)
+STABLE_AFTER = 300.0  # seconds of service after which the count of consecutive restarts is reset
+HEARTBEAT_LIMIT = 3.0  # seconds without a heartbeat after which the engine is not alive; heartbeats come every 0.5 s
+DUMP_TIME = 0.5  # seconds that the engine has to write its stacks before the watchdog kills it
 
 logger = logging.getLogger(__name__)
 
 Phase = Literal["loading", "ready", "restarting", "draining", "dead"]
 
-# What a death says of the engine. counted: one more in a row. search: of a search that has shown that the engine
-# serves others. solved: its cause has been found and is gone, so that there is no row of restarts any more.
+# How a crash counts. counted: one more in a row. search: part of a search for the request that caused it, in which the
+# engine served other requests. solved: the cause was found and removed, so the count starts again.
 Death = Literal["counted", "search", "solved"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Where the engine is. `detail`, `done`, `total`, `unit` tell the progress of a start."""
+    """Status of the engine. `detail`, `done`, `total`, `unit` describe the progress of a start."""
 
     phase: Phase
     detail: str = ""
@@ -50,13 +51,15 @@ class EngineStatus:
 
 
 class Restarts:
-    """How long to wait before the next of several restarts in a row, and when to give up."""
+    """Decides how long to wait before each of several consecutive restarts, and when to give up."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
 
     def next_delay(self, death: Death, served: float) -> float | None:
-        """Seconds until the restart after a death; None: give up. served: seconds for which the engine was ready."""
+        """Return the seconds until the restart after a crash; None: give up. served: seconds for which the engine was
+        ready.
+        """
         if death == "solved" or served > STABLE_AFTER:
             self.in_a_row = 0
         if death != "counted":
@@ -68,11 +71,11 @@ class Restarts:
 
 
 class Supervisor:
-    """Keeps one engine running. Callbacks run on the event loop that `run` runs on.
+    """Keeps one engine running. Callbacks run on the event loop of `run`.
 
-    on_message gets what is not the supervisor's own; on_ready is called at every start; on_death with the reason at
-    every death of an engine that had been ready once, while the link still says what it was computing; on_end when
-    no other engine will be started.
+    on_message receives messages that are not for the supervisor. on_ready is called at each start. on_death is
+    called with the reason when an engine that was ready dies, while the link still reports what it was computing.
+    on_end is called when no other engine will be started.
     """
 
     def __init__(
@@ -94,22 +97,22 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_death = on_death
         self._on_end = on_end
-        self._was_ready = False  # once
+        self._was_ready = False  # at least once
         self._ready_since: float | None = None  # time.monotonic(); None: no engine is ready
         self._is_draining = False
-        self._reason = ""  # the last words of an engine
+        self._reason = ""  # why the last engine failed, in its own words
         self._row = Restarts()
         self._dog = Watchdog()
-        self._changed = asyncio.Event()  # set and replaced at every change of status
+        self._changed = asyncio.Event()  # set and replaced at each change of status
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def alive(self) -> bool:
-        """The engine is ready and beat within the last seconds."""
+        """Whether the engine is ready and its last heartbeat is at most HEARTBEAT_LIMIT old."""
         return self.status.phase == "ready" and self._dog.silent < HEARTBEAT_LIMIT
 
     def drain(self) -> None:
-        """Show `draining` from now on, whatever the engine does."""
+        """Show the status `draining` from now on."""
         self._is_draining = True
         self._show(self.status)
 
@@ -124,12 +127,12 @@ class Supervisor:
         self._show(EngineStatus("dead", "stopped"))
 
     async def next_status(self) -> EngineStatus:
-        """The status after its next change."""
+        """Return the status after its next change."""
         await self._changed.wait()
         return self.status
 
     def forget_restarts(self) -> None:
-        """The engine has shown that it serves: a death from now on is the first in a row."""
+        """Note that the engine serves requests: the next crash counts as the first in a row."""
         self._row.in_a_row = 0
 
     def _show(self, status: EngineStatus) -> None:
@@ -149,7 +152,7 @@ class Supervisor:
                     self._end(error)
                     return
                 await asyncio.sleep(delay)
-            except ConfigError as error:  # of what this process loads itself: the tokenizer
+            except ConfigError as error:  # raised here while loading the tokenizer
                 self.failure = error
                 self._end(EngineDeadError(str(error)))
                 return
@@ -159,7 +162,7 @@ class Supervisor:
                 return
 
     async def _serve(self) -> None:
-        """One engine from its start to its death, which is an EngineDeadError."""
+        """Run one engine from its start until it dies, which raises EngineDeadError."""
         self._reason = ""
         await self._link.start()
         while True:
@@ -184,7 +187,7 @@ class Supervisor:
                 self._on_message(message)
 
     def _died(self, error: EngineDeadError) -> float | None:
-        """Seconds until the next start; None: there will be none."""
+        """Return the seconds until the next start; None: there will be none."""
         if not self._was_ready:
             return None
         served = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
@@ -203,13 +206,13 @@ class Supervisor:
         detail = str(self.failure or self._cause(error))
         if self._row.in_a_row:
             detail = f"{detail}, after {self._row.in_a_row} restarts in a row"
-        if self.failure is None:  # a mistake of the operator is raised, and shown once
+        if self.failure is None:  # an operator's mistake is raised and logged once
             logger.error("the engine is dead: %s", detail)
         self._show(EngineStatus("dead", detail))
         self._on_end(EngineDeadError(f"the engine is dead: {detail}"))
 
     async def _watch(self) -> None:
-        """Kill an engine that is silent, or stuck in one turn, for longer than the watchdog's limit."""
+        """Kill an engine that sends no heartbeat, or is stuck in one turn, for longer than the watchdog's limit."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL)
             pulse = self._link.pulse()

@@ -1,29 +1,29 @@
-"""Whether an engine moves on, judged only by time that the judge saw pass itself.
+"""Measures how long an engine has made no progress, counting only time in which this process was running itself.
 
-The counters come through shared memory, so that no event loop has to take them in. Where more than MAX_GAP has passed
-between two looks, the judge was held up or all processes were stopped: that time does not count, since the judge
-cannot say what an engine that is well would have done in it.
+The counters are in shared memory, so no event loop is needed to receive them. If more than MAX_GAP passed between
+two looks, this process was blocked or all processes were stopped. That time does not count, because a healthy engine
+might not have run either.
 """
 
 from __future__ import annotations
 
 from jaxserve.transport.shared_state import Pulse
 
-LOOK_INTERVAL = 0.5  # seconds; as often as an engine beats
+LOOK_INTERVAL = 0.5  # seconds; as often as an engine's heartbeat
 MAX_GAP = 2 * LOOK_INTERVAL
 
 
 class Watchdog:
-    """Call `look` every LOOK_INTERVAL; `silent` and `stuck` are seconds."""
+    """Call `look` every LOOK_INTERVAL. `silent` and `stuck` are in seconds."""
 
     def __init__(self) -> None:
-        self.silent = 0.0  # without a beat
-        self.stuck = 0.0  # in one turn of the engine's loop
+        self.silent = 0.0  # without a heartbeat
+        self.stuck = 0.0  # in one turn of the engine loop
         self._pulse = Pulse(0, 0)
         self._looked = 0.0
 
     def start(self, now: float) -> None:
-        """A new engine, or a new chance for the same."""
+        """Reset for a new engine, or to give the same one another chance."""
         self.silent = self.stuck = 0.0
         self._looked = now
 

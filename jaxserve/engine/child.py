@@ -1,7 +1,7 @@
-"""The main function of an engine process, whatever engine it builds: MODULE DIR, started by ProcessLink.
+"""The main function of an engine process (`python -m MODULE DIR`, started by ProcessLink), for any engine.
 
-Reads its configuration as one line of JSON from stdin, joins the sockets in DIR and serves. Stdin stays open as
-long as the parent lives: its end ends this process, so no engine outlives its server. No jax here.
+Reads its configuration as one line of JSON from stdin, connects to the sockets in DIR and serves. Stdin stays open
+as long as the parent lives. When it closes, this process exits, so that no engine outlives its server. No jax here.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from jaxserve.types.messages import (
 )
 
 BEAT_INTERVAL = 0.5  # seconds
-MAX_FRAMES = 1024  # taken in before the next step, those that are no messages included
-MAX_FRAME = 512 * 2**20  # bytes; a longer frame is refused by the socket
+MAX_FRAMES = 1024  # read before the next step; invalid frames count too
+MAX_FRAME = 512 * 2**20  # bytes; the socket refuses longer frames
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,10 @@ class SocketChannel:
         self._dropped = 0
 
     def receive(self, timeout: float) -> list[ToEngine]:
+        """Receive the messages that are there, up to MAX_WEIGHT. Waits at most `timeout` seconds for the first one.
+
+        An invalid frame is logged and dropped.
+        """
         messages: list[ToEngine] = []
         wait, room = int(timeout * 1000), MAX_WEIGHT
         for _ in range(MAX_FRAMES):
@@ -68,7 +72,8 @@ class SocketChannel:
                 room -= weight(messages[-1])
             except MessageError as error:
                 self._dropped += 1
-                if self._dropped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a flood of them is a few lines
+                # log the 1st, 2nd, 4th, 8th ...: a flood of invalid frames gives few lines
+                if self._dropped.bit_count() == 1:
                     logger.error("%d frames dropped so far: %s", self._dropped, error)
         return messages
 
@@ -86,7 +91,7 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
 
 
 class Heartbeat(threading.Thread):
-    """Shows the API process that this process runs."""
+    """A thread that shows the API process that this process is alive."""
 
     def __init__(self, state: SharedState) -> None:
         super().__init__(name="heartbeat", daemon=True)
@@ -99,16 +104,16 @@ class Heartbeat(threading.Thread):
 
 
 def _end_with_parent() -> None:
-    """Block until stdin ends, which it does when the parent is gone; then leave at once."""
+    """Block until stdin closes, which means that the parent ended; then exit at once."""
     while sys.stdin.buffer.read(4096):
         pass
     os._exit(1)
 
 
 def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
-    """Run the engine that `build` makes; the exit code."""
+    """Run the engine that `build` returns. Returns the exit code."""
     directory = sys.argv[1]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     config = Config.model_validate_json(sys.stdin.buffer.readline())
     configure_logging(config.logging)
@@ -121,7 +126,8 @@ def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
         server = EngineServer(built, channel, state, log_interval=config.logging.stats_interval)
         Heartbeat(state).start()
         gc.collect()
-        gc.freeze()  # what lives now lives on: a full collection over jax's objects would stop a step for 0.15 s
+        # exclude start-up objects from garbage collection: scanning jax's objects would pause a step for 0.15 s
+        gc.freeze()
         if all(device.startswith("cpu:") for device in built.info.devices):
             keep_freed_memory()
         server.run()
@@ -136,9 +142,9 @@ def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
 
 
 def main(build: Callable[[Config, Send], BuiltEngine]) -> NoReturn:
-    """Serve the engine that `build` makes until it is told to stop, and end the process."""
+    """Run the engine that `build` returns until a Stop message comes, then exit the process."""
     code = serve(build)
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(0.2)  # lets the socket's thread deliver the last frame; LINGER needs a context that is closed
+    time.sleep(0.2)  # time for the socket's thread to send the last frame; LINGER only works when the context is closed
     os._exit(code)

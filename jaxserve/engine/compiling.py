@@ -1,4 +1,4 @@
-"""Requests whose grammar is being compiled. They wait as those in the scheduler's queue do, but cannot be scheduled."""
+"""Requests whose grammar is being compiled. They wait like those in the scheduler's queue, but cannot be scheduled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxserve.scheduler.stopping import Timers, overdue
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import GrammarSpec
 
-Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread; the future is of a Matcher
+Prepare = Callable[[GrammarSpec], Future[Any]]  # compiles a grammar in a thread; the future's result is a Matcher
 
 
 class CompilingRequests:
-    """queue_timeout: seconds that a request may wait, here and in the scheduler's queue together."""
+    """queue_timeout: seconds that a request may wait, here and in the scheduler's queue together"""
 
     def __init__(self, queue_timeout: float | None) -> None:
-        self.num_tokens = 0  # prompt tokens that wait
+        self.num_tokens = 0  # prompt tokens of the waiting requests
         self._queue_timeout = queue_timeout
         self._requests: dict[str, tuple[Request, Future[Any]]] = {}
         self._timers = Timers()
@@ -41,7 +41,9 @@ class CompilingRequests:
         self._timers.watch(request, self._queue_timeout)
 
     def remove(self, request_id: str) -> Request | None:
-        """Take a request out, or None if it does not wait here. Its compilation is not begun if that can be."""
+        """Remove and return a request; None if it does not wait here. Its compilation is cancelled if
+        it has not begun.
+        """
         if request_id not in self._requests:
             return None
         request, matcher = self._requests.pop(request_id)
@@ -50,14 +52,14 @@ class CompilingRequests:
         return request
 
     def take_compiled(self) -> list[tuple[Request, Future[Any]]]:
-        """Take out the requests whose compilation has ended, by success or failure."""
+        """Remove and return the requests whose compilation has ended, successfully or not."""
         done = [entry for entry in self._requests.values() if entry[1].done()]
         for request, _ in done:
             self.remove(request.request_id)
         return done
 
     def take_overdue(self, now: float) -> list[tuple[Request, str]]:
-        """Take out the requests that end by the clock, with the reason. now: time.monotonic() seconds"""
+        """Remove and return the requests that have timed out, each with the reason. now: time.monotonic() seconds"""
         ended: list[tuple[Request, str]] = []
         for request_id in self._timers.due(now):
             entry = self._requests.get(request_id)

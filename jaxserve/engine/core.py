@@ -1,9 +1,10 @@
-"""The engine at token level: a scheduler and a runner, one step ahead of what the host has read. No text, no sockets.
+"""The token-level engine: a scheduler and a runner. The device runs one step ahead of what the host has read.
 
-step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which need them
+step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  masks for t+1, which depend on them
 
-Where batch requests give way to online ones (`Scheduler.waits_for_read`), a step with a prompt is read before the next
-one is made. So an arrival waits for two decode steps or for one step with a prompt.
+If `Scheduler.waits_for_read` says so, a step is read before the next one is scheduled. While batch requests run
+beside online requests on a CPU, at most one step with a prompt or two decode steps are in flight. This bounds how
+long a new online request waits.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from jaxserve.types.suspects import Suspects
 logger = logging.getLogger(__name__)
 
 MakeMatcher = Callable[[GrammarSpec], Matcher]
-MAX_RESUMED = 256  # tokens of an output from before a restart that the loop shows to its grammar; more: a thread does
-MASK_WAIT = 0.002  # seconds of a call of `step` that can do nothing before a thread has made a mask
+# output tokens from before a restart that the loop passes to the grammar; a thread handles longer outputs
+MAX_RESUMED = 256
+MASK_WAIT = 0.002  # seconds that `step` waits for a thread to compute a token mask if it can do nothing else
 
 
 class StepError(JaxserveError):
-    """The device failed in a step, at its dispatch or when its tokens were read: what it held counts as lost."""
+    """The device failed at the dispatch of a step or when its tokens were read. Its state counts as lost."""
 
 
 class EngineCore:
-    """Every request that `add` accepts gets exactly one TokenOutput with a finish reason, from `step` or `abort`.
+    """Runs requests. Each request that `add` accepts gets exactly one TokenOutput with a finish reason.
 
-    eos_token_ids, vocab_size    the model's
-    seed                         of the generator that seeds requests without a seed of their own
-    make_matcher                 compiles a grammar; None: requests with a grammar are refused
-    generates                    whether the model makes tokens; else embeddings only
-    fill_masks                   fills the masks of many grammars at once; None: one after the other
-    mask_threads                 make the masks that are slow; None: every step waits for its masks
+    eos_token_ids, vocab_size    the model's seed                         from which the seeds of requests without
+    one are derived make_matcher                 compiles a grammar; None: requests with a grammar are refused
+    generates                    False: an embedding model fill_masks                   computes the masks of many
+    grammars at once; None: one after the other mask_threads                 compute slow masks; None: every step
+    waits for its masks
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class EngineCore:
         self._suspects = Suspects()
         self._compiling = CompilingRequests(config.queue_timeout)
         self.admitted: list[str] = []  # ids of the requests that the last call of `step` gave a slot
-        self._outputs: list[TokenOutput] = []  # for the next return of `step`
-        self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read
+        self._outputs: list[TokenOutput] = []  # returned by the next `step`
+        self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read yet
         self._rebuilds = 0
         self._scheduler_seconds = 0.0
         self._host_seconds = 0.0
@@ -86,10 +87,10 @@ class EngineCore:
     # --- requests
 
     def add(self, *requests: EngineRequest, prompt: np.ndarray | None = None, prepare: Prepare | None = None) -> None:
-        """Queue sequences: all of them, or none. Raises RequestError. The queue's limits are AsyncEngine's.
+        """Queue the sequences: all of them, or none. Raises RequestError. AsyncEngine enforces the limits of the queue.
 
-        prompt: int32 [n], the token ids of the one prompt that the sequences share, if they are at hand as an array
-        prepare: compiles the grammar of such sequences in a thread, and they wait for it; None: it is compiled here
+        prompt: int32 [n], the token ids of the prompt that all sequences share, if the caller has them as an array
+        prepare: compiles a grammar in a thread while the sequences wait; None: compile it here
         """
         self._check_ids([request.request_id for request in requests])
         records = self._requests.make(requests, prompt)
@@ -113,7 +114,7 @@ class EngineCore:
 
     def _queue(self, record: Request, mask: TokenMask | None) -> None:
         if record.max_tokens == 0:
-            mask = None  # the one token that is sampled is dropped
+            mask = None  # the one token that is sampled is dropped, so it needs no mask
         record.masked = mask is not None
         self.scheduler.add(record)
         if mask is not None:
@@ -131,11 +132,12 @@ class EngineCore:
             return TokenMask.of(params, make_matcher(params.grammar), record.mask_budget)
         except HTTPError:
             raise
-        except Exception as error:  # whatever a grammar makes its compiler do, it is that request's fault alone
+        # the boundary of one request: whatever its grammar makes the compiler raise ends this request only
+        except Exception as error:
             raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
 
     def _queue_compiled(self, now: float) -> None:
-        """Queue the requests whose grammars are compiled by now; end those that failed or whose time is over."""
+        """Queue the requests whose grammars are compiled. End those that failed or have timed out."""
         for record, matcher in self._compiling.take_compiled():
             try:
                 self._queue(record, self._mask(record, lambda _, matcher=matcher: matcher.result()))
@@ -149,22 +151,22 @@ class EngineCore:
     def _ended(
         self, record: Request, reason: FinishReason, error: str | None = None, error_status: int = 500
     ) -> TokenOutput:
-        """The last output of a request that never came to the scheduler."""
+        """Return the last output of a request that never reached the scheduler."""
         self.scheduler.counters.count_end(reason)
         return TokenOutput(request_id=record.request_id, finish_reason=reason, error=error, error_status=error_status)
 
     def _resume(self, record: Request) -> None:
-        """Take up an output begun before a restart, which may turn out to be complete."""
+        """Continue an output begun before a restart. It may already be complete."""
         output = self.scheduler.end_resumed(record.request_id)
         if output is None:
             output = TokenOutput(request_id=record.request_id, token_ids=record.output_token_ids)
             self._end_by_mask(output, here=len(output.token_ids) <= MAX_RESUMED)
-            output.token_ids = []  # the client has them
+            output.token_ids = []  # the client has them already
         if output.finish_reason is not None:
             self._deliver([output])
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
-        """End requests; the last outputs of those that had not ended by themselves."""
+        """Abort requests. Returns the last outputs of those that had not ended."""
         ended = [self._abort(request_id, reason) for request_id in request_ids]
         outputs = [output for output in ended if output is not None]
         for output in outputs:
@@ -175,16 +177,16 @@ class EngineCore:
         record = self._compiling.remove(request_id)
         return self._ended(record, reason) if record is not None else self.scheduler.abort(request_id, reason)
 
-    # --- the loop
+    # --- steps
 
     @property
     def is_compiling(self) -> bool:
-        """Whether requests wait for their grammars; `step` queues them, and does not wait."""
+        """Whether requests wait for their grammars. `step` queues them without waiting."""
         return len(self._compiling) > 0
 
     @property
     def compiling_ids(self) -> list[str]:
-        """Ids of the requests that wait for their grammars."""
+        """Return the ids of the requests that wait for their grammars."""
         return self._compiling.ids
 
     @property
@@ -193,10 +195,10 @@ class EngineCore:
         return bool(self._outputs or self._previous or self.scheduler.has_work)
 
     def step(self) -> list[TokenOutput]:
-        """Dispatch the next step, then read the one before it; what ended or gained tokens since the last call.
+        """Dispatch the next step, then read the previous one. Returns the new outputs since the last call.
 
-        Only reads if the step in flight is to be read before the next one is made: see the file's docstring.
-        Raises StepError where the device failed; `recover` then makes the next call possible.
+        Only reads if the step in flight must be read before the next one is scheduled; see the module docstring.
+        Raises StepError if the device failed; call `recover` before the next `step`.
         """
         began = self._clock()
         self.admitted = []
@@ -253,9 +255,10 @@ class EngineCore:
         self._outputs += outputs
 
     def _end_by_mask(self, output: TokenOutput, *, here: bool = True) -> None:
-        """A grammar that is complete ends its request; so does one that the tokens have left, with an error.
+        """End the request if its grammar is complete, or with an error if the tokens violate the grammar.
 
-        here: as of `MaskTable.advance`."""
+        here: as in `MaskTable.advance`
+        """
         reason = self._masks.advance(output, here=here)
         if reason is FinishReason.ERROR:
             output.error, output.error_status = self._masks.failure(output.request_id)
@@ -267,7 +270,7 @@ class EngineCore:
             self._masks.drop(output.request_id)
 
     def _sample(self, output: SchedulerOutput, handle: StepHandle) -> None:
-        """Finish a masked step, now that the tokens before it are known."""
+        """Finish a masked step, now that the previous tokens are known."""
         masks = self._masks.of_step(output)
         for request_id, reason in masks.ended:  # first: the table has forgotten an end that a thread found
             self._end_masked(request_id, reason)
@@ -277,7 +280,7 @@ class EngineCore:
         self.scheduler.rest(output, masks.resting)
 
     def _take_masks(self) -> None:
-        """Requests whose masks are made can be in a step again; some are found to end."""
+        """Resume requests whose masks are ready. Some of them have to end instead."""
         for request_id, reason in self._masks.take_ready():
             self.scheduler.wake(request_id)
             if reason is not None:
@@ -292,7 +295,7 @@ class EngineCore:
         self._outputs += [end] if end is not None else []
 
     def drain(self) -> list[TokenOutput]:
-        """Step until nothing is left to do."""
+        """Step until no work is left."""
         outputs: list[TokenOutput] = []
         while self.has_work:
             outputs += self.step()
@@ -300,17 +303,17 @@ class EngineCore:
 
     @property
     def is_searching(self) -> bool:
-        """Whether it is being found out which request makes the device fail."""
+        """Whether the request that makes the device fail is being searched for."""
         return bool(self._suspects)
 
     def recover(self) -> bool:
-        """After a StepError: a new, empty cache on the device, and whatever was running is computed again.
+        """Recover from a StepError: allocate a new, empty cache on the device and compute running requests again.
 
-        Nothing that was delivered changes: prompts and outputs so far are on the host, and a token depends on them
-        and on its request's seed only. A request found to be the cause of repeated failures ends with an error.
-        Whether one was, and others showed that the device is fine.
+        Delivered tokens do not change: prompts and outputs are on the host, and a token depends only on them and the
+        seed of its request. A request found to cause repeated failures ends with an error. Returns whether such a
+        request was found while other requests succeeded.
 
-        Raises what the runner raises where the device cannot be used any more, and NobodyToBlame.
+        Raises NobodyToBlame, and what the runner raises if the device is not usable any more.
         """
         self._previous = None
         self.runner.rebuild()
@@ -327,11 +330,11 @@ class EngineCore:
     # --- administration
 
     def close(self) -> None:
-        """Make no more masks in threads: the interpreter's end would wait for those that are queued."""
+        """Stop the mask threads. Otherwise the interpreter's exit would wait for queued masks."""
         self._masks.close()
 
     def flush_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; pages in use are freed when their requests end."""
+        """Remove all cached prefixes. Pages in use are freed when their requests unlock them."""
         self.scheduler.kv.cache.flush()
         return True
 
@@ -346,6 +349,7 @@ class EngineCore:
         ]
 
     def stats(self) -> EngineStats:
+        """Return the current gauges and counters."""
         stats = self.scheduler.stats()
         counters = stats.counters
         return EngineStats(
@@ -393,7 +397,7 @@ def _device_work() -> Iterator[None]:
         raise StepError(f"{type(error).__name__}: {error}") from error
 
 
-# counters that the named fields of EngineStats do not hold
+# counters without a named field in EngineStats
 _DETAILS = (
     "recomputed_tokens",
     "dropped_tokens",

@@ -1,10 +1,11 @@
-"""The engine in process and in step with the caller: no thread, no socket, no HTTP. For research scripts and tests.
+"""The synchronous in-process engine, without threads, sockets or HTTP. For research scripts and tests.
 
     engine = Engine("DIR")
     engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))
 
-or step by step: `add_request`, then `step` until `has_unfinished` is False. `engine.runner` is the device side:
-its programs are plain functions over pytrees. `close`, or a `with` block, ends the engine's threads.
+Step by step: `add_request`, then `step` until `has_unfinished` is False. `engine.runner` is the device side; its
+programs are plain functions over pytrees. `close`, or leaving a `with` block, ends the engine's
+threads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.siblings import siblings
 
 Prompt = str | list[int]
-Sink = Callable[[RequestOutput], None]  # takes the outputs of a sequence as they come
+Sink = Callable[[RequestOutput], None]  # receives the outputs of a sequence
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +42,20 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    support: list[Support] = field(default_factory=list)  # where params.support asked for it; aligned with token_ids
-    hidden: bytes = b""  # float32, little endian, [tokens, D], where params.hidden_states asked for them
-    prompt_hidden: bytes | None = None  # likewise of the prompt
-    experts: bytes = b""  # int32, little endian, [tokens, L, K], where params.experts asked: of the token before each
-    prompt_experts: bytes | None = None  # likewise of the prompt
+    support: list[Support] = field(default_factory=list)  # if params.support; aligned with token_ids
+    hidden: bytes = b""  # float32 [tokens, D], little-endian, if params.hidden_states
+    prompt_hidden: bytes | None = None  # float32 [prompt tokens, D], little-endian
+    experts: bytes = b""  # int32 [tokens, L, K], little-endian, if params.experts: of the token before each
+    prompt_experts: bytes | None = None  # int32 [prompt tokens, L, K], little-endian
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    embedding: bytes | None = None  # float32, little endian, where params.embed asked for it
-    error: HTTPError | None = None  # why it failed, with finish_reason error
+    embedding: bytes | None = None  # float32 [D], little-endian, if params.embed
+    error: HTTPError | None = None  # why it failed; set with finish_reason error
 
     def add(self, output: RequestOutput) -> None:
+        """Append one output of the sequence."""
         self.text += output.text
         self.token_ids += output.token_ids
         if output.logprobs is not None:
@@ -72,10 +74,10 @@ class Completion:
 
 
 class Engine:
-    """A model, its scheduler and its text side in this process.
+    """A model with its scheduler and text processing in this process.
 
     model: hub id or directory; None is the embedded demo model. `keys` are configuration keys by bare name
-    (`max_num_seqs=8`); or pass a whole `config`. Raises ConfigError.
+    (`max_num_seqs=8`); alternatively pass a whole `config`. Raises ConfigError.
     """
 
     def __init__(self, model: str | None = None, *, config: Config | None = None, **keys: Any) -> None:
@@ -86,7 +88,7 @@ class Engine:
         self.info: EngineInfo = built.info
         self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir)
         self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
-        self._unread: list[RequestOutput] = []  # for the next return of `step`
+        self._unread: list[RequestOutput] = []  # returned by the next `step`
         self._closed = False
         self._ids = itertools.count()
         self._names = itertools.count()
@@ -120,10 +122,10 @@ class Engine:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[list[Completion]]:
-        """Run prompts to their end, batched: for each prompt (text or token ids) its n completions.
+        """Generate n completions for each prompt (text or token ids), batched.
 
-        A completion that failed has an `error`; the others are whole. Raises RequestError for a prompt that cannot be
-        run, before any is queued. What still runs when this raises or is interrupted is aborted.
+        A completion that failed has an `error`; the others are complete. Raises RequestError for an invalid prompt,
+        before any prompt is queued. If this raises or is interrupted, running sequences are aborted.
         """
         batch = _as_list(prompts)
         each = _params_for(batch, params)
@@ -147,7 +149,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> str:
-        """Queue a prompt; the id that its outputs will carry. Raises RequestError."""
+        """Queue a prompt. Returns the id that its outputs will have. Raises RequestError."""
         name = request_id or f"request-{next(self._names)}"
         group = self._siblings(prompt, params or SamplingParams(), name, priority, cache_salt)
         self._queue([group], lambda _: self._keep)
@@ -159,7 +161,7 @@ class Engine:
     def _siblings(
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int = 0, cache_salt: str = ""
     ) -> list[EngineRequest]:
-        """The n sequences of a prompt, checked as those that cross a socket are. Raises InvalidValueError."""
+        """Return the n sequences of a prompt, validated like those that cross a socket. Raises InvalidValueError."""
         if params.thinking is not None:
             raise InvalidValueError("a budget for thinking needs an AsyncEngine", param="thinking")
         request = EngineRequest(
@@ -173,7 +175,7 @@ class Engine:
         return Add.of(*siblings(request, lambda: format(next(self._ids), "x"), params.seed)).requests()
 
     def _queue(self, groups: list[list[EngineRequest]], sink: Callable[[EngineRequest], Sink]) -> None:
-        """Queue the sequences of several prompts, all or none; `sink` tells where the outputs of each go."""
+        """Queue the sequences of several prompts, all or none. `sink` returns the receiver for the outputs of each."""
         self._check_open()
         sequences = {
             each.request_id: (text, sink(each))
@@ -196,24 +198,24 @@ class Engine:
         return bool(self._sequences or self._unread)
 
     def step(self) -> list[RequestOutput]:
-        """One turn of the engine: dispatches the next step and returns what the previous one produced.
+        """Dispatch the next step and return the outputs of the previous one.
 
         A sequence that failed has a last output with an `error`. A step that fails on the device is computed again.
-        Raises what leaves no device to go on with.
+        Raises if the device is not usable any more.
         """
         self._turn()
         outputs, self._unread = self._unread, []
         return outputs
 
     def _turn(self) -> None:
-        """A step of the core. Its outputs go to the sinks of their sequences."""
+        """Run one step of the core and pass its outputs to the sinks of their sequences."""
         try:
             outputs = self.core.step()
         except StepError as error:
             logger.error("a step failed, and is computed again: %s", error, exc_info=error.__cause__)
             self.core.recover()
             return
-        except BaseException:  # an interrupt leaves half a step behind
+        except BaseException:  # an interrupt leaves a half-processed step
             self.core.recover()
             raise
         for output in outputs:
@@ -221,7 +223,7 @@ class Engine:
 
     def _deliver(self, output: TokenOutput) -> None:
         if output.request_id not in self._sequences:
-            return  # it ended by a stop string; the engine made one more token meanwhile
+            return  # a stop string ended it while the engine computed one more token
         sequence, sink = self._sequences[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             result = sequence.fail(error_of(output))
@@ -234,7 +236,7 @@ class Engine:
         sink(result)
 
     def abort(self, request_id: str) -> None:
-        """End all sequences of the requests with this id now; they yield nothing more."""
+        """Abort all sequences of the requests with this id. They yield no more outputs."""
         self._abort([key for key, (sequence, _) in self._sequences.items() if sequence.request_id == request_id])
         self._unread = [output for output in self._unread if output.request_id != request_id]
 
@@ -242,14 +244,14 @@ class Engine:
         self.core.abort([each for each in ids if self._sequences.pop(each, None) is not None])
 
     def update_weights(self, leaves: Any) -> None:
-        """Replace the weights by a pytree of the same structure, shapes and dtypes; nothing is compiled.
+        """Replace the weights by a pytree of the same structure, shapes and dtypes. Nothing is compiled.
 
-        The prefix cache is dropped, since its pages hold the old weights' keys and values. Raises ServerError
-        while requests are running.
+        Clears the prefix cache, because its pages hold keys and values of the old weights. Raises ServerError while
+        requests are running.
         """
         if self.has_unfinished:
             raise ServerError("weights can be updated only while no request is running")
-        self.core.drain()  # the step in flight behind the last stop
+        self.core.drain()  # the step in flight after the last stop
         self.runner.update_weights(leaves)
         self.core.flush_prefix_cache()
 
@@ -257,7 +259,7 @@ class Engine:
 def _pushed(sequence: SequenceText, output: TokenOutput) -> RequestOutput:
     try:
         return sequence.push(output)
-    except Exception as error:  # the boundary of one request: its text must not end the others
+    except Exception as error:  # the boundary of one request: an error in its text must not end the others
         logger.exception("request %s failed", sequence.request_id)
         return sequence.fail(ServerError(f"the output could not be decoded: {type(error).__name__}"))
 

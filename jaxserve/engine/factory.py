@@ -1,4 +1,4 @@
-"""Builds an engine from a Config: finds the checkpoint, loads it, compiles the programs, joins them to a scheduler.
+"""Builds an engine from a Config: finds and loads the checkpoint, compiles the programs, creates the scheduler.
 
 The only place where configuration, models, runtime and scheduler meet. Reports its progress as messages.
 """
@@ -35,15 +35,15 @@ from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step_times import UNTIMED, StepTimes
 
 DEMO_NAME = "demo"
-# On a CPU, of the rows that fill a step: so many lines of batches are kept in work. All of them lengthen the steps of
-# online requests: with twice as many lines the demo model on 2 cores made them wait half as long again.
+# On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
+# lengthens the steps of online requests: twice as many made those of the demo model on 2 cores wait 1.5 times as long.
 CPU_SHARE = 0.75
 
 Send = Callable[[FromEngine], None]
 
 
 class Phases:
-    """Seconds of each phase of a start."""
+    """Durations of the start-up phases, in seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -55,9 +55,9 @@ class Phases:
 
 
 def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
-    """A ready engine and what it is. Raises ConfigError with a cause and a fix.
+    """Return a ready engine and its properties. Raises ConfigError with a cause and a fix.
 
-    seed: of the requests that bring none; those of AsyncEngine always do
+    seed: from which the seeds of requests without one are derived; AsyncEngine always sets a seed
     """
     phases = Phases()
     for name, value in (("replicas", config.mesh.replicas), ("data", config.mesh.data)):
@@ -81,7 +81,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     )
     embedder = is_embedder(directory, loaded.config)
     if not embedder:
-        matchers.warm_up()  # in a thread, while the programs compile
+        matchers.warm_up()  # runs in a thread while the programs compile
     pooling = read_pooling(directory, loaded.config)
     runner = _runner(config, loaded, pooling, mesh, send)
     times = runner.warm_up() if isinstance(runner, ModelRunner) else UNTIMED
@@ -109,7 +109,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
 
 
 def locate(config: Config) -> Path:
-    """The checkpoint's directory: the embedded demo's, a local one, or one downloaded from the hub."""
+    """Return the checkpoint's directory: of the embedded demo model, a local one, or one downloaded from the hub."""
     if config.model.path is None:
         return Path(str(files("jaxserve") / "assets" / "demo"))
     return resolve(config.model.path, revision=config.model.revision)
@@ -155,7 +155,7 @@ def _runner(
 
 
 def served_names(config: Config) -> list[str]:
-    """The names clients may use: the configured ones, or the checkpoint's own name."""
+    """Return the names that clients may use: the configured ones, or the checkpoint's own name."""
     if config.model.served_name:
         return list(config.model.served_name)
     path = config.model.path
@@ -167,7 +167,7 @@ def served_names(config: Config) -> list[str]:
 def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times: StepTimes) -> SchedulerConfig:
     section, encoder = config.scheduler, isinstance(runner, EncoderRunner)
     return SchedulerConfig(
-        # an encoder keeps no pages: one of a whole text's size for each slot is never short
+        # an encoder keeps no KV: one page per slot, large enough for a whole text, is always enough
         num_pages=runner.config.max_num_seqs if encoder else runner.plan.num_pages,
         page_size=runner.plan.page_size,
         max_num_seqs=runner.config.max_num_seqs,
@@ -189,7 +189,10 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times
 
 
 def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:
-    """Where a padded token costs as much as another. A GPU reads the weights as long at 256 tokens as at 128."""
+    """Return the step sizes to round prefill down to. CPU only: there padding costs compute.
+
+    On a GPU a 256-token step takes as long as one with 128 tokens, because it reads the same weights.
+    """
     if isinstance(runner, EncoderRunner) or runner.mesh.platform != "cpu":
         return ()
     return runner.buckets.extend

@@ -1,6 +1,7 @@
-"""Outputs of background work in groups: nobody reads a line of a batch token by token.
+"""Groups the outputs of batch requests, because no client reads them token by token.
 
-A message a step for each line would cost the API process more than online requests do. Knows TokenOutputs only.
+One message per step and batch request would cost the API process more than online requests do. Knows TokenOutputs
+only.
 """
 
 from __future__ import annotations
@@ -8,27 +9,28 @@ from __future__ import annotations
 from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
 
-GROUP_TOKENS = 64  # a new engine computes at most so many tokens of a line again after a death of this one
+# after a crash of this process, a new engine computes at most so many tokens of a batch request again
+GROUP_TOKENS = 64
 
 
 class OutputGroups:
-    """Holds the outputs of watched requests back, but for the first and the last of each."""
+    """Holds back the outputs of watched requests, except the first and the last of each."""
 
     def __init__(self) -> None:
-        self._held: dict[str, TokenOutput | None] = {}  # None: nothing has come yet
+        self._held: dict[str, TokenOutput | None] = {}  # None: no output yet
 
     def __len__(self) -> int:
-        """Requests that are watched."""
+        """Number of watched requests."""
         return len(self._held)
 
     def watch(self, request: EngineRequest) -> None:
-        """Group its outputs if it is background work. Not with stop strings: those are found on the other side."""
+        """Group the outputs of a batch request. Not with stop strings, which are found by the API process."""
         params = request.params
         if request.priority >= BACKGROUND_PRIORITY and not (params.stop or params.stop_regex):
             self._held[request.request_id] = None
 
     def take(self, outputs: list[TokenOutput]) -> list[TokenOutput]:
-        """What is to be sent now, of these and those held. Tokens that were held come with what sends them."""
+        """Return what must be sent now. Held tokens are sent with the output that follows them."""
         if not self._held:
             return outputs
         return [ready for output in outputs if (ready := self._join(output)) is not None]
@@ -51,7 +53,7 @@ class OutputGroups:
 
 
 def _prepend(before: TokenOutput, output: TokenOutput) -> None:
-    """Put what came earlier of the same request into `output`."""
+    """Prepend the held tokens of the same request to `output`."""
     output.token_ids = before.token_ids + output.token_ids
     if before.logprobs is not None:
         output.logprobs = before.logprobs + (output.logprobs or [])

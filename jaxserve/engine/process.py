@@ -1,4 +1,4 @@
-"""The engine process: `python -m jaxserve.engine.process DIR`, started by ProcessLink and by nothing else."""
+"""The engine process: `python -m jaxserve.engine.process DIR`, started only by ProcessLink."""
 
 from jaxserve.engine.child import main
 from jaxserve.engine.factory import build_engine

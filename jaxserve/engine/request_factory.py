@@ -1,4 +1,4 @@
-"""From what enters the engine to its record of it: checks an EngineRequest and makes the Request."""
+"""Validates an EngineRequest and makes the engine's Request from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.types.scheduler_config import SchedulerConfig
 
 
 class RequestFactory:
-    """generates: the model makes tokens; else embeddings only. seed: of the requests that have none of their own."""
+    """generates: False for an embedding model. seed: from which the seeds of requests without one are derived."""
 
     def __init__(
         self, config: SchedulerConfig, vocab_size: int, generates: bool, seed: int, clock: Callable[[], float]
@@ -28,9 +28,10 @@ class RequestFactory:
         self._clock = clock
 
     def make(self, requests: Sequence[EngineRequest], prompt: np.ndarray | None = None) -> list[Request]:
-        """The records, in order. A list of prompt tokens that neighbours share is checked once. Raises RequestError.
+        """Return the Requests, in order. A prompt shared by consecutive requests is validated once. Raises
+        RequestError.
 
-        prompt: int32 [n], the one prompt of all, if it is at hand as an array
+        prompt: int32 [n], the prompt of all requests, if the caller has it as an array
         """
         checked: list[int] | None = None
         for request in requests:

@@ -1,6 +1,6 @@
-"""The engine's own loop: messages in, steps, outputs back. The same loop runs in a child process and in a thread.
+"""The engine loop: receives messages, runs steps, sends outputs. Runs in a child process or in a thread.
 
-Knows EngineCore and a Channel; knows no socket, no text and no HTTP. One request's error ends that request only.
+Uses an EngineCore and a Channel. Knows no sockets, text or HTTP. An error of one request ends only that request.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from jaxserve.transport.work_record import RecordingRunner, WorkRecord
 from jaxserve.types.messages import Abort, Add, Call, EngineInfo, FromEngine, Outputs, Ready, Reply, Stop, ToEngine
 from jaxserve.types.output import FinishReason, TokenOutput
 
-STATS_INTERVAL = 0.25  # seconds between two stats of a busy engine; a frame of stats costs about 20 us
-IDLE_WAIT = 1.0  # seconds an idle loop sleeps at most, so that stats and deadlines move on
-MAX_REBUILDS = 3  # failed steps within REBUILD_WINDOW that are answered by a rebuild; one more ends the process
+STATS_INTERVAL = 0.25  # minimum seconds between two stats messages of a busy engine; one costs about 20 us
+IDLE_WAIT = 1.0  # maximum seconds that an idle loop sleeps, so that stats and deadlines advance
+MAX_REBUILDS = 3  # failed steps within REBUILD_WINDOW that lead to a rebuild; one more ends the process
 REBUILD_WINDOW = 600.0  # seconds
 MAX_WAITING_SHOWN = 1024  # waiting requests whose reasons are shown; 2 us each
-COMPILE_WAIT = 0.002  # seconds between two looks at grammars that are being compiled, when nothing else runs
+COMPILE_WAIT = 0.002  # seconds between two checks of grammars being compiled, if nothing else runs
 
 logger = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
-    """The engine's end of the wire."""
+    """The engine's end of the transport."""
 
     def receive(self, timeout: float) -> list[ToEngine]:
-        """The messages that are there, up to MAX_WEIGHT of them; waits at most `timeout` seconds for the first one.
+        """Return the messages that are there, up to MAX_WEIGHT. Waits at most `timeout` seconds for the first one.
 
-        What is left over comes at the next call: a step runs in between, so that no flood of prompts stops streams.
+        The rest is returned by later calls. Steps run in between, so that a flood of prompts does not stop streams.
         """
         ...
 
@@ -45,7 +45,7 @@ class Channel(Protocol):
 
 
 class BuiltEngine(NamedTuple):
-    """An engine that is ready to run. `prepare` compiles a grammar in a thread."""
+    """A ready engine. `prepare` compiles a grammar in a thread."""
 
     core: EngineCore
     info: EngineInfo
@@ -56,7 +56,7 @@ Build = Callable[[Channel], BuiltEngine]
 
 
 class EngineServer:
-    """Runs an EngineCore until it is told to stop. state: what it leaves for the other end of the channel."""
+    """Runs an EngineCore until a Stop message comes. state: shared memory that the API process reads."""
 
     def __init__(self, built: BuiltEngine, channel: Channel, state: SharedState, *, log_interval: float = 10.0) -> None:
         core, info, self._prepare = built
@@ -70,7 +70,7 @@ class EngineServer:
         self._groups = OutputGroups()
         self._stats_sent = 0.0
         self._was_busy = False
-        self._rebuilt: list[float] = []  # times of the latest rebuilds, time.monotonic()
+        self._rebuilt: list[float] = []  # time.monotonic() of the latest rebuilds
         self._log = StatsLog(log_interval, info.num_pages, info.page_size, self._waiting_reasons)
         self._calls: dict[str, Callable[..., Any]] = {
             "flush_cache": core.flush_prefix_cache,
@@ -78,7 +78,9 @@ class EngineServer:
         }
 
     def run(self) -> None:
-        self._channel.send(Outputs([], self._core.stats()))  # before Ready: who is told so finds true gauges
+        """Send the first stats and Ready, then run the loop until a Stop message comes."""
+        # Sent before Ready, so that /metrics is already correct when /health turns 200.
+        self._channel.send(Outputs([], self._core.stats()))
         self._channel.send(Ready(self._info))
         turns = 0
         try:
@@ -98,7 +100,7 @@ class EngineServer:
         return [request.reason for request in self._core.waiting(MAX_WAITING_SHOWN)]
 
     def _take_in(self, messages: list[ToEngine]) -> list[TokenOutput]:
-        """Handle messages; the outputs of requests that end by it."""
+        """Handle messages. Returns the outputs of requests that they end."""
         new = [sibling.request_id for message in messages if isinstance(message, Add) for sibling in message.siblings]
         if new:
             self._record.taking_in([*self._core.compiling_ids, *new])
@@ -114,9 +116,10 @@ class EngineServer:
             return []
 
     def _rebuild(self, error: StepError) -> None:
-        """Go on after a failed step. Raises where that has been tried too often, or fails: a new process is next.
+        """Continue after a failed step. Raises if rebuilding fails or was tried too often; then a new process is
+        started.
 
-        The failures of a search for the request that causes them count as one, and as none once it is found.
+        All failures during a search for the request that causes them count as one, or as none if it was found.
         """
         now = time.monotonic()
         if self._core.is_searching:
@@ -132,7 +135,7 @@ class EngineServer:
         logger.info("the cache is rebuilt in %.2f s; what was running is computed again", time.monotonic() - now)
 
     def _patience(self) -> float:
-        """Seconds to wait for a message."""
+        """Return the seconds to wait for a message."""
         if self._core.has_work:
             return 0.0
         return COMPILE_WAIT if self._core.is_compiling else IDLE_WAIT

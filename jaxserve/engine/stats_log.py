@@ -1,4 +1,4 @@
-"""The engine's log lines: what it did since the last line, while it is busy, and one last line when it goes idle."""
+"""The engine's log lines: what it did since the last line while it is busy, and one line when it becomes idle."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Writes lines at most every `interval` seconds, about times of work that last as long.
+    """Writes a line at most every `interval` seconds, each about a busy period of at most that length.
 
-    Pauses shorter than the interval belong to the time of work around them. A request that comes alone and is done
-    before the interval has passed leaves no line.
-
-    num_pages: of the whole pool. reasons: why each waiting request waits; asked only if a line is due.
+    Idle gaps shorter than the interval belong to the busy period. A single request that finishes within the interval
+    leaves no line. num_pages: size of the whole pool.
     """
 
     def __init__(
@@ -25,17 +23,17 @@ class StatsLog:
     ) -> None:
         self._interval = interval
         self._reasons = reasons
-        self._num_pages = max(1, num_pages)  # an encoder has none
+        self._num_pages = max(1, num_pages)  # an encoder has no pages
         self._page_size = page_size
-        self._last = EngineStats()  # at the start of the time that the next line is about
-        self._started: float | None = None  # of that time, time.monotonic(); None: idle
+        self._last = EngineStats()  # at the start of the current period
+        self._started: float | None = None  # start of the current period, time.monotonic(); None: idle
         self._last_busy = 0.0  # time.monotonic()
-        self._has_written = False  # a line, since it was idle
+        self._has_written = False  # a line was written since the engine was last idle
 
     def update(self, stats: Callable[[], EngineStats], *, busy: bool, now: float) -> None:
-        """Take note of a turn of the engine at time.monotonic() `now`, and write the lines that are due.
+        """Process one turn of the engine loop at time.monotonic() `now` and write the lines that are due.
 
-        stats: asked only where a time of work ends or a line is due.
+        stats: called only if a busy period ends or a line is due
         """
         if busy:
             self._work(stats, now)
@@ -51,7 +49,7 @@ class StatsLog:
             self._started, self._has_written = now, True
 
     def _rest(self, stats: EngineStats) -> None:
-        """End a time of work, with a line where it had lines before."""
+        """End a busy period. Write a line if the period had lines before."""
         if self._has_written and self._started is not None:
             self._write(stats, self._last_busy - self._started, ", idle")
         self._last, self._started = stats, None

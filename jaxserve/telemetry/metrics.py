@@ -1,6 +1,6 @@
-"""Prometheus metrics: one registry a server. Request counters and histograms, and the engine's gauges at scrape time.
+"""Prometheus metrics, one registry per server: request counters and histograms, and the engine's gauges at scrape time.
 
-Names are `jaxserve:*`; those that routers and dashboards of the field read are exported under `vllm:*` as well.
+Names are `jaxserve:*`. Those that common routers and dashboards read are also exported as `vllm:*`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHOICES_BUCKETS = (1, 2, 5, 10, 20)
 _PREEMPTIONS_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
 _VLLM_LIMITS = {"max_queued_requests": "max_num_queued_reqs", "max_queued_tokens": "max_num_queued_tokens"}
 
-# names in both vocabularies: ours -> vLLM's, old and new where it has changed them
+# our name -> vLLM's names, old and new if vLLM has renamed it
 _ALIASES = {
     "jaxserve:num_requests_running": ("vllm:num_requests_running",),
     "jaxserve:num_requests_waiting": ("vllm:num_requests_waiting",),
@@ -61,7 +61,7 @@ _ALIASES = {
 
 
 class EngineReading(NamedTuple):
-    """An engine's numbers now. info: None until it was ready once."""
+    """The engine's current numbers. info: None until it was ready for the first time."""
 
     info: EngineInfo | None
     stats: EngineStats
@@ -72,12 +72,12 @@ EngineReader = Callable[[], EngineReading]
 
 
 class Metrics:
-    """What the API process counts. Every instance has a registry of its own: several servers fit in one process."""
+    """Metrics of the API process. Each instance has its own registry, so several servers fit in one process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, descriptors and CPU of the API process
-        self.model = ""  # label of the names that are vLLM's; known once the engine was ready
+        self.model = ""  # label of vLLM's names; known after the engine was ready
         self._read_engine: EngineReader | None = None
         self.http_responses = self._counter("http_responses", "Answers by status.", ["method", "status"])
         self.requests = self._counter("request_success", "Choices that ended, by reason.", ["finished_reason"])
@@ -96,20 +96,20 @@ class Metrics:
         self.registry.register(_Copy(self, self._rejections))
 
     def latencies(self, priority: int) -> Latencies:
-        """Those of clients who wait, or, for background work, those of batch lines: one never blurs the other."""
+        """Return the latencies of online requests or of batch requests, which are recorded apart."""
         return self._batch if priority >= BACKGROUND_PRIORITY else self._online
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"jaxserve:{name}", text, labels, registry=self.registry)
 
     def watch_engine(self, read: EngineReader) -> None:
-        """Export the engine's own numbers; `read` is called at every scrape."""
+        """Export the engine's numbers; `read` is called at each scrape."""
         self._read_engine = read
         self.registry.register(_EngineCollector(self, read))
         self.registry.register(_TaskCollector())
 
     def watch_gauges(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Export numbers by name; `read` is called at every scrape."""
+        """Export gauges by name; `read` is called at each scrape."""
         self.registry.register(_GaugeCollector(read))
 
     def count_error(self, error: HTTPError) -> None:
@@ -123,14 +123,14 @@ class Metrics:
         self.http_responses.labels(method, str(status)).inc()
 
     def render(self) -> bytes:
-        """The text exposition format."""
+        """Return the metrics in Prometheus' text format."""
         info = self._read_engine().info if self._read_engine is not None else None
         self.model = info.served_names[0] if info is not None else self.model
         return generate_latest(self.registry)
 
 
 class Latencies:
-    """Histograms of one kind of requests. Seconds and tokens."""
+    """Histograms of one kind of requests, in seconds and tokens."""
 
     def __init__(self, metrics: Metrics, prefix: str) -> None:
         def histogram(name: str, buckets: tuple[float, ...]) -> Histogram:
@@ -150,7 +150,7 @@ class Latencies:
         self._generation_tokens = histogram("request_generation_tokens", _TOKEN_BUCKETS)
 
     def first_token(self, seconds: float, queued: float, prefill: float) -> None:
-        """A choice's first token is here: seconds since the request came, and the engine's shares of them."""
+        """Record the first token of a choice: seconds since the request arrived, and the parts spent in the engine."""
         self._first_token.observe(seconds)
         self._queue.observe(queued)
         self._prefill.observe(prefill)
@@ -158,7 +158,7 @@ class Latencies:
     def finished(
         self, output: RequestOutput, params: SamplingParams, seconds: float, decode: float, queued: float
     ) -> None:
-        """A choice has ended. seconds: since the request came; decode: since its first token; queued: in the queue."""
+        """Record the end of a choice. seconds: since arrival; decode: since its first token; queued: in the queue."""
         self._total.observe(seconds)
         self._decode.observe(decode)
         self._inference.observe(max(0.0, seconds - queued))
@@ -172,7 +172,9 @@ class Latencies:
 
 
 class Histogram(Collector):
-    """Written by one thread, so it needs no lock: a tenth of the cost of the library's, and it runs every token."""
+    """A histogram written by one thread. Without a lock it costs a tenth of the library's; it is used
+    for every token.
+    """
 
     def __init__(self, metrics: Metrics, name: str, buckets: tuple[float, ...]) -> None:
         self._metrics = metrics
@@ -196,7 +198,7 @@ class Histogram(Collector):
 def _histograms(
     metrics: Metrics, name: str, buckets: Sequence[float], counts: Sequence[int], total: float
 ) -> Iterable[Metric]:
-    """A histogram under all its names. counts: one more than buckets, each of its own bucket alone."""
+    """Yield a histogram under all its names. counts: per bucket, not cumulative; one more entry than buckets."""
     bounds = [*map(str, map(float, buckets)), "+Inf"]
     pairs = list(zip(bounds, accumulate(counts), strict=True))
     for each, labels in _names(metrics, name):
@@ -206,7 +208,7 @@ def _histograms(
 
 
 class _Copy(Collector):
-    """A counter under its other names."""
+    """Exports a counter under its other names."""
 
     def __init__(self, metrics: Metrics, counter: Counter) -> None:
         self._metrics = metrics
@@ -216,6 +218,7 @@ class _Copy(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the counter under each of its other names."""
         for metric in self._counter.collect():
             samples = [sample for sample in metric.samples if sample.name.endswith("_total")]
             for name, labels in _names(self._metrics, metric.name)[1:]:
@@ -227,7 +230,9 @@ class _Copy(Collector):
 
 
 class _TaskCollector(Collector):
-    """Tasks of the event loop that serves the scrape: flat, or a request has left something behind."""
+    """Number of tasks of the event loop that serves the scrape. It should stay flat: growth means that requests leak
+    tasks.
+    """
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -235,7 +240,7 @@ class _TaskCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         try:
             count = len(asyncio.all_tasks())
-        except RuntimeError:  # scraped from outside a loop
+        except RuntimeError:  # scraped outside of an event loop
             return
         yield GaugeMetricFamily("jaxserve:api_tasks", "tasks of the API process", value=count)
 
@@ -261,6 +266,7 @@ class _EngineCollector(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the engine's gauges and counters, read now."""
         reading = self._read()
         for name, value in _gauges(reading).items():
             yield from self._families(GaugeMetricFamily, name, value)
@@ -276,7 +282,9 @@ class _EngineCollector(Collector):
         yield from _histograms(self._metrics, "jaxserve:iteration_tokens", STEP_SIZES, counts, stats.step_tokens)
 
     def _waiting_by_reason(self, stats: EngineStats) -> Metric:
-        """vLLM's reasons: capacity, and deferred for a request that could not run if there were room."""
+        """Split the waiting requests by vLLM's reasons: capacity, and deferred for those that could not run with free
+        capacity.
+        """
         labels = ["model_name", "reason"]
         family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "requests that wait", labels=labels)
         family.add_metric([self._metrics.model, "capacity"], stats.num_waiting - stats.num_compiling)
@@ -291,7 +299,7 @@ class _EngineCollector(Collector):
 
 
 def _names(metrics: Metrics, name: str) -> list[tuple[str, dict[str, str]]]:
-    """All names of a metric, each with its labels."""
+    """Yield all names of a metric, each with its labels."""
     return [(name, {}), *((alias, {"model_name": metrics.model}) for alias in _ALIASES.get(name, ()))]
 
 

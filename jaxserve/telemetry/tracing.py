@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: one an HTTP request, one below it for each generation. Off unless an endpoint is configured.
+"""OpenTelemetry spans: one per HTTP request and a child span per generation. Off unless an endpoint is configured.
 
-The packages are an extra (`otel`), imported only where they are asked for. Spans carry counts, times and the
-request's id, never a text.
+The packages are an extra (`otel`) and imported only if needed. Spans contain counts, times and the request's id, but
+no text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RequestSpan(Protocol):
     """The span of an HTTP request."""
 
     def end_with(self, status: int) -> None:
-        """The status that was answered; 499: the client left before."""
+        """Set the status of the response; 499: the client disconnected before."""
         ...
 
 
@@ -29,16 +29,16 @@ class Tracing(Protocol):
     def request(
         self, method: str, path: str, request_id: str, headers: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[RequestSpan]:
-        """A span around an HTTP request. `headers` may name its parent (W3C traceparent)."""
+        """Return a span around an HTTP request. `headers` may name its parent (W3C traceparent)."""
         ...
 
     def generation(self, request_id: str, seconds: float, usage: Mapping[str, Any]) -> None:
-        """A span, below that of the HTTP request that runs here, of engine work that ends now."""
+        """Record a child span of the current HTTP request for engine work that ends now."""
         ...
 
 
 class NoTracing:
-    """What runs where no spans are wanted."""
+    """Used if no spans are wanted."""
 
     @contextlib.contextmanager
     def request(self, method: str, path: str, request_id: str, headers: Mapping[str, str]) -> Iterator[RequestSpan]:
@@ -50,7 +50,7 @@ class NoTracing:
 
 
 class OpenTelemetry:
-    """Spans by way of `provider`, an opentelemetry.sdk TracerProvider."""
+    """Writes spans to `provider`, an opentelemetry.sdk TracerProvider."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry import propagate, trace  # noqa: PLC0415  optional
@@ -62,6 +62,7 @@ class OpenTelemetry:
 
     @contextlib.contextmanager
     def request(self, method: str, path: str, request_id: str, headers: Mapping[str, str]) -> Iterator[RequestSpan]:
+        """Open a span around an HTTP request. `headers` may name its parent (W3C traceparent)."""
         attributes = {"http.request.method": method, "url.path": path, "jaxserve.request_id": request_id}
         context = self._extract(dict(headers))
         name = f"{method} {path}" if len(path) < 64 else method
@@ -71,6 +72,7 @@ class OpenTelemetry:
             yield _Span(span, self._failed)
 
     def generation(self, request_id: str, seconds: float, usage: Mapping[str, Any]) -> None:
+        """Record a child span for engine work that took `seconds` and ends now."""
         now = time.time_ns()
         attributes = {
             "jaxserve.request_id": request_id,
@@ -95,7 +97,7 @@ class _Span:
 
 
 def make_tracing(section: LoggingSection) -> Tracing:
-    """As configured. Raises ConfigError where spans are wanted and the packages are missing."""
+    """Return tracing as configured. Raises ConfigError if spans are wanted and the packages are missing."""
     if section.otlp_endpoint is None:
         return NoTracing()
     try:

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import msgspec
 
 # Requests with this or a higher number are background work (batches). Under every policy they run after all others.
-# give way to them.
 BACKGROUND_PRIORITY = 2**30
 
 MAX_LOGIT_BIAS = 4096  # logit_bias entries per request; the size of the device's array
