@@ -1,8 +1,9 @@
-"""Directories that hold code which is loaded again: compiled kernels and programs.
+"""Safe directories for files that are loaded and executed: compiled kernels and XLA programs.
 
-Whoever can change such a directory, or exchange one on the way to it, runs code in this process. So a path is walked
-from the root, one directory at a time, by descriptor; each must belong to this user or to root, and others must not
-be able to write to it. In a directory with the sticky bit (/tmp) others can neither remove nor rename what is ours.
+A user who can change such a directory, or replace one on its path, can run code in this process. So the path is
+opened from the root, one directory at a time, by file descriptor. Each directory must belong to this user or to root
+and must not be writable by others. In a directory with the sticky bit (/tmp) others can neither remove nor rename
+this user's files.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ _MAX_LINKS = 40
 
 
 class CacheDirectoryError(ConfigError):
-    """A directory that cannot be used for code, and why."""
+    """A directory that cannot be used for executable files, and why."""
 
 
 @dataclass(frozen=True)
 class OpenDirectory:
-    """A directory that was found safe. `descriptor` is for calls with `dir_fd`."""
+    """A directory that was checked. Use `descriptor` for calls with `dir_fd`."""
 
     descriptor: int
     path: Path
 
     def file(self, name: str) -> str:
-        """A path for calls that take no descriptor; through the descriptor if this system can do that."""
+        """Return a path for calls that take no descriptor, via the descriptor if the system supports it."""
         held = f"/proc/self/fd/{self.descriptor}"
         return os.path.join(held if os.path.isdir(held) else self.path, name)
 
 
 def user_cache(name: str) -> Path:
-    """Where this user's cache `name` of jaxserve belongs. Raises CacheDirectoryError if the user has no home.
+    """Return this user's cache directory `name`. Raises CacheDirectoryError if the user has no home directory.
 
-    A relative XDG_CACHE_HOME is ignored, as its specification says: it would be the working directory.
+    A relative XDG_CACHE_HOME is ignored, as its specification requires: it would depend on the working directory.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
@@ -55,9 +56,9 @@ def user_cache(name: str) -> Path:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[OpenDirectory]:
-    """The directory, which is made if it is not there.
+    """Open the directory and create it if needed.
 
-    Raises CacheDirectoryError if another user could put code into it, or if it cannot be made.
+    Raises CacheDirectoryError if another user could write to it, or if it cannot be created.
     """
     try:
         descriptor = _walk(path.absolute())
@@ -97,7 +98,7 @@ def _walk(path: Path) -> int:
 
 
 def _link(directory: int, name: str) -> str | None:
-    """Where a link in `directory` leads; None if `name` is no link. A link of another user is an error."""
+    """Return the target of a link in `directory`; None if `name` is not a link. Another user's link is an error."""
     try:
         info = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
@@ -131,7 +132,7 @@ def _owners() -> tuple[int, int]:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether only this user is in it: the private group that many systems give a user, or one without a name."""
+    """Whether this user is the only member: the private group that many systems create, or one without a name."""
     if group not in {os.getegid(), *os.getgroups()}:
         return False
     try:

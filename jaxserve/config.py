@@ -1,8 +1,8 @@
-"""The configuration: one frozen tree, validated once, one spelling in YAML, as flags and in the environment.
+"""The configuration: one frozen tree, validated once, with the same keys in YAML, as flags and in the environment.
 
-This file owns the keys, their defaults and their limits. It reads nothing from a model or a device: "auto" values
-stay "auto" here and are resolved by whoever knows the answer, into a new Config (`resolved`).
-Parsing of files, flags and environment variables is cli/options/settings.py's.
+This file defines the keys, their defaults and their limits. It reads nothing from a model or a device: "auto" values
+stay "auto" here. The component that knows the value resolves it, into a new Config (`resolved`).
+cli/options/settings.py parses files, flags and environment variables.
 """
 
 from __future__ import annotations
@@ -32,46 +32,56 @@ from jaxserve.config_types import (
 )
 from jaxserve.errors import ConfigError
 
-SECRETS = ("api_key", "admin_api_key", "keys", "watermark_key")  # of the section server; never printed
+SECRETS = ("api_key", "admin_api_key", "keys", "watermark_key")  # in the section server; never printed
 
 
 class Section(BaseModel):
-    """A part of the tree: frozen, and an unknown key is an error."""
+    """Base class of the sections. A section is frozen and refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
 
 class ModelSection(Section):
-    """The model that is served."""
+    """Which model to serve."""
 
-    path: Text | None = Field(None, description="Hub id or directory; null: the embedded demo model.")
-    served_name: Names = Field((), description="Names clients may use; the first is shown. Default: the path.")
-    tokenizer: Text | None = Field(None, description="Hub id or directory of the tokenizer, if not the model's.")
+    path: Text | None = Field(None, description="Hub id or local directory. null: the embedded demo model.")
+    served_name: Names = Field(
+        (), description="Model names that clients may use; responses show the first. Default: the path."
+    )
+    tokenizer: Text | None = Field(
+        None, description="Hub id or local directory of the tokenizer. Default: the model's."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Weights and activations. auto: float32 on CPU, bfloat16 elsewhere."
+        "auto", description="Data type of weights and activations. auto: float32 on CPU, bfloat16 elsewhere."
     )
     max_model_len: Annotated[Int, Field(ge=8, le=2**26)] | None = Field(
-        None, description="Context in tokens. Default: the model's own."
+        None, description="Context length in tokens, prompt plus output. Default: the model's."
     )
     chat_template: TextOrTemplate | None = Field(
-        None, description="A file with a Jinja template, or the template itself."
+        None, description="Path of a Jinja template, or the template itself. Default: the model's."
     )
-    tool_parser: Text = Field("auto", description="Parser of tool calls in the output, by name; none: off.")
-    reasoning_parser: Text = Field("auto", description="Parser of reasoning in the output, by name; none: off.")
-    revision: Text | None = Field(None, description="Branch, tag or commit on the hub.")
+    tool_parser: Text = Field(
+        "auto", description="Name of the tool call parser. auto: chosen for the model; none: off."
+    )
+    reasoning_parser: Text = Field(
+        "auto", description="Name of the parser for reasoning. auto: chosen for the model; none: off."
+    )
+    revision: Text | None = Field(None, description="Branch, tag or commit of the model on the hub.")
     quantization: None = Field(None, description="Reserved.")
     load_format: Literal["auto", "safetensors", "random"] = Field(
-        "auto", description="random: weights drawn on the device from runtime.random_seed (null: 0), for benchmarks."
+        "auto", description="random: random weights from runtime.random_seed (null: 0), for benchmarks."
     )
 
 
 class MeshSection(Section):
-    """How one engine is spread over devices, and how many engines there are."""
+    """How an engine uses several devices, and how many engines run."""
 
     replicas: Int = Field(1, ge=1, le=64, description="Independent engines behind one endpoint.")
-    data: Int = Field(1, ge=1, le=4096, description="Devices over which requests are split.")
-    tensor: Int = Field(1, ge=1, le=4096, description="Devices over which heads, FFN and vocabulary are split.")
-    expert: Int = Field(1, ge=1, le=4096, description="Devices over which experts are split.")
+    data: Int = Field(1, ge=1, le=4096, description="Number of devices that share the requests.")
+    tensor: Int = Field(
+        1, ge=1, le=4096, description="Tensor parallelism: number of devices that share heads, FFN and vocabulary."
+    )
+    expert: Int = Field(1, ge=1, le=4096, description="Expert parallelism: number of devices that share the experts.")
     device: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="Platform to run on.")
 
 
@@ -79,111 +89,141 @@ class CacheSection(Section):
     """The paged KV cache."""
 
     page_size: Annotated[Int, Field(ge=1, le=4096)] | Auto = Field(
-        "auto", description="Tokens a page. auto: 16 on CPU and GPU, 128 on TPU."
+        "auto", description="Tokens per page. auto: 16 on CPU and GPU, 128 on TPU."
     )
     num_pages: Annotated[Int, Field(ge=1, lt=2**31)] | Auto = Field(
-        "auto", description="Pages in the pool. auto: what memory_fraction leaves."
+        "auto", description="Number of pages. auto: as many as memory_fraction allows."
     )
     num_window_pages: Annotated[Int, Field(ge=1, lt=2**31)] | Auto = Field(
         "auto",
-        description="Pages of the layers with a sliding window, which keep the window only. auto: enough for "
-        "all requests at once, or half as many as the others have.",
+        description="Number of pages of the sliding-window layers, which only store the window. auto: enough for "
+        "max_num_seqs requests, or half of num_pages.",
     )
-    memory_fraction: Float = Field(0.9, ge=0.01, le=1, description="Share of the memory XLA holds, for everything.")
-    prefix_cache: bool = Field(True, description="Share the KV pages of equal prompt prefixes.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's.")
+    memory_fraction: Float = Field(
+        0.9,
+        ge=0.01,
+        le=1,
+        description="Share of XLA's memory that weights, KV cache and activations may use.",
+    )
+    prefix_cache: bool = Field(True, description="Reuse the KV pages of equal prompt prefixes.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Data type of keys and values. auto: the model's."
+    )
 
 
 class SchedulerSection(Section):
     """Continuous batching."""
 
     max_num_seqs: Annotated[Int, Field(ge=1, le=4096)] | Auto = Field(
-        "auto", description="Requests that run at once. auto: 64 on CPU, 512 else."
+        "auto", description="Maximum number of requests that run at once. auto: 64 on CPU, 512 elsewhere."
     )
     max_num_batched_tokens: Annotated[Int, Field(ge=1, le=2**20)] | Auto = Field(
-        "auto", description="Tokens in one step, decode and prefill. auto: 512 on CPU, 8192 else."
+        "auto", description="Maximum number of tokens per step, decode plus prefill. auto: 512 on CPU, 8192 elsewhere."
     )
     policy: Literal["fcfs", "lpm", "priority"] = Field("fcfs", description="Order of the waiting queue.")
-    max_queued_requests: Int = Field(4096, ge=1, le=10**6, description="Waiting requests; one more is answered 429.")
+    max_queued_requests: Int = Field(
+        4096, ge=1, le=10**6, description="Maximum number of waiting requests. Further ones get status 429."
+    )
     max_queued_tokens: Annotated[Int, Field(ge=1, le=10**10)] | None = Field(
-        None, description="Waiting prompt tokens; more is answered 429."
+        None, description="Maximum number of waiting prompt tokens. Further requests get status 429."
     )
     prefill_chunk_size: Annotated[Int, Field(ge=1, le=2**20)] | None = Field(
-        None, description="Prompt tokens in one step, all requests together. Default: what the step has room for."
+        None,
+        description="Maximum number of prompt tokens per step. Default: max_num_batched_tokens.",
     )
     aging_steps: Int = Field(
-        1024, ge=1, le=10**9, description="Steps after which a waiting request is not overtaken any more."
+        1024, ge=1, le=10**9, description="Number of steps after which no request may pass a waiting request."
     )
     new_token_ratio: Float = Field(
-        0.7, gt=0, le=1, description="Share of a request's max_tokens that admission reserves, at the start."
+        0.7,
+        gt=0,
+        le=1,
+        description="Initial share of max_tokens for which admission reserves pages. It adapts to the load.",
     )
 
 
 class RuntimeSection(Section):
-    """The device side."""
+    """Attention backend, reproducibility and compilation."""
 
     attention: Literal["auto", "reference", "xla", "native", "triton", "mosaic_gpu", "tpu"] = Field(
-        "auto", description="Attention backend. An explicit choice never falls back."
+        "auto", description="Attention backend. auto: the best for the platform. An explicit choice never falls back."
     )
-    deterministic: bool = Field(False, description="Bitwise the same output whatever else is running.")
+    deterministic: bool = Field(
+        False, description="Batch-invariant: the output is bitwise independent of other requests."
+    )
     compile_cache: Auto | DirPath | None = Field(
         "auto",
         union_mode="left_to_right",
-        description="Directory of compiled programs. auto: jaxserve/xla in the user's cache; null: none.",
+        description="Directory for compiled programs. auto: jaxserve/xla in the user's cache directory; null: none.",
     )
     random_seed: Int | None = Field(
         None,
         ge=0,
         lt=2**63,
-        description="Seeds requests that bring none, alike at each start. null: drawn and logged at each.",
+        description="Seed for requests without a seed, the same at each start. null: drawn and logged at each start.",
     )
 
 
 class ServerSection(Section):
-    """HTTP."""
+    """The HTTP server."""
 
-    host: Text = Field("127.0.0.1", description="Address to listen on; 0.0.0.0: all of this machine's.")
-    port: Int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    api_key: Key | None = Field(None, description="Clients must send it as a bearer token. null: anyone may use it.")
-    admin_api_key: Key | None = Field(None, description="Opens the admin routes. null: they are off.")
-    keys: ApiKeys = Field((), description="More keys: [{name, value or sha256}]. What one stores others do not see.")
-    watermark_key: SecretSeed | None = Field(
-        None, description="Secret number: drawn text carries its watermark unless a request says no."
+    host: Text = Field("127.0.0.1", description="Address to listen on. 0.0.0.0: all addresses of this machine.")
+    port: Int = Field(8000, ge=0, le=65535, description="Port to listen on. 0: any free port.")
+    api_key: Key | None = Field(
+        None, description="API key that clients send as a bearer token. null: no key is needed."
     )
-    request_timeout: Seconds | None = Field(None, description="Seconds a request may take in all.")
-    queue_timeout: Seconds | None = Field(None, description="Seconds a request may wait in the queue.")
-    drain_timeout: Float = Field(30.0, ge=0, le=WEEK, description="Seconds given to running requests on SIGTERM.")
+    admin_api_key: Key | None = Field(
+        None, description="API key for the admin routes. null: these routes are disabled."
+    )
+    keys: ApiKeys = Field(
+        (), description="More API keys: [{name, value or sha256}]. What one stores is invisible to the others."
+    )
+    watermark_key: SecretSeed | None = Field(
+        None,
+        description="Secret number of the watermark in sampled text; requests can switch it off.",
+    )
+    request_timeout: Seconds | None = Field(None, description="Maximum duration of a request in seconds.")
+    queue_timeout: Seconds | None = Field(None, description="Maximum time of a request in the queue in seconds.")
+    drain_timeout: Float = Field(
+        30.0, ge=0, le=WEEK, description="Seconds that running requests have to finish after SIGTERM."
+    )
     watchdog_timeout: Float = Field(
         60.0,
         gt=1,
         le=WEEK,
-        description="Seconds without a heartbeat, or in one turn, after which the engine is restarted.",
+        description="Restart the engine after this many seconds without a heartbeat or in one step of its loop.",
     )
     max_body_bytes: Annotated[Int, Field(ge=1024, le=2**31)] | Auto = Field(
         "auto",
-        description="Largest body but uploads; more is 413. auto: 8 MiB, or 32 bytes for each token of the context, at "
-        "most 64 MiB.",
+        description="Maximum bytes of a request body, except uploads. Larger ones get status 413. auto: 8 MiB, or "
+        "32 bytes per token of the context if that is more, at most 64 MiB.",
     )
-    header_timeout: Seconds = Field(10.0, description="Seconds for a request's headers; then it is closed.")
-    body_timeout: Seconds = Field(60.0, description="Seconds for a body, and one more for each 10 kB of it.")
-    send_timeout: Seconds = Field(60.0, description="Seconds a client may not read; then it is closed.")
+    header_timeout: Seconds = Field(
+        10.0, description="Close a connection whose request headers take longer than this many seconds."
+    )
+    body_timeout: Seconds = Field(60.0, description="Seconds that a request body may take, plus 1 s per 10 kB.")
+    send_timeout: Seconds = Field(
+        60.0, description="Close the connection if the client reads nothing for this many seconds."
+    )
     max_unread_bytes: Int = Field(
         4 * 2**20,
         ge=64 * 2**10,
         le=2**31,
-        description="Held for a stream whose client does not read, then it ends; of all streams 16 times as much.",
+        description="End a stream with more unread bytes than this; all streams together: 16 times as many.",
     )
-    cors_origins: Origins = Field((), description="Origins of browsers that may call; none: no CORS headers.")
+    cors_origins: Origins = Field(
+        (), description="Web origins that browsers may call from (CORS). Empty: no CORS headers."
+    )
     reasoning_field: Literal["reasoning_content", "both"] = Field(
-        "reasoning_content", description="Field of answers that holds the reasoning. both: also vLLM's reasoning."
+        "reasoning_content", description="Response field for the reasoning. both: also `reasoning`, as in vLLM."
     )
-    metrics_auth: bool = Field(False, description="Ask for the key on /metrics too.")
-    ssl_keyfile: Text | None = Field(None, description="File of the private key, for https.")
-    ssl_certfile: Text | None = Field(None, description="File of the certificate, for https.")
+    metrics_auth: bool = Field(False, description="Require an API key for /metrics too.")
+    ssl_keyfile: Text | None = Field(None, description="Path of the private key, for https.")
+    ssl_certfile: Text | None = Field(None, description="Path of the certificate, for https.")
 
     @property
     def needs_key(self) -> bool:
-        """Clients must send a key."""
+        """Whether clients must send an API key."""
         return self.api_key is not None or bool(self.keys)
 
     @field_validator("keys")
@@ -194,28 +234,30 @@ class ServerSection(Section):
 
 
 class StoreSection(Section):
-    """Files and batches."""
+    """The store of files and batches."""
 
     path: Auto | DirPath | None = Field(
         "auto",
         union_mode="left_to_right",
-        description="Directory of the durable store. auto: ~/.local/share/jaxserve, without files and batches if it "
-        "cannot be used; null: neither.",
+        description="Directory of files and batches. auto: ~/.local/share/jaxserve if usable; "
+        "null: no store, which disables the routes of files and batches.",
     )
 
 
 class LoggingSection(Section):
     """Log lines and traces."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level shown.")
-    format: Literal["auto", "text", "json"] = Field("auto", description="auto: text.")
-    requests: bool = Field(False, description="Log a line a request; never its text.")
-    otlp_endpoint: Url | None = Field(None, description="Send OpenTelemetry spans here (OTLP over HTTP).")
-    stats_interval: Seconds = Field(10.0, description="Seconds between the engine's log lines when busy.")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
+    format: Literal["auto", "text", "json"] = Field("auto", description="Format of log lines. auto: text.")
+    requests: bool = Field(False, description="Log one line per request, without its text.")
+    otlp_endpoint: Url | None = Field(
+        None, description="URL for OpenTelemetry spans (OTLP over HTTP). null: no tracing."
+    )
+    stats_interval: Seconds = Field(10.0, description="Seconds between two log lines of a busy engine.")
 
 
 class Config(Section):
-    """The whole tree."""
+    """All sections of the configuration."""
 
     model: ModelSection = ModelSection()  # type: ignore[call-arg]
     mesh: MeshSection = MeshSection()  # type: ignore[call-arg]
@@ -228,28 +270,28 @@ class Config(Section):
 
     @classmethod
     def parse(cls, tree: Mapping[str, Any]) -> Config:
-        """A Config from nested plain data. Raises ConfigError naming every wrong key and value, but no secret."""
+        """Build a Config from nested dicts. Raises ConfigError with every wrong key and value, but no secret."""
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
 
     def replace(self, **sections: dict[str, Any]) -> Config:
-        """A new, validated Config with some keys changed: `config.replace(model={"path": "..."})`."""
+        """Return a new, validated Config with some keys changed: `config.replace(model={"path": "..."})`."""
         tree = self.model_dump(exclude_unset=True)
         for name, changes in sections.items():
             tree[name] = tree.get(name, {}) | changes
         return Config.parse(tree)
 
     def without_secrets(self) -> Config:
-        """What a process needs that answers no clients."""
+        """Return a copy without secrets, for a process that serves no clients."""
         return self.replace(server=dict.fromkeys(SECRETS) | {"keys": ()})
 
     @classmethod
     def of(cls, model: str | None = None, **keys: Any) -> Config:
-        """A Config from bare key names, for code: `Config.of("DIR", max_num_seqs=8, num_pages=64)`.
+        """Build a Config from keys without their section: `Config.of("DIR", max_num_seqs=8, num_pages=64)`.
 
-        Raises ConfigError for a name that no section has, or that more than one has.
+        Raises ConfigError for a key that no section or more than one section has.
         """
         tree: dict[str, dict[str, Any]] = {"model": {"path": model}}
         for name, value in keys.items():
@@ -263,7 +305,7 @@ class Config(Section):
 
 
 def known_keys() -> dict[str, FieldInfo]:
-    """Every key of the tree, `section.name`, with its field."""
+    """Return every key as `section.name`, with its field."""
     keys: dict[str, FieldInfo] = {}
     for section, field in Config.model_fields.items():
         assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
@@ -272,13 +314,13 @@ def known_keys() -> dict[str, FieldInfo]:
 
 
 def suggestion(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
-    """ ", did you mean ...?" with the choice nearest to `word`; empty if none is near."""
+    """Return ", did you mean ...?" with the choice most similar to `word`; "" if none is similar."""
     near = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
     return f", did you mean {near[0]}?" if near else ""
 
 
 def _explain(error: ValidationError) -> str:
-    """All wrong keys in one line; the alternatives of one key (a number, or auto) together. Shows no secret."""
+    """List all wrong keys in one line, with the allowed types of each key together. Shows no secret."""
     reasons: dict[str, list[str]] = {}
     shown: dict[str, str] = {}
     for detail in error.errors(include_url=False):

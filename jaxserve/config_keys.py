@@ -1,4 +1,4 @@
-"""API keys with names: `server.keys` of the configuration."""
+"""Named API keys: `server.keys` of the configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from jaxserve.config_types import Key, reveal
 
 DEFAULT_KEY = "default"  # the name of server.api_key
-MAX_KEYS = 256  # all are compared with the key of each request
+MAX_KEYS = 256  # each request is compared with all of them
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -30,13 +30,15 @@ def _digest(value: SecretStr) -> SecretStr:
 
 
 class ApiKey(BaseModel):
-    """A key and its name: what the key makes belongs to the name."""
+    """An API key and its name. Objects created with the key belong to the name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Of whoever has the key.")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Name of the key's owner.")
     value: Key | None = Field(None, description="The key.")
-    sha256: Annotated[SecretStr, AfterValidator(_digest)] | None = Field(None, description="Or its hash, hexadecimal.")
+    sha256: Annotated[SecretStr, AfterValidator(_digest)] | None = Field(
+        None, description="The SHA-256 hash of the key, in hexadecimal, instead of the key."
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> ApiKey:
@@ -51,7 +53,7 @@ class ApiKey(BaseModel):
 
 
 def _parsed(value: Any) -> Any:
-    """The list, which is JSON in the environment and as a flag."""
+    """Parse the list, which is JSON text in the environment and as a flag."""
     if not isinstance(value, str):
         return value
     try:
@@ -64,7 +66,7 @@ ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_parsed), Field(max_leng
 
 
 def check_distinct(keys: Sequence[ApiKey], single: SecretStr | None, admin: SecretStr | None) -> None:
-    """Raises ValueError for a name that is given twice, and for a key with two names: it is not clear whose it is.
+    """Raise ValueError for a duplicate name, and for a key with two names, because its owner would be ambiguous.
 
     single, admin: server.api_key and server.admin_api_key
     """

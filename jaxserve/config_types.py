@@ -1,6 +1,6 @@
-"""The types of configuration values: what each may be, whatever key holds it.
+"""The types of configuration values.
 
-Every number has a range, every text is printable, every secret hides itself where a Config is printed or dumped.
+Every number has a range, every text is printable, and every secret is masked if a Config is printed or dumped.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _url(value: str) -> str:
 
 
 def _without_password(url: str | None) -> str | None:
-    """A URL as it may be printed."""
+    """Return the URL with its password masked."""
     if url is None or "@" not in urlsplit(url).netloc:
         return url
     parts = urlsplit(url)
@@ -97,7 +97,7 @@ def _without_password(url: str | None) -> str | None:
 
 
 def reveal(secret: Secret[Any] | SecretStr | None) -> Any:
-    """The value of a secret key; None if it is not set."""
+    """Return the value of a secret; None if it is not set."""
     return None if secret is None else secret.get_secret_value()
 
 

@@ -36,11 +36,11 @@ MAX_LOAD_MESSAGE = 700  # characters of a message about a checkpoint
 
 
 class JaxserveError(Exception):
-    """Root of every error that jaxserve raises on purpose."""
+    """Base class of all errors that jaxserve raises on purpose."""
 
 
 class ConfigError(JaxserveError):
-    """A configuration that cannot be used. `str()` is one line with the cause; `fix` says what to do."""
+    """An invalid configuration. `str()` is one line with the cause; `fix` says what to do."""
 
     def __init__(self, message: str, *, fix: str | None = None) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class ConfigError(JaxserveError):
 class ModelLoadError(ConfigError):
     """A checkpoint that is missing, incomplete, damaged or of an unsupported architecture.
 
-    The message may repeat what the checkpoint's files hold: it is made one line of a bounded length.
+    The message may quote the checkpoint's files, so it is reduced to one line of limited length.
     """
 
     def __init__(self, message: str, *, fix: str | None = None) -> None:
@@ -59,7 +59,7 @@ class ModelLoadError(ConfigError):
 
 
 class UnexpectedEndError(JaxserveError):
-    """The server ends without having been asked to. `str()` is one line with the cause; `fix` says what to do."""
+    """The server stopped without being asked to. `str()` is one line with the cause; `fix` says what to do."""
 
     def __init__(self, message: str, *, fix: str) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class UnexpectedEndError(JaxserveError):
 
 
 class HTTPError(JaxserveError):
-    """An error that has an HTTP answer. `retry_after` is in seconds."""
+    """An error that is returned as an HTTP response. `retry_after` is in seconds."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -82,12 +82,12 @@ class HTTPError(JaxserveError):
             self.code = code
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """The OpenAI error envelope: always the four keys."""
+        """Return the OpenAI error envelope, always with its four keys."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 class RequestError(HTTPError):
-    """The client can fix this one."""
+    """An error that the client can fix (4xx)."""
 
     status = 400
     type = "invalid_request_error"
@@ -106,13 +106,18 @@ class InvalidSchemaError(RequestError):
 
 
 class ContextLengthError(RequestError):
-    """More tokens than the model takes. Clients read the words, which are the union of OpenAI's and Anthropic's."""
+    """The request has more tokens than the model's context.
+
+    Clients search the message, which therefore contains the phrases of OpenAI's and Anthropic's.
+    """
 
     code = "context_length_exceeded"
 
     @classmethod
     def too_long(cls, num_tokens: int, limit: int, *, param: str) -> ContextLengthError:
-        """A prompt of `num_tokens` for a context of `limit`. One that fills the context leaves no token to generate."""
+        """Return the error for a prompt of `num_tokens` that leaves no token to generate in a context of `limit`
+        tokens.
+        """
         maximum = min(limit, num_tokens - 1)
         noun = param if param in ("messages", "input") else "prompt"
         return cls(
@@ -123,7 +128,7 @@ class ContextLengthError(RequestError):
 
     @classmethod
     def no_room(cls, num_tokens: int, max_tokens: int, limit: int) -> ContextLengthError:
-        """A prompt that fits and an output that does not fit after it."""
+        """Return the error for a prompt that fits and an output that does not fit after it."""
         return cls(
             f"This model's maximum context length is {limit} tokens, and you requested {num_tokens + max_tokens} "
             f"tokens ({num_tokens} in the prompt, {max_tokens} in the output). "
@@ -174,13 +179,13 @@ class QueueFullError(RequestError):
     retry_after = 1.0
 
     def __init__(self, message: str, *, param: str | None = None, limit: str = "") -> None:
-        """limit: the queue's, max_queued_requests or max_queued_tokens; empty for limits of other kinds."""
+        """limit: the exceeded limit, max_queued_requests or max_queued_tokens; empty for limits of other kinds"""
         super().__init__(message, param=param)
         self.limit = limit
 
 
 class ServerError(HTTPError):
-    """The server's own fault; the client may try again."""
+    """An error of the server (5xx). The client may try again."""
 
 
 class NotReadyError(ServerError):
@@ -211,11 +216,11 @@ class StorageError(ServerError):
 
 
 class DiskFullError(StorageError):
-    """The store's disk has no room."""
+    """The disk of the store is full."""
 
 
 class StoreDamagedError(ServerError):
-    """The store's database does not hold what was written into it."""
+    """The store's database is damaged: it does not contain what was written to it."""
 
     status = 503
     code = "store_damaged"

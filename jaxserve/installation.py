@@ -1,4 +1,4 @@
-"""How this package is installed, for hints that tell an operator what to type."""
+"""How this package was installed, for hints that show an operator the command to type."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _ROOT = Path(__file__).parent.parent
 
 
 def install_command(extra: str, *, root: Path = _ROOT) -> str:
-    """The command that installs an extra (cuda, tpu, otel, bench) for this copy of the package.
+    """Return the command that installs an extra (cuda, tpu, otel, bench) for this copy of the package.
 
-    A checkout is installed from its directory `root`, a wheel under its name.
+    A checkout is installed from its directory `root`, a wheel by its name.
     """
     if not (root / "pyproject.toml").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"

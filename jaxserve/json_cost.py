@@ -1,16 +1,16 @@
-"""What JSON text would cost to decode, told from its bytes: objects, lists and names, values, very long numbers.
+"""Estimates from its bytes what decoding a JSON text costs: objects, lists, names, values, and very long numbers.
 
-To decode takes 0.4 us and 100 bytes for an object or a name, 0.1 us and 40 bytes for a number, and the interpreter's
-lock is held to the end. To count takes 1 ns a byte in calls of a few milliseconds.
+Decoding takes 0.4 us and 100 bytes per object or name, and 0.1 us and 40 bytes per number. The interpreter's lock is
+held until the end. Counting takes 1 ns per byte, in calls of a few milliseconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SMALL_BYTES = 16 * 1024  # text that is not worth counting: 16,000 lists take 7 ms
+SMALL_BYTES = 16 * 1024  # bytes below which a text is not counted: 16,000 lists take 7 ms
 
-MAX_DIGITS = 400  # a float has 309; to read many numbers of thousands takes long
+MAX_DIGITS = 400  # digits of a float have at most 309; parsing many numbers with thousands of digits takes long
 
 # Numbers with their digits as 0, so that a search in C finds them: twenty times as quick as a pattern's
 _SHAPES = bytes(48 if chr(byte) in "0123456789." else 101 if chr(byte) in "eE" else byte for byte in range(256))
@@ -20,8 +20,7 @@ _LARGE_EXPONENTS = (b"0e000", b"0e+000")
 
 @dataclass(frozen=True, slots=True)
 class JsonLimits:
-    """structures: objects, lists and names of fields. values: entries of objects and lists, but for the first.
-    objects: of the structures, so many may be objects; None: all of them."""
+    """structures: objects, lists and field names. values: entries of objects and lists, except the first."""
 
     structures: int
     values: int
@@ -29,14 +28,14 @@ class JsonLimits:
 
 
 def over_limit(raw: bytes, limits: JsonLimits) -> str | None:
-    """What the text has too much of; None if nothing.
+    """Return the limit that the text exceeds; None if it exceeds none.
 
-    Text that is no JSON may pass: its decoder ends at the mistake.
+    Text that is not JSON may pass: decoding stops at its first mistake.
     """
     if len(raw) <= SMALL_BYTES:
         return None
     if _over(raw, limits) is None and not _has_long_number(raw):
-        return None  # what strings hold was counted too
+        return None  # the contents of strings were counted too
     outside = _outside_strings(raw, 2 * (limits.structures + limits.values))
     if outside is None:
         return f"{limits.structures + limits.values} texts and names"
@@ -63,7 +62,7 @@ def may_be_beyond_a_float(raw: bytes) -> bool:
 
 
 def may_have_large_exponent(raw: bytes) -> bool:
-    """Whether the text may have a number with an exponent of three digits."""
+    """Whether the text may contain a number with a three-digit exponent."""
     shapes = raw.translate(_SHAPES)
     return any(each in shapes for each in _LARGE_EXPONENTS)
 
@@ -73,7 +72,7 @@ def _has_long_number(text: bytes) -> bool:
 
 
 def _outside_strings(raw: bytes, max_quotes: int) -> bytes | None:
-    """The text without its strings; None if they are too many to be taken out."""
+    """Return the text without its strings; None if there are too many strings to remove."""
     text = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if text.count(b'"') > max_quotes:
         return None

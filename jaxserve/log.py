@@ -1,4 +1,4 @@
-"""Logging: one set-up for every process, as text for people or as JSON lines for machines."""
+"""Logging: one set-up for all processes, as text for people or as JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from jaxserve.config import LoggingSection
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formats a record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Format a record as JSON, with the traceback in `exception`."""
         line = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
@@ -25,7 +26,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line a record; control characters of logged values are escaped so that no request can forge a line."""
+    """Formats a record as one line of text. Control characters are escaped so that no request can forge a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         first, *rest = super().format(record).split("\n") if record.exc_info else [super().format(record)]
@@ -34,7 +35,7 @@ class TextFormatter(logging.Formatter):
 
 
 def configure_logging(section: LoggingSection) -> None:
-    """Set up the `jaxserve` loggers of this process; called once by its main function."""
+    """Configure the `jaxserve` loggers of this process. Called once by its main function."""
     handler = logging.StreamHandler(sys.stderr)
     text = TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if section.format == "json" else text)

@@ -1,4 +1,4 @@
-"""Whether a model is a local directory, and whether it looks like one: answered without a network and without JAX."""
+"""Checks whether a model is a local directory and looks like a checkpoint, without a network and without JAX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.model_files import check_directory
 
 
 def local_directory(path_or_id: str | Path) -> Path | None:
-    """The directory that is named; None for a hub id. Raises ModelLoadError for a path that is none."""
+    """Return the local directory; None for a hub id. Raises ModelLoadError for a path that is not a directory."""
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path
@@ -24,7 +24,7 @@ def local_directory(path_or_id: str | Path) -> Path | None:
 
 
 def check_local_model(path_or_id: str | Path) -> None:
-    """Raises ModelLoadError if the model is a path that cannot be a published checkpoint."""
+    """Raise ModelLoadError if the model is a path that cannot be a published checkpoint."""
     directory = local_directory(path_or_id)
     if directory is not None:
         check_directory(directory)

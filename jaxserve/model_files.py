@@ -1,6 +1,7 @@
-"""Files of a model's directory, which somebody else wrote: regular files inside it, of bounded size, as text or JSON.
+"""Reads files of a model's directory, which are untrusted: regular files inside it, of bounded size, as text or JSON.
 
-`check_directory` runs before anything is read: a FIFO would be waited for, a link would show a file of the operator's.
+`check_directory` runs before any file is read: reading a FIFO would block, and a link could expose a file of the
+operator's.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 from jaxserve.errors import ModelLoadError
 
-MAX_BYTES = 256 << 20  # of a file of text: the index of a checkpoint with 100,000 tensors has 10 MB, a tokenizer 30
-MAX_TEMPLATE_BYTES = 256 << 10  # published ones have 20 kB at most; so much takes 2 s to compile
+MAX_BYTES = 256 << 20  # per text file; the index of a checkpoint with 100,000 tensors has 10 MB, a tokenizer 30 MB
+MAX_TEMPLATE_BYTES = 256 << 10  # published templates have at most 20 kB; one of this size takes 2 s to compile
 # every file that the server, the loader or the converter opens
 _READ = (
     *("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"),
@@ -23,9 +24,9 @@ _READ = (
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ModelLoadError naming a file that is none, or that a link leads out of the directory.
+    """Raise ModelLoadError for a file that is not regular, or for a link that leads out of the directory.
 
-    Links of the hub's cache stay allowed: they lead from snapshots/REVISION to the blobs of the same model.
+    Links of the hub's cache are allowed: they lead from snapshots/REVISION to the blobs of the same model.
     """
     root = directory.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
@@ -40,14 +41,14 @@ def _is_inside(path: Path, allowed: list[Path]) -> bool:
     try:
         real = path.resolve(strict=True)
         return stat.S_ISREG(os.stat(real).st_mode) and any(real.is_relative_to(root) for root in allowed)
-    except (OSError, RuntimeError):  # a link that leads nowhere, or around in a circle
+    except (OSError, RuntimeError):  # a broken link, or a circle of links
         return False
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Raises ModelLoadError for a file that is absent, no regular one, too large or no UTF-8."""
+    """Return a file's text. Raises ModelLoadError if it is absent, not regular, too large or not UTF-8."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would be waited for, a device has no end
+        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would block, a device has no end
             raise ModelLoadError(f"{path} is no regular file", fix="put the file itself there")
         if path.stat().st_size > max_bytes:
             raise ModelLoadError(f"{path} has more than {max_bytes} bytes")
@@ -59,7 +60,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Raises ModelLoadError naming the file."""
+    """Return the value of a JSON file. Raises ModelLoadError with the file's name."""
     try:
         return json.loads(read_text(path))
     except RecursionError:
@@ -69,7 +70,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelLoadError naming the file."""
+    """Return the object of a JSON file. Raises ModelLoadError with the file's name."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} does not hold a JSON object")

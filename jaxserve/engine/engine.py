@@ -1,10 +1,10 @@
-"""The synchronous in-process engine, without threads, sockets or HTTP. For research scripts and tests.
+"""The synchronous in-process engine: the caller's thread runs the steps. No sockets, no HTTP. For research and tests.
 
     engine = Engine("DIR")
     engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))
 
 Step by step: `add_request`, then `step` until `has_unfinished` is False. `engine.runner` is the device side; its
-programs are plain functions over pytrees. `close`, or leaving a `with` block, ends the engine's
+programs are plain functions over pytrees. `close`, or leaving a `with` block, ends the mask
 threads.
 """
 

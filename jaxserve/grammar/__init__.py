@@ -1,1 +1,1 @@
-"""Constrained output on llguidance: what a request asks for, checked, compiled, and turned into token masks. No jax."""
+"""Constrained output with llguidance: validates what a request asks for, compiles it and makes token masks. No jax."""

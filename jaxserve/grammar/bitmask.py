@@ -1,4 +1,4 @@
-"""Token masks of many rows at once, on all cores without the interpreter's lock."""
+"""Fills the token masks of many rows at once, on all cores and without the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BitmaskFiller:
     def fill(self, rows: Sequence[tuple[Matcher, int]], bitmask: np.ndarray) -> None:
         """Fill row r of bitmask int32 [R, ceil(V/32)] (all ones on entry, C-contiguous) for each (matcher, r).
 
-        A FillRows of the engine. A matcher that is not in its grammar yet is filled on this thread.
+        A FillRows of the engine. A matcher whose grammar has not begun is filled on this thread.
         """
         parallel = []
         for matcher, row in rows:

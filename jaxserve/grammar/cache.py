@@ -1,4 +1,4 @@
-"""Compiled grammars that the next request with the same text starts from."""
+"""Cache of compiled grammars, for later requests with the same text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Key = tuple[str, str]  # kind and source of a GrammarSpec
 
 
 class CachedGrammar:
-    """A compiled grammar. Its copies share one lexer, whose states are only ever added to.
+    """A compiled grammar. Its copies share one lexer, to which states are only added.
 
-    The library does not say how many there are, so they are estimated by the CPU time in which they were made: 50,000
-    take 35 MB and 0.3 s. A mask that adds no states is quicker than QUICK.
+    The library does not report the number of states, so it is estimated from the CPU time spent: 50,000 states take
+    35 MB and 0.3 s. A mask that adds no states is quicker than QUICK.
 
-    is_full    a copy has met the limit on states, so that every further copy would fail too
-    is_slow    one of the last NUM_QUICK masks of all its copies took longer than SLOW
+    is_full    a copy has reached the limit on states, so every further copy would fail too is_slow    one of the
+    last NUM_QUICK masks of all copies took longer than SLOW
     """
 
     QUICK = 0.0002
@@ -38,7 +38,7 @@ class CachedGrammar:
         return self._base.deep_copy()
 
     def charge(self, seconds: float) -> None:
-        """Count the CPU time of one mask."""
+        """Add the CPU time of one mask."""
         if seconds > self.QUICK:
             self._seconds += seconds
         self._num_quick = 0 if seconds > self.SLOW else self._num_quick + 1
@@ -50,7 +50,7 @@ class CachedGrammar:
 
 
 class GrammarCache:
-    """The least recently used grammars go where there are more than max_entries or max_bytes. Safe for threads."""
+    """Cache of at most max_entries grammars and max_bytes. Evicts the least recently used ones. Thread-safe."""
 
     def __init__(self, max_entries: int = 64, max_bytes: int = 256 << 20) -> None:
         self._max_entries = max_entries
@@ -66,7 +66,7 @@ class GrammarCache:
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def get(self, key: Key) -> CachedGrammar | None:
-        """None, too, for one that is full: it is compiled anew."""
+        """Return the grammar; None if it is absent or full. A full one is compiled again."""
         with self._lock:
             found = self._entries.get(key)
             if found is not None and found.is_full:

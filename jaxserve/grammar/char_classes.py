@@ -1,7 +1,7 @@
-r"""ASCII meaning for `\d` and `\w` in the patterns of requests, as in ECMA-262, which JSON Schema names.
+r"""Gives `\d` and `\w` in clients' patterns their ASCII meaning, as in ECMA-262, which JSON Schema refers to.
 
-llguidance reads them as Unicode's classes, so that a "digit" could be any of 700 characters. Readers that take those
-accept ASCII as well. Negations (`\D`, `\W`, `[^\d]`) keep Unicode's meaning, the narrower one.
+llguidance gives them Unicode's meaning, so that a "digit" could be any of 700 characters. Programs that accept those
+also accept ASCII. Negations (`\D`, `\W`, `[^\d]`) keep Unicode's meaning, which is the narrower one.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 _ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
-_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # their values are no schemas
+_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # keys whose values are not schemas
 
 
 def ascii_classes(pattern: str) -> str:
-    r"""The pattern with `\d` and `\w` written out, also within classes."""
+    r"""Return the pattern with `\d` and `\w` written out, also inside classes."""
     out: list[str] = []
-    negated: list[bool] = []  # of the classes that are open
+    negated: list[bool] = []  # of the open classes
     at = 0
     while at < len(pattern):
         piece = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
@@ -34,13 +34,13 @@ def ascii_classes(pattern: str) -> str:
 
 
 def _class_start(pattern: str, at: int) -> str:
-    """The opening of a class, with a bracket that stands first in it and is a literal."""
+    """Return the opening of a class, including a bracket that comes first and is a literal."""
     end = at + 1 + pattern.startswith("[^", at)
     return pattern[at : end + pattern.startswith("]", end)]
 
 
 def ascii_schema(schema: Any) -> Any:
-    """The JSON schema with all its patterns passed through `ascii_classes`. Nested up to the depth that was checked."""
+    """Return the JSON schema with `ascii_classes` applied to all patterns. Its nesting depth must have been checked."""
     if isinstance(schema, list):
         return [ascii_schema(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,12 +1,12 @@
-"""Checking grammars off the event loop, off the engine's thread, in a process that can be killed.
+"""Checks grammars in a separate process, which can be killed, off the event loop and the engine's thread.
 
     compiler = GrammarCompiler(tokenizer.to_json(), vocab_size=..., eos_token_ids=...)
     await compiler.start()
     spec = await compiler.check(spec, param="response_format")  # or raises InvalidSchemaError with the reason
     await compiler.stop()
 
-The spec that it returns has the text that was checked, which the engine builds (`matcher.MatcherFactory`) under the
-same limits; the engine runs no Python over a client's schema.
+The returned spec has the text that was checked. The engine builds it (`matcher.MatcherFactory`) under the same
+limits and runs no Python code over a client's schema.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """cpu_seconds of one check; wall_seconds, the last resort, on a machine that gives it too little of a processor;
-    memory_bytes beside the tokenizer; at most `parallel` at once and `waiting` more in line; verdicts are kept up to
-    cache_bytes."""
+    """Limits of the checks.
+
+    cpu_seconds    of one check wall_seconds   of one check, in case the machine gives it too little CPU memory_bytes
+    of one check, beside the tokenizer parallel       checks that run at once; `waiting` more may queue cache_bytes
+    size of the cache of verdicts
+    """
 
     wall_seconds: float = 10.0
     cpu_seconds: float = 1.0
@@ -45,7 +48,7 @@ class CompileLimits:
 
 
 class GrammarCompiler:
-    """One event loop's client of the worker process, which is started again whenever it ends."""
+    """Client of the worker process, for one event loop. Restarts the worker whenever it ends."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class GrammarCompiler:
         self._stopped = False
 
     async def start(self) -> None:
-        """Start the worker, which then builds its tokenizer; checks wait for it. Not after `stop`."""
+        """Start the worker, which then builds its tokenizer. Checks wait for it. Do not call after `stop`."""
         async with self._starting:
             if self._stopped or (self._process is not None and self._process.returncode is None):
                 return
@@ -84,12 +87,13 @@ class GrammarCompiler:
                 env=child_environment(),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C in a terminal is for the server alone, which drains
+                start_new_session=True,  # Ctrl-C in a terminal is handled by the server, which drains
             )
             self._reader = asyncio.create_task(self._read(self._process))
             await self._send(self._process, self._setup)
 
     async def stop(self) -> None:
+        """Kill the worker and wait until it has ended."""
         self._stopped = True
         async with self._starting:
             process, self._process = self._process, None
@@ -106,8 +110,10 @@ class GrammarCompiler:
         return self._process.pid if self._process is not None else None
 
     async def check(self, spec: GrammarSpec, *, param: str = "response_format") -> GrammarSpec:
-        """The spec, known to be enforceable as it is, with what the engine is to use. Raises InvalidSchemaError (400,
-        `param`) with the reason, QueueFullError if too many wait."""
+        """Return the checked spec for the engine.
+
+        Raises InvalidSchemaError (400, `param`) with the reason, QueueFullError if too many checks wait.
+        """
         if len(spec.source.encode()) > MAX_SOURCE_BYTES:
             raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param=param)
         key = hashlib.sha256(f"{spec.kind}\0{spec.source}".encode()).digest()
@@ -159,7 +165,7 @@ class GrammarCompiler:
             process.stdin.write(frame(message))
             await process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the reader sees the end and answers for everything that is pending
+            pass  # the reader sees the end and fails all pending checks
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
@@ -181,9 +187,9 @@ class GrammarCompiler:
 
 
 class VerdictCache:
-    """Least recently used verdicts, by bytes."""
+    """A cache of verdicts, limited in bytes. Evicts the least recently used ones."""
 
-    ENTRY_BYTES = 200  # key, links and the object, measured
+    ENTRY_BYTES = 200  # key, links and object, measured
 
     def __init__(self, max_bytes: int) -> None:
         self._entries: OrderedDict[bytes, Verdict] = OrderedDict()

@@ -1,9 +1,9 @@
-"""A client's Lark grammar as part of a larger one: the input of a custom tool, in a JSON string or between two tags.
+"""Embeds a client's Lark grammar in a larger one: the input of a custom tool, inside a JSON string or between two tags.
 
-It becomes a grammar of its own inside (`%lark`). Everything that the result allows is, unescaped, allowed by the
-client's grammar; what cannot be carried over that way is refused. Inside JSON, literals are escaped as JSON escapes
-them, and a pattern keeps those of its texts that need no escape. Between tags, a pattern keeps those of its texts in
-which the closing tag cannot begin: llguidance takes the longest text of a pattern and never gives any of it back.
+It becomes an inner grammar (`%lark`). Everything that the result allows is, unescaped, allowed by the client's
+grammar. What cannot be embedded that way is refused. Inside JSON, literals are escaped as JSON requires, and a
+pattern keeps only those of its matches that need no escaping. Between tags, a pattern keeps only matches in which
+the closing tag cannot begin, because llguidance takes the longest match of a pattern and never backtracks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ _NEEDS_NO_ESCAPE = r'/[^"\\\x00-\x1f\x7f]*/'
 
 
 def embed_in_json(writer: LarkWriter, source: str) -> str:
-    """An expression for the texts of `source`, escaped for a JSON string. Raises InvalidSchemaError (param tools)."""
+    """Return an expression for the texts of `source`, escaped for a JSON string. Raises InvalidSchemaError (param
+    tools).
+    """
     return writer.rule(_Embedding(source, _NEEDS_NO_ESCAPE, _escaped).text())
 
 
 def embed_before(writer: LarkWriter, source: str, end: str, ends: Sequence[str]) -> str:
-    """An expression for the texts of `source` that the text `end` closes and that hold none of `ends`, which begin
-    with a "<" or a line break. Raises InvalidSchemaError (param tools)."""
+    """Return an expression for the texts of `source` that contain none of `ends` and are closed by the text `end`.
+
+    Each of `ends` begins with "<" or a line break. Raises InvalidSchemaError (param tools).
+    """
     limit = r"/[^<\n]*/" if end.startswith("\n") else "/[^<]*/"
 
     def literal(text: str) -> str:
@@ -63,16 +67,17 @@ def _escaped(literal: str) -> str:
 
 @dataclass
 class _Embedding:
-    """limit: a terminal's expression, to which patterns are kept; literal: what becomes of a text in quotes."""
+    """limit: a terminal's expression that restricts patterns. literal: converts a text in quotes."""
 
     source: str
     limit: str
     literal: Callable[[str], str]
     _names: set[str] = field(default_factory=set)
     _imported: set[str] = field(default_factory=set)
-    _terminals: dict[str, str] = field(default_factory=dict)  # expression -> name of the terminal that limits it
+    _terminals: dict[str, str] = field(default_factory=dict)  # expression -> name of the terminal that restricts it
 
     def text(self) -> str:
+        """Return the embedded grammar. Raises InvalidSchemaError (param tools) if it cannot be embedded."""
         statements = list(self._statements())
         for statement in statements:
             self._learn(statement)
@@ -109,7 +114,7 @@ class _Embedding:
         return statement[: definition.start(2)] + self._expression(definition[2])
 
     def _expression(self, text: str, check_only: bool = False) -> str:
-        """check_only: of a terminal that is limited as a whole; & and ~ may occur in it."""
+        """check_only: the expression belongs to a terminal that is restricted as a whole; & and ~ may occur in it"""
         return "".join(self._part(match, check_only) for match in _TOKEN.finditer(text))
 
     def _part(self, match: re.Match[str], check_only: bool) -> str:
@@ -137,7 +142,7 @@ class _Embedding:
 
 
 def _is_algebra(body: str) -> bool:
-    """A conjunction or a complement: its parts cannot be limited one by one."""
+    """Whether it is a conjunction or a complement, whose parts cannot be restricted one by one."""
     return any(match.lastgroup == "foreign" and match[0] in "&~" for match in _TOKEN.finditer(body))
 
 

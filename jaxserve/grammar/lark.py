@@ -1,4 +1,4 @@
-"""Pieces of Lark text (llguidance's variant) that structural tags and tool calls are built from."""
+"""Writes pieces of Lark text (llguidance's variant), from which structural tags and tool calls are built."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ANY_TEXT = r"/(.|\n)*/"
 
 @dataclass
 class LarkWriter:
-    """Collects rules and gives out expressions.
+    """Collects rules and returns expressions.
 
-    special_tokens: text to id of the tokenizer's special tokens; in a literal they are written as tokens, since their
-    characters are no text to llguidance
+    special_tokens: text -> id of the tokenizer's special tokens. In a literal they are written as tokens, because
+    llguidance does not treat their characters as text.
     """
 
     special_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class LarkWriter:
         return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
     def literal(self, text: str) -> str:
-        """An expression for exactly this text; "" for the empty text."""
+        """Return an expression for exactly this text; "" for the empty text."""
         parts = self._special.split(text) if self._special else [text]
         return " ".join(self._literal_part(part) for part in parts if part)
 
@@ -56,24 +56,24 @@ class LarkWriter:
         return self.rule(json_schema_part(schema))
 
     def text_until(self, end: str) -> str:
-        """Any text up to and including the first `end`."""
+        """Match any text up to and including the first `end`."""
         if self.is_special(end):
             return f"{self.text()} {self.literal(end)}"
         return self.rule(f"{ANY_TEXT} {self.literal(end)}", lazy=True)
 
     def matching_until(self, regex: str, end: str, without: Sequence[str]) -> str:
-        """A text that matches `regex` and in which none of `without` occurs, and then `end`."""
+        """Match a text that matches `regex` and contains none of `without`, and then `end`."""
         slashed = ascii_classes(regex).replace("/", r"\/")
         banned = "|".join(map(_regex_escape, without))
         allowed = self.rule(f"/({slashed})/ & ~/(.|\\n)*({banned})(.|\\n)*/", terminal=True)
         return self.rule(f"{allowed} {json.dumps(end, ensure_ascii=False)}", lazy=True)
 
     def text(self) -> str:
-        """Any text without special tokens, also none."""
+        """Match any text without special tokens, also the empty text."""
         return self.rule(ANY_TEXT, terminal=True)
 
     def text_without(self, stops: Sequence[str]) -> str:
-        """Any text in which none of `stops` occurs."""
+        """Match any text that contains none of `stops`."""
         plain = [stop for stop in stops if not self.is_special(stop)]
         if not plain:
             return self.text()
@@ -85,7 +85,7 @@ class LarkWriter:
 
 
 def _regex_escape(text: str) -> str:
-    """For a regex between slashes."""
+    """Escape a text for a regex between slashes."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")
 
 

@@ -1,8 +1,8 @@
-"""The masks of all live requests, and who makes each: the engine's loop those that are quick, threads the others.
+"""The token masks of all live requests. The engine loop computes quick masks, threads compute slow ones.
 
-A step waits for its masks no longer than PATIENCE, and a row whose mask is late gets no token in it. A request with
-slow masks is in no step until a thread has made its mask. That needs the token before it, so the request is in every
-other step at most.
+A step waits at most PATIENCE for its masks. A row whose mask is late yields no token in it. A request with slow
+masks is paused until a thread has computed its next mask, which depends on its last token. So it takes part in at
+most every other step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.step import SchedulerOutput
 
 PATIENCE = 0.005  # seconds that a step waits for its masks
-PATIENCE_PER_ROW = 0.0002  # and so many more a masked row: a mask of a JSON schema takes 0.01 to 0.1 ms
-MIN_PARALLEL = 4  # grammars; fewer are filled sooner than threads are woken
-MAX_PARALLEL = 8  # grammars filled at once; the time is looked at between two groups
+PATIENCE_PER_ROW = 0.0002  # and this many more per masked row; a mask of a JSON schema takes 0.01 to 0.1 ms
+MIN_PARALLEL = 4  # grammars; waking threads takes longer than filling fewer
+MAX_PARALLEL = 8  # grammars filled at once; the deadline is checked between two groups
 
 # Fills row r of a bitmask for each (matcher, r), all rows at once. May raise for any of them.
 FillRows = Callable[[Sequence[tuple[Matcher, int]], np.ndarray], None]
@@ -31,7 +31,9 @@ Entry = tuple[int, str, TokenMask]  # row of the step, request, mask
 
 
 class Made(NamedTuple):
-    """What a thread made. row: int32 [ceil(V/32)]; end: why the request has to end, and then the row means nothing."""
+    """Result of a thread. row: int32 [ceil(V/32)]; end: why the request must end, in which case the
+    row is undefined.
+    """
 
     row: np.ndarray
     end: FinishReason | None
@@ -40,10 +42,9 @@ class Made(NamedTuple):
 class StepMasks(NamedTuple):
     """The masks of a step of R rows.
 
-    bits      int32 [R, ceil(V/32)], all ones for a row without a mask, of a request that has to end, or that is late
-    ended     requests that have to end, and why
-    late      rows that get no token in this step
-    resting   requests that are in no step until `MaskTable.take_ready` names them
+    bits      int32 [R, ceil(V/32)]; all ones for a row that has no mask, is late, or whose request must end ended
+    requests that must end, and why late      rows that yield no token in this step resting   requests that are
+    paused until `MaskTable.take_ready` returns them
     """
 
     bits: np.ndarray
@@ -53,8 +54,10 @@ class StepMasks(NamedTuple):
 
 
 class MaskTable:
-    """fill_rows   fills many grammars on all cores; None: one after the other
-    threads     make the masks that are slow; None: a step waits for all of its masks
+    """The masks of all live requests.
+
+    fill_rows   fills many grammars on all cores; None: one after the other threads     compute slow masks; None: a
+    step waits for all of its masks
     """
 
     def __init__(self, vocab_size: int, fill_rows: FillRows | None = None, threads: Executor | None = None) -> None:
@@ -62,9 +65,9 @@ class MaskTable:
         self._threads = threads
         self._num_words = -(-vocab_size // 32)
         self._masks: dict[str, TokenMask] = {}
-        self._made: dict[str, Future[Made]] = {}  # the next mask of a request, if threads make or have made it
+        self._made: dict[str, Future[Made]] = {}  # request id -> its next mask, if it is left to threads
         self._resting: set[str] = set()
-        self._passed_over: set[str] = set()  # whose masks the last step had no time for
+        self._passed_over: set[str] = set()  # requests whose masks the last step had no time for
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -81,10 +84,10 @@ class MaskTable:
     # --- the tokens of an output
 
     def advance(self, output: TokenOutput, *, here: bool = True) -> FinishReason | None:
-        """Show a request's new tokens to its mask. STOP: its grammar is complete. ERROR: they left it.
+        """Pass a request's new tokens to its mask. STOP: its grammar is complete. ERROR: the tokens violate it.
 
-        here: the loop does it, unless the request's masks are slow. What a thread finds comes with `take_ready` or with
-        the masks of a step.
+        here: process them now, unless the request's masks are slow. What a thread finds is returned by `take_ready`
+        or with the masks of a step.
         """
         name = output.request_id
         mask = self._masks.get(name)
@@ -96,28 +99,28 @@ class MaskTable:
         return mask.advance(output.token_ids, name)
 
     def _begin(self, name: str, mask: TokenMask, token_ids: Sequence[int] = ()) -> None:
-        """Have the mask after these tokens made by a thread. Until it is done nobody else may use the mask."""
+        """Let a thread compute the mask after these tokens. Only this thread may use the mask until it is done."""
         assert self._threads is not None and name not in self._made
         self._made[name] = self._threads.submit(_make, mask, list(token_ids), name, self._num_words)
 
     def take_ready(self) -> list[tuple[str, FinishReason | None]]:
-        """The resting requests whose masks are made, and why they have to end if they do."""
+        """Return the paused requests whose masks are ready, and why they must end, if they must."""
         ready = [name for name in self._resting if name in self._made and self._made[name].done()]
         self._resting.difference_update(ready)
         return [(name, self._made[name].result().end) for name in ready]
 
     def close(self) -> None:
-        """Make no more masks in threads."""
+        """Stop computing masks in threads."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a thread has made a mask, at most so long."""
+        """Wait until a thread has computed a mask, at most so many seconds."""
         if making := [made for made in self._made.values() if not made.done()]:
             wait(making, seconds, FIRST_COMPLETED)
 
     def failure(self, request_id: str) -> tuple[str, int]:
-        """Message and HTTP status for a request whose mask ended it with an error."""
+        """Return the message and HTTP status for a request that its mask ended with an error."""
         mask = self._masks.get(request_id)
         limit = mask.error if mask is not None else None
         if limit is not None:
@@ -127,16 +130,17 @@ class MaskTable:
     # --- the masks of a step
 
     def of_step(self, output: SchedulerOutput) -> StepMasks:
-        """A request whose matcher failed or went over a limit has to end: its mask would allow the end of the output
-        alone, and the client would take that for a complete text.
+        """Compute the masks of a step.
 
-        The array is made anew for every step: the device may still read the last one's.
+        A request whose matcher failed or exceeded a limit must end: its mask would only allow the end of the output,
+        and the client would take that for a complete text. The array is new for every step, because the device may
+        still read the previous one.
         """
         bits = np.full((len(output.rows), self._num_words), -1, np.int32)
         entries = [
             (i, row.request_id, self._masks[row.request_id])
             for i, row in enumerate(output.rows)
-            if row.masked and row.request_id in self._masks  # the others ended meanwhile
+            if row.masked and row.request_id in self._masks  # others have ended since
         ]
         late, failed = self._fill([entry for entry in entries if entry[1] not in self._made], bits)
         ended = dict.fromkeys(failed, FinishReason.ERROR)
@@ -162,7 +166,7 @@ class MaskTable:
         return self._threads is not None and mask.is_slow
 
     def _fill(self, entries: list[Entry], bits: np.ndarray) -> tuple[set[int], set[str]]:
-        """Fill rows of `bits`. The rows that are left to threads, and the requests whose matchers failed."""
+        """Fill rows of `bits`. Returns the rows that are left to threads, and the requests whose matchers failed."""
         deadline = time.perf_counter() + PATIENCE + PATIENCE_PER_ROW * len(entries)
         entries.sort(key=lambda entry: entry[1] not in self._passed_over)
         together = {
@@ -177,7 +181,7 @@ class MaskTable:
                 self._begin(name, mask)
                 late.add(i)
             elif self._is_over(deadline):
-                late.add(i)  # the first of the next step
+                late.add(i)  # it comes first in the next step
             elif not mask.try_fill(bits[i], name):
                 failed.add(name)
         self._passed_over = {name for i, name, _ in entries if i in late}
@@ -187,21 +191,21 @@ class MaskTable:
         return self._threads is not None and time.perf_counter() > deadline
 
     def _groups(self, entries: list[Entry]) -> list[list[Entry]]:
-        """The masks that are likely to be quick, as they are filled at once; none if they are few."""
+        """Group the masks that are probably quick, to be filled together; none if they are few."""
         quick = [entry for entry in entries if entry[2].is_quick and not self._is_slow(entry[2])]
         if self._fill_rows is None or sum(entry[2].matcher is not None for entry in quick) < MIN_PARALLEL:
             return []
         return [quick[i : i + MAX_PARALLEL] for i in range(0, len(quick), MAX_PARALLEL)]
 
     def _fill_together(self, entries: list[Entry], bits: np.ndarray, deadline: float) -> bool:
-        """Whether all rows could be filled at once. If that took long, each is measured at the next step."""
+        """Fill all rows together. Returns whether that worked. If it took long, each is measured in the next step."""
         matchers = [(mask.matcher, i) for i, _, mask in entries if mask.matcher is not None]
         if self._fill_rows is None or self._is_over(deadline):
             return False
         began = time.perf_counter()
         try:
             self._fill_rows(matchers, bits)
-        except Exception:  # one by one, they show which of them failed
+        except Exception:  # filled one by one, they show which of them failed
             for i, _, _ in entries:
                 bits[i] = -1
             return False
@@ -213,7 +217,7 @@ class MaskTable:
 
 
 def _make(mask: TokenMask, token_ids: Sequence[int], request_id: str, num_words: int) -> Made:
-    """Show a mask new tokens of the output and make the next one. Runs in a thread; nobody else uses the mask then."""
+    """Pass new output tokens to a mask and compute the next one. Runs in a thread, the mask's only user meanwhile."""
     row = np.full(num_words, -1, np.int32)
     end = mask.advance(token_ids, request_id)
     if end is None and not mask.try_fill(row, request_id):
@@ -222,5 +226,5 @@ def _make(mask: TokenMask, token_ids: Sequence[int], request_id: str, num_words:
 
 
 def mask_threads() -> ThreadPoolExecutor:
-    """As many as a quarter of the cores."""
+    """Return a pool with a quarter as many threads as there are cores."""
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), thread_name_prefix="masks")

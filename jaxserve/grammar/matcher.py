@@ -1,11 +1,11 @@
-"""A grammar at one point of one output: which tokens may come next. Runs inside the engine process.
+"""The state of a grammar within one output: which tokens may come next. Runs in the engine process.
 
     factory = MatcherFactory(tokenizer.to_json(), vocab_size=..., eos_token_ids=...)
     factory.warm_up()                       # builds the token trie in a thread: 0.3 to 1 s for 150k tokens
-    matcher = factory(spec)                 # or factory.submit(spec) -> Future: compiling may take up to a second
+    matcher = factory(spec)                 # or factory.submit(spec) -> Future: compiling may take up to 1 s
     matcher.fill(row); matcher.accept(token_id); matcher.is_terminated
 
-An error of a matcher ends its own request: `accept` is False from then on and `error` says why.
+An error of a matcher ends its own request: from then on `accept` is False and `error` has the reason.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxserve.types.sampling import GrammarSpec
 
 
 class GrammarMatcher:
-    """State of one output.
+    """The state of a grammar within one output.
 
-    Before a grammar with `begin_after` begins, every token is allowed but the end of the output, and those that hold
-    the end of the marker and text behind it: that text would be the grammar's. With `begin_unless` the first token
-    decides: that one begins the free part, any other the grammar.
+    Before the marker `begin_after` every token is allowed, except the end of the output and tokens that contain the
+    end of the marker and text after it, because that text would belong to the grammar. With `begin_unless` the first
+    token decides: this token begins the free part, any other one begins the grammar.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GrammarMatcher:
         self._marker = b"".join(token_bytes(i) for i in spec.begin_after)
         self._crossing = token_bytes.crossing(self._marker) if self._marker else {}
         self._tokens: list[int] = []
-        self._num_free = 0  # tokens of the output before the grammar's first
+        self._num_free = 0  # output tokens before the grammar's first token
         self._tail = b""
         self._state = self._first_state()
 
@@ -53,12 +53,12 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar ended unexpectedly: a token that it does not allow, or a limit of the parser."""
+        """Why the grammar failed: a token that it does not allow, or a limit of the parser. None if it did not."""
         return self.ll.get_error().split("<state>")[0].strip() if self.ll.is_error() else None
 
     @property
     def limit_error(self) -> str | None:
-        """The error, unless it says that a token was wrong."""
+        """The error, if it is a limit of the parser and not a wrong token."""
         error = self.error
         if error is None or "satisfy the grammar" in error:
             return None
@@ -68,22 +68,22 @@ class GrammarMatcher:
 
     @property
     def was_slow(self) -> bool:
-        """A mask of the grammar took long before, for this output or another."""
+        """Whether a mask of this grammar took long before, in any output."""
         return self._grammar.is_slow
 
     @property
     def in_grammar(self) -> bool:
-        """The mask is the grammar's alone, so that rows can be filled in parallel."""
+        """Whether the mask only depends on the grammar, so that rows can be filled in parallel."""
         return self._state == "grammar"
 
     @property
     def is_terminated(self) -> bool:
-        """Nothing may follow but the end of the output."""
+        """Whether only the end of the output may follow."""
         return self._state == "grammar" and self.ll.is_stopped() and not self.ll.is_error()
 
     @property
     def is_accepting(self) -> bool:
-        """The output so far matches the grammar and may end here."""
+        """Whether the output so far matches the grammar and may end here."""
         return self._state == "grammar" and self.ll.is_accepting()
 
     def fill(self, bitmask_row: np.ndarray) -> None:
@@ -102,7 +102,7 @@ class GrammarMatcher:
             bitmask_row.view(np.uint32)[first // 32] |= np.uint32(1 << first % 32)
 
     def accept(self, token_id: int) -> bool:
-        """Advance; False (and an error) if the grammar does not allow the token."""
+        """Advance by a token. Returns False and sets an error if the grammar does not allow it."""
         self._tokens.append(token_id)
         if self._state == "undecided":
             self._state = "free" if token_id == self._opening[0] else "grammar"
@@ -115,7 +115,7 @@ class GrammarMatcher:
         return self._look_for_marker(token_id)
 
     def rollback(self, num_tokens: int) -> bool:
-        """Take back the last tokens; False if there are not so many or the matcher is in error."""
+        """Take back the last tokens. Returns False if there are fewer or the matcher has failed."""
         kept = len(self._tokens) - num_tokens
         if kept < 0 or self.ll.is_error():
             return False
@@ -128,8 +128,10 @@ class GrammarMatcher:
         return all(self.accept(token) for token in tokens)
 
     def _look_for_marker(self, token_id: int) -> bool:
-        """By bytes, since a model may write the marker in other tokens than the tokenizer would. False if the grammar
-        does not allow what the token has behind the marker."""
+        """Look for the marker by bytes, because a model may write it in other tokens than the tokenizer would.
+
+        Returns False if the grammar does not allow the text that the token has after the marker.
+        """
         keep = len(self._marker) - 1
         data = self._tail + self._token_bytes(token_id)
         _, marker, rest = data.partition(self._marker)
@@ -141,22 +143,24 @@ class GrammarMatcher:
 
 
 class TokenBytes:
-    """The bytes of a token, special tokens as their text."""
+    """The bytes of a token. Special tokens count as their text."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._crossing: dict[bytes, dict[bytes, np.ndarray]] = {}  # by marker; a server has few
+        self._crossing: dict[bytes, dict[bytes, np.ndarray]] = {}  # by marker; a server uses few markers
 
     def __call__(self, token_id: int) -> bytes:
         return self._tokenizer.decode_bytes([token_id])
 
     def tokenize(self, data: bytes) -> list[int]:
-        """Tokens of these bytes."""
+        """Tokenize bytes."""
         return self._tokenizer.tokenize_bytes(data)
 
     def crossing(self, marker: bytes) -> dict[bytes, np.ndarray]:
-        """The tokens that hold the end of the marker and more behind it: the end of the text before them -> int32
-        [ceil(V/32)], bit 0 for each of them."""
+        """Return the tokens that contain the end of the marker and more text after it.
+
+        Key: the text before them. Value: int32 [ceil(V/32)], bit 0 for each such token.
+        """
         if marker not in self._crossing:
             found: dict[bytes, list[int]] = {}
             ends = tuple(marker[first:] for first in range(1, len(marker)))
@@ -178,9 +182,9 @@ class TokenBytes:
 
 
 class MatcherFactory:
-    """Makes matchers; compiled grammars are kept and copied for requests with the same one.
+    """Makes matchers. Compiled grammars are cached and copied for requests with the same grammar.
 
-    vocab_size: the model's logits; masks have ceil(vocab_size / 32) words
+    vocab_size: of the model's logits; masks have ceil(vocab_size / 32) words
     """
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -198,11 +202,11 @@ class MatcherFactory:
         return self._threads.submit(self._get_tokenizer)
 
     def submit(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
-        """Compile in a thread; the future raises InvalidSchemaError as `__call__` does."""
+        """Compile in a thread. The future raises InvalidSchemaError like `__call__`."""
         return self._threads.submit(self, spec)
 
     def __call__(self, spec: GrammarSpec) -> GrammarMatcher:
-        """Raises InvalidSchemaError for a grammar that cannot be built."""
+        """Return a matcher. Raises InvalidSchemaError for a grammar that cannot be built."""
         tokenizer = self._get_tokenizer()
         key = (spec.kind, spec.source)
         grammar = self._cache.get(key)

@@ -1,6 +1,6 @@
 """Structural tags: free text in which a trigger begins a part that must match a schema or a grammar.
 
-The older form names `structures` and `triggers` (SGLang, vLLM, xgrammar); the newer one is a tree of `format`s.
+The older form has `structures` and `triggers` (SGLang, vLLM, xgrammar), the newer one is a tree of `format`s.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _EMPTY = '""'
 
 
 def structural_tag_spec(tag: str | Mapping[str, Any], special_tokens: Mapping[str, int]) -> GrammarSpec:
-    """The spec of a structural tag, as a Lark grammar.
+    """Return the spec of a structural tag, as a Lark grammar.
 
-    special_tokens: text to id of the tokenizer's special tokens, which may occur in tags
-    Raises InvalidSchemaError naming the part that is wrong or not served.
+    special_tokens: text -> id of the tokenizer's special tokens, which may occur in tags Raises InvalidSchemaError
+    with the part that is wrong or not supported.
     """
     body = loads(tag, "the structural tag") if isinstance(tag, str) else dict(tag)
     if not isinstance(body, dict):
@@ -55,12 +55,13 @@ def _older_form(body: Mapping[str, Any], builder: _Formats) -> str:
 
 
 class _Formats:
-    """One method a format type; each returns a Lark expression."""
+    """One method per format type. Each returns a Lark expression."""
 
     def __init__(self, writer: LarkWriter) -> None:
         self.writer = writer
 
     def build(self, node: Any, depth: int) -> str:
+        """Return the expression of a format. Raises InvalidSchemaError if it is unknown or nested too deep."""
         if depth > MAX_DEPTH:
             raise _error(f"formats nested deeper than {MAX_DEPTH}")
         kind = node.get("type") if isinstance(node, dict) else None
@@ -103,7 +104,10 @@ class _Formats:
         return self.writer.rule(f"{self.writer.literal(begin)} {self._rest(node, depth)}")
 
     def triggered_tags(self, node: Mapping[str, Any], depth: int) -> str:
-        """Text, and after a trigger the rest of one of the tags that begin with it."""
+        """Match text, and after a trigger the rest of one of the tags that begin with it.
+
+        Raises InvalidSchemaError if triggers and tags do not match or are too many.
+        """
         triggers = [_checked_text(trigger, "triggers") for trigger in _list(node, "triggers")]
         tags = _list(node, "tags")
         if len(tags) > MAX_TAGS or len(triggers) > MAX_TAGS:
@@ -136,7 +140,7 @@ class _Formats:
         return self.writer.rule(f"{self.writer.literal(begin)} {self._rest(tag, depth)}")
 
     def _rest(self, tag: Mapping[str, Any], depth: int) -> str:
-        """The content and the end of a tag."""
+        """Return the expression for the content and the end of a tag."""
         content, ends = tag.get("content", {"type": "any_text"}), tag.get("end", "")
         ends = ends if isinstance(ends, list) else [ends]
         texts = [_checked_text(end, "end") for end in ends]

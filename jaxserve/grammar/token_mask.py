@@ -1,6 +1,6 @@
-"""Which tokens a request may sample next, where the host must say so: its grammar and its bad words of several tokens.
+"""The tokens that a request may sample next, as far as the host decides: grammars and multi-token bad words.
 
-A matcher is made from what a client sent: one that raises ends its own request and nothing else.
+A matcher is made from a client's input. If it raises, only its own request ends.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class Matcher(Protocol):
-    """A grammar at one point of one output. Made from the whole GrammarSpec, `begin_after` included."""
+    """The state of a grammar within one output. Made from the whole GrammarSpec, `begin_after` included."""
 
     @property
     def is_terminated(self) -> bool:
-        """Nothing may follow."""
+        """Whether only the end of the output may follow."""
         ...
 
     @property
     def limit_error(self) -> str | None:
-        """The limit of the parser that the grammar ran into, if that ended it: the grammar's fault."""
+        """The parser limit that the grammar exceeded, if that ended it: the request's fault, not the model's."""
         ...
 
     @property
     def was_slow(self) -> bool:
-        """A mask of the same grammar took longer than QUICK before."""
+        """Whether a mask of the same grammar has taken longer than QUICK."""
         ...
 
     def fill(self, bitmask_row: np.ndarray) -> None:
@@ -42,15 +42,14 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Advance; False if the grammar does not allow the token."""
+        """Advance by a token. Returns False if the grammar does not allow it."""
         ...
 
 
 class TokenMask:
-    """bad_words of one token are the device's; here are those that depend on the tokens before.
+    """The token mask of one request. The device handles bad words of one token; here are those with several.
 
-    budget      of the request, shared by its choices
-    is_quick    the grammar's last mask took less than QUICK
+    budget      of the request, shared by its choices is_quick    the grammar's last mask took less than QUICK
     """
 
     def __init__(
@@ -62,11 +61,11 @@ class TokenMask:
         self.budget.is_slow |= matcher is not None and matcher.was_slow
         self._bad_words = bad_words
         self._longest = max((len(word) for word in bad_words), default=1)
-        self._tail: list[int] = []  # as many of the last output tokens as a bad word has before its last one
+        self._tail: list[int] = []  # the last output tokens, as many as a bad word has before its last one
 
     @classmethod
     def of(cls, params: SamplingParams, matcher: Matcher | None, budget: MaskBudget | None = None) -> TokenMask | None:
-        """None if the host has nothing to say."""
+        """Return the mask of a request; None if it needs no mask from the host."""
         bad_words = [word for word in params.bad_words_token_ids if len(word) > 1]
         return cls(matcher, bad_words, budget) if matcher is not None or bad_words else None
 
@@ -76,16 +75,16 @@ class TokenMask:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the loop should not make its masks."""
+        """Whether a thread should compute its masks."""
         return self.matcher is not None and self.budget.is_slow
 
     @property
     def error(self) -> str | None:
-        """The limit that the grammar went over, the parser's or the request's budget."""
+        """The exceeded limit, of the parser or of the request's budget; None if there is none."""
         return None if self.matcher is None else self.budget.error or self.matcher.limit_error
 
     def advance(self, token_ids: Sequence[int], request_id: str) -> FinishReason | None:
-        """Show it new tokens of the output. STOP: the grammar is complete. ERROR: they left it, or it met a limit."""
+        """Pass new output tokens. STOP: the grammar is complete. ERROR: they violate it, or it exceeded a limit."""
         try:
             if not self.accept(token_ids) or self.error is not None:
                 return FinishReason.ERROR
@@ -95,7 +94,7 @@ class TokenMask:
             return FinishReason.ERROR
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Advance by tokens of the output; False if the grammar does not allow one of them."""
+        """Advance by output tokens. Returns False if the grammar does not allow one of them."""
         if self._bad_words:
             self._tail = [*self._tail, *token_ids][1 - self._longest :]
         if self.matcher is None:
@@ -106,9 +105,9 @@ class TokenMask:
         return accepted
 
     def try_fill(self, row: np.ndarray, request_id: str) -> bool:
-        """`fill`; False if the request has to end instead."""
+        """Fill row, int32 [ceil(V/32)], like `fill`. Returns False if the request must end instead."""
         try:
-            if self.error is not None:  # a sibling may have spent the budget
+            if self.error is not None:  # another choice of the request may have used up the budget
                 return False
             self.fill(row)
             return self.error is None
@@ -117,7 +116,7 @@ class TokenMask:
             return False
 
     def fill(self, row: np.ndarray) -> None:
-        """row: int32 [ceil(V/32)], all ones on entry."""
+        """Write the allowed tokens into row, int32 [ceil(V/32)], all ones on entry."""
         if self.matcher is not None:
             began = time.thread_time()
             self.matcher.fill(row)
@@ -127,7 +126,7 @@ class TokenMask:
         self.ban(row)
 
     def ban(self, row: np.ndarray) -> None:
-        """The bad words' part of `fill`."""
+        """Clear the bits of banned last tokens of bad words in row, int32 [ceil(V/32)]."""
         for word in self._bad_words:
             *before, last = word
             if self._tail[-len(before) :] == before:

@@ -1,10 +1,10 @@
-"""Grammars that make a model call tools, in the format that its family writes and text/tools/ reads.
+"""Grammars for tool calls, in the format that the model family writes and text/tools/ parses.
 
-required (and a named tool): the output is nothing but calls. auto: free text in which a call, once begun, must name a
+required (or a named tool): the output consists only of calls. auto: free text; once a call begins, it must name a
 tool of the request and match its schema.
 
-A custom tool is written as a function with one text "input", in which its regex or Lark grammar holds (`embed`). Where
-a tool with a Lark grammar is forced alone, the output is the input itself.
+A custom tool is written as a function with one text parameter "input", whose value must match the tool's regex or
+Lark grammar (`embed`). If a tool with a Lark grammar is the only one and required, the output is the input itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxserve.grammar.lark import LarkWriter, one_of
 from jaxserve.grammar.translate import closed
 from jaxserve.types.sampling import GrammarSpec
 
-MAX_CALLS = 64  # in one output
+MAX_CALLS = 64  # per output
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
@@ -29,9 +29,8 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 class GrammarTool:
     """A tool as the grammar sees it.
 
-    schema: of the parameters of a function; None takes any object
-    strict: OpenAI's: the schema is enforced also in auto mode, and objects are closed
-    custom: a custom tool; its input is any text, or matches `regex`, or `lark`
+    schema: of the parameters of a function; None takes any object strict: OpenAI's: the schema is enforced in auto
+    mode too, and objects are closed custom: a custom tool; its input is any text, or matches `regex` or `lark`
     """
 
     name: str
@@ -43,6 +42,7 @@ class GrammarTool:
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
+        """The JSON schema of the arguments; of a custom tool an object with one text, "input"."""
         if self.custom:
             text = {"type": "string"} if self.regex is None else {"type": "string", "pattern": f"^({self.regex})$"}
             return {
@@ -57,19 +57,18 @@ class GrammarTool:
 
 
 class CallWriter(Protocol):
-    """One call as a Lark expression; the first `skip` characters of its text have been read already."""
+    """Writes one call as a Lark expression. The first `skip` characters of its text have been matched already."""
 
     def __call__(self, writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """How a family writes calls.
+    """How a model family writes calls.
 
-    open, separator, close: around the calls and between them, all texts
-    trigger: the text that begins the calls in free text, and with which open or call begins; "": they begin the output
-    single: the family writes one call in an output
-    beside: the call where a JSON answer may stand in its place; None: as ever
+    open, separator, close: texts around the calls and between them trigger: the text that begins calls in free text,
+    and with which open or the call begins; "": calls begin the output single: the family writes one call per output
+    beside: writes the call if a JSON answer is allowed in its place; None: the usual writer
     """
 
     call: CallWriter
@@ -91,15 +90,13 @@ def tool_grammar(
     template: str = "",
     special_tokens: Mapping[str, int] | None = None,
 ) -> GrammarSpec | None:
-    """The grammar of a request's tool choice; None if nothing needs to be enforced.
+    """Return the grammar of a request's tool choice; None if nothing needs to be enforced.
 
-    family: of text/tools (None: calls as plain JSON, read by the "json" family)
-    required: at least one call and nothing else; else auto, where strict and custom tools with a format are enforced
-    parallel: more than one call is allowed
-    answer: JSON schema of an answer, which then is all there may be instead of calls; only in auto mode
-    template: the chat template's text, for families that have several formats
-    special_tokens: text to id of the tokenizer's special tokens
-    Raises InvalidSchemaError (param tools).
+    family: of text/tools (None: calls as plain JSON, parsed by the "json" family) required: at least one call and
+    nothing else. Otherwise auto: strict tools and custom tools with a format are enforced. parallel: more than one
+    call is allowed answer: JSON schema of an answer; the output is calls or this answer. Only in auto mode.
+    template: the chat template's text, for families that have several formats special_tokens: text -> id of the
+    tokenizer's special tokens Raises InvalidSchemaError (param tools).
     """
     if not tools:
         raise InvalidSchemaError("there are no tools to call", param="tools")
@@ -122,7 +119,7 @@ def tool_grammar(
 
 
 def is_raw_input(tools: Sequence[GrammarTool], *, required: bool) -> bool:
-    """The output is the input of the only tool itself, with no call written around it."""
+    """Whether the output is the input of the only tool, without a call around it."""
     return required and len(tools) == 1 and tools[0].lark is not None
 
 
@@ -134,11 +131,13 @@ class _Builder:
     parallel: bool
 
     def required(self) -> str:
-        """Calls, perhaps after the line breaks that follow a closed reasoning."""
+        """Match calls, optionally after the line breaks that follow closed reasoning."""
         return f"(/[ \\n]{{1,2}}/)? {self._calls(0)}"
 
     def auto(self) -> str:
-        """Free text, perhaps with calls; the text before them ends with their first characters, the trigger."""
+        """Match free text with optional calls. The text before them ends with the trigger, the first characters of a
+        call.
+        """
         trigger = self.style.trigger
         if not trigger:
             return f"{self._calls(0)} | {self.writer.rule(_NO_CALL, terminal=True)}"
@@ -146,7 +145,7 @@ class _Builder:
         return f"{self.writer.text_until(trigger)} {self._calls(len(trigger))} {tail} | {tail}"
 
     def channels(self, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
-        """Harmony's: reasoning may come first; in auto mode an answer may come instead of the call."""
+        """Harmony's channels: reasoning may come first; in auto mode an answer may replace the call."""
         writer, call = self.writer, self._calls(0)
         analysis = f"{writer.literal('<|channel|>analysis<|message|>')} {writer.text_until('<|end|>')}"
         first = writer.rule(f"{analysis} {writer.literal('<|start|>assistant')}")
@@ -167,7 +166,7 @@ class _Builder:
         return self.writer.rule(one_of([self.style.call(self.writer, tool, skip) for tool in self.tools]))
 
 
-_NO_CALL = r"/([^\s{\[<](.|\n)*)?/"  # an answer that cannot be taken for a call
+_NO_CALL = r"/([^\s{\[<](.|\n)*)?/"  # an answer that cannot be mistaken for a call
 
 
 def _style(family: str | None, template: str) -> _Format:
@@ -186,14 +185,14 @@ def _around(writer: LarkWriter, before: str, middle: str, after: str) -> str:
 
 
 def _arguments(writer: LarkWriter, tool: GrammarTool) -> str:
-    """The JSON object of a call's arguments."""
+    """Match the JSON object of a call's arguments."""
     if tool.lark is None:
         return writer.schema(tool.arguments_schema)
     return _around(writer, '{"input": "', embed_in_json(writer, tool.lark), '"}')
 
 
 def _json_call(arguments: str, before: str = "", after: str = "") -> CallWriter:
-    """{"name": "f", ARGUMENTS: {...}} between two texts."""
+    """Return a writer of {"name": "f", ARGUMENTS: {...}} between two texts."""
 
     def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
         head = f'{before}{{"name": {json.dumps(tool.name)}, "{arguments}": '
@@ -203,9 +202,9 @@ def _json_call(arguments: str, before: str = "", after: str = "") -> CallWriter:
 
 
 def _json_value(arguments: str) -> CallWriter:
-    """{"name": "f", ARGUMENTS: {...}} as a JSON value, of which another may stand in the place.
+    """Return a writer of {"name": "f", ARGUMENTS: {...}} as a JSON value that has an alternative.
 
-    The lexer does not go back from a literal that begins as the other value does.
+    The lexer does not backtrack from a literal that begins like the other value.
     """
 
     def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
@@ -220,7 +219,7 @@ def _json_value(arguments: str) -> CallWriter:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references hold when it stands at `place` of another. One with an $id keeps them as they are."""
+    """Return a schema whose references hold after moving it to `place` of another. One with an $id is not changed."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict) or "$id" in schema:
@@ -234,7 +233,7 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _named_call(before: str, after: str = "") -> CallWriter:
-    """The name and the JSON arguments, with NAME in `before`."""
+    """Return a writer of the name and the JSON arguments, with NAME in `before`."""
 
     def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
         head = before.replace("NAME", tool.name)[skip:]
@@ -251,7 +250,7 @@ def _kimi_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
 
 
 def _properties(tool: GrammarTool) -> list[tuple[str, Any, bool]]:
-    """(name, schema, required) of the parameters; for formats that write them one by one."""
+    """Yield (name, schema, required) of the parameters, for formats that write them one by one."""
     schema = tool.arguments_schema
     properties = schema.get("properties")
     if not isinstance(properties, dict):
@@ -261,7 +260,7 @@ def _properties(tool: GrammarTool) -> list[tuple[str, Any, bool]]:
 
 
 def _standing_alone(part: Any, schema: Mapping[str, Any]) -> Any:
-    """References of a parameter's schema into the whole one keep their targets."""
+    """Return a parameter's schema with the targets of its references into the whole schema."""
     if not isinstance(part, dict):
         return part
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema} | part
@@ -272,7 +271,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _parameter(writer: LarkWriter, before: str, schema: Any, after: str) -> str:
-    """One parameter: strings are written without quotes, anything else as JSON."""
+    """Match one parameter: strings are written without quotes, anything else as JSON."""
     if not _is_text(schema):
         return _around(writer, before, writer.schema(schema), after)
     if isinstance(schema.get("enum"), list):
@@ -287,7 +286,7 @@ def _parameter(writer: LarkWriter, before: str, schema: Any, after: str) -> str:
 
 
 def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str, ends: Sequence[str]) -> str | None:
-    """The input of a custom tool that has a grammar, written as it is between two tags. ends: as _tagged_call."""
+    """Match the input of a custom tool that has a grammar, written between two tags. ends: as in _tagged_call."""
     if tool.lark is not None:
         return _around(writer, before, embed_before(writer, tool.lark, after, ends), after)
     if tool.regex is not None:
@@ -296,9 +295,9 @@ def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str
 
 
 def _tagged_call(head: str, before: str, after: str, tail: str, ends: Sequence[str] = ()) -> CallWriter:
-    """Parameters one by one between tags, with NAME, KEY and TEXT (is it a string?) in the texts.
+    """Return a writer of parameters between tags. NAME, KEY and TEXT (is it a string?) are replaced in the texts.
 
-    ends: what ends a parameter for the reader of the family beside `after` without its line breaks
+    ends: what ends a parameter for the family's parser, besides `after` without its line breaks
     """
     ends = (after.strip(), *ends)
 
@@ -315,7 +314,7 @@ def _tagged_call(head: str, before: str, after: str, tail: str, ends: Sequence[s
 
 
 def _python_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
-    """f(a=1, b="x"), the parameters in the schema's order."""
+    """Match f(a=1, b="x"), with the parameters in the order of the schema."""
     parameters = _properties(tool)
     comma, empty = '", "', '""'
     values = [

@@ -1,6 +1,6 @@
-"""A GrammarSpec to the text of an llguidance grammar, with what may not be accepted loosely refused.
+"""Translates a GrammarSpec to the text of an llguidance grammar, and refuses what llguidance would not enforce exactly.
 
-Owns limits on the source and the bounds on white space. Whether the grammar can be built is the worker's to say.
+Checks the size of the source and bounds white space. The worker process checks whether the grammar can be built.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 4096
-# a run of white space between JSON tokens: room for pretty printing, none for endless blanks
+# white space between JSON tokens: enough for pretty printing, but bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
 
 
 def translate(spec: GrammarSpec) -> str:
-    """Grammar text for llguidance.LLMatcher. Raises InvalidSchemaError with the reason."""
+    """Return the grammar text for llguidance.LLMatcher. Raises InvalidSchemaError with the reason."""
     if spec.checked:
         return spec.checked
     if len(spec.source.encode()) > MAX_SOURCE_BYTES:
@@ -43,12 +43,12 @@ def translate(spec: GrammarSpec) -> str:
 
 
 def schema_spec(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> GrammarSpec:
-    """The spec of a JSON schema. strict: objects that list properties allow no others, as OpenAI's strict mode asks."""
+    """Return the spec of a JSON schema. strict: close objects that list properties, as in OpenAI's strict mode."""
     return GrammarSpec(kind="json_schema", source=json.dumps(closed(schema) if strict else schema))
 
 
 def grammar_spec(text: str) -> GrammarSpec:
-    """The spec of a grammar in EBNF as SGLang's and vLLM's users write it (GBNF), or in Lark."""
+    """Return the spec of a grammar in EBNF (GBNF, as in SGLang and vLLM) or in Lark."""
     return GrammarSpec(kind="ebnf" if "::=" in text else "lark", source=text)
 
 
@@ -57,20 +57,23 @@ def choice_spec(choices: list[str]) -> GrammarSpec:
 
 
 def json_schema_part(schema: Mapping[str, Any] | bool) -> str:
-    """A JSON schema inside a Lark grammar."""
+    """Return a JSON schema as a part of a Lark grammar."""
     checked = _checked_schema(schema)
     return "%json " + json.dumps({**checked, "x-guidance": JSON_OPTIONS})
 
 
 def closed(schema: Any, depth: int = 0) -> Any:
-    """`schema` with additionalProperties false where an object lists its properties and says nothing of others."""
+    """Return `schema` with additionalProperties false in each object that lists properties and does not mention others.
+
+    Raises InvalidSchemaError if it is nested too deep.
+    """
     if depth > MAX_SCHEMA_DEPTH:
         raise InvalidSchemaError(f"the schema is nested deeper than {MAX_SCHEMA_DEPTH}", param="response_format")
     if isinstance(schema, list):
         return [closed(item, depth + 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    data = {"enum", "const", "default", "examples", "example"}  # their values are no schemas
+    data = {"enum", "const", "default", "examples", "example"}  # keys whose values are not schemas
     result = {key: value if key in data else closed(value, depth + 1) for key, value in schema.items()}
     if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
         result["additionalProperties"] = False
@@ -78,6 +81,9 @@ def closed(schema: Any, depth: int = 0) -> Any:
 
 
 def loads(source: str, what: str) -> Any:
+    """Parse JSON text. Raises InvalidSchemaError if it is not JSON or nested too deep. `what` names it
+    in the message.
+    """
     try:
         return json.loads(source)
     except ValueError as error:
@@ -113,7 +119,7 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
 
 
 def _walk(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """Every object in the schema with its depth, without recursion."""
+    """Yield each object in the schema with its depth, without recursion."""
     stack: list[tuple[Any, int]] = [(schema, 0)]
     while stack:
         node, depth = stack.pop()
@@ -125,7 +131,7 @@ def _walk(schema: Any) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _refuse(part: dict[str, Any], *, old_draft: bool) -> None:
-    """What llguidance would take and not hold to, or not as every reader of the schema does."""
+    """Refuse what llguidance accepts without enforcing it, or enforces differently from common validators."""
     options = part.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient"):
         raise InvalidSchemaError("x-guidance.lenient is not allowed", param="response_format")
@@ -149,7 +155,7 @@ def _ebnf(source: str) -> str:
         raise InvalidSchemaError(f"the grammar cannot be read: {error}", param="response_format") from error
     except RecursionError:
         raise
-    except Exception as error:  # the library raises bare Exception, e.g. for a rule that is not defined
+    except Exception as error:  # the library raises bare Exception, e.g. for an undefined rule
         raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
 
 

@@ -1,8 +1,8 @@
-"""The process in which grammars are compiled for the first time: `python -m jaxserve.grammar.worker`.
+"""The process that compiles grammars for the first time: `python -m jaxserve.grammar.worker`.
 
-It reads frames (4 bytes length, big endian, then msgpack) from stdin and writes them to stdout. The first frame is a
-Setup. Each Check is run in a forked child with limits on time and memory that the kernel enforces, so that no schema
-can hold up, exhaust or crash anything but its own child; forking keeps the tokenizer that was built once.
+Reads frames (4 bytes of length, big-endian, then msgpack) from stdin and writes frames to stdout. The first frame is
+a Setup. Each Check runs in a forked child with time and memory limits enforced by the kernel. A bad schema can only
+exhaust or crash its own child. Forking shares the tokenizer, which is built once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jaxserve.grammar.translate import translate
 from jaxserve.transport.child_frames import frame, limit_memory, read_frame, take_pipes, write
 from jaxserve.types.sampling import GrammarSpec
 
-STACK_BYTES = 4 << 20  # half of what the engine's threads have: what is too deep for them dies here first
-MAX_MESSAGE = 1500  # characters of a reason
-MAX_GRAMMAR_BYTES = 4 << 20  # of a grammar as the engine gets it; escapes make a source up to six times as long
-PIECE = 1 << 16  # bytes of a read
+STACK_BYTES = 4 << 20  # half of the stack of the engine's threads: a grammar that would overflow them fails here first
+MAX_MESSAGE = 1500  # characters of an error message
+MAX_GRAMMAR_BYTES = 4 << 20  # of a grammar as sent to the engine; escapes make a source up to six times as long
+PIECE = 1 << 16  # bytes per read
 
 
 class Setup(msgspec.Struct, tag=True):
-    """wall_seconds and cpu_seconds limit one check; memory_bytes is what it may take beside the tokenizer."""
+    """wall_seconds and cpu_seconds limit one check; memory_bytes is what it may use beside the tokenizer."""
 
     tokenizer_json: str
     vocab_size: int
@@ -46,15 +46,17 @@ class Check(msgspec.Struct, tag=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Nobody waits for this check any more: end its child."""
+    """Cancels a check: its child is killed."""
 
     id: int
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """error: None if the grammar was built and lets a first token through; `grammar` is then what the engine uses.
-    failed: the worker's own fault. busy: the time on the wall ran out, which may be the machine's load and not the
-    grammar."""
+    """The result of a check.
+
+    error: why it failed; None if the grammar was built and allows a first token. `grammar` is then what the engine
+    uses. failed: the worker itself failed. busy: wall_seconds ran out, which may be due to the machine's load.
+    """
 
     id: int
     error: str | None = None
@@ -64,7 +66,7 @@ class Verdict(msgspec.Struct, tag=True):
 
 
 def parser_limits() -> llguidance.LLParserLimits:
-    """llguidance's own bounds, the same where a grammar is checked and where it is used."""
+    """Return llguidance's own limits. The same ones apply where a grammar is checked and where it is used."""
     return llguidance.LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -76,13 +78,13 @@ def parser_limits() -> llguidance.LLParserLimits:
 
 
 def build_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: list[int]) -> llguidance.LLTokenizer:
-    """vocab_size is the model's, which may be padded above the tokenizer's."""
+    """vocab_size is the model's, which may be padded beyond the tokenizer's."""
     eos = eos_token_ids or None
     return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, spec: GrammarSpec) -> str:
-    """The text for llguidance.LLMatcher, known to build and to let a first token through. Raises InvalidSchemaError."""
+    """Return the text for llguidance.LLMatcher. It builds and allows a first token. Raises InvalidSchemaError."""
     grammar = translate(spec)
     if len(grammar) > MAX_GRAMMAR_BYTES:
         raise InvalidSchemaError(f"the grammar becomes larger than {MAX_GRAMMAR_BYTES} bytes")
@@ -107,7 +109,7 @@ def _first_line(error: str) -> str:
 
 
 class _Child:
-    """A check that runs: its process, and what came out of its pipe so far. The pipe ends with the process."""
+    """A running check: its process, and the bytes from its pipe so far. The pipe ends with the process."""
 
     def __init__(self, pid: int, check_id: int, pipe: int) -> None:
         self.pid = pid
@@ -120,9 +122,10 @@ class _Server:
     def __init__(self, setup: Setup, stdin: BinaryIO, stdout: int) -> None:
         self.setup, self.stdin, self.stdout = setup, stdin, stdout
         self.tokenizer = build_tokenizer(setup.tokenizer_json, setup.vocab_size, setup.eos_token_ids)
-        self.children: dict[int, _Child] = {}  # by the end of the pipe that is read
+        self.children: dict[int, _Child] = {}  # by the read end of the pipe
 
     def run(self) -> None:
+        """Serve until stdin ends, then kill the running children."""
         while True:
             ready, _, _ = select.select([self.stdin, *self.children], [], [])
             for pipe in self.children.keys() & set(ready):
@@ -151,6 +154,7 @@ class _Server:
         self.children[pipe] = _Child(pid, check.id, pipe)
 
     def child(self, check: Check, end: int) -> NoReturn:
+        """Run a check in this forked child, write the verdict to `end` and exit."""
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -171,6 +175,7 @@ class _Server:
             return Verdict(check.id, f"it cannot be compiled: {type(error).__name__}")
 
     def read(self, child: _Child) -> None:
+        """Read from a child's pipe. At its end, send the verdict, or the reason why the child died without one."""
         piece = os.read(child.pipe, PIECE)
         if piece:
             child.data += piece
@@ -193,7 +198,8 @@ class _Server:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process when it has drained
+    """Read the Setup from stdin and serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process after draining
     os.nice(5)  # checks share the cores with the engine
     stdin, stdout = take_pipes()
     body = read_frame(stdin)
