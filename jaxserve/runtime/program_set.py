@@ -49,28 +49,23 @@ class Shapes:
         mesh: DeviceMesh,
         *,
         num_pages: Sequence[int],
-        num_slots: int,
-        max_pages: int,
-        vocab_size: int,
-        hidden: tuple[int, int],
-        dtype: jnp.dtype,
+        state: SlotState,
+        hidden: jax.ShapeDtypeStruct,
     ) -> Shapes:
-        """Collect the shapes. leaves: the weights, one array [shape] per parameter.
+        """Collect the shapes. leaves: the weights, one array [shape] per parameter. num_pages: by group of layers.
 
-        num_pages: by group of layers. max_pages: columns of a row of page tables, all groups together.
-        hidden: [tokens, hidden size] of the buffer of hidden states.
+        state: from `slots.state_shapes`, without shardings. hidden: the buffer of hidden states.
         """
-        state = slots.state_shapes(num_slots, vocab_size, max_pages)
-        state = jax.tree.map(
+        sharded = jax.tree.map(
             lambda s, cut: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh.mesh, cut)),
             state,
-            slots.state_partition(state, Vocab.of(vocab_size, mesh.mesh).columns),
+            slots.state_partition(state, Vocab.of(state.vocab_size, mesh.mesh).columns),
         )
         return cls(
             leaves=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves),
             caches=tuple(layer.struct(num_pages[layer.group]) for layer in layers),
-            state=state,
-            hidden=jax.ShapeDtypeStruct(hidden, dtype, sharding=mesh.replicated),
+            state=sharded,
+            hidden=hidden,
             replicated=mesh.replicated,
         )
 
@@ -99,7 +94,6 @@ class ProgramSet:
     shapes: Shapes
     buckets: Buckets
     options: Mapping[str, bool | str]
-    page_programs: bool = False
 
     def all(self) -> list[Program]:
         """Return every program that the runner compiles at start."""
@@ -170,11 +164,13 @@ class ProgramSet:
         args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_WATCHED))
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
         yield self._program("pool", self.steps.pool, (s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
-        if self.page_programs and self.steps.num_groups == 1:
-            yield from self._page_programs()
 
-    def _page_programs(self) -> Iterator[Program]:
-        """Those that take a page id to name the same place in every layer."""
+    def page_programs(self) -> Iterator[Program]:
+        """Yield the programs that copy, export and import pages. The runner compiles them at their first use.
+
+        A page id names the same page in every layer, so the layers must form a single group.
+        """
+        assert self.steps.num_groups == 1
         s = self.shapes
         copies = (s.caches, s.ints(2, PAGE_GROUP))
         yield self._program("copy_pages", programs.copy_pages, copies, (0,), s.cache_shardings)

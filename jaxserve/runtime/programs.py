@@ -32,7 +32,8 @@ from jaxserve.models.pooling import normalized
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
-from jaxserve.runtime.sampling.sampler import Details, Sampled, pack_watching, sample
+from jaxserve.runtime.sampling.logprobs import pack_watching
+from jaxserve.runtime.sampling.sampler import Details, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState, append_tokens, state_partition
 from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.runtime.step_input import (

@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """num_pages and num_window_pages None: as many as memory_fraction leaves. shrink_context: max_model_len was not
-    asked for. page_programs: compile what copies, exports and imports pages too; the engine itself never does."""
+    """The runner's configuration.
+
+    num_pages, num_window_pages: None means as many as memory_fraction leaves room for.
+    shrink_context: max_model_len was not configured and may be lowered to fit the memory.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -35,7 +38,6 @@ class RunnerConfig:
     memory_fraction: float = 0.9
     shrink_context: bool = False
     deterministic: bool = False
-    page_programs: bool = False
     compile_cache: Path | None = None
 
     @classmethod

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from jaxserve.runtime.sampling.details import TokensOf, fetch_details, fetch_hidden, spread
-from jaxserve.runtime.sampling.sampler import Sampled, unpack_logprobs
+from jaxserve.runtime.sampling.logprobs import unpack_logprobs
+from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.types.step import RowStatus, SampledTokens
 
 Pooled = tuple[Sequence[int], jax.Array]

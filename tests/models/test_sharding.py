@@ -27,7 +27,8 @@ from jaxserve.models.loading.hf_config import from_hf
 from jaxserve.models.loading.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime.program_set import PROMPT_CHUNK
-from jaxserve.runtime.sampling.sampler import LANES, MAX_SUPPORT, TOP_LOGPROBS
+from jaxserve.runtime.sampling.draw import LANES
+from jaxserve.runtime.sampling.logprobs import MAX_SUPPORT, TOP_LOGPROBS
 from jaxserve.types.sampling import MAX_WATCHED
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words

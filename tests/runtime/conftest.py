@@ -22,7 +22,6 @@ CONFIG = RunnerConfig(
     page_size=8,
     num_pages=2048,
     cache_dtype=jnp.dtype("float32"),
-    page_programs=True,
 )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.sampling import sampler, slots
+from jaxserve.runtime.sampling import draw, logit_rules, logprobs, sampler, slots
 from jaxserve.text.watermark import token_numbers
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.types.step import RowStatus, SlotInit
@@ -28,7 +28,7 @@ def programs() -> dict[str, jax.stages.Wrapped]:
         "admit_bias": jax.jit(slots.admit_bias),
         "admit_tokens": jax.jit(slots.admit_tokens),
         "sample": jax.jit(sampler.sample),
-        "filter": jax.jit(sampler.filter_probs),
+        "filter": jax.jit(draw.filter_probs),
     }
 
 
@@ -126,7 +126,7 @@ def test_penalties_against_an_oracle(params: SamplingParams) -> None:
     logits = random_logits(2)
     state = state_of([params, GREEDY], prompt=prompt, output=output)
     rows = jnp.arange(2, dtype=jnp.int32)
-    shaped = sampler.shape_logits(
+    shaped = logit_rules.shape_logits(
         jnp.asarray(logits), rows, rows >= 0, state, jnp.zeros((2, 7), jnp.int32), jnp.asarray(False)
     )
     expected = oracle_penalties(logits[0], params, prompt, output)
@@ -173,7 +173,7 @@ def test_as_many_biases_as_there_is_room_for() -> None:
     state = state_of([GREEDY, SamplingParams(temperature=0, logit_bias=bias)], vocab=vocab)
     rows = jnp.arange(2, dtype=jnp.int32)
     words = jnp.zeros((2, slots.mask_words(vocab)), jnp.int32)
-    shaped = sampler.shape_logits(jnp.zeros((2, vocab)), rows, rows >= 0, state, words, jnp.asarray(False))
+    shaped = logit_rules.shape_logits(jnp.zeros((2, vocab)), rows, rows >= 0, state, words, jnp.asarray(False))
     np.testing.assert_array_equal(np.asarray(shaped)[1], [bias.get(token, 0.0) for token in range(vocab)])
     assert not np.asarray(shaped)[0].any()
 
@@ -345,7 +345,7 @@ def draw_many(logits: np.ndarray, params: SamplingParams, count: int) -> np.ndar
     """`count` draws of one request: its positions 0..count-1."""
     probs = jnp.exp((jnp.asarray(logits) - logits.max()) / params.temperature)[None].repeat(count, axis=0)
     full = functools.partial(jnp.full, count)
-    kept = sampler.filter_probs(
+    kept = draw.filter_probs(
         probs,
         full(params.top_k, jnp.int32),
         full(params.top_p, jnp.float32),
@@ -353,7 +353,7 @@ def draw_many(logits: np.ndarray, params: SamplingParams, count: int) -> np.ndar
         jnp.ones(count, bool),
     )
     seed = jnp.full((count, 2), 1234, jnp.uint32)
-    return np.asarray(sampler.inverse_cdf(kept, sampler.random_uniform(seed, jnp.arange(count, dtype=jnp.int32))))
+    return np.asarray(draw.inverse_cdf(kept, draw.random_uniform(seed, jnp.arange(count, dtype=jnp.int32))))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_inverse_cdf_hits_every_token_and_never_one_of_probability_zero() -> Non
     probs = np.zeros((1, V), np.float32)
     probs[0, [0, 127, 128, 199]] = 1.0
     uniform = np.linspace(0, 1, 1000, dtype=np.float32)  # both ends included
-    drawn = sampler.inverse_cdf(jnp.asarray(probs.repeat(1000, axis=0)), jnp.asarray(uniform))
+    drawn = draw.inverse_cdf(jnp.asarray(probs.repeat(1000, axis=0)), jnp.asarray(uniform))
     assert np.unique(np.asarray(drawn)).tolist() == [0, 127, 128, 199]
     assert np.bincount(np.asarray(drawn))[[0, 127, 128, 199]].tolist() == pytest.approx([250] * 4, abs=1)
 
@@ -391,7 +391,7 @@ def test_threefry_equals_jax() -> None:
     with jax.threefry_partitionable(False):
         expected = jax.random.bits(jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"), (20,))
     low, high = (jnp.full(10, word, jnp.uint32) for word in key)
-    got = sampler.threefry2x32(low, high, jnp.asarray(counts), jnp.asarray(counts + 10))
+    got = draw.threefry2x32(low, high, jnp.asarray(counts), jnp.asarray(counts + 10))
     assert np.concatenate(got).tolist() == np.asarray(expected).tolist()
 
 
@@ -433,7 +433,7 @@ def test_logprobs_rank_and_top_twenty() -> None:
     logits = random_logits(2)
     params = SamplingParams(temperature=3.0, top_p=0.99, presence_penalty=1.0)
     sampled = run(logits, state_of([params] * 2, output=[4, 5]), want_logprobs=True)
-    logprob, rank, ids, top = sampler.unpack_logprobs(np.asarray(sampled.logprobs))
+    logprob, rank, ids, top = logprobs.unpack_logprobs(np.asarray(sampled.logprobs))
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact).sum(axis=1, keepdims=True))
     order = np.argsort(-exact, axis=1, kind="stable")
@@ -447,7 +447,7 @@ def test_logprobs_rank_and_top_twenty() -> None:
 def test_top_logprobs_of_a_vocabulary_below_twenty() -> None:
     logits = random_logits(1, vocab=6)
     sampled = run(logits, state_of([GREEDY], vocab=6), want_logprobs=True)
-    assert sampler.unpack_logprobs(np.asarray(sampled.logprobs))[2].shape == (1, 6)
+    assert logprobs.unpack_logprobs(np.asarray(sampled.logprobs))[2].shape == (1, 6)
 
 
 def test_logprobs_are_zero_when_nobody_asks() -> None:
@@ -486,7 +486,7 @@ def test_the_candidates_of_a_draw_and_their_log_probabilities(params: SamplingPa
     state = state_of([params] * 4, seeds=range(4))
     sampled = run_telling(logits, state, np.zeros((4, 3)))
     assert sampled.support is not None
-    chosen, counts, ids, top = sampler.unpack_logprobs(np.asarray(sampled.support))
+    chosen, counts, ids, top = logprobs.unpack_logprobs(np.asarray(sampled.support))
     assert tokens(sampled).tolist() == tokens(run(logits, state)).tolist()
     for row, token in enumerate(tokens(sampled).tolist()):
         expected = {token} if params is GREEDY else oracle_support(logits[row], params)
@@ -503,8 +503,8 @@ def test_candidates_beyond_the_room_are_counted() -> None:
     logits = random_logits(1, vocab=400, scale=0.1)
     state = state_of([SamplingParams()], vocab=400)
     sampled = run_telling(logits, state, np.zeros((1, 1)))
-    _, counts, ids, _ = sampler.unpack_logprobs(np.asarray(sampled.support))
-    assert counts.tolist() == [400] and ids.shape == (1, sampler.MAX_SUPPORT)
+    _, counts, ids, _ = logprobs.unpack_logprobs(np.asarray(sampled.support))
+    assert counts.tolist() == [400] and ids.shape == (1, logprobs.MAX_SUPPORT)
 
 
 def test_watched_ids_have_the_models_own_log_probabilities() -> None:
@@ -517,7 +517,7 @@ def test_watched_ids_have_the_models_own_log_probabilities() -> None:
     np.testing.assert_allclose(watched, np.take_along_axis(exact, ids, axis=1), atol=1e-5)
     assert not np.asarray(sampled.support).any()
     with_token = run_telling(logits, state_of([params] * 2), np.tile(tokens(sampled)[:, None], 3))
-    logprob, *_ = sampler.unpack_logprobs(np.asarray(with_token.logprobs))
+    logprob, *_ = logprobs.unpack_logprobs(np.asarray(with_token.logprobs))
     same = tokens(with_token) == tokens(sampled)
     assert (np.asarray(with_token.watched).view(np.float32)[same, 0] == logprob[same]).all()
 
@@ -537,7 +537,7 @@ def test_a_key_chooses_the_candidate_that_the_detector_computes() -> None:
     state = state_of([params[0], params[1], params[2]], prompt=prompt)
     sampled = run_telling(logits, state, np.zeros((3, 1)))
     assert sampled.support is not None
-    _, counts, ids, top = sampler.unpack_logprobs(np.asarray(sampled.support))
+    _, counts, ids, top = logprobs.unpack_logprobs(np.asarray(sampled.support))
     candidates = ids[0, : counts[0]]
     windows = np.array([[*prompt[-4:], token] for token in candidates], np.uint32)
     scores = top[0, : counts[0]] - np.log(-np.log(token_numbers(windows, KEY)))
@@ -552,6 +552,6 @@ def test_over_all_contexts_a_key_draws_as_the_distribution_says() -> None:
     recent[:, 0] = np.arange(20_000)  # no context twice
     keys = np.broadcast_to(np.array([KEY & 0xFFFFFFFF, KEY >> 32], np.uint32), (20_000, 2))
     wide = np.broadcast_to(probs.astype(np.float32), (20_000, 12))
-    drawn = np.bincount(np.asarray(jax.jit(sampler.draw_marked)(wide, keys, recent)), minlength=12)
+    drawn = np.bincount(np.asarray(jax.jit(draw.draw_marked)(wide, keys, recent)), minlength=12)
     expected = 20_000 * probs / probs.sum()
     assert ((drawn - expected) ** 2 / expected).sum() < 31.3  # chi-square, 11 degrees of freedom, p = 0.001

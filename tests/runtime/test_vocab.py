@@ -23,7 +23,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.sampling import sampler, slots
+from jaxserve.runtime.sampling import logprobs, sampler, slots
 from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import RowStatus
@@ -113,8 +113,8 @@ def close(one: np.ndarray, many: np.ndarray) -> bool:
 
 
 def packed_close(one: np.ndarray, many: np.ndarray) -> bool:
-    """What `sampler.pack_logprobs` made: ranks and ids alike, floats close."""
-    parts = [sampler.unpack_logprobs(packed) for packed in (one, many)]
+    """What `logprobs.pack_logprobs` made: ranks and ids alike, floats close."""
+    parts = [logprobs.unpack_logprobs(packed) for packed in (one, many)]
     (own, rank, ids, top), (own2, rank2, ids2, top2) = parts
     exact = np.array_equal(rank, rank2) and np.array_equal(ids, ids2)
     return exact and np.allclose(own, own2, rtol=1e-5, atol=1e-5) and np.allclose(top, top2, rtol=1e-5, atol=1e-5)

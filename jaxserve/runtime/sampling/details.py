@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxserve.runtime.sampling.sampler import Sampled, unpack_logprobs
+from jaxserve.runtime.sampling.logprobs import unpack_logprobs
+from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.types.sampling import MAX_WATCHED, SamplingParams
 from jaxserve.types.step import Details, ScheduledRow
 

@@ -1,0 +1,72 @@
+"""Copy, export and import of whole KV pages, for models whose layers form a single group.
+
+A page id then names the same page in every layer. The engine does not use these programs while it serves, so each is
+compiled at its first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.runtime.compilation.compiler import CompileCounter, compile_all
+from jaxserve.runtime.program_set import PAGE_GROUP, ProgramSet
+from jaxserve.runtime.programs import Caches
+
+
+class PageTransfer:
+    """The page programs of a runner.
+
+    num_compiles   XLA compilations of these programs so far
+    """
+
+    def __init__(self, programs: ProgramSet, num_pages: int) -> None:
+        self.num_compiles = 0
+        self._programs = programs
+        self._num_pages = num_pages
+        self._compiled: dict[str, jax.stages.Compiled] = {}
+
+    def copy(self, caches: Caches, sources: Sequence[int], destinations: Sequence[int]) -> Caches:
+        """Copy pages sources[i] to destinations[i] in every layer; caches: one array [num_pages, ...] per layer."""
+        for first in range(0, len(sources), PAGE_GROUP):
+            packed = np.full((2, PAGE_GROUP), self._num_pages, np.int32)
+            chunk = slice(first, first + PAGE_GROUP)
+            packed[0, : len(sources[chunk])] = sources[chunk]
+            packed[1, : len(sources[chunk])] = destinations[chunk]
+            caches = self._run("copy_pages", caches, packed)
+        return caches
+
+    def export(self, caches: Caches, page_ids: Sequence[int]) -> list[np.ndarray]:
+        """Return the content of pages: one array [n, page_size, 2 * KH, H] per layer."""
+        groups = [(self._run("export_pages", caches, ids), count) for ids, count in self._groups(page_ids)]
+        return [np.concatenate([np.asarray(pages[i])[:count] for pages, count in groups]) for i in range(len(caches))]
+
+    def fill(self, caches: Caches, page_ids: Sequence[int], pages: Sequence[np.ndarray]) -> Caches:
+        """Write `pages`, from `export`: one array [n, page_size, 2 * KH, H] per layer. Returns the new caches."""
+        first = 0
+        for ids, count in self._groups(page_ids):
+            padded = [np.zeros((PAGE_GROUP, *layer.shape[1:]), layer.dtype) for layer in pages]
+            for out, layer in zip(padded, pages, strict=True):
+                out[:count] = layer[first : first + count]
+            caches = self._run("import_pages", caches, ids, tuple(padded))
+            first += count
+        return caches
+
+    def _run(self, name: str, *args: Any) -> Any:
+        if name not in self._compiled:
+            wanted = [program for program in self._programs.page_programs() if program.name == name]
+            with CompileCounter() as counter:
+                self._compiled |= compile_all(wanted)
+            self.num_compiles += counter.count
+        return self._compiled[name](*args)
+
+    def _groups(self, page_ids: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield page ids as padded int32 [PAGE_GROUP] groups, with the number of ids in each."""
+        for first in range(0, len(page_ids), PAGE_GROUP):
+            chunk = page_ids[first : first + PAGE_GROUP]
+            ids = np.full(PAGE_GROUP, self._num_pages, np.int32)
+            ids[: len(chunk)] = chunk
+            yield ids, len(chunk)

@@ -1,0 +1,147 @@
+"""The decisions that come before a runner allocates memory: buckets, layer caches, step functions, memory plan.
+
+Makes the program set that follows from them. Allocates nothing; `plan` may compile programs to measure their memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.ops.linear import linear
+from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.runtime import kv_cache, memory
+from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
+from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
+from jaxserve.runtime.kv_cache import LayerCache
+from jaxserve.runtime.memory import MemoryPlan
+from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.program_set import ProgramSet, Shapes
+from jaxserve.runtime.programs import StepPrograms
+from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.runtime.sampling import slots
+from jaxserve.runtime.sampling.vocab import Vocab
+from jaxserve.types.window_size import WindowSize
+
+
+@dataclass(frozen=True)
+class RunnerSetup:
+    """The fixed parts of a runner, made by `of`.
+
+    layers   geometry of each layer's KV cache
+    window   window of the sliding-window group in tokens; None: there is no such group
+    steps    the step functions, not jitted
+    """
+
+    loaded: LoadedModel
+    config: RunnerConfig
+    mesh: DeviceMesh
+    backend: Backend
+    buckets: Buckets
+    layers: tuple[LayerCache, ...]
+    window: int | None
+    steps: StepPrograms
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, *, normalize_embeddings: bool = True
+    ) -> RunnerSetup:
+        """Choose backend, buckets and layer groups. Raises ConfigError if the attention backend cannot run here."""
+        backend = get_backend(config.attention, mesh.platform)
+        attention = loaded.config.attention_layers
+        window = kv_cache.group_window(attention, config.max_model_len)
+        layers = kv_cache.layer_caches(
+            attention, backend, config.page_size, config.cache_dtype, mesh, windowed=window is not None
+        )
+        buckets = make_buckets(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            platform=mesh.platform,
+            num_parameters=loaded.structure.num_parameters,
+            deterministic=config.deterministic,
+        )
+        native = backend.name == "native" and len(mesh.devices) == 1  # the C kernels run on one device only
+        steps = StepPrograms(
+            bind=loaded.bind,
+            backend=backend,
+            layers=layers,
+            page_size=config.page_size,
+            linear=functools.partial(linear, deterministic=config.deterministic, native=native),
+            mesh=mesh.mesh,
+            normalize_embeddings=normalize_embeddings,
+            per_token=config.deterministic,
+        )
+        return cls(loaded, config, mesh, backend, buckets, layers, window, steps)
+
+    def plan(self) -> MemoryPlan:
+        """Plan the memory. Raises ConfigError if the model does not fit."""
+        config, num_devices = self.config, len(self.mesh.devices)
+        vocab_size = self.loaded.config.vocab_size
+        parts = Vocab.of(vocab_size, self.mesh.mesh).parts
+        state = slots.state_bytes(config.max_num_seqs, vocab_size, self._table_width(config.max_model_len), parts=parts)
+        hidden = self.buckets.max_tokens * self.loaded.config.hidden_size * self._dtype.itemsize
+        probe = config.num_pages is None and self.mesh.platform != "cpu"
+        sizes = memory.Sizes(
+            weight_bytes=sum(shard.data.nbytes for leaf in self.loaded.leaves for shard in leaf.addressable_shards),
+            state_bytes=(state + hidden) * num_devices,
+            scratch_bytes=(self._probe_scratch() if probe else self._estimate_scratch()) * num_devices,
+            page_bytes=kv_cache.page_bytes(self.layers),
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            window_page_bytes=kv_cache.page_bytes(self.layers, group=1),
+            window=self._window_size(),
+        )
+        return memory.plan_memory(
+            sizes,
+            platform=self.mesh.platform,
+            device_bytes=memory.device_memory(self.mesh.devices),
+            memory_fraction=config.memory_fraction,
+            num_pages=config.num_pages,
+            max_model_len=config.max_model_len,
+            shrink_context=config.shrink_context,
+            num_window_pages=config.num_window_pages,
+        )
+
+    def program_set(self, num_pages: tuple[int, int], max_model_len: int) -> ProgramSet:
+        """Make the programs for a KV cache of `num_pages` per layer group."""
+        model = self.loaded.config
+        state = slots.state_shapes(self.config.max_num_seqs, model.vocab_size, self._table_width(max_model_len))
+        hidden = jax.ShapeDtypeStruct(
+            (self.buckets.max_tokens, model.hidden_size), self._dtype, sharding=self.mesh.replicated
+        )
+        shapes = Shapes.of(self.loaded.leaves, self.layers, self.mesh, num_pages=num_pages, state=state, hidden=hidden)
+        options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
+        return ProgramSet(self.steps, shapes, self.buckets, options)
+
+    def _window_size(self) -> WindowSize | None:
+        if self.window is None:
+            return None
+        return WindowSize(self.window, self.config.page_size, self.config.max_num_batched_tokens)
+
+    def _table_width(self, max_model_len: int) -> int:
+        """Return the columns of a slot's row of page tables, all groups together."""
+        return self.steps.num_groups * -(-max_model_len // self.config.page_size)
+
+    def _probe_scratch(self) -> int:
+        """Return the temporary bytes of the largest programs.
+
+        They are compiled for a small KV cache, because its size does not change their temporary memory.
+        """
+        max_pages = -(-self.config.max_model_len // self.config.page_size)
+        probe = compile_all(self.program_set((max_pages, max_pages), self.config.max_model_len).largest())
+        return max(map(memory.scratch_bytes, probe.values()))
+
+    def _estimate_scratch(self) -> int:
+        """Return an upper estimate: ten float32 copies of a layer's widest activations, or of the logits."""
+        model, rows = self.loaded.config, self.config.max_num_seqs
+        widest = 2 * model.intermediate_size + 4 * model.hidden_size + 4 * model.num_heads * model.head_dim
+        return 10 * 4 * max(self.buckets.max_tokens * widest, rows * model.vocab_size)
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        """The dtype of activations, which is the embedding's."""
+        return jnp.dtype(self.loaded.structure.specs[0].dtype)
