@@ -1,6 +1,6 @@
-"""The keys of a published config.json that several families share: integers with defaults, the rotation.
+"""Readers of config.json keys that several families share: checked numbers, the rotation, the sliding windows.
 
-Part of hf_config.py's job, which is the door; hf_families.py has what each family adds.
+`loading.hf_config` reads the common keys with them, and each family its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ Json = Mapping[str, Any]
 
 
 def architecture_of(hf: Json) -> str:
-    """The one architecture name of a parsed config.json."""
+    """Return the architecture name of a parsed config.json. Raises ValueError if there is none."""
     names = hf.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ValueError("'architectures' must be a list with the architecture's name")
     return names[0]
 
 
-# Least and largest value of an integer. Above the published ones by a factor of ten at least, and small enough that
-# no list of so many layers, heads or experts fills the memory before the weights are found not to fit.
+# Least and largest value of each integer. The largest is at least ten times that of published models, and small enough
+# that a list with one entry per layer, head or expert fits into memory.
 _INTEGERS = {
     "vocab_size": (1, 2**24),
     "num_hidden_layers": (1, 2000),
@@ -36,7 +36,7 @@ _INTEGERS = {
     "num_nextn_predict_layers": (0, 100),
     "max_window_layers": (0, 2**31 - 1),
     "bos_token_id": (0, 2**24),
-    "original_max_position_embeddings": (2, 2**28),  # its logarithm divides
+    "original_max_position_embeddings": (2, 2**28),  # its logarithm is a divisor
     "top_k": (-1, 2**31 - 1),
 }
 _ANY_INTEGER = (1, 2**20)
@@ -44,7 +44,7 @@ _NUMBERS = {
     "rms_norm_eps": (0.0, 1.0),
     "layer_norm_eps": (0.0, 1.0),
     "partial_rotary_factor": (0.0, 1.0),
-    "rope_theta": (1.5, 1e12),  # its logarithm divides
+    "rope_theta": (1.5, 1e12),  # its logarithm is a divisor
     "rope_local_base_freq": (1.5, 1e12),
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -57,12 +57,13 @@ _ANY_NUMBER = (1e-9, 1e12)
 
 
 def shown(value: Any) -> str:
-    """A value of a file, for one line of a message."""
+    """Format a value of a file for an error message, at most 60 characters."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of more than 30 digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def integer(hf: Json, key: str) -> int:
+    """Return the key's integer. Raises KeyError if it is absent and ValueError if it is out of range."""
     value = hf[key]
     low, high = _INTEGERS.get(key, _ANY_INTEGER)
     if type(value) is not int or not low <= value <= high:
@@ -71,12 +72,15 @@ def integer(hf: Json, key: str) -> int:
 
 
 def optional_integer(hf: Json, key: str, default: Any) -> Any:
-    """The key's integer, or the default where the key is absent or null."""
+    """Return the key's integer, or the default if the key is absent or null."""
     return default if hf.get(key) is None else integer(hf, key)
 
 
 def number(hf: Json, key: str, default: Any) -> Any:
-    """The key's number as a float, or the default where the key is absent or null."""
+    """Return the key's number as a float, or the default if the key is absent or null.
+
+    Raises ValueError if it is no number or out of range.
+    """
     value = hf.get(key)
     if value is None:
         return default
@@ -87,7 +91,7 @@ def number(hf: Json, key: str, default: Any) -> Any:
 
 
 def boolean(hf: Json, key: str, default: bool) -> bool:
-    """The key's value, or the default where the key is absent or null."""
+    """Return the key's value, or the default if the key is absent or null. Raises ValueError if it is no boolean."""
     value = hf.get(key)
     if not isinstance(value, bool | None):
         raise ValueError(f"{key!r} must be true or false, not {shown(value)}")
@@ -100,20 +104,13 @@ def _needed(p: Json, key: str) -> float:
     return number(p, key, None)
 
 
-_DEFAULT_THETA = {
-    "Gemma3ForCausalLM": 1e6,
-    "GptOssForCausalLM": 150000.0,
-    "MixtralForCausalLM": 1e6,
-    "Olmo3ForCausalLM": 500000.0,
-    "SmolLM3ForCausalLM": 2e6,
-}
-
-
 def rope_config(hf: Json, head_dim: int, parameters: Json | None = None) -> RopeConfig:
-    """From `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which holds both."""
+    """Read the rotation from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`, which has both.
+
+    parameters: used instead of the file's `rope_parameters`. Raises ValueError or KeyError for a damaged entry.
+    """
     found: Json = parameters or hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    default_theta = _DEFAULT_THETA.get(architecture_of(hf), 10000.0)
-    theta = number(found, "rope_theta", number(hf, "rope_theta", default_theta))
+    theta = number(found, "rope_theta", number(hf, "rope_theta", 10000.0))
     partial = number(found, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
     return RopeConfig(
         rotary_dim=int(head_dim * partial),
@@ -180,3 +177,36 @@ def _longrope(hf: Json, p: Json) -> LongRopeScaling:
         attention_factor=number(p, "attention_factor", default),
         long=longest > original,
     )
+
+
+def rope_by_layer_type(hf: Json) -> bool:
+    """Return whether the file has a rotation per layer type."""
+    return "full_attention" in (hf.get("rope_parameters") or {})
+
+
+def ropes_by_layer_type(hf: Json, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rotation of full layers, and that of sliding-window layers if the file has its own for them."""
+    if not rope_by_layer_type(hf):
+        return rope_config(hf, head_dim), None
+    by_type = hf["rope_parameters"]
+    return rope_config(hf, head_dim, by_type["full_attention"]), rope_config(hf, head_dim, by_type["sliding_attention"])
+
+
+def head_dim_or(hf: Json, default: int) -> dict[str, Any]:
+    """Return the fields head_dim and rope, for families whose default head_dim is not hidden_size / num_heads."""
+    head_dim = optional_integer(hf, "head_dim", default)
+    return {"head_dim": head_dim, "rope": rope_config(hf, head_dim) if not rope_by_layer_type(hf) else None}
+
+
+def window_everywhere(hf: Json, fields: dict[str, Any]) -> tuple[int | None, ...]:
+    """Return the same window for each layer; () if there is none or it is not shorter than the context."""
+    window = optional_integer(hf, "sliding_window", None)
+    if window is None or window >= fields["max_position_embeddings"]:
+        return ()
+    return (window,) * fields["num_layers"]
+
+
+def windows_by_type(hf: Json, window: int | None) -> tuple[int | None, ...]:
+    """Return the window of each layer by `layer_types`; () if the file has none."""
+    types = hf.get("layer_types") or ()
+    return tuple(window if t == "sliding_attention" else None for t in types)

@@ -1,12 +1,16 @@
-"""BERT (https://arxiv.org/abs/1810.04805), an encoder: every token of a row sees every other; no cache, no logits."""
+"""BERT (https://arxiv.org/abs/1810.04805), an encoder: each token of a text sees all others. No KV cache, no logits."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.family import Family
+from jaxserve.models.hf_keys import Json, number, optional_integer
 from jaxserve.models.layers import Linear, LinearFn
 from jaxserve.models.weights import param
 from jaxserve.ops.linear import linear as default_linear
@@ -39,7 +43,7 @@ class Table(nnx.Module):
 
 
 class Embeddings(nnx.Module):
-    """Words, absolute positions and the first token type, added and normed."""
+    """The sum of word, absolute position and first token type embeddings, then LayerNorm."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.word_embeddings = Table(config.vocab_size, "vocab", config, dtype)
@@ -53,7 +57,7 @@ class Embeddings(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """Attention of every token of a row to every other."""
+    """Bidirectional multi-head attention within each text."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         size = config.hidden_size, config.hidden_size
@@ -63,7 +67,7 @@ class SelfAttention(nnx.Module):
         self.value = Linear(size, ("q_heads", "embed"), dtype, bias=True)
 
     def __call__(self, x: jax.Array, seen: jax.Array, linear: LinearFn) -> jax.Array:
-        """x [R * L, D]; seen bool [R, L], False for padding."""
+        """Attend x [R * L, D] -> [R * L, D]. seen: bool [R, L], False for padding."""
         split = (*seen.shape, self.heads, -1)
         q, k, v = (f(x, linear).reshape(split) for f in (self.query, self.key, self.value))
         scores = jnp.einsum("rtnh,rsnh->rnts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
@@ -73,7 +77,7 @@ class SelfAttention(nnx.Module):
 
 
 class Output(nnx.Module):
-    """norm(residual + dense(x)): behind attention and behind the feed-forward."""
+    """norm(residual + dense(x)), after attention and after the feed-forward."""
 
     def __init__(self, size: int, axis: str, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.dense = Linear((config.hidden_size, size), ("embed", axis), dtype, bias=True)
@@ -84,7 +88,7 @@ class Output(nnx.Module):
 
 
 class AttentionBlock(nnx.Module):
-    """The checkpoint's `attention`: `self` and `output`."""
+    """The part that checkpoints call `attention`: `self` and `output`."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.self = SelfAttention(config, dtype)
@@ -105,7 +109,7 @@ class Intermediate(nnx.Module):
 
 
 class BertLayer(nnx.Module):
-    """Attention and feed-forward, each normed after it is added."""
+    """Attention and feed-forward, each with a LayerNorm after the residual."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.attention = AttentionBlock(config, dtype)
@@ -118,14 +122,14 @@ class BertLayer(nnx.Module):
 
 
 class BertEncoder(nnx.Module):
-    """The checkpoint's `encoder`."""
+    """The layers: the part that checkpoints call `encoder`."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.layer = nnx.List([BertLayer(config, dtype) for _ in range(config.num_layers)])
 
 
 class BertModel(nnx.Module):
-    """token ids -> hidden states. Scores are [R, N, L, L]."""
+    """The encoder: token ids -> hidden states. Attention scores need memory for [R, N, L, L]."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.config = config
@@ -133,7 +137,7 @@ class BertModel(nnx.Module):
         self.encoder = BertEncoder(config, dtype)
 
     def __call__(self, token_ids: jax.Array, lengths: jax.Array, linear: LinearFn = default_linear) -> jax.Array:
-        """int32 [R, L] rows of tokens, of which the first lengths[r] count -> hidden [R, L, D]."""
+        """Encode token_ids int32 [R, L], of which the first lengths[r] count -> hidden [R, L, D]."""
         rows, longest = token_ids.shape
         index = jnp.arange(longest, dtype=jnp.int32)
         x = self.embeddings(token_ids.reshape(-1), jnp.tile(index, rows))
@@ -141,3 +145,17 @@ class BertModel(nnx.Module):
         for layer in self.encoder.layer:
             x = layer(x, seen, linear)
         return x.reshape(rows, longest, -1)
+
+
+def _bert(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    if hf.get("position_embedding_type", "absolute") != "absolute":
+        raise ValueError(f"position_embedding_type {hf['position_embedding_type']!r} is not supported")
+    return {
+        "norm_eps": number(hf, "layer_norm_eps", 1e-12),
+        "bidirectional": True,
+        "type_vocab_size": optional_integer(hf, "type_vocab_size", 2),
+        "ignored_tensors": (r"^pooler\.", r"position_ids$"),
+    }
+
+
+FAMILIES = (Family("BertModel", BertModel, _bert),)

@@ -1,7 +1,8 @@
 """DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437): multi-head latent attention, shared and routed experts.
 
-The cache holds one row a token, the latent (kv_rank) and the shared rotated key (rope_dim), read by all heads: the
-key projection is moved to the query and the value projection behind the attention, which is exact:
+The KV cache stores one vector per token, which all heads read: the latent (kv_rank) and the shared rotated key
+(rope_dim). The key projection is applied to the query instead, and the value projection after attention. Both are
+mathematically exact:
 
     q_nope . (W_k latent) + q_rope . k_rope  =  [W_k^T q_nope, q_rope] . [latent, k_rope]
     sum_s p_s (W_v latent_s)                 =  W_v (sum_s p_s latent_s)
@@ -9,12 +10,18 @@ key projection is moved to the query and the value projection behind the attenti
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.config import LatentConfig, ModelConfig
+from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.family import Family
+from jaxserve.models.hf_keys import Json, boolean, integer, number, optional_integer, rope_config
 from jaxserve.models.layers import AttendFn, Cache, Linear, LinearFn, RMSNorm, RopeTable
 from jaxserve.models.moe import feed_forward
 from jaxserve.models.rope import apply_rope
@@ -22,7 +29,7 @@ from jaxserve.models.weights import Part, param
 
 
 class HeadProj(nnx.Module):
-    """A weight [N, rows, I] that the checkpoint keeps as [N * rows, I]; split over heads."""
+    """A weight [N, rows, I], split over heads. The checkpoint stores it as [N * rows, I]."""
 
     def __init__(self, name: str, heads: int, rows: int, size: int, dtype: jnp.dtype) -> None:
         shape = (heads, rows, size)
@@ -31,7 +38,7 @@ class HeadProj(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """Multi-head latent attention over the compressed cache."""
+    """Multi-head latent attention (MLA) on the compressed cache."""
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, dtype: jnp.dtype) -> None:
         heads, model, rank = config.num_heads, config.hidden_size, latent.q_rank
@@ -55,7 +62,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
     ) -> tuple[jax.Array, Cache]:
-        """x [T, D] -> (out [T, D], cache)."""
+        """Attend x [T, D] -> (out [T, D], cache)."""
         assert rope is not None
         rank, nope = self.latent.kv_rank, self.latent.nope_dim
         q = self._queries(x, linear)
@@ -71,7 +78,7 @@ class LatentAttention(nnx.Module):
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
 
     def _queries(self, x: jax.Array, linear: LinearFn) -> jax.Array:
-        """[T, D] -> [T, N, nope + rope]."""
+        """Project x [T, D] -> queries [T, N, nope + rope]."""
         if self.q_proj is not None:
             return linear(x, self.q_proj.weight[...])
         assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
@@ -79,10 +86,56 @@ class LatentAttention(nnx.Module):
 
 
 class DeepseekV3ForCausalLM(CausalLM):
-    """The first layers are dense; the others have a shared expert and sigmoid-routed ones in groups."""
+    """The first layers are dense. The others have a shared expert and grouped experts with a sigmoid router."""
 
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
         assert config.latent is not None
         attention = LatentAttention(config, config.latent, dtype)
         return PreNormLayer(config, dtype, attention, feed_forward(config, index, dtype))
+
+
+def _deepseek_v3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    layers, ffn = fields["num_layers"], optional_integer(hf, "moe_intermediate_size", 2048)
+    latent = LatentConfig(
+        kv_rank=integer(hf, "kv_lora_rank"),
+        q_rank=optional_integer(hf, "q_lora_rank", None),
+        nope_dim=integer(hf, "qk_nope_head_dim"),
+        rope_dim=integer(hf, "qk_rope_head_dim"),
+        v_dim=integer(hf, "v_head_dim"),
+    )
+    experts = MoEConfig(
+        num_experts=integer(hf, "n_routed_experts"),
+        experts_per_token=integer(hf, "num_experts_per_tok"),
+        ffn=ffn,
+        sparse_layers=tuple(i >= optional_integer(hf, "first_k_dense_replace", 3) for i in range(layers)),
+        router="sigmoid",
+        normalize=boolean(hf, "norm_topk_prob", True),
+        num_groups=optional_integer(hf, "n_group", 1),
+        topk_groups=optional_integer(hf, "topk_group", 1),
+        scale=number(hf, "routed_scaling_factor", 1.0),
+        shared_ffn=ffn * optional_integer(hf, "n_shared_experts", 0),
+    )
+    if hf.get("scoring_func", "sigmoid") != "sigmoid" or hf.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ValueError("only the router of DeepSeek-V3 is supported: sigmoid scores, topk_method noaux_tc")
+    rope = dataclasses.replace(rope_config(hf, latent.rope_dim), interleaved=boolean(hf, "rope_interleave", True))
+    predictors = range(layers, layers + optional_integer(hf, "num_nextn_predict_layers", 0))
+    return {
+        "head_dim": latent.nope_dim + latent.rope_dim,
+        "rope": rope,
+        "latent": latent,
+        "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_score_factor(hf),
+        "moe": experts,
+        # Layers for multi-token prediction come after the model's own and are not used.
+        "ignored_tensors": tuple(rf"^model\.layers\.{i}\." for i in predictors),
+    }
+
+
+def _yarn_score_factor(hf: Json) -> float:
+    """Return the factor of DeepSeek's YaRN on the scores: the square of its mscale_all_dim term."""
+    p = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    weight, factor = number(p, "mscale_all_dim", 0.0), number(p, "factor", 1.0)
+    return 1.0 if not weight or factor <= 1 else (0.1 * weight * math.log(factor) + 1.0) ** 2
+
+
+FAMILIES = (Family("DeepseekV3ForCausalLM", DeepseekV3ForCausalLM, _deepseek_v3),)

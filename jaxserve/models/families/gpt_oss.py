@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
+from jaxserve.models.family import Family
+from jaxserve.models.hf_keys import Json, boolean, head_dim_or, integer, number, optional_integer, windows_by_type
 from jaxserve.models.layers import Attention, LinearFn
 from jaxserve.models.moe import Experts, Router
 
 
 class GptOssMLP(nnx.Module):
-    """The router has a bias and is called `router`; the experts come packed, in MXFP4 or bfloat16."""
+    """Experts with a biased router that checkpoints call `router`. Experts are packed, in MXFP4 or bfloat16."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         assert config.moe is not None
@@ -21,13 +25,41 @@ class GptOssMLP(nnx.Module):
         self.experts = Experts(config, config.moe, dtype)
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
-        """[T, D] -> [T, D]."""
+        """Run the block: x [T, D] -> [T, D]."""
         return self.experts(x, *self.router(x))
 
 
 class GptOssForCausalLM(CausalLM):
-    """The config has `attention_sinks` and a router of kind "topk_softmax"."""
+    """Pre-norm layers with attention sinks and a "topk_softmax" router."""
 
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
         return PreNormLayer(config, dtype, Attention(config, dtype), GptOssMLP(config, dtype))
+
+
+def _gpt_oss(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    window = optional_integer(hf, "sliding_window", 128)
+    by_place = tuple(window if (i + 1) % 2 else None for i in range(fields["num_layers"]))
+    experts = MoEConfig(
+        num_experts=integer(hf, "num_local_experts"),
+        experts_per_token=integer(hf, "num_experts_per_tok"),
+        ffn=fields["intermediate_size"],
+        sparse_layers=(True,) * fields["num_layers"],
+        router="topk_softmax",
+        router_bias=True,
+    )
+    quantized = (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    bias = boolean(hf, "attention_bias", True)
+    return head_dim_or(hf, 64) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "layer_windows": windows_by_type(hf, window) or by_place,
+        "attention_sinks": True,
+        "activation": "clamped_swiglu",
+        "activation_limit": number(hf, "swiglu_limit", 7.0),
+        "moe": experts,
+        "packed_experts": "mxfp4" if quantized else "bfloat16",
+    }
+
+
+FAMILIES = (Family("GptOssForCausalLM", GptOssForCausalLM, _gpt_oss, rope_theta=150000.0),)

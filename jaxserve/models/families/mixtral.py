@@ -1,19 +1,23 @@
-"""Mixtral (https://arxiv.org/abs/2401.04088): Mistral's attention, every MLP a mixture of experts."""
+"""Mixtral (https://arxiv.org/abs/2401.04088): Mistral's attention, and experts instead of every MLP."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer
+from jaxserve.models.family import Family
+from jaxserve.models.hf_keys import Json, optional_integer, window_everywhere
 from jaxserve.models.layers import AttendFn, Attention, Cache, LinearFn, RMSNorm, RopeTable
 from jaxserve.models.moe import Experts, Router
 
 
 class MixtralMoE(nnx.Module):
-    """The checkpoint's `block_sparse_moe`: w1 is gate, w3 up, w2 down."""
+    """The part that checkpoints call `block_sparse_moe`. w1 is gate, w3 up, w2 down."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         assert config.moe is not None
@@ -21,12 +25,12 @@ class MixtralMoE(nnx.Module):
         self.experts = Experts(config, config.moe, dtype, names=("w1", "w3", "w2"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, D] -> [T, D]."""
+        """Run the block: x [T, D] -> [T, D]."""
         return self.experts(x, *self.gate(x))
 
 
 class MixtralLayer(Layer):
-    """A pre-norm layer whose feed-forward is called block_sparse_moe."""
+    """A pre-norm layer whose feed-forward has the name block_sparse_moe."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config, dtype)
@@ -43,8 +47,21 @@ class MixtralLayer(Layer):
 
 
 class MixtralForCausalLM(CausalLM):
-    """Softmax router, the chosen weights divided by their sum."""
+    """Softmax router; the weights of the chosen experts are divided by their sum."""
 
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
         return MixtralLayer(config, dtype)
+
+
+def _mixtral(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    experts = MoEConfig(
+        num_experts=optional_integer(hf, "num_local_experts", 8),
+        experts_per_token=optional_integer(hf, "num_experts_per_tok", 2),
+        ffn=fields["intermediate_size"],
+        sparse_layers=(True,) * fields["num_layers"],
+    )
+    return {"qkv_bias": False, "out_bias": False, "moe": experts, "layer_windows": window_everywhere(hf, fields)}
+
+
+FAMILIES = (Family("MixtralForCausalLM", MixtralForCausalLM, _mixtral, rope_theta=1e6),)

@@ -1,12 +1,21 @@
-"""OLMo 2 (https://arxiv.org/abs/2501.00656): norms after attention and MLP instead of before, and over all heads."""
+"""OLMo 2 (https://arxiv.org/abs/2501.00656) and OLMo 3 (https://arxiv.org/abs/2512.13961).
+
+Norms follow attention and MLP instead of preceding them, and the query and key norms run over all heads at once.
+OLMo 3 has a sliding window in three of four layers.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM, Layer
+from jaxserve.models.family import Family
+from jaxserve.models.hf_keys import Json, optional_integer, ropes_by_layer_type, windows_by_type
 from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, LinearFn, RMSNorm, RopeTable
 
 
@@ -27,9 +36,32 @@ class Olmo2Layer(Layer):
         return x + self.post_feedforward_layernorm(self.mlp(x, linear)), cache
 
 
-class Olmo2ForCausalLM(CausalLM):
-    """The config has `qk_norm="full"`."""
+class OlmoForCausalLM(CausalLM):
+    """OLMo 2 and 3."""
 
     @classmethod
     def make_layer(cls, config: ModelConfig, index: int, dtype: jnp.dtype) -> Layer:
         return Olmo2Layer(config, dtype)
+
+
+def _olmo2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    return {"qk_norm": "full"}
+
+
+def _olmo3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    """Every fourth layer is full; scaling of the rotation is for the full layers only."""
+    window = optional_integer(hf, "sliding_window", 4096)
+    by_place = tuple(window if (i + 1) % 4 else None for i in range(fields["num_layers"]))
+    rope, local = ropes_by_layer_type(hf, fields["head_dim"])
+    return {
+        "qk_norm": "full",
+        "layer_windows": windows_by_type(hf, window) or by_place,
+        "rope": rope,
+        "local_rope": local or dataclasses.replace(rope, scaling=None),
+    }
+
+
+FAMILIES = (
+    Family("Olmo2ForCausalLM", OlmoForCausalLM, _olmo2),
+    Family("Olmo3ForCausalLM", OlmoForCausalLM, _olmo3, rope_theta=500000.0),
+)

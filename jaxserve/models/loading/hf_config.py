@@ -1,7 +1,7 @@
 """A published config.json (and generation_config.json), translated into ModelConfig.
 
-With hf_keys.py and hf_families.py the one place that knows Hugging Face's keys and each family's unwritten defaults:
-a published file leaves out what equals the default of its class. Reads JSON only; nothing of a checkpoint is run.
+Reads the keys common to all families; the family adds its own keys and defaults, because a published file leaves out
+what equals the default of its class. Reads JSON only: no code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -14,44 +14,42 @@ from typing import Any, TypeVar
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.config import GenerationDefaults, ModelConfig
-from jaxserve.models.families.hf_families import FAMILIES, no_changes, rope_by_layer_type
-from jaxserve.models.families.hf_keys import (
+from jaxserve.models.families.registry import family_of
+from jaxserve.models.hf_keys import (
     Json,
     architecture_of,
     boolean,
     integer,
     number,
     optional_integer,
+    rope_by_layer_type,
     rope_config,
     shown,
 )
-from jaxserve.models.families.registry import model_class
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 
 T = TypeVar("T")
 MAX_EOS = 1024  # token ids; published lists have three
-MAX_TOKEN_ID = 2**24  # as of bos_token_id
+MAX_TOKEN_ID = 2**24  # same limit as bos_token_id
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The ModelConfig of a checkpoint directory. Raises ModelLoadError naming the file and the key."""
+    """Read the ModelConfig of a checkpoint directory. Raises ModelLoadError that names the file and the key."""
     return read_config_file(directory / "config.json")
 
 
 def read_config_file(file: Path) -> ModelConfig:
-    """`read_config`, of a config.json by any name."""
+    """Read the ModelConfig of a config.json of any name, see `read_config`."""
     generation_file = file.with_name("generation_config.json")
     hf = read_object(file)
     generation = read_object(generation_file) if generation_file.is_file() else {}
-    _named(
-        file, lambda: _check_architecture(hf, file)
-    )  # first: an unknown family may lack every key that is read below
+    _named(file, lambda: _check_architecture(hf, file))  # first: an unknown family may lack the keys below
     config = _named(file, lambda: from_hf(hf))
     return _named(generation_file, lambda: with_generation(config, generation))
 
 
 def _named(file: Path, read: Callable[[], T]) -> T:
-    """What `read` returns; what it finds wrong becomes a ModelLoadError with the file's name."""
+    """Call `read` and turn its errors into a ModelLoadError with the file's name."""
     try:
         return read()
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
@@ -61,15 +59,22 @@ def _named(file: Path, read: Callable[[], T]) -> T:
 
 def _check_architecture(hf: Json, file: Path) -> None:
     try:
-        model_class(architecture_of(hf))
+        family_of(architecture_of(hf))
     except ModelLoadError as error:
         code = "; the code that its directory brings is never run" if hf.get("auto_map") else ""
         raise ModelLoadError(f"{file}: {error}{code}", fix=error.fix) from None
 
 
 def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
-    """ModelConfig of a parsed config.json. KeyError, TypeError or ValueError where a needed key is absent or wrong."""
+    """Translate a parsed config.json, and optionally a generation_config.json.
+
+    Raises KeyError, TypeError or ValueError if a required key is absent or wrong, ModelLoadError for an unsupported
+    architecture.
+    """
     architecture = architecture_of(hf)
+    family = family_of(architecture)
+    if hf.get("rope_theta") is None:
+        hf = {**hf, "rope_theta": family.rope_theta}
     if not isinstance(hf.get("quantization_config") or {}, dict):
         raise ValueError(f"'quantization_config' must be an object, not {shown(hf['quantization_config'])}")
     heads = integer(hf, "num_attention_heads")
@@ -96,14 +101,14 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
     }
     if not rope_by_layer_type(hf):
         fields["rope"] = rope_config(hf, fields["head_dim"])
-    fields |= FAMILIES.get(architecture, no_changes)(hf, fields)
+    fields |= family.changes(hf, fields)
     config = ModelConfig(**fields, weight_block=_weight_block(hf))
     _check(config)
     return config if generation is None else with_generation(config, generation)
 
 
 def with_generation(config: ModelConfig, generation: Json) -> ModelConfig:
-    """`config` with what a parsed generation_config.json says; ValueError for a value out of its range."""
+    """Return `config` with the values of a parsed generation_config.json. Raises ValueError if one is out of range."""
     return config.replace(
         eos_token_ids=_eos_token_ids(generation) or config.eos_token_ids,
         bos_token_id=optional_integer(generation, "bos_token_id", config.bos_token_id),
@@ -115,7 +120,7 @@ SERVED_QUANTIZATION = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
 
 
 def _weight_block(hf: Json) -> tuple[int, int] | None:
-    """Rows and columns that share an FP8 scale; ValueError for a quantization that cannot be read."""
+    """Return the rows and columns that share an FP8 scale. Raises ValueError for an unsupported quantization."""
     quantization = hf.get("quantization_config") or {}
     method = quantization.get("quant_method")
     if method is not None and method not in SERVED_QUANTIZATION:
@@ -164,7 +169,7 @@ def _activation(hf: Json) -> str:
 
 
 def _eos_token_ids(hf: Json) -> tuple[int, ...]:
-    """The ids that end an output: the key holds one or a list."""
+    """Return the token ids that end an output. The key has one id or a list."""
     value = hf.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if len(ids) > MAX_EOS or not all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in ids):
@@ -174,7 +179,7 @@ def _eos_token_ids(hf: Json) -> tuple[int, ...]:
 
 
 def _generation_defaults(generation: Json) -> GenerationDefaults:
-    if generation.get("do_sample") is False:  # the values that follow are then not meant to be used
+    if generation.get("do_sample") is False:  # then the other values are not meant to be used
         return GenerationDefaults()
     names = ("temperature", "top_p", "min_p", "repetition_penalty")
     found = {name: number(generation, name, None) for name in names}

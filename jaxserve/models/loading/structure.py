@@ -15,7 +15,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.families.bert import BertModel
-from jaxserve.models.families.registry import model_class
+from jaxserve.models.families.registry import family_of
 from jaxserve.models.weights import ParamSpec, param_specs
 
 
@@ -78,6 +78,6 @@ class LoadedModel:
 
 def build(config: ModelConfig, dtype: jnp.dtype) -> ModelStructure:
     """Make the structure of a model by shape evaluation, which allocates nothing whatever the size."""
-    cls = model_class(config.architecture)
+    cls = family_of(config.architecture).model
     graphdef, state = nnx.split(nnx.eval_shape(lambda: cls(config, jnp.dtype(dtype))))
     return ModelStructure(config, graphdef, jax.tree.structure(state), tuple(param_specs(state)))
