@@ -1,1 +1,1 @@
-"""HTTP: the only room that knows OpenAI's wire format."""
+"""The HTTP API: the only package that knows the wire formats of OpenAI, SGLang and vLLM."""

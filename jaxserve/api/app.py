@@ -60,10 +60,11 @@ def create_app(
     store: Store | None = None,
     no_store: str = "This server was started without a store.",
 ) -> FastAPI:
-    """The application. The engine may still be loading; it and the store are started and stopped by the caller.
+    """Build the application around one engine, which may still be loading. The caller starts and stops engine and
+    store.
 
-    Without a store the routes of files and batches answer 503 with the sentence `no_store`.
-    Raises ConfigError for an unknown parser's name.
+    Without a store, the routes of files and batches answer 503 with the message `no_store`.
+    Raises ConfigError if the name of a parser is unknown.
     """
     choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
     state = ServerState(engine, config, metrics or Metrics(), make_tracing(config.logging), store)
@@ -73,7 +74,7 @@ def create_app(
         version=__version__,
         middleware=_middleware(state),
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from other hosts
         redoc_url=None,
         lifespan=_lifespan(state, store),
     )
@@ -91,7 +92,9 @@ def create_app(
 
 
 def check_files(app: FastAPI) -> bool:
-    """Try the chat template; whether the tokenizer, which it needs, was loaded yet. Blocks. Raises ConfigError."""
+    """Load and render the chat template; return whether the tokenizer was already loaded. Blocks. Raises
+    ConfigError.
+    """
     state: ServerState = app.state.server
     try:
         check_template(state)
@@ -101,8 +104,10 @@ def check_files(app: FastAPI) -> bool:
 
 
 async def warm_up(app: FastAPI) -> None:
-    """Start what the first requests would wait for. Call it once the engine is ready. Raises ConfigError for a
-    tokenizer that is not the model's."""
+    """Start the helpers that the first requests would wait for. Call it once the engine is ready.
+
+    Raises ConfigError if the tokenizer does not belong to the model.
+    """
     state: ServerState = app.state.server
     await asyncio.to_thread(check_vocabulary, state)  # renders the chat template
     await state.grammars.start(state.engine)
@@ -111,6 +116,7 @@ async def warm_up(app: FastAPI) -> None:
 def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        """Run the batches while the application runs, and stop every helper at its end."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(state.grammars.stop)
             stack.callback(state.text_work.stop)
@@ -128,7 +134,7 @@ def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
 
 
 def _middleware(state: ServerState) -> list[Middleware]:
-    """Outermost first."""
+    """List the middleware, outermost first."""
     section = state.config.server
     log_requests = state.config.logging.requests
     chain = [Middleware(RequestContext, metrics=state.metrics, tracing=state.tracing, log_requests=log_requests)]

@@ -1,4 +1,4 @@
-"""docs/errors.md: every error that a client can get, made from the code that raises it.
+"""Write docs/errors.md: every error that a client can get, read from the code that raises it.
 
 python -m jaxserve.api.error_index > docs/errors.md
 """
@@ -26,14 +26,14 @@ is an event of the stream. A word in braces stands for what the message says the
 
 
 class Entry(NamedTuple):
-    """What clients can tell errors apart by."""
+    """What a client can tell an error by: status, type and code."""
 
     status: int
     type: str
     code: str | None
 
 
-# what to do about an error; one without a line here is a mistake that a test finds
+# What to do about each error. A test fails if an error has no entry here.
 FIXES: dict[tuple[int, str | None], str] = {
     (400, "context_length_exceeded"): "Shorten the conversation or the prompt; `truncate_prompt_tokens` cuts it.",
     (400, "invalid_json"): "Send a body that is JSON.",
@@ -68,7 +68,7 @@ FIXES: dict[tuple[int, str | None], str] = {
     (507, "insufficient_storage"): "Delete files, or ask the operator for room on the disk.",
 }
 
-# made by calls whose words or codes are no literals
+# raised by calls whose message or code is not a literal
 _COMPUTED: list[tuple[Entry, str]] = [
     (Entry(400, "invalid_request_error", "invalid_type"), "{param}: {what is wrong with its type}"),
     (Entry(400, "invalid_request_error", "invalid_value"), "{param}: {what is wrong with its value}"),
@@ -84,7 +84,7 @@ _COMPUTED: list[tuple[Entry, str]] = [
 
 
 def entries() -> dict[Entry, list[str]]:
-    """Each error with the messages that it can have."""
+    """List each error with the messages that it can have."""
     classes = {each.__name__: each for each in _subclasses(HTTPError)}
     found: dict[Entry, set[str]] = {Entry(each.status, each.type, each.code): set() for each in classes.values()}
     for entry, words in _COMPUTED:
@@ -98,14 +98,14 @@ def entries() -> dict[Entry, list[str]]:
 
 
 def _subclasses(kind: type[HTTPError]) -> Iterator[type[HTTPError]]:
-    assert create_app  # imported for the classes that its modules define
+    assert create_app  # imported so that the classes of its modules are defined
     for each in kind.__subclasses__():
         yield each
         yield from _subclasses(each)
 
 
 def _calls(tree: ast.Module, classes: dict[str, type[HTTPError]]) -> Iterator[tuple[str, str | None, list[str]]]:
-    """(class, code, messages) of each place that makes an error."""
+    """List (class, code, messages) for each call that makes an error."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -127,7 +127,7 @@ def _calls(tree: ast.Module, classes: dict[str, type[HTTPError]]) -> Iterator[tu
 
 
 def _template(node: ast.expr | None) -> str | None:
-    """A text with the expressions in it by the last name that they have."""
+    """Return the text with each expression replaced by its last name."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if not isinstance(node, ast.JoinedStr):
@@ -146,7 +146,7 @@ def _placeholder(node: ast.expr) -> str:
 
 
 def index() -> str:
-    """The whole document."""
+    """Build the whole document."""
     sections = [_HEAD]
     for entry, words in entries().items():
         fix = FIXES[entry.status, entry.code]

@@ -1,1 +1,4 @@
-"""Running OpenAI's batches on the server's own routes."""
+"""Run OpenAI batches on the server's own routes.
+
+A *batch request* is one line of a batch's input file: one request, run by the route that the line names.
+"""

@@ -1,4 +1,4 @@
-"""Making results durable in groups: all lines that finish while one commit runs share the next."""
+"""Save results in groups: all results that arrive while one commit runs share the next commit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Waiting = list[tuple[LineResult, asyncio.Future[None]]]
 
 
 class Committer:
-    """Hands results to `save`, group by group, for as long as it takes: a full disk holds lines up, it loses none."""
+    """Pass results to `save`, group by group. If the disk is full, results wait; none is lost."""
 
     def __init__(self, save: Callable[[Sequence[LineResult]], Awaitable[None]], pause: StoragePause) -> None:
         self._save = save
@@ -24,9 +24,9 @@ class Committer:
         self._failure: Exception | None = None
 
     async def commit(self, result: LineResult) -> None:
-        """Return when the result is durable. A caller that gives up waiting does not take its result back.
+        """Return once the result is durable. If the caller stops waiting, the result is still saved.
 
-        Raises what `save` raises, StorageError excepted.
+        Raises what `save` raises, except StorageError, which is retried.
         """
         if self._closed:
             raise RuntimeError("a line finished after its batch had been stopped")
@@ -57,7 +57,10 @@ class Committer:
                 await self._pause.wait(error)
 
     async def close(self, timeout: float | None) -> None:
-        """Take no more results, and return when those taken are durable, or given up after `timeout` seconds."""
+        """Accept no more results and wait until those accepted are durable, or dropped after `timeout` seconds.
+
+        Raises the error with which `save` failed, if it did.
+        """
         self._closed = True
         if self._task is not None:
             _, late = await asyncio.wait({self._task}, timeout=timeout)

@@ -1,4 +1,4 @@
-"""The lines of one batch in flight: fed from the input file, bounded by the window, committed as they finish."""
+"""Run the requests of one batch: read from the input file, limited by the window, committed as they finish."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxserve.api.batch.window import Window
 from jaxserve.store import BatchLine
 from jaxserve.store.jsonl import Line, read_lines
 
-READ_LINES = 32  # read from the file at a time, in a thread
+READ_LINES = 32  # batch requests read from the file at a time, in a thread
 _decode = msgspec.json.Decoder(BatchLine).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """The lines of a batch that are still to run."""
+    """The batch requests that are still to run."""
 
     path: Path
     max_line_bytes: int
@@ -40,7 +40,7 @@ def _take(lines: Iterator[Line]) -> list[Line]:
 
 
 class Execution:
-    """All lines of an input, each started when it has a place in the window."""
+    """Run every request of an input, each once the window has room for it."""
 
     def __init__(self, lines: Input, runner: LineRunner, window: Window, committer: Committer) -> None:
         self._lines = lines
@@ -49,7 +49,10 @@ class Execution:
         self._committer = committer
 
     async def run(self) -> None:
-        """Return when every line has finished and is durable. Cancelling ends the lines in flight."""
+        """Return once every request has finished and is durable. If cancelled, cancel the requests in flight.
+
+        Raises the first error of a request, or of saving its result.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 async for line in self._lines.lines():
@@ -62,7 +65,7 @@ class Execution:
         size = len(line.data)
         await self._window.enter(size)
         task = group.create_task(self._run_line(line.number, line.data))
-        # Not in the task: one that is cancelled before its first step runs none of its code.
+        # Done outside the task: a task cancelled before its first step runs none of its code.
         task.add_done_callback(lambda _: self._window.leave(size))
 
     async def _run_line(self, number: int, data: bytes) -> None:

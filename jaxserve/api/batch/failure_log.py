@@ -1,4 +1,4 @@
-"""What the log says of a batch's failed attempts: sums, because 50,000 requests may fail in the same way."""
+"""Log a batch's failed attempts as totals, because 50,000 requests may fail in the same way."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Callable
 
 from jaxserve.errors import HTTPError
 
-INTERVAL = 60.0  # seconds between two entries of one batch
-MAX_CHARS = 200  # of a message: it may quote the client's input
-MAX_REASONS = 3  # shown in one entry; the rest is counted
+INTERVAL = 60.0  # seconds between two log entries of one batch
+MAX_CHARS = 200  # maximum length of a message, which may quote the client's input
+MAX_REASONS = 3  # failures listed per entry; the rest is counted
 
 logger = logging.getLogger(__name__)
 
 
 class FailureLog:
-    """Counts the attempts of one batch that failed by the server's fault; at most one log entry an interval.
+    """Count the attempts of one batch that failed through the server's fault; log at most once per interval.
 
-    clock: seconds
+    clock: returns seconds
     """
 
     def __init__(self, batch_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._batch_id = batch_id
         self._clock = clock
         self._counts: Counter[str] = Counter()
-        self._bug: Exception | None = None  # the first that is no HTTPError: it is logged with its traceback
+        self._bug: Exception | None = None  # the first error that is not an HTTPError; it is logged with its traceback
         self._next = clock()
 
     def note(self, error: Exception) -> None:
-        """An attempt met `error`."""
+        """Count an attempt that failed with `error`."""
         if isinstance(error, HTTPError):
             reason = error.message
         else:
@@ -40,7 +40,7 @@ class FailureLog:
             self.flush()
 
     def flush(self) -> None:
-        """Log what was counted since the last entry, if anything was."""
+        """Log what was counted since the last entry, if anything."""
         if not self._counts:
             return
         reasons = "; ".join(f"{count} x {reason}" for reason, count in self._counts.most_common(MAX_REASONS))

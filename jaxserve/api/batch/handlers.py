@@ -1,4 +1,4 @@
-"""What runs one line of a batch, as the rest of this package sees it."""
+"""The interface that runs one batch request, as the rest of this package sees it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import NamedTuple, Protocol
 
 
 class LineAnswer(NamedTuple):
-    """`body` is JSON without newlines."""
+    """The answer of a batch request. `body` is JSON without newlines."""
 
     status: int
     body: bytes
 
 
 class LineHandler(Protocol):
-    """Runs one request of the API key `owner`. Cancelling the call ends it in the engine too.
+    """Run one request for the API key `owner`. Cancelling the call also aborts it in the engine.
 
-    Raises HTTPError where an online client would be answered with an error.
+    Raises HTTPError if an online client would be answered with an error.
     """
 
     async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer: ...
 
 
-Handlers = Mapping[str, LineHandler]  # by endpoint, with the /v1 prefix
+Handlers = Mapping[str, LineHandler]  # handler of each endpoint, named with the /v1 prefix

@@ -1,7 +1,7 @@
-"""The life of one batch, from whatever state the store has it in to a terminal one.
+"""Run one batch from the state it has in the store to a terminal state.
 
-Each turn of the loop reads the state from the store and does what that state asks for; nothing is remembered between
-turns. So a batch after a crash, after a full disk and after a lost race goes on the same way as a new one.
+Each iteration of the loop reads the state from the store and acts on it. Nothing is kept between iterations. A batch
+therefore continues after a crash, a full disk or a lost race exactly as a new one starts.
 """
 
 from __future__ import annotations
@@ -25,31 +25,33 @@ from jaxserve.errors import StorageError
 from jaxserve.store import BatchError, BatchRecord, BatchStatus, Store, Validator
 from jaxserve.store.validation import MAX_LINES
 
-READY_POLL = 0.25  # seconds between looks at an engine that is not ready, before the lines are checked
-STOP_SECONDS = 5.0  # given to lines in flight to end when told; the rest is left behind
+READY_POLL = 0.25  # seconds between checks whether the engine is ready, before the batch requests are validated
+STOP_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What a server decides about its batches.
+    """The server's settings for all batches.
 
-    known_model: whether a name is served; ready: whether the engine takes requests now; clock: Unix seconds
+    known_model: returns whether a model name is served
+    ready: returns whether the engine accepts requests now
+    clock: returns Unix seconds
     """
 
     known_model: Callable[[str], bool]
     ready: Callable[[], bool]
     max_line_bytes: int
     max_lines: int = MAX_LINES
-    max_running: int = 8  # batches whose lines are in flight at once; more wait their turn
+    max_running: int = 8  # batches that may have requests in flight at once; other batches wait
     clock: Callable[[], float] = time.time
-    tick: float = 1.0  # seconds between looks at the clock
-    retry_delay: float = 1.0  # seconds until a disk or a line that failed is tried again; doubles
+    tick: float = 1.0  # seconds between checks of the deadline
+    retry_delay: float = 1.0  # seconds before a failed write or request is retried; doubles each time
 
 
 class BatchJob:
-    """One batch on its way. `turn` is shared by all jobs: its holders run lines."""
+    """Run one batch. All jobs share the semaphore `turn`; only its holders run batch requests."""
 
     def __init__(
         self,
@@ -76,11 +78,11 @@ class BatchJob:
         }
 
     def stop_lines(self) -> None:
-        """The batch is being cancelled in the store: end its lines now."""
+        """Cancel the requests in flight: the store says that the batch is being cancelled."""
         self._stop.set()
 
     async def run(self) -> BatchRecord:
-        """Take the batch to its end."""
+        """Run the batch until it reaches a terminal state."""
         while True:
             try:
                 batch = await self._store.get_batch(self._id)
@@ -93,7 +95,7 @@ class BatchJob:
 
     async def _validate(self, batch: BatchRecord) -> None:
         settings = self._settings
-        if not settings.ready():  # the names of the models are not known before
+        if not settings.ready():  # the served model names are unknown before
             return await asyncio.sleep(min(settings.tick, READY_POLL))
         validator = Validator(batch.endpoint, settings.known_model, settings.max_line_bytes, settings.max_lines)
         try:
@@ -123,7 +125,7 @@ class BatchJob:
         return self._settings.clock() >= batch.expires_at
 
     async def _run_lines(self, batch: BatchRecord) -> bool:
-        """Run what is left of the batch; whether that is all of it. What finished is durable."""
+        """Run the remaining batch requests; return whether all have finished. Finished results are durable."""
         settings = self._settings
         left = Input(self._store.input_path(batch), settings.max_line_bytes, await self._store.finished_lines(batch.id))
         committer = Committer(functools.partial(self._store.add_results, batch.id), self.pause)
@@ -146,7 +148,7 @@ class BatchJob:
             await execution.run()
 
     async def _until_stopped(self, execution: asyncio.Task[None], batch: BatchRecord) -> None:
-        """Return when all lines have finished, the batch is being cancelled, or its time is over."""
+        """Return once all requests have finished, the batch is being cancelled, or its deadline has passed."""
         stop = asyncio.create_task(self._stop.wait())
         try:
             while not (execution.done() or self._stop.is_set() or self._expired(batch)):
@@ -170,4 +172,4 @@ async def _cancel(execution: asyncio.Task[None]) -> None:
     await asyncio.wait({execution}, timeout=STOP_SECONDS)
     if not execution.done():
         logger.error("lines of a batch did not end within %.0f s of being told", STOP_SECONDS)
-        execution.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody waits for it
+        execution.add_done_callback(lambda task: task.cancelled() or task.exception())  # no caller awaits this task

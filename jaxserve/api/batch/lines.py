@@ -1,8 +1,7 @@
-"""One line of a batch from its input to its line of the output or error file.
+"""Run one batch request and build its line of the output or error file.
 
-Knows which errors are the line's own and which are the server's: a full queue and an engine that is not ready are
-waited out for as long as the batch lives, other errors of the server are tried again a few times, and what is left
-fails this line alone.
+A full queue or an engine that is not ready is waited for as long as the batch lives. Other server errors are retried a
+few times. Any other error fails this request alone.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from jaxserve.api.batch.handlers import LineAnswer, LineHandler
 from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, QueueFullError, ServerError
 from jaxserve.store import BatchLine, LineResult, Usage
 
-MAX_ATTEMPTS = 3  # of a line that meets errors of the server
-READY_POLL = 0.25  # seconds between looks at an engine that is not ready
-MAX_WAIT = 5.0  # seconds between two attempts at a full queue, at most
+MAX_ATTEMPTS = 3  # attempts at a request that meets server errors
+READY_POLL = 0.25  # seconds between checks whether the engine is ready
+MAX_WAIT = 5.0  # maximum seconds between two attempts while the queue is full
 
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
@@ -30,16 +29,18 @@ CANCELLED = ("batch_cancelled", "This request was not executed because the batch
 
 @dataclass(frozen=True, slots=True)
 class LineRunner:
-    """Runs lines of one endpoint, of a batch of `owner`. `ready` says whether the engine takes requests now."""
+    """Run the requests of one batch, for one endpoint and API key. `ready` returns whether the engine accepts
+    requests.
+    """
 
     handler: LineHandler
     ready: Callable[[], bool]
     failures: FailureLog
-    retry_delay: float = 1.0  # seconds before the second attempt; doubles
+    retry_delay: float = 1.0  # seconds before the second attempt; doubles each time
     owner: str = ""
 
     async def run(self, number: int, line: BatchLine) -> LineResult:
-        """The outcome of a line that passed validation. Never raises but when cancelled."""
+        """Return the outcome of a batch request that passed validation. Raises only if cancelled."""
         request_id = f"req-{secrets.token_hex(16)}"
         answer = await self._answer(bytes(line.body), request_id)
         succeeded = answer.status < 400
@@ -75,7 +76,7 @@ def _as_failure(error: Exception) -> HTTPError:
 
 
 def engine_ready(check_ready: Callable[[], None]) -> bool:
-    """Whether `check_ready` passes; a dead engine counts as one that is yet to come back."""
+    """Return whether `check_ready` passes. A dead engine counts as not ready, because it may be restarted."""
     try:
         check_ready()
     except (NotReadyError, EngineDeadError):
@@ -84,7 +85,7 @@ def engine_ready(check_ready: Callable[[], None]) -> bool:
 
 
 def response_line(custom_id: str, request_id: str, answer: LineAnswer) -> bytes:
-    """A line that was executed, whatever came of it."""
+    """Build the line of a request that was run, whatever its status."""
     body = answer.body if b"\n" not in answer.body else orjson.dumps(orjson.loads(answer.body))
     response = orjson.Fragment(
         b'{"status_code":%d,"request_id":%b,"body":%b}' % (answer.status, orjson.dumps(request_id), body)
@@ -93,7 +94,7 @@ def response_line(custom_id: str, request_id: str, answer: LineAnswer) -> bytes:
 
 
 def unexecuted_line(custom_id: str, reason: tuple[str, str]) -> bytes:
-    """A line that never ran. reason: code and message."""
+    """Build the line of a request that never ran. reason: code and message."""
     return _line(custom_id, None, {"code": reason[0], "message": reason[1]})
 
 
@@ -111,7 +112,7 @@ class _OutputDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Usage in the words of any route."""
+    """The token counts of an answer, under the field names of every route."""
 
     prompt_tokens: int | None = None
     input_tokens: int | None = None
@@ -128,7 +129,7 @@ class _Answer(msgspec.Struct):
 
 
 def read_usage(body: bytes) -> Usage:
-    """The tokens that an answer says it used."""
+    """Read the token counts from an answer."""
     usage = msgspec.json.decode(body, type=_Answer).usage or _Usage()
     cached = usage.prompt_tokens_details or usage.input_tokens_details or _InputDetails()
     reasoning = usage.completion_tokens_details or usage.output_tokens_details or _OutputDetails()

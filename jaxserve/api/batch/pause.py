@@ -1,4 +1,4 @@
-"""How a batch waits while the store refuses: longer from attempt to attempt, and visibly."""
+"""Delay a batch while the store refuses writes: longer after each attempt, and visible to the client."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import random
 from jaxserve.errors import StorageError
 from jaxserve.store import BatchError
 
-MAX_FACTOR = 16  # the longest delay, in units of the first
+MAX_FACTOR = 16  # the longest delay, as a multiple of the first
 
 logger = logging.getLogger(__name__)
 
 
 class StoragePause:
-    """The present wait of one batch, if it waits.
+    """The current delay of one batch, if it is delayed.
 
-    first_delay: seconds until the second attempt. It doubles up to MAX_FACTOR times that, less up to a half at random,
-    so that the batches of a server do not all try at the same moment.
+    first_delay: seconds until the second attempt. The delay doubles up to MAX_FACTOR times that, less a random part of
+    up
+    to one half, so that the batches of a server do not all retry at once.
     """
 
     def __init__(self, batch_id: str, first_delay: float) -> None:
@@ -29,7 +30,7 @@ class StoragePause:
 
     @property
     def error(self) -> BatchError | None:
-        """What clients see of it in the batch."""
+        """The error that the Batch object shows to clients meanwhile."""
         if self._reason is None:
             return None
         return BatchError("waiting_for_storage", f"{self._reason} The batch goes on once it can be written.")
@@ -44,7 +45,7 @@ class StoragePause:
         await asyncio.sleep(delay)
 
     def end(self) -> None:
-        """The store has taken a write."""
+        """Reset the delay: the store accepted a write."""
         if self._reason is not None:
             logger.info("batch %s goes on", self._batch_id)
         self._factor, self._reason = 1, None

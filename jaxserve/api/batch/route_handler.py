@@ -1,7 +1,7 @@
-"""A line of a batch, run by the server's own route function, called in process.
+"""Run a batch request by calling the server's own route function in process.
 
-A line takes the same way as an online request from its route on, so that every check, limit and field is the same by
-construction, and a new route needs one word to be usable in batches.
+A batch request and an online request share all code from the route on, so every check, limit and field is the same. A
+new route is usable in batches once it is listed here.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from jaxserve.types.sampling import BACKGROUND_PRIORITY
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# A line's own priority is kept within this range around the middle of what the engine takes as background work.
+# The priority of a batch request is clamped to this range around the middle of the engine's background priorities.
 OWN_PRIORITIES = 2**29 - 1
 BATCH_PRIORITY = BACKGROUND_PRIORITY + OWN_PRIORITIES
 
 
 def route_handlers(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[str, LineHandler]:
-    """The routes of `app` that lines may name, by path."""
+    """Return a handler for each route of `app` that batch requests may name, by path."""
     return {path: RouteHandler(app, path, endpoint) for path, endpoint in endpoints.items()}
 
 
 class RouteHandler:
-    """Calls one POST route below the application's middleware: keys and readiness are the batch's own matter."""
+    """Call one POST route below the middleware. The batch itself checks the API key and the engine's readiness."""
 
     def __init__(self, app: FastAPI, path: str, endpoint: Endpoint) -> None:
         self._app = app
@@ -72,7 +72,9 @@ class RouteHandler:
 
 
 def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
-    """A client that sends one body and waits for its answer: it leaves only by the cancelling of the whole call."""
+    """A `receive` that sends one body, then blocks: the client of a batch request leaves only by cancelling the
+    call.
+    """
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -84,8 +86,9 @@ def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
 
 
 def with_batch_priority(body: bytes) -> bytes:
-    """The body with its priority among background work; a priority that is no whole number is left to the route.
+    """Return the body with its priority moved into the background range.
 
+    A priority that is not a whole number is left as it is; the route refuses it.
     Raises InvalidValueError for a number beyond a float's range.
     """
     try:

@@ -1,4 +1,4 @@
-"""All batches of a server: one task each from its creation, or the server's start, to its end."""
+"""Run all batches of a server: one task per batch, from its creation or the server's start to its end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxserve.store import BatchError, BatchRecord, NewBatch, Store
 from jaxserve.store.database import LeaseLostError
 
 SWEEP_SECONDS = 60.0
-CRASH_DELAY = 5.0  # seconds until a batch goes on after a bug of ours
+CRASH_DELAY = 5.0  # seconds until a batch is retried after an internal error
 
 logger = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    """Runs the batches of `store` on `handlers`.
+    """Run the batches of `store` on `handlers`.
 
-    limit: lines that may be in flight, given those that are (see Window)
+    limit: returns how many batch requests may be in flight, given how many are (see Window)
     """
 
     def __init__(self, store: Store, handlers: Handlers, settings: BatchSettings, limit: Callable[[int], int]) -> None:
@@ -35,7 +35,7 @@ class BatchRunner:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Go on with every batch that has not ended."""
+        """Resume every batch that has not ended."""
         try:
             for batch_id in await self.store.live_batches():
                 self._add(batch_id)
@@ -44,7 +44,7 @@ class BatchRunner:
         self._spawn(self._sweep_forever())
 
     async def stop(self) -> None:
-        """Leave every batch where it is; the next start goes on from there."""
+        """Stop every batch as it is; the next start resumes it."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -53,21 +53,21 @@ class BatchRunner:
     async def create(
         self, new: NewBatch, idempotency: tuple[str, bytes] | None, reply: Callable[[BatchRecord], bytes]
     ) -> bytes:
-        """Create a batch and begin with it; as Store.create_batch."""
+        """Create a batch and start it. Arguments as in Store.create_batch."""
         answer, record = await self.store.create_batch(new, idempotency=idempotency, reply=reply)
         if record is not None:
             self._add(record.id)
         return answer
 
     async def cancel(self, batch_id: str, owner: str | None = None) -> BatchRecord:
-        """Cancel a batch, as Store.cancel_batch; its lines are told before this returns."""
+        """Cancel a batch as Store.cancel_batch does, and stop its requests before returning."""
         record = await self.store.cancel_batch(batch_id, owner=owner)
         if (job := self._jobs.get(batch_id)) is not None:
             job.stop_lines()
         return record
 
     def pause_of(self, batch_id: str) -> BatchError | None:
-        """What a batch waits for, if the store holds it up."""
+        """Return the error that delays a batch, if the store delays it."""
         job = self._jobs.get(batch_id)
         return None if job is None else job.pause.error
 
@@ -109,6 +109,6 @@ class BatchRunner:
         try:
             await self.store.sweep()
         except (StorageError, StoreDamagedError):
-            return  # the store has logged it
+            return  # the store has already logged it
         except HTTPError as error:
             logger.critical("the store cannot be swept: %s", error.message)

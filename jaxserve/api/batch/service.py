@@ -1,4 +1,4 @@
-"""The batches of one application: the runner put together from the engine, the store and the routes."""
+"""Connect the batch runner of an application to its engine, store and routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxserve.store import Store
 
 
 def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: Mapping[str, Endpoint]) -> None:
-    """Give `app` its runner, which works while `batches_running`. endpoints: what lines may name."""
+    """Create the runner of `app`, which runs within `batches_running`. endpoints: what batch requests may name."""
     settings = BatchSettings(
         known_model=lambda name: name in state.engine.info.served_names,
         ready=lambda: engine_ready(state.engine.check_ready),
@@ -41,7 +41,7 @@ def _gauges(runner: BatchRunner) -> dict[str, float]:
 
 
 def line_limit(engine: EngineProtocol, lines: int) -> int:
-    """Lines that the engine has room for beside the online requests of this moment."""
+    """Return how many batch requests the engine has room for beside the current online requests."""
     try:
         rows = min(engine.info.max_num_seqs, engine.info.useful_rows)
     except NotReadyError:
@@ -51,7 +51,7 @@ def line_limit(engine: EngineProtocol, lines: int) -> int:
 
 @contextlib.asynccontextmanager
 async def batches_running(app: FastAPI) -> AsyncIterator[None]:
-    """The life of the application's batches: a lifespan."""
+    """Run the application's batches for as long as the context is open."""
     runner: BatchRunner = app.state.batches
     await runner.start()
     try:
@@ -61,5 +61,5 @@ async def batches_running(app: FastAPI) -> AsyncIterator[None]:
 
 
 def batch_runner(request: Request) -> BatchRunner:
-    """The runner of the application that answers `request`."""
+    """Return the runner of the application that answers `request`."""
     return request.app.state.batches

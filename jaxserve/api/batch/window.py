@@ -1,7 +1,7 @@
-"""How many lines may be in flight at once, over all batches.
+"""Limit how many batch requests are in flight at once, over all batches.
 
-A line is in flight from its start until its result is durable, so the window also bounds what a crash can undo and
-what a full disk can hold up in memory.
+A batch request is in flight from its start until its result is durable. The window therefore also limits the work that
+a crash can lose and the memory that a full disk can hold.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-MAX_BYTES = 32 * 2**20  # of input in flight; a longer line runs alone
-POLL = 0.02  # seconds after which the limit is read again: online load changes without telling us
+MAX_BYTES = 32 * 2**20  # bytes of input in flight; a larger batch request runs alone
+POLL = 0.02  # seconds after which the limit is read again, because online load changes without notice
 
 
 class Window:
-    """Places for lines, given in the order in which they are asked for: batches take turns.
+    """Admit batch requests in first-in first-out order, so that batches take turns.
 
-    limit: lines that may be in flight now, given those that are; read again and again
+    limit: returns how many may be in flight now, given how many are; called repeatedly
     """
 
     def __init__(self, limit: Callable[[int], int], max_bytes: int = MAX_BYTES) -> None:
@@ -29,7 +29,7 @@ class Window:
         self._freed = asyncio.Event()
 
     async def enter(self, size: int) -> None:
-        """Wait for a place for a line of `size` bytes. Pair with `leave`."""
+        """Wait until a batch request of `size` bytes fits. Pair with `leave`."""
         async with self._turn:
             while not self._fits(size):
                 self._freed.clear()
@@ -50,10 +50,10 @@ class Window:
 
 
 def spare_slots(rows: int, num_online: int) -> int:
-    """Lines that fill what online requests leave of the engine, but for an eighth of it.
+    """Return how many batch requests fill the engine beside the online requests, less one eighth of its rows.
 
-    The eighth is for the next online requests: they find a slot at once, and lines give way as they come.
+    The eighth stays free for the next online requests, so that each starts at once while batch requests finish.
 
-    rows: requests with which the engine is busy; num_online: those there now
+    rows: the engine's rows that are in use; num_online: online requests now
     """
     return rows - max(1, rows // 8) - num_online

@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI document as one plain page. It loads nothing, so it works on a machine without a network."""
+"""GET /docs: the OpenAPI document as one static page. It loads nothing, so it works without a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ summary { cursor: pointer; padding: .2em 0 } table { border-spacing: 0; font-siz
 
 
 def install_docs(app: FastAPI) -> None:
-    """Add the route. The page is made once, of the document as it is when first asked for."""
+    """Add the route. The page is rendered once, at the first request."""
     pages: list[str] = []
 
     async def docs(request: Request) -> HTMLResponse:
@@ -33,7 +33,7 @@ def install_docs(app: FastAPI) -> None:
 
 
 def render(document: Json) -> str:
-    """The page of an OpenAPI document."""
+    """Render the page of an OpenAPI document."""
     title = f"{document['info']['title']} {document['info']['version']}"
     operations = [
         _operation(path, method, operation)
@@ -72,7 +72,7 @@ def _schema(name: str, schema: Json) -> str:
 
 
 def _type(schema: Json) -> str:
-    """One line; a named shape is a link."""
+    """Describe a type in one line; a named model becomes a link."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'

@@ -1,4 +1,7 @@
-"""The OpenAPI document. Bodies are parsed by body.py and answers are plain dicts, so it is told of both here."""
+"""Build the OpenAPI document.
+
+FastAPI cannot infer the models: bodies are parsed by body.py and answers are plain dicts. Routes declare both here.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ def documented(
     events: type[BaseModel] | None = None,
     many: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments for a route decorator.
+    """Return keyword arguments for a route decorator.
 
-    answer: of status 200; with `many` a list of it is possible too
-    events: the data of a streamed answer's events
+    answer: model of a status 200 answer; with `many`, a list of it is also possible
+    events: model of the data of a streamed answer's events
     """
     shape = _schema(answer)
     whole = {"anyOf": [shape, {"type": "array", "items": shape}]} if many else shape
@@ -69,7 +72,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Let /openapi.json and /docs show the models."""
+    """Show the declared models in /openapi.json and /docs."""
 
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:

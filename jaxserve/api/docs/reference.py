@@ -1,4 +1,4 @@
-"""docs/routes.md, made from the models that validate requests, so that it cannot be wrong.
+"""Write docs/routes.md from the models that validate requests.
 
 python -m jaxserve.api.docs.reference > docs/routes.md
 """
@@ -100,7 +100,7 @@ PARTS: tuple[type[BaseModel], ...] = (
 
 
 def reference() -> str:
-    """The whole document."""
+    """Build the whole document."""
     sections = [
         _ROUTES,
         _section("Fields of chat/completions and completions", SamplingFields),

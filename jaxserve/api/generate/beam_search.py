@@ -1,6 +1,6 @@
-"""Beam search over the engine's log-probabilities: each step asks for one token of every beam.
+"""Beam search over the engine's log-probabilities: each step requests one token for every beam.
 
-Not a mode of the engine: a beam's step is a request of its own, and the prefix cache keeps what the beams share.
+The engine has no beam search mode. Each step of a beam is a request, and the prefix cache shares the common tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxserve.api.generate.generation import Generate
 from jaxserve.types.output import FinishReason, TokenLogprobs
 from jaxserve.types.sampling import SamplingParams
 
-MAX_WIDTH = 10  # twice as many log-probabilities a step are needed, and the engine gives 20
+MAX_WIDTH = 10  # a step needs twice as many log-probabilities as beams, and the engine gives 20
 
 
 @dataclass(frozen=True)
 class Beam:
-    """Tokens of an output with what predicted each, and the sum of their log-probabilities."""
+    """The tokens of one candidate output with their log-probabilities, and the sum of these."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -47,7 +47,7 @@ async def beam_search(
     width: int,
     length_penalty: float,
 ) -> list[Beam]:
-    """The `width` best outputs, best first. Ends when so many are complete, at max_tokens, or by an abort.
+    """Return the `width` best outputs, best first. Ends once that many are complete, at max_tokens, or at an abort.
 
     score: sum of log-probabilities / length ** length_penalty, over output tokens
     """
@@ -65,7 +65,7 @@ async def beam_search(
     live, complete = [Beam()], list[Beam]()
     for _ in range(params.max_tokens or 1):
         entries = await asyncio.gather(*(_next(generate, [*prompt_token_ids, *beam.token_ids], step) for beam in live))
-        if None in entries:  # aborted: what there is, and as many as were asked for
+        if None in entries:  # aborted: return the beams so far, filled up to the requested number
             live = [replace(beam, finish_reason=FinishReason.ABORT) for beam in live] * width
             break
         candidates = [
@@ -75,7 +75,7 @@ async def beam_search(
             for token_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
         candidates.sort(key=lambda each: -(each[0].total + each[3]))
-        # Only those that are kept are made: a beam is a copy of all its tokens.
+        # Only beams that are kept are built: each copies all its tokens.
         best = [beam.extended(entry, i, value, i in ends) for beam, entry, i, value in candidates[: 2 * width]]
         complete += [beam for beam in best if beam.finish_reason is not None]
         live = [beam for beam in best if beam.finish_reason is None][:width]
@@ -86,7 +86,7 @@ async def beam_search(
 
 
 async def _next(generate: Generate, token_ids: list[int], params: SamplingParams) -> TokenLogprobs | None:
-    """What the model predicts after `token_ids`; None if the request is aborted."""
+    """Return the model's predictions after `token_ids`; None if the request is aborted."""
     stream = generate(token_ids, params)
     async with aclosing(stream):
         async for output in stream:

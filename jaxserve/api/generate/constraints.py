@@ -1,6 +1,6 @@
-"""What an output must look like, from the three spellings of it: response_format, structured_outputs, SGLang's fields.
+"""Read the constraint on an output from its three forms: response_format, structured_outputs, SGLang's fields.
 
-Makes a GrammarSpec; whether it can be enforced is the grammar compiler's to say.
+The result is a GrammarSpec. The grammar compiler decides whether it can be enforced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ Constraint = tuple[GrammarSpec, str]  # with the field it came from
 
 
 def constraint(body: SamplingFields | NativeSampling, tokenizer: Tokenizer) -> Constraint | None:
-    """The one constraint of a body. Raises InvalidValueError for two, InvalidSchemaError for one that is no grammar."""
+    """Return the one constraint of a body.
+
+    Raises InvalidValueError if there are two, InvalidSchemaError if it is not a grammar.
+    """
     found: list[Constraint] = []
     if isinstance(body, SamplingFields):
         with _naming("response_format"):
@@ -55,7 +58,7 @@ def constraint(body: SamplingFields | NativeSampling, tokenizer: Tokenizer) -> C
 async def checked_grammar(
     body: SamplingFields | NativeSampling, engine: EngineProtocol, checks: GrammarChecks
 ) -> GrammarSpec | None:
-    """The constraint of a body, known to be enforceable."""
+    """Return the constraint of a body once the grammar compiler accepts it."""
     found = constraint(body, engine.tokenizer)
     return None if found is None else await checks.check(*found, engine)
 
@@ -63,9 +66,9 @@ async def checked_grammar(
 def after_reasoning(
     spec: GrammarSpec, parsers: ParserChoice, tokenizer: Tokenizer, prompt: str, continued: str, off: bool
 ) -> GrammarSpec:
-    """`spec` as it holds for an output that may think first: from the end of its reasoning on.
+    """Return `spec` for an output that may begin with reasoning: it then applies after the reasoning.
 
-    off: the request switched thinking off
+    off: the request turned reasoning off
     """
     if parsers.harmony:
         return msgspec.structs.replace(spec, begin_after=_ids(tokenizer, _HARMONY_FINAL))
@@ -87,7 +90,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 @contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """Let an error about a grammar name the field that it came from."""
+    """Add the name of the request's field to an error about its grammar."""
     try:
         yield
     except InvalidSchemaError as error:
@@ -95,9 +98,9 @@ def _naming(param: str) -> Iterator[None]:
 
 
 def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
-    """Text to id of the tokens that grammars must name by id.
+    """Map the text of each token that grammars must name by id to that id.
 
-    llguidance takes added tokens written <...> for special too, whatever the tokenizer says of them.
+    llguidance also treats added tokens written <...> as special, whatever the tokenizer says of them.
     """
     added = tokenizer.backend.get_added_tokens_decoder()
     return {
@@ -131,7 +134,7 @@ def _response_format(wanted: ResponseFormat | None, tokenizer: Tokenizer) -> lis
 
 
 def _schemas_of(wanted: ResponseFormat) -> dict[str, dict[str, Any] | bool]:
-    """Name of the field to the schema in it. An empty object beside json_object says no more than the type."""
+    """Map each field to its schema. An empty object beside json_object adds nothing to the type."""
     named = wanted.json_schema
     places = {"json_schema.schema": named and named.schema_, "schema": wanted.schema_, "value": wanted.value}
     empty = ({},) if wanted.type == "json_object" else ()
@@ -143,7 +146,7 @@ def _schemas_of(wanted: ResponseFormat) -> dict[str, dict[str, Any] | bool]:
 
 
 def _guided(body: SamplingFields) -> Iterator[Constraint]:
-    """The fields that vLLM had before structured_outputs."""
+    """Read the fields that vLLM had before structured_outputs."""
     if body.guided_json is not None:
         yield schema_spec(_schema(body.guided_json, "guided_json")), "guided_json"
     if body.guided_regex is not None:

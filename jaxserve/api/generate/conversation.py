@@ -1,4 +1,4 @@
-"""From a chat body to token ids: which parts a message may have, the template, the encoding."""
+"""Turn a chat body into token ids: check its messages, render the chat template, tokenize."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.errors import InvalidValueError, UnsupportedParameterError
 from jaxserve.text.shield import SHIELD
 from jaxserve.text.template.template_worker import Conversation
 
-_TAIL_TOKENS = 64  # enough to see whether a prompt ends inside the thinking
+_TAIL_TOKENS = 64  # enough characters to see whether a prompt ends inside the reasoning
 _TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
 _MEDIA_PARTS = frozenset(
     {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "audio"}
@@ -22,7 +22,7 @@ _MEDIA_PARTS = frozenset(
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """What the types cannot say. Raises a RequestError that names the message."""
+    """Check what the types cannot express. Raises a RequestError that names the message."""
     for number, message in enumerate(messages):
         param = f"messages.{number}.content"
         if isinstance(message.content, list):
@@ -58,7 +58,7 @@ async def render_messages(
     continue_final_message: bool = False,
     kwargs: dict[str, Any] | None = None,
 ) -> str:
-    """The prompt's text. Raises InvalidValueError for messages that the template refuses.
+    """Render the prompt's text. Raises InvalidValueError if the template refuses the messages.
 
     size: of the body that brings all this; a large one is rendered by a worker
     """
@@ -81,7 +81,7 @@ async def render_messages(
 class ChatPrompt:
     """A conversation as the model sees it.
 
-    text: as rendered; of a body that brought its own ids, the text of the last of them
+    text: as rendered; for a body with its own ids, the text of the last of them
     continued: the assistant's text that the output continues, if any
     """
 
@@ -93,7 +93,7 @@ class ChatPrompt:
 async def chat_prompt(
     body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None
 ) -> ChatPrompt:
-    """Render and encode. Raises a RequestError, also for a prompt that leaves no room."""
+    """Render and tokenize. Raises a RequestError, also for a prompt that leaves no room for output."""
     info, tokenizer = state.engine.info, state.engine.tokenizer
     if body.input_ids is not None:
         check_ids(body.input_ids, info, "input_ids")
@@ -113,9 +113,9 @@ async def chat_prompt(
 async def thinking_is_off(
     body: ChatCompletionRequest, state: ServerState, tools: list[dict[str, Any]] | None, prompt: ChatPrompt
 ) -> bool:
-    """Whether the model is asked not to think: by the request, or by the template's own default.
+    """Return whether reasoning is turned off, by the request or by the template's own default.
 
-    The default is off if the prompt is the same as one that switches thinking off.
+    The default is off if the prompt equals the one rendered with reasoning turned off.
     """
     kwargs = template_kwargs(body)
     wish = kwargs.get("enable_thinking", kwargs.get("thinking"))
@@ -141,7 +141,7 @@ async def _render(
 
 
 def last_text(messages: Sequence[Message]) -> str:
-    """The text of the last message; empty without any."""
+    """Return the text of the last message; empty if there is none."""
     if not messages:
         return ""
     content = messages[-1].content
@@ -149,7 +149,7 @@ def last_text(messages: Sequence[Message]) -> str:
 
 
 def template_kwargs(body: ChatCompletionRequest) -> dict[str, Any]:
-    """What the body says to the template besides messages and tools."""
+    """Return the template variables of the body other than messages and tools."""
     kwargs: dict[str, Any] = {}
     effort = body.reasoning_effort
     if body.reasoning is not None:

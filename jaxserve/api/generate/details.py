@@ -1,6 +1,6 @@
-"""What few requests ask for of each token: log-probabilities of chosen ids, the candidates of the draw, hidden states.
+"""Rarely requested outputs per token: log-probabilities of given ids, sampling candidates, hidden states, experts.
 
-From a body's fields to those of SamplingParams. What is answered: jaxserve/api/respond/details.py.
+Maps fields of a body to those of SamplingParams. The answers are written by jaxserve/api/respond/details.py.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from jaxserve.errors import InvalidValueError
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import HiddenStates, SamplingParams
 
-MAX_CANDIDATES = 256  # of a token: what the device gives
-MAX_HIDDEN_NUMBERS = 2**22  # of one answer: 4 million, some 80 MB of JSON
-MAX_EXPERT_NUMBERS = 2**24  # of one answer, 64 MiB
+MAX_CANDIDATES = 256  # per token: what the device returns
+MAX_HIDDEN_NUMBERS = 2**22  # per answer: 4 million, some 80 MB of JSON
+MAX_EXPERT_NUMBERS = 2**24  # per answer: 64 MiB
 
 SamplingMode = Literal["selected", "support"]
 
 
 def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, param: str) -> SamplingParams:
-    """`params` with the log-probabilities of `ids` too. Raises InvalidValueError unless log-probabilities are asked."""
+    """Add log-probabilities of `ids` to `params`. Raises InvalidValueError unless the request asks for
+    log-probabilities.
+    """
     if not ids:
         return params
     if params.logprobs is None:
@@ -35,7 +37,7 @@ def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, p
 
 
 def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingMode | None) -> SamplingParams:
-    """`params` with the candidates of each draw, if `wanted`. Raises InvalidValueError where they cannot be told."""
+    """Add the candidates of each draw to `params`, if `wanted`. Raises InvalidValueError if that is impossible."""
     if not wanted:
         if mode is not None:
             message = "sampling_logprobs_mode needs return_sampling_mask: true."
@@ -49,7 +51,7 @@ def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingM
 
 
 def show_hidden(params: SamplingParams, mode: HiddenStates, num_prompt_tokens: int, info: EngineInfo) -> SamplingParams:
-    """`params` with hidden states. Raises InvalidValueError for more numbers than one answer may have."""
+    """Add hidden states to `params`. Raises InvalidValueError if the answer would hold too many numbers."""
     if not mode:
         return params
     tokens = num_prompt_tokens + (params.max_tokens or 0) if mode == "all" else 1
@@ -63,7 +65,10 @@ def show_hidden(params: SamplingParams, mode: HiddenStates, num_prompt_tokens: i
 def route(
     params: SamplingParams, wanted: bool | None, start: int | None, num_prompt_tokens: int, info: EngineInfo
 ) -> SamplingParams:
-    """`params` with the experts of every token. Raises InvalidValueError where there are none, or too many."""
+    """Add the experts of every token to `params`.
+
+    Raises InvalidValueError if the model has no experts, or if the answer would be too large.
+    """
     if start is not None and not (wanted and start <= num_prompt_tokens):
         message = "routed_experts_start_len goes with return_routed_experts and is at most the prompt's length."
         raise InvalidValueError(message, param="routed_experts_start_len")
@@ -79,7 +84,7 @@ def route(
 
 
 def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str) -> SamplingParams:
-    """`params` with the server's watermark, unless `asked` is False. Raises InvalidValueError without a key."""
+    """Add the server's watermark to `params`, unless `asked` is False. Raises InvalidValueError without a key."""
     if asked and key is None:
         raise InvalidValueError(f"{param}: the server has no watermark key (server.watermark_key).", param=param)
     if asked is False or key is None or params.temperature == 0:
@@ -88,7 +93,7 @@ def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str
 
 
 def check_no_details(params: SamplingParams, shape: str) -> None:
-    """Raises InvalidValueError for a way of generating whose tokens have no details."""
+    """Raises InvalidValueError if the body asks for per-token outputs that this generation mode cannot give."""
     asked = {
         "logprob_token_ids": params.watched_token_ids,
         "return_sampling_mask": params.support,

@@ -1,6 +1,6 @@
-"""Running the engine for one HTTP request: one or more prompts, their outputs merged, counted and measured.
+"""Run the engine for one HTTP request: one or more prompts, their outputs merged, counted and measured.
 
-Knows RequestOutputs, not the wire.
+Handles RequestOutputs and knows no wire format.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.sampling import SamplingParams
 
 MAX_CHOICE_TOKENS = 2**20  # prompt tokens of all choices of a request: 2,048 texts of 512
-CONTEXTS_A_REQUEST = 32  # or so many times the context, if that is more
-MAX_MERGED = 64  # outputs between the streams and their reader; the others wait where they are counted
+CONTEXTS_A_REQUEST = 32  # or this multiple of the context length, if that is more
+MAX_MERGED = 64  # outputs between the streams and their reader; further ones wait where they are counted
 
 T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -38,9 +38,11 @@ Shape = Callable[[Generate], Stream]
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt for the engine. `shape`: another way to make its stream than one plain request.
+    """One prompt for the engine.
 
-    signal: aborts it, however many engine requests it takes. request_id: if the job has an id of its own
+    shape: makes the stream of outputs, if the prompt needs more than one plain engine request
+    signal: aborts all engine requests of the prompt
+    request_id: if the prompt has its own id
     """
 
     prompt_token_ids: list[int]
@@ -52,7 +54,7 @@ class Job:
 
 @dataclass
 class Usage:
-    """Tokens of one HTTP request, as far as it has come."""
+    """Tokens of one HTTP request so far."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -60,7 +62,7 @@ class Usage:
     reasoning_tokens: int = 0
 
     def as_dict(self, uncounted: int = 0) -> dict[str, Any]:
-        """OpenAI's usage object. uncounted: completion tokens that it leaves out."""
+        """Build OpenAI's usage object. uncounted: completion tokens to leave out."""
         completion_tokens = self.completion_tokens - uncounted
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -74,14 +76,14 @@ class Usage:
 
 @dataclass
 class Generation:
-    """All the engine work behind one HTTP request. `outputs()` may be iterated once; closing it aborts."""
+    """All engine work of one HTTP request. `outputs()` may be iterated once; closing it aborts."""
 
     state: ServerState
     request_id: str
     jobs: list[Job]
     priority: int = 0
     cache_salt: str = ""
-    interval: int = 1  # tokens that an output holds at least, but for the first and the last
+    interval: int = 1  # minimum tokens per output, except the first and the last
     caller: Caller = DEFAULT_CALLER
     usage: Usage = field(default_factory=Usage)
 
@@ -93,7 +95,7 @@ class Generation:
         self._outboxes: WeakSet[Outbox] = WeakSet()
 
     def _check_size(self) -> None:
-        """Raises InvalidValueError for what is too much for one request: waiting would not help."""
+        """Raises InvalidValueError if one request asks for too much, so that waiting would not help."""
         tokens = sum(job.params.n * len(job.prompt_token_ids) for job in self.jobs)
         most = max(MAX_CHOICE_TOKENS, CONTEXTS_A_REQUEST * self.state.engine.info.max_model_len)
         if tokens > most:
@@ -107,7 +109,7 @@ class Generation:
         raise InvalidValueError(message, param=param)
 
     def outputs(self) -> Outputs:
-        """(number of the job, output) as they come. Raises what the engine raises."""
+        """Yield (number of the prompt, output) as outputs arrive. Raises what the engine raises."""
         if len(self.jobs) == 1:
             merged = self._measured(0)
         else:
@@ -116,11 +118,11 @@ class Generation:
         return merged if self.interval <= 1 else coalesce(merged, self.interval)
 
     def held_bytes(self) -> int:
-        """About the memory of the outputs that nobody has read yet."""
+        """Estimate the memory of outputs that are not read yet."""
         return sum(outbox.held_bytes() for outbox in self._outboxes)
 
     def _check_queue(self) -> None:
-        """Raises QueueFullError before a part of the request is sent: it would be aborted with the rest."""
+        """Check the queue for all prompts before sending any. Raises QueueFullError."""
         try:
             self.state.engine.check_queue(self._num_sequences)
         except HTTPError as error:
@@ -128,11 +130,11 @@ class Generation:
             raise
 
     async def _measured(self, number: int) -> Outputs:
-        """The outputs of one job. One of few functions that run for every token: keep it lean."""
+        """Yield the outputs of one prompt and record their timings. Runs for every token, so keep it cheap."""
         metrics, usage = self.state.metrics, self.usage
         times = metrics.latencies(self.priority)
         started = time.perf_counter()
-        first: dict[int, tuple[float, float]] = {}  # choice -> its first token's time, seconds that it was queued
+        first: dict[int, tuple[float, float]] = {}  # choice -> time of its first token, seconds in the queue
         last: dict[int, float] = {}
         job = self.jobs[number]
         stream = self._generate(job)
@@ -165,6 +167,7 @@ class Generation:
 
     def _generate(self, job: Job) -> Stream:
         def generate(prompt_token_ids: list[int], params: SamplingParams) -> Stream:
+            """Send one request to the engine and return its stream."""
             outbox = Outbox()
             self._outboxes.add(outbox)
             stream: AsyncIterator[RequestOutput] = self.state.engine.generate(
@@ -189,7 +192,7 @@ class Generation:
 
 
 async def coalesce(stream: Outputs, interval: int) -> Outputs:
-    """Fewer, larger outputs. The first of each choice passes at once."""
+    """Merge outputs into fewer, larger ones. The first of each choice is passed on at once."""
     held: dict[tuple[int, int], list[RequestOutput]] = {}
     counts: dict[tuple[int, int], int] = {}
     async with aclosing(stream):
@@ -205,7 +208,7 @@ async def coalesce(stream: Outputs, interval: int) -> Outputs:
 
 
 def _joined(outputs: list[RequestOutput]) -> RequestOutput:
-    """One output with what all of these bring. Time is linear in it."""
+    """Join several outputs into one, in linear time."""
     if len(outputs) == 1:
         return outputs[0]
     return msgspec.structs.replace(
@@ -227,7 +230,7 @@ def _first(values: Iterable[T | None]) -> T | None:
 
 
 def _chained(values: Iterable[list[T] | None]) -> list[T] | None:
-    """One list of what the lists hold; None if none is there."""
+    """Concatenate the lists; None if there is none."""
     found = [value for value in values if value is not None]
     return list(itertools.chain.from_iterable(found)) if found else None
 
@@ -238,10 +241,14 @@ def _concatenated(values: Iterable[bytes | None]) -> bytes | None:
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Interleave several streams. The first error ends all; closing closes all."""
+    """Interleave several streams. Closing the result closes all of them.
+
+    Raises the first error of any stream, which also ends the others.
+    """
     queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(MAX_MERGED)
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:
+        """Put the items of one stream into the queue, then None, or the error that ended it."""
         try:
             async with aclosing(stream):
                 async for item in stream:
@@ -261,7 +268,8 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
                 raise item
             else:
                 yield item
-                await asyncio.sleep(0)  # outputs of many streams wait here at once; others have a turn between them
+                # many streams may have outputs ready at once, so yield to the event loop between them
+                await asyncio.sleep(0)
     finally:
         for task in tasks:
             task.cancel()
@@ -273,7 +281,7 @@ def new_id(prefix: str, given: str | None = None) -> str:
 
 
 def prefix_namespace(salt: str | None, key: str | None) -> str:
-    """Requests share cached prefixes if this is the same: if both `cache_salt` and `extra_key` are, in whole."""
+    """Return the key of the prefix cache's namespace: requests share it if `cache_salt` and `extra_key` are equal."""
     if not (salt and key):
         return f":{salt or key}" if salt or key else ""
     return f"{len(salt)}:{salt}{key}"

@@ -1,4 +1,4 @@
-"""Fill in the middle: a prefix and a suffix as one prompt, where the tokenizer has tokens for it."""
+"""Fill in the middle: build one prompt from a prefix and a suffix, if the tokenizer has tokens for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxserve.api.shared.encoding import TextEncoder
 from jaxserve.errors import UnsupportedParameterError
 from jaxserve.text.tokenizer import Tokenizer
 
-# the tokens before the prefix, before the suffix and before the middle, as model families spell them
+# the tokens before the prefix, the suffix and the middle, per model family
 _FAMILIES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SantaCoder
@@ -19,9 +19,10 @@ _FAMILIES = (
 async def infill_prompt(
     encoder: TextEncoder, tokenizer: Tokenizer, prefix: str | list[int], suffix: str, limit: int | None
 ) -> list[int]:
-    """Token ids of prefix and suffix in the order prefix, suffix, middle. Raises UnsupportedParameterError.
+    """Return the token ids of prefix, suffix, middle, in this order.
 
-    limit: the longest text that is of use. Raises ContextLengthError for one that is seen to be longer.
+    limit: the greatest useful number of tokens
+    Raises UnsupportedParameterError if the tokenizer has no such tokens, ContextLengthError if a text exceeds `limit`.
     """
     for family in _FAMILIES:
         marks = [tokenizer.token_to_id(token) for token in family]

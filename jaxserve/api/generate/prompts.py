@@ -1,4 +1,4 @@
-"""From a body's prompt to token ids that fit the model: completions' four forms, checks, truncation."""
+"""Turn a body's prompt into token ids that fit the model: the four forms of completions, checks, truncation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Side = Literal["left", "right"]
 
 
 def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str) -> list[str | list[int]]:
-    """One entry a prompt. Raises InvalidValueError for an empty one."""
+    """Return one entry per prompt. Raises InvalidValueError for an empty one."""
     prompts: list[str | list[int]]
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompts = [prompt]  # type: ignore[list-item]
@@ -27,13 +27,17 @@ def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str
 
 
 def check_ids(token_ids: list[int], info: EngineInfo, param: str) -> None:
+    """Raises InvalidValueError if a token id is outside the vocabulary."""
     if token_ids and max(token_ids) >= info.vocab_size:
         worst = max(token_ids)
         raise InvalidValueError(f"{param}: {worst} is no token id; the vocabulary has {info.vocab_size}.", param=param)
 
 
 def truncate(token_ids: list[int], keep: int | None, side: Side, max_tokens: int | None, limit: int) -> list[int]:
-    """Cut to `keep` tokens; -1 keeps what leaves room for the output; `side` is where it is cut."""
+    """Cut to `keep` tokens; -1 keeps what leaves room for the output. `side` is the end that is cut.
+
+    Raises InvalidValueError if no token would remain.
+    """
     if keep is None:
         return token_ids
     if keep == 0:
@@ -48,7 +52,7 @@ def truncate(token_ids: list[int], keep: int | None, side: Side, max_tokens: int
 def session_context(
     body: SamplingFields | GenerateRequest, state: ServerState, token_ids: list[int], caller: Caller
 ) -> list[int]:
-    """The whole prompt of a request, which goes on in a session or not. Raises a RequestError."""
+    """Return the whole prompt of a request, including its session's tokens if any. Raises a RequestError."""
     if body.session_params is None:
         return token_ids
     if body.session_id is not None:
@@ -59,7 +63,7 @@ def session_context(
 
 
 def check_length(token_ids: list[int], info: EngineInfo, param: str) -> None:
-    """There must be room for one output token at least."""
+    """Raises InvalidValueError for an empty prompt, ContextLengthError if no room is left for one output token."""
     if not token_ids:
         raise InvalidValueError(f"{param} has no tokens.", param=param)
     if len(token_ids) >= info.max_model_len:

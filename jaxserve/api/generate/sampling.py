@@ -1,4 +1,4 @@
-"""From a validated body to SamplingParams: the model's defaults, and the checks that need the model."""
+"""Turn a validated body into SamplingParams: apply the model's defaults and the checks that need the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     grammar: GrammarSpec | None = None,
 ) -> SamplingParams:
-    """The parameters of one prompt. `max_tokens` None: the rest of the context. Raises InvalidValueError."""
+    """Return the parameters of one prompt. `max_tokens` None: the rest of the context.
+
+    Raises InvalidValueError.
+    """
     limit = clamp_max_tokens(max_tokens, num_prompt_tokens, info)
     params = SamplingParams(
         **_distribution(body, info),
@@ -58,7 +61,7 @@ def sampling_params(
 
 
 def native_params(body: NativeSampling, info: EngineInfo, num_prompt_tokens: int, **extra: Any) -> SamplingParams:
-    """The parameters of /generate; `extra` are fields of SamplingParams."""
+    """Return the parameters of /generate; `extra` are fields of SamplingParams."""
     asked = DEFAULT_NATIVE_TOKENS if body.max_new_tokens is None else body.max_new_tokens
     limit = clamp_max_tokens(asked, num_prompt_tokens, info)
     return SamplingParams(
@@ -80,7 +83,7 @@ def native_params(body: NativeSampling, info: EngineInfo, num_prompt_tokens: int
 
 
 def clamp_max_tokens(asked: int | None, num_prompt_tokens: int, info: EngineInfo) -> int:
-    """At most the rest of the context; at least 1, since the engine always samples (0 is cut off by the caller)."""
+    """Limit to the rest of the context, and to at least 1: the engine always samples; the caller drops it for 0."""
     room = info.max_model_len - num_prompt_tokens
     return room if asked is None else max(1, min(asked, room))
 
@@ -134,7 +137,7 @@ def _allowed(token_ids: list[int] | None, info: EngineInfo) -> tuple[int, ...] |
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as its tokens at the start of a text and after a space."""
+    """Tokenize each word as it is at the start of a text and after a space."""
     variants = [text for word in words for text in (word, " " + word.lstrip())]
     found = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in variants)
     sequences = tuple(sequence for sequence in found if sequence)
@@ -156,5 +159,5 @@ def _stops(value: str | list[str] | None) -> tuple[str, ...]:
 
 def _patterns(value: str | list[str] | None, num_choices: int) -> tuple[str, ...]:
     patterns = _texts(value)
-    StopPatterns(patterns, num_choices=num_choices)  # raises for what cannot be searched
+    StopPatterns(patterns, num_choices=num_choices)  # raises if a pattern cannot be searched
     return patterns

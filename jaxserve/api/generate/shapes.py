@@ -1,5 +1,8 @@
-"""Which ways of generating other than one plain engine request a body asks for: beams, a stop at repetitions, a
-session; and a thinking budget, which is the engine's own. A Shape stands in for the engine's stream of one prompt.
+"""Generation modes other than one plain engine request: beam search, repetition detection, sessions, thinking budget.
+
+A Shape makes the stream of outputs of one prompt in place of the engine. The thinking budget needs no Shape, because
+the
+engine itself enforces it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from jaxserve.types.sampling import ThinkingBudget
 
 
 def shaped(job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: list[int]) -> Job:
-    """`job` as the body wants it generated. Raises InvalidValueError for what does not go together."""
+    """Return `job` with the generation mode that the body asks for. Raises InvalidValueError for conflicting fields."""
     if body.use_beam_search:
         return _beams(job, body, tokenizer, frozenset(eos_token_ids))
     if body.length_penalty is not None:
@@ -34,7 +37,7 @@ def shaped(job: Job, body: SamplingFields, tokenizer: Tokenizer, eos_token_ids: 
 
 
 def budgeted(job: Job, budget: ThinkingBudget | None) -> Job:
-    """`job` with a limit to its thinking. Raises InvalidValueError for what does not go with one."""
+    """Return `job` with a limit on its reasoning. Raises InvalidValueError for fields that conflict with one."""
     if budget is None:
         return job
     if job.params.experts:
@@ -44,7 +47,7 @@ def budgeted(job: Job, budget: ThinkingBudget | None) -> Job:
 
 
 def marked(job: Job, body: SamplingFields, state: ServerState) -> Job:
-    """`job` with the server's watermark in what it draws. Raises InvalidValueError."""
+    """Return `job` with the server's watermark in its sampled tokens. Raises InvalidValueError."""
     param = "watermarking" if body.watermark is None else "watermark"
     asked = body.watermarking if body.watermark is None else body.watermark
     return replace(job, params=mark(job.params, asked, reveal(state.config.server.watermark_key), param))
@@ -121,7 +124,7 @@ def _without_repetitions(job: Job, body: SamplingFields) -> Job:
 def remembered(
     job: Job, state: ServerState, wanted: SessionParams | None, request_id: str, caller: Caller, *, silent: bool = False
 ) -> Job:
-    """`job`, whose tokens its session keeps; silent: not the output, which was not asked for.
+    """Return `job` so that its tokens are kept in its session. silent: not its output, which was not requested.
 
     Raises InvalidValueError for more than one choice.
     """
@@ -132,6 +135,7 @@ def remembered(
     inner, sessions = job.shape, state.sessions
 
     async def shape(generate: Generate) -> Stream:
+        """Run the prompt as a turn of its session and append its output to the turn."""
         turn = sessions.begin(wanted, request_id, job.prompt_token_ids, job.signal, caller.owner)
         stream = generate(job.prompt_token_ids, job.params) if inner is None else inner(generate)
         reason: FinishReason | None = None

@@ -1,6 +1,6 @@
-"""A rule that ends a sequence from outside the engine: its output repeats itself.
+"""End a sequence from outside the engine if its output repeats itself.
 
-It wraps the engine's stream of one prompt and yields a stream of the same kind.
+The rule wraps the engine's stream of one prompt and yields a stream of the same kind.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ import msgspec
 from jaxserve.api.generate.generation import Stream
 from jaxserve.types.output import FinishReason
 
-REPETITION = "repetition"  # what matched_stop says then
+REPETITION = "repetition"  # value of matched_stop in that case
 
 
 @dataclass(frozen=True)
 class RepetitionRule:
-    """An output ends when its last tokens are `min_count` times the same pattern of `smallest` to `largest` tokens."""
+    """End an output if its last tokens are `min_count` repeats of a pattern of `smallest` to `largest` tokens."""
 
     smallest: int
     largest: int
     min_count: int
 
     def holds(self, token_ids: list[int]) -> bool:
-        """Whether an output of these tokens ends."""
+        """Return whether an output with these tokens ends."""
         return Repetitions(self).add(token_ids)
 
 
 class Repetitions:
-    """The end of one output, as far as the rule needs it. A token costs one comparison for each size of pattern."""
+    """State of the search in one output. Each token costs one comparison per pattern size."""
 
     def __init__(self, rule: RepetitionRule) -> None:
         self._rule = rule
-        self._tokens: list[int] = []  # the last `largest`, at least
-        self._runs = [0] * (rule.largest + 1)  # by size: how many of the last tokens equal the one so far before them
+        self._tokens: list[int] = []  # at least the last `largest`
+        # per pattern size: how many of the last tokens equal the token one pattern size earlier
+        self._runs = [0] * (rule.largest + 1)
 
     def add(self, token_ids: list[int]) -> bool:
-        """Take tokens; whether the output repeats itself now."""
+        """Append tokens; return whether the output now repeats itself."""
         rule, tokens, runs = self._rule, self._tokens, self._runs
         sizes = range(rule.smallest, rule.largest + 1)
         for token in token_ids:
@@ -52,7 +53,7 @@ class Repetitions:
 
 
 async def end_repetitions(stream: Stream, rule: RepetitionRule, num_choices: int) -> Stream:
-    """The stream with each choice cut where it begins to repeat itself. With all ended, the rest is aborted."""
+    """Cut each choice at the point where it begins to repeat itself. Once all have ended, abort the rest."""
     found: dict[int, Repetitions] = {}
     ended: set[int] = set()
     async with aclosing(stream):

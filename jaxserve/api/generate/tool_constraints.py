@@ -1,4 +1,4 @@
-"""The grammar that a request's tools and its response_format make together."""
+"""Combine a request's tools and its response_format into one grammar."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jaxserve.errors import InvalidValueError
 from jaxserve.grammar.tools import GrammarTool, is_raw_input, tool_grammar
 from jaxserve.types.sampling import GrammarSpec
 
-_FORMATS = ("json_schema", "json_object")  # kinds that say what a text answer is; others hold for the whole output
+_FORMATS = ("json_schema", "json_object")  # formats of a text answer; other constraints apply to the whole output
 
 
 def with_tools(answer: Constraint | None, use: ToolUse, state: ServerState) -> Constraint | None:
-    """The constraint of the whole output, of which `answer` is that of its text.
+    """Return the constraint on the whole output; `answer` is the constraint on its text.
 
-    required: calls and nothing else; there is no text answer for a JSON format to hold for.
-    auto: the answer or calls; a JSON answer leaves room for calls, a constraint of another kind is the whole output's.
-    Raises InvalidValueError (tool_choice) for a call that is required beside a constraint of another kind.
+    required: only calls are allowed; a JSON format for text then has no effect.
+    auto: the answer or calls. A JSON answer still allows calls; any other constraint applies to the whole output.
+    Raises InvalidValueError (tool_choice) if a call is required beside a constraint of another kind.
     """
     if use.mode == "none":
         return answer
@@ -39,7 +39,7 @@ def with_tools(answer: Constraint | None, use: ToolUse, state: ServerState) -> C
 
 
 def raw_input_of(use: ToolUse) -> str | None:
-    """Name of the custom tool whose input the whole output is, with no call written around it."""
+    """Return the name of the custom tool whose input is the whole output, with no call syntax around it."""
     if use.mode != "required" or not is_raw_input(_grammar_tools(use), required=True):
         return None
     custom = use.tools[0].custom
@@ -54,7 +54,7 @@ def _calls(
         state.parsers.tool,
         _grammar_tools(use),
         required=required,
-        parallel=use.parallel or (answer is None and not required),  # in auto mode the output ends with its first call
+        parallel=use.parallel or (answer is None and not required),  # in auto mode the output ends after its first call
         answer=answer,
         template=template.source if template is not None else "",
         special_tokens=special_tokens(state.engine.tokenizer),

@@ -1,4 +1,4 @@
-"""The tools of a chat request: which the model sees, which it may or must call, and the older `functions` form."""
+"""The tools of a chat request: which ones the model sees, which it may or must call, and the older `functions` form."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from jaxserve.text.tools import ToolSet
 
 Mode = Literal["none", "auto", "required"]
 
-# how a custom tool is shown to a model that knows functions only; the parser undoes it
+# how a custom tool is described to a model that only knows functions; the parser reverses it
 _CUSTOM_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says about tools.
+    """The tool settings of a request.
 
-    tools: those that the model may call; none of them with mode "none"
-    mode: "required" also for a named tool, which is then the only one here
-    parallel: more than one call in an output; never of a named tool
-    legacy: asked for with functions and function_call, and to be answered so
+    tools: those that the model may call; empty with mode "none"
+    mode: also "required" for a named tool, which is then the only one here
+    parallel: whether an output may have several calls; False for a named tool
+    legacy: the request used functions and function_call, so the answer does too
     """
 
     tools: tuple[Tool, ...] = ()
     mode: Mode = "none"
     parallel: bool = True
     legacy: bool = False
-    shown: list[dict[str, Any]] = field(default_factory=list)  # as the chat template sees them
+    shown: list[dict[str, Any]] = field(default_factory=list)  # as given to the chat template
 
     @property
     def tool_set(self) -> ToolSet | None:
-        """For the parser of the output; None leaves calls in the text."""
+        """Return the tools for the output parser; None leaves calls in the text."""
         if self.mode == "none":
             return None
         functions = [tool.function for tool in self.tools if tool.function is not None]
@@ -44,7 +44,7 @@ class ToolUse:
 
 
 class RawInputParser:
-    """Reads an output that, but for its reasoning, is nothing but the input of one custom tool."""
+    """Parse an output that, after its reasoning, is only the input of one custom tool."""
 
     def __init__(self, name: str, reasoning: OutputParser) -> None:
         self._name = name
@@ -114,7 +114,7 @@ def _check_tool(tool: Tool, param: str) -> None:
 
 
 def _resolve(choice: str | ToolChoice | None, tools: list[Tool], param: str) -> tuple[Mode, list[Tool]]:
-    """(mode, tools that may be called)"""
+    """Return (mode, tools that may be called)."""
     if choice is None or choice == "auto":
         return ("auto" if tools else "none"), tools
     if choice in ("none", "required"):
@@ -162,7 +162,7 @@ def _legacy_choice(body: ChatCompletionRequest) -> str | ToolChoice | None:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates know them: a function."""
+    """Describe a tool as chat templates expect it: as a function."""
     if tool.custom is None:
         return tool.model_dump(exclude_unset=True, exclude={"custom"})
     function: dict[str, Any] = {"name": tool.custom.name, "parameters": _CUSTOM_INPUT}

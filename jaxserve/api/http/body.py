@@ -1,6 +1,6 @@
-"""From a request's bytes to a validated body, or to one 400 that names the field.
+"""Turn a request's bytes into a validated body, or into one 400 that names the field.
 
-One pass of pydantic over the JSON text; a second parse only to word an error.
+pydantic reads the JSON text in one pass. A second parse runs only to word an error.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from jaxserve.json_cost import may_be_beyond_a_float
 
 B = TypeVar("B", bound=Body)
 
-MAX_ERRORS = 64  # of one body that are worded
-MAX_UNKNOWN = 64  # unknown fields of one part that are looked at
+MAX_ERRORS = 64  # validation errors worded per body
+MAX_UNKNOWN = 64  # unknown fields reported per object
 
 _PLAIN = (NoneType, str, int, float, dict)  # values that hold no part: quicker to tell than a part
 _NOTHING = (None, False, [], {}, "")  # values that say "not used"
 
-# the parser reads numbers of up to 4300 digits, and names no field when it gives up
+# the JSON parser accepts numbers of up to 4,300 digits and names no field if it fails
 _HUGE_NUMBER = re.compile(rb'"(\w{1,64})"\s*:\s*[\[{]*-?\d{4300}')
-MAX_NAME_DISTANCE = 1024  # characters between a number that cannot be read and the name of its field
+MAX_NAME_DISTANCE = 1024  # characters between an unreadable number and its field name
 _NAME = re.compile(r'"(\w{1,64})"\s*:')
 
 
@@ -48,8 +48,8 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 
 async def parse_body(raw: bytes, model: type[B], request: Request) -> B:
-    """Check and validate, off the event loop if the body is large."""
-    state, path = server_state(request), request.scope["path"]  # request.url is made anew for each
+    """Check and validate, outside the event loop if the body is large. Raises a RequestError."""
+    state, path = server_state(request), request.scope["path"]  # request.url is built anew at each access
     limits = state.body_limits()
 
     def work() -> tuple[B, list[str]]:
@@ -63,7 +63,7 @@ async def parse_body(raw: bytes, model: type[B], request: Request) -> B:
 
 
 def validated(raw: bytes, model: type[B]) -> tuple[B, list[str]]:
-    """(body, paths of its fields that are of no known API). Raises a RequestError."""
+    """Return (body, paths of its fields that no supported API has). Raises a RequestError."""
     try:
         body = model.model_validate_json(raw)
     except ValidationError as error:
@@ -84,14 +84,14 @@ def _check_numbers(raw: bytes) -> None:
 
 
 def invalid_json(error: orjson.JSONDecodeError) -> InvalidValueError:
-    """The error of a body that cannot be read, with the name of the last field before the mistake."""
+    """Build the error for an unreadable body, naming the last field before the mistake."""
     names = _NAME.findall(error.doc[max(0, error.pos - MAX_NAME_DISTANCE) : error.pos])
     param = names[-1] if names else None
     return InvalidValueError(f"The body is not valid JSON: {error}.", param=param, code="invalid_json")
 
 
 def refuse_unsupported(body: BaseModel, prefix: str = "") -> list[str]:
-    """Raise UnsupportedParameterError for a known field that is not offered; return the unknown ones at the top."""
+    """Return the unknown top-level fields. Raises UnsupportedParameterError for a known field that is not supported."""
     unknown = []
     for name, value in (body.model_extra or {}).items():
         if name not in UNSUPPORTED:
@@ -120,7 +120,7 @@ def _unknown_inside(body: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _check_content_type(request: Request) -> None:
-    """Also what keeps a web page from posting here without asking: such posts cannot be JSON without a preflight."""
+    """Refuse bodies that are not declared as JSON. A web page cannot send JSON across origins without a preflight."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidValueError(f"Send JSON with Content-Type: application/json (it is {kind or 'missing'}).")
@@ -138,7 +138,7 @@ def _explain(error: ValidationError, raw: bytes, model: type[BaseModel]) -> Requ
 
 
 def _explain_many(raw: bytes, model: type[BaseModel]) -> RequestError:
-    """To word a million errors takes 20 s: those of the first entries of every object stand for all."""
+    """Validate only the first entries of each container again and report those: wording a million errors takes 20 s."""
     parsed = _parsed(raw)
     if isinstance(parsed, dict):
         try:

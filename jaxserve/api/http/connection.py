@@ -1,6 +1,6 @@
-"""One client's TCP connection: cut when its headers are slow or too large, or when it does not read what it asked for.
+"""One client's TCP connection: closed if its headers are slow or too large, or if the client does not read.
 
-Below HTTP's meaning: knows bytes and clocks. Bodies are middleware's, which knows the route.
+This layer knows only bytes and timers. Limits on bodies are in middleware.py, which knows the route.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from jaxserve.api.http.request_parser import RequestParser
 from jaxserve.api.shared.unread import ClientPace
 from jaxserve.config import ServerSection
 
-MAX_HEADER_BYTES = 64 * 1024  # request line and headers together
+MAX_HEADER_BYTES = 64 * 1024  # bytes of request line and headers together
 MAX_HEADERS = 128
-MAX_IDLE_BYTES = 2**20  # of trailers, or of chunks that say much and bring nothing; more than one read of a socket
-LINGER = 2.0  # seconds in which a client that was answered before its body had come may end the body
+MAX_IDLE_BYTES = 2**20  # bytes of trailers or of chunk headers that carry no body data; more than one read of a socket
+LINGER = 2.0  # seconds for a client that was answered early to finish sending its body
 
 
 def limited_protocol(section: ServerSection) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with the section's limits."""
+    """Return uvicorn's protocol with the limits of the configuration section."""
     limits = {"header_timeout": section.header_timeout, "send_timeout": section.send_timeout}
     return type("Connection", (LimitedProtocol,), limits)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers.
-    send_timeout: seconds in which a client must take in what the transport holds for it (48 of 64 KiB)."""
+    """Close slow connections.
+
+    header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers
+    send_timeout: seconds within which the client must read what the transport buffers for it (48 of 64 KiB)
+    """
 
     header_timeout = 10.0
     send_timeout = 60.0
@@ -46,9 +49,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._header_bytes = 0
         self._too_large = False
-        self._idle_bytes = 0  # received since the headers and the last piece of the body
+        self._idle_bytes = 0  # bytes received since the headers or the last piece of the body
 
-    # --- life
+    # --- connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,6 +72,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- headers
 
     def data_received(self, data: bytes) -> None:
+        """Parse bytes, and close the connection if headers or bytes without body data exceed their limit."""
         super().data_received(data)
         if self._in_headers:
             self._header_bytes += len(data)
@@ -80,7 +84,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._cut()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # a trailer is no header of a request that has been let in
+        if self._in_headers:  # trailers are not headers: the request has been admitted already
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -94,6 +98,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_timer = self.loop.call_later(self.header_timeout, self._headers_are_late)
 
     def on_headers_complete(self) -> None:
+        """Check the size of the headers and stop their timer. Raises ValueError if they are too large."""
         if self.parser.upgrades:
             return
         self._in_headers = False
@@ -103,7 +108,7 @@ class LimitedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
             self._too_large = True
-            raise ValueError("headers too large")  # ends the parser, which then calls send_400_response
+            raise ValueError("headers too large")  # makes the parser fail, which calls send_400_response
         self.scope.setdefault("state", {})["pace"] = self._pace
         super().on_headers_complete()
 
@@ -119,12 +124,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(408, "The request's headers did not arrive in time.")
 
     def _cut(self) -> None:
-        """Close now, whatever waits to be sent. The request learns of it before it can write once more."""
+        """Close at once and drop unsent data. The request is notified before its next write."""
         self._tell_request()
         self.transport.abort()
 
     def _tell_request(self) -> None:
-        """With pipelined requests uvicorn tells the last one that came, which is not the one that runs."""
+        """Notify the running request. With pipelining, uvicorn would notify the last one received instead."""
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -132,7 +137,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         if self._running is not None and not self._running.response_complete:
-            return self._cut()  # the answer to the request before it is on its way
+            return self._cut()  # the answer to the previous request is already being sent
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = orjson.dumps({"error": error})
         head = (
@@ -142,7 +147,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
         self.transport.close()
 
-    # --- a body that nobody waits for any more
+    # --- a body that the application no longer reads
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -150,6 +155,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._linger_timer = self.loop.call_later(LINGER, self.transport.close)
 
     def on_message_complete(self) -> None:
+        """Note the end of the body and stop the timer for it."""
         if self.parser.upgrades:
             return
         super().on_message_complete()

@@ -1,6 +1,6 @@
-"""Pure ASGI middleware: request ids and last-resort errors, keys, readiness, the limit on bodies.
+"""ASGI middleware: request ids, last-resort errors, API keys, readiness, limits on bodies.
 
-No BaseHTTPMiddleware: it triples the cost of every streamed chunk.
+BaseHTTPMiddleware is not used: it triples the cost of every streamed chunk.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from jaxserve.errors import (
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
 
-OPEN_PATHS = frozenset({"/health", "/live"})  # no key, any phase
+OPEN_PATHS = frozenset({"/health", "/live"})  # open without a key and in every phase
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate"})
 UPLOAD_PATHS = ("/v1/files", "/files")  # have their own, larger limit
 
-SLOWEST_BYTES = 10_000.0  # a second: what a slow client's body must bring to be waited for
+SLOWEST_BYTES = 10_000.0  # bytes per second that a slow client's body must reach
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
-    """Outermost: gives each request an id, counts and logs it, and turns what nobody caught into a 500."""
+    """Outermost layer: give each request an id, count it, log it, and answer 500 for an uncaught exception."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing, log_requests: bool = False) -> None:
         self.app = app
@@ -57,10 +57,11 @@ class RequestContext:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        state["send_body"] = send  # nothing between here and a route looks at the body: see sse.EventStream
+        state["send_body"] = send  # layers between here and the route do not look at the body; see sse.EventStream
         status = 0
 
         async def tagged(message: Message) -> None:
+            """Add the request id and the processing time to the headers, and note the status."""
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -97,9 +98,9 @@ def _request_id(scope: Scope) -> str:
 
 
 class Authentication:
-    """Bearer keys. The admin key opens everything; without one the admin routes are off.
+    """Check bearer keys. The admin key opens every route; without one, the admin routes are off.
 
-    With `server.keys` a key may also abort, by id, requests of its own.
+    With `server.keys`, each key may also abort its own requests by id.
     """
 
     def __init__(self, app: ASGIApp, config: ServerSection) -> None:
@@ -116,7 +117,7 @@ class Authentication:
         await self.app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
-        """Raises HTTPError for a request whose key does not open its path."""
+        """Return the caller of a request. Raises HTTPError if its key does not open the path."""
         path, keys = scope["path"], self._keys
         if path not in ADMIN_PATHS and (path in self._open or not keys.needed):
             return DEFAULT_CALLER
@@ -133,7 +134,7 @@ class Authentication:
 
 
 class ReadinessGate:
-    """503 with Retry-After until the engine is ready, and again while it drains; 429 where its queue is full.
+    """Answer 503 with Retry-After while the engine loads or drains, and 429 while its queue is full.
 
     A full queue is seen here before the body is read: a refusal then costs 0.2 ms and not a millisecond, and it is
     under overload that they are many.
@@ -169,10 +170,11 @@ class ReadinessGate:
 
 
 class BodyLimit:
-    """413 for a body over the limit: at once if its length is announced, else while it streams in. 408 for a slow one.
-    429 where the bodies of all requests in hand are too much.
+    """Refuse bodies: 413 over the size limit, 408 if too slow, 429 if all bodies in memory exceed their limit.
 
-    timeout: seconds for a body, and one more for each SLOWEST_BYTES of it. Uploads have their own limit of bytes.
+    A body that announces its length is refused at once, any other while it arrives.
+
+    timeout: seconds for a body, plus one second for each SLOWEST_BYTES of it. Uploads have their own size limit.
     """
 
     def __init__(self, app: ASGIApp, limits: Callable[[], BodyLimits], held: BodySum, timeout: float) -> None:
@@ -200,7 +202,7 @@ class BodyLimit:
 
 
 class _LimitedBody:
-    """A `receive` with limits. Only the time spent in waiting for the client counts."""
+    """A `receive` with limits. Only time spent waiting for the client counts."""
 
     def __init__(self, receive: Receive, limits: BodyLimits | None, held: BodySum, timeout: float) -> None:
         self._receive = receive
@@ -212,7 +214,7 @@ class _LimitedBody:
         self._complete = False
 
     async def __call__(self) -> Message:
-        if self._complete:  # what comes now is the client's leaving
+        if self._complete:  # the next message is the client's disconnect
             return await self._receive()
         message = await self._next_part()
         size = len(message.get("body", b""))
@@ -225,7 +227,7 @@ class _LimitedBody:
         return message
 
     def forget(self) -> None:
-        """The request has ended, and its body with it."""
+        """Release the bytes of the body: the request has ended."""
         if self._limits is not None:
             self._sum.held -= self._received
 

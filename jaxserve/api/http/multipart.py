@@ -1,4 +1,4 @@
-"""A multipart form with one file in it, parsed as it streams in: the file's bytes pass through and are never kept."""
+"""Parse a multipart form with one file while it arrives: the file's bytes are passed on and never kept."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from jaxserve.errors import InvalidValueError, RequestError
 
-MAX_FIELD_BYTES = 64 * 1024  # of all fields but the file, with their headers
+MAX_FIELD_BYTES = 64 * 1024  # bytes of all fields except the file, headers included
 MAX_PARTS = 32
 
 
 class UploadForm:
-    """Feed it the body; `fields` and `filename` are known once their parts have passed.
+    """Parse the body piece by piece; `fields` and `filename` are set once their parts have arrived.
 
-    Raises InvalidValueError where the body is not such a form.
+    Raises InvalidValueError if the body is not such a form.
     """
 
     def __init__(self, content_type: str) -> None:
@@ -26,13 +26,13 @@ class UploadForm:
         self.complete = False
         self._parts = 0
         self._field_bytes = 0
-        self._header = (bytearray(), bytearray())  # name and value, as far as they have come
-        self._name: str | None = None  # of the part that is passing
-        self._value: bytearray | None = None  # of the field that is passing; None: the file passes
+        self._header = (bytearray(), bytearray())  # name and value received so far
+        self._name: str | None = None  # of the current part
+        self._value: bytearray | None = None  # name of the current field; None: the file
         self._file_data: list[bytes] = []
         try:
             self._parser = self._make_parser(options[b"boundary"])
-        except FormParserError as error:  # a boundary of more than 256 bytes
+        except FormParserError as error:  # a boundary over 256 bytes
             raise InvalidValueError(f"The multipart body is malformed: {error}") from error
 
     def _make_parser(self, boundary: bytes) -> MultipartParser:
@@ -51,7 +51,7 @@ class UploadForm:
         )
 
     def feed(self, data: bytes) -> bytes:
-        """Take a piece of the body; returns the file's bytes in it."""
+        """Parse a piece of the body and return the file's bytes in it. Raises InvalidValueError if it is malformed."""
         try:
             self._parser.write(data)
         except FormParserError as error:

@@ -1,7 +1,7 @@
-"""The HTTP parser of a server that takes no upgrade: an Upgrade header is ignored, and the body behind it is read.
+"""An HTTP parser that ignores the Upgrade header and reads the body after it.
 
 RFC 9110, section 7.8, lets a server ignore Upgrade. httptools stops at the headers of such a request, loses its body
-and reads what follows as another request. So the head is given to a second parser without its Upgrade.
+and parses the following bytes as another request. The headers are therefore parsed again without Upgrade.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import httptools
 
 
 class Request(Protocol):
-    """What the parser's callbacks have gathered of a request."""
+    """What the parser's callbacks have collected of a request."""
 
     url: bytes
     headers: list[tuple[bytes, bytes]]  # names in lower case
@@ -21,7 +21,7 @@ class Request(Protocol):
 class RequestParser:
     """httptools' parser, with the same callbacks.
 
-    While `upgrades` is true they are called for a head that will come again.
+    While `upgrades` is true, the callbacks run for headers that will be parsed a second time.
     """
 
     def __init__(self, request: Request) -> None:
@@ -30,11 +30,11 @@ class RequestParser:
 
     @property
     def upgrades(self) -> bool:
-        """Whether the head that is being parsed asks for an upgrade. It will be parsed again without it."""
+        """Return whether the current headers ask for an upgrade. They will be parsed again without it."""
         return self._parser.should_upgrade()
 
     def feed_data(self, data: bytes) -> None:
-        """Parse bytes of the connection. Raises httptools.HttpParserError, and for the method CONNECT too."""
+        """Parse bytes of the connection. Raises httptools.HttpParserError, also for the method CONNECT."""
         while True:
             try:
                 return self._parser.feed_data(data)
@@ -55,7 +55,7 @@ class RequestParser:
                 lines.append(name + b": " + value)
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
-    # --- what uvicorn asks of its parser
+    # --- the interface that uvicorn expects of its parser
 
     def get_method(self) -> bytes:
         return self._parser.get_method()
@@ -67,12 +67,12 @@ class RequestParser:
         return self._parser.should_keep_alive()
 
     def should_upgrade(self) -> bool:
-        """False: what asks for an upgrade is parsed again before uvicorn sees it."""
+        """Return False: a request for an upgrade is parsed again before uvicorn sees it."""
         return False
 
 
 def _parser(request: Request) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(request)
-    # A client that said "Connection: close" may have sent more: it is dropped with the connection and is no error.
+    # A client that sent "Connection: close" may have sent more. It is dropped with the connection and is no error.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser

@@ -1,6 +1,6 @@
-"""Server-sent events, written straight to ASGI: one event is one `send`. Also: work that ends when the client leaves.
+"""Write server-sent events straight to ASGI, one `send` per event; cancel work when the client disconnects.
 
-The events are bytes made by the routes; this file knows nothing of their content but the error event and `[DONE]`.
+Routes make the bytes of each event. This file writes only the error event and `[DONE]` itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # nginx would buffer the events
 ]
 
 
@@ -33,7 +33,7 @@ def event(data: bytes) -> bytes:
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, cancelled as soon as the client goes away (then ClientDisconnected is raised)."""
+    """Await `work`; cancel it if the client disconnects. Raises ClientDisconnected in that case."""
     return await _race(work, request.receive)
 
 
@@ -58,15 +58,18 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams `events` (each a whole event) and ends them with `[DONE]`.
+    """Stream `events` (each one whole event) and end them with `[DONE]`.
 
-    The status line waits for the first event, so that an error found before it is an ordinary HTTP error. A later one
-    is sent as an event. `events` is closed in every case: that is what aborts the request behind it.
+    The status line waits for the first event, so an error before it is an ordinary HTTP error. A later error is sent as
+    an
+    event. `events` is always closed, which aborts the request behind it.
 
-    The head goes through all layers of the application; the events take the short way, past those that only look at
-    heads (three of them, 0.2 us each for every event).
+    The headers pass through all middleware. The events skip the three layers that only look at headers (each costs 0.2
+    us
+    per event).
 
-    held_bytes: of the outputs behind `events` that wait to be sent. unread: what ends the stream if they are too many
+    held_bytes: returns the bytes of outputs that wait to be sent
+    unread: ends the stream if that is too much
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class EventStream(Response):
         return self._pace.paused
 
     def end_with(self, error: HTTPError) -> None:
-        """Send no more events but one of this error. What makes the events ends now."""
+        """Send an error event and nothing after it, and stop making events."""
         self._end = error
         if self._task is not None:
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""The bodies of the admin routes."""
+"""Request bodies of the admin routes."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from jaxserve.api.protocol.common import Body
 
 
 class AbortRequest(Body):
-    rid: str | None = Field(None, description="Requests whose id begins with it are ended.")
+    rid: str | None = Field(None, description="Abort requests whose id begins with it.")
     abort_all: bool | None = None

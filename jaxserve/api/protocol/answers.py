@@ -1,7 +1,6 @@
-"""The shapes of the answers, for the OpenAPI document and the tests that hold answers to it.
+"""Models of the answers, for the OpenAPI document and for the tests that validate answers against it.
 
-Answers are built as plain dicts: a model a chunk would cost more than everything else. These models never touch a
-request.
+No request uses these models: answers are built as plain dicts, because a model per chunk would cost more than all else.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class ErrorDetail(Answer):
 
 
 class Error(Answer):
-    """Every 4xx and 5xx."""
+    """The body of every 4xx and 5xx."""
 
     error: ErrorDetail
 
@@ -100,7 +99,7 @@ class Ending(Answer):
 
 
 class AboutPrompt(Answer):
-    """vLLM's fields beside the choices of a chat; in a stream in its first chunk."""
+    """vLLM's fields beside the choices of a chat; in a stream they are in the first chunk."""
 
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[Any] | None = None
@@ -161,7 +160,7 @@ class ChatChunkChoice(Ending):
 
 
 class ChatCompletionChunk(AboutPrompt):
-    """The data of one event; the last event's data is [DONE]."""
+    """The data of one event; the data of the last event is [DONE]."""
 
     id: str
     object: str
@@ -188,7 +187,7 @@ class CompletionChoice(Ending):
 
 
 class Completion(Answer):
-    """Also the data of one event of a stream, without usage unless asked for."""
+    """Also the data of one streamed event, where usage is present only on request."""
 
     id: str
     object: str
@@ -211,7 +210,7 @@ class EmbeddingUsage(Answer):
 
 
 class Embeddings(Answer):
-    """One vector an input, in their order; a string is base64 of little-endian float32."""
+    """One vector per input, in order; a string is base64 of little-endian float32."""
 
     object: str
     data: list[EmbeddingAnswer]
@@ -228,7 +227,7 @@ class ModelAnswer(Answer):
     root: str
     parent: None
     max_model_len: int
-    task: str  # generate; embed: no text is generated
+    task: str  # generate; embed: the model generates no text
     permission: list[Any]
 
 
@@ -295,7 +294,7 @@ class Aborted(Answer):
 
 
 class SessionId(RootModel[str]):
-    """Of a session that was opened."""
+    """The id of a newly opened session."""
 
 
 class Success(Answer):
@@ -303,6 +302,6 @@ class Success(Answer):
 
 
 class Facts(BaseModel):
-    """An object of facts; its keys may grow."""
+    """An object whose keys may grow in later versions."""
 
     model_config = ConfigDict(extra="allow")

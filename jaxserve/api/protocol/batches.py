@@ -1,4 +1,4 @@
-"""OpenAI's Batch object and the request that makes one."""
+"""OpenAI's Batch object and the request that creates one."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ MetadataValue = Annotated[str, Field(max_length=512)]
 
 
 class OutputExpiresAfter(Part):
-    """Counted from the making of the output file, not of the batch."""
+    """Counted from the creation of the output file, not of the batch."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)
 
 
 class CreateBatchRequest(Body):
-    input_file_id: str = Field(max_length=256, description="A file of purpose batch.")
-    endpoint: str = Field(max_length=256, description="The route of all its lines.")
+    input_file_id: str = Field(max_length=256, description="A file with purpose batch.")
+    endpoint: str = Field(max_length=256, description="The route of all its requests.")
     completion_window: Literal["24h"]
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     output_expires_after: OutputExpiresAfter | None = Field(None, description="Default: 30 days.")
@@ -109,6 +109,7 @@ class BatchList(Answer):
 
 
 def new_batch(body: CreateBatchRequest, owner: str = "") -> NewBatch:
+    """Convert a validated body to the store's form."""
     expiry = body.output_expires_after
     return NewBatch(
         normalize_url(body.endpoint),
@@ -122,7 +123,7 @@ def new_batch(body: CreateBatchRequest, owner: str = "") -> NewBatch:
 
 
 def batch_object(batch: BatchRecord, pause: BatchError | None = None) -> dict[str, Any]:
-    """The Batch object. pause: what holds the batch up now; it stands in `errors` for as long."""
+    """Build the Batch object. pause: the error that delays the batch now; shown in `errors` meanwhile."""
     usage = batch.usage
     errors = [
         {"code": error.code, "message": error.message, "param": error.param, "line": error.line}

@@ -16,7 +16,7 @@ Role = Annotated[
 
 
 class ContentPart(Part):
-    """A part of a message. Which types are accepted depends on the model; text always is."""
+    """A part of a message. The model decides which types are accepted; text always is."""
 
     type: str
     text: str | None = None
@@ -35,7 +35,7 @@ class CustomCall(Part):
 
 class ToolCall(Part):
     id: str | None = None
-    index: int | None = Field(None, description="Not used; clients that join a stream send it back.")
+    index: int | None = Field(None, description="Ignored; clients that collect a stream send it back.")
     type: Literal["function", "custom"] | None = None
     function: CalledFunction | None = None
     custom: CustomCall | None = None
@@ -110,7 +110,7 @@ class Thinking(Part):
 class ChatCompletionRequest(SamplingFields):
     model: str
     messages: Annotated[list[Message], Field(max_length=limits.MAX_MESSAGES)] = Field(
-        description="One at least, unless input_ids are given."
+        description="At least one, unless input_ids is given."
     )
     input_ids: limits.TokenIds | None = Field(None, description="Token ids used instead of the rendered messages.")
     max_completion_tokens: limits.TokenCount | None = Field(None, description="Default: the rest of the context.")
@@ -126,32 +126,38 @@ class ChatCompletionRequest(SamplingFields):
 
     reasoning_effort: str | Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     reasoning: Reasoning | None = None
-    thinking: bool | Thinking | None = Field(None, description="Think or not, as enable_thinking for the template.")
-    thinking_token_budget: limits.TokenCountOrZero | None = Field(
-        None, description="Thinking is ended after so many output tokens."
+    thinking: bool | Thinking | None = Field(
+        None, description="Turn reasoning on or off; passed to the template as enable_thinking."
     )
-    separate_reasoning: bool | None = Field(None, description="Default true; false leaves it in content.")
-    include_reasoning: bool | None = Field(None, description="Default true; false leaves it out of the answer.")
-    stream_reasoning: bool | None = Field(None, description="Default true; false sends it in one piece.")
+    thinking_token_budget: limits.TokenCountOrZero | None = Field(
+        None, description="Reasoning is ended after this many output tokens."
+    )
+    separate_reasoning: bool | None = Field(None, description="Default true; false leaves reasoning in content.")
+    include_reasoning: bool | None = Field(None, description="Default true; false omits reasoning from the answer.")
+    stream_reasoning: bool | None = Field(None, description="Default true; false sends the reasoning in one piece.")
 
     add_generation_prompt: bool | None = Field(None, description="Default true.")
-    continue_final_message: bool | None = Field(None, description="Go on with the last message. Default false.")
-    add_special_tokens: bool | None = Field(None, description="Default false: templates write their own.")
-    echo: bool | None = Field(None, description="The last message before the output. Default false.")
+    continue_final_message: bool | None = Field(None, description="Continue the last message. Default false.")
+    add_special_tokens: bool | None = Field(
+        None, description="Default false, because templates write special tokens themselves."
+    )
+    echo: bool | None = Field(None, description="Return the last message before the output. Default false.")
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_DOCUMENTS)] | None = None
 
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Given to the chat template.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="Variables passed to the chat template."
+    )
     task: Literal["action", "query", "authority", "domain", "title", "read_url"] | None = Field(
-        None, description="Given to the chat template: DeepSeek's one-word tasks."
+        None, description="Passed to the chat template: DeepSeek's one-word tasks."
     )
     modalities: Annotated[list[str], Field(max_length=8)] | None = Field(None, description="Only text.")
-    metadata: limits.Metadata | None = Field(None, description="Not used.")
-    store: bool | None = Field(None, description="Not used: nothing is kept.")
-    service_tier: str | None = Field(None, description="Not used; the answer says default.")
-    prediction: dict[str, Any] | None = Field(None, description="Not used: a hint.")
-    safety_identifier: Annotated[str, Field(max_length=128)] | None = Field(None, description="Not used.")
-    prompt_cache_key: str | None = Field(None, description="Not used: equal prefixes are found by content.")
-    prompt_cache_retention: str | None = Field(None, description="Not used.")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="Not used.")
-    moderation: Any = Field(None, description="Not used.")
+    metadata: limits.Metadata | None = Field(None, description="Ignored.")
+    store: bool | None = Field(None, description="Ignored: nothing is stored.")
+    service_tier: str | None = Field(None, description="Ignored; the answer says default.")
+    prediction: dict[str, Any] | None = Field(None, description="Ignored: a hint.")
+    safety_identifier: Annotated[str, Field(max_length=128)] | None = Field(None, description="Ignored.")
+    prompt_cache_key: str | None = Field(None, description="Ignored: shared prefixes are found by content.")
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Ignored.")
+    moderation: Any = Field(None, description="Ignored.")

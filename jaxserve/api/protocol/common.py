@@ -1,7 +1,8 @@
-"""What the bodies of all generating routes have in common: their base class, the sampling fields, the known refusals.
+"""What the bodies of all generating routes share: base class, sampling fields, unsupported fields.
 
-A field of no known API is kept in `model_extra` and logged once (see body.py), in nested objects too; a field of a
-known API that this server does not support stands in UNSUPPORTED and is answered 400.
+An unknown field is kept in `model_extra` and logged once (see body.py), also in nested objects. A field that a
+supported
+API has and this server does not implement is in UNSUPPORTED and answered with 400.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pydantic_core import CoreSchema
 
 from jaxserve.api.protocol import limits
 
-# field -> why. A null, false, empty list or empty object says "not used" and passes.
+# field -> reason. A null, false, empty list or empty object means "not used" and is accepted.
 UNSUPPORTED: dict[str, str] = {
     "audio": "the model makes text only",
     "web_search_options": "hosted tools are not offered",
@@ -59,8 +60,10 @@ def _make_lists_fail_fast(schema: Any) -> None:
 
 
 class _Strict(BaseModel):
-    """A number in quotes is no number. Unknown keys pass. A list is left at its first wrong item: an error for each of
-    a million, in each branch of a union, would hold up the whole server for half a minute."""
+    """Refuse numbers in quotes, accept unknown keys, and stop at the first invalid item of a list.
+
+    An error for each of a million items, in each branch of a union, would block the server for 30 s.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -72,13 +75,13 @@ class _Strict(BaseModel):
 
 
 class Body(_Strict):
-    """A JSON object from a client."""
+    """A JSON object sent by a client."""
 
     _size: int = PrivateAttr(0)
 
     @property
     def size(self) -> int:
-        """Bytes of the JSON text, which bound the work that its parts can make; 0 if it was not made of any."""
+        """Return the bytes of the JSON text, which bound the work its parts can cause; 0 if there was no text."""
         return self._size
 
     def note_size(self, size: int) -> None:
@@ -96,9 +99,9 @@ class Part(_Strict):
 class StreamOptions(Part):
     include_usage: bool | None = Field(None, description="End with a chunk that holds the usage.")
     continuous_usage_stats: bool | None = Field(
-        None, description="The usage so far in every chunk, unless `include_usage` is false."
+        None, description="Usage so far in every chunk, unless `include_usage` is false."
     )
-    include_obfuscation: bool | None = Field(None, description="Accepted; no padding is sent either way.")
+    include_obfuscation: bool | None = Field(None, description="Accepted and ignored: no padding is sent.")
 
 
 class StructuredOutputs(Part):
@@ -120,8 +123,7 @@ class JsonSchemaFormat(Part):
 
 
 class ResponseFormat(Part):
-    """OpenAI's form. Other servers' clients write the schema beside the type; a json_object with a schema has to match
-    it too."""
+    """OpenAI's form. A schema beside the type is accepted too; a json_object with a schema must match it."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
@@ -133,12 +135,12 @@ class ResponseFormat(Part):
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
-        """None for structural_tag: the tag is written into the object itself."""
+        """None for structural_tag, whose tag is written into the object itself."""
         return {} if self.type == "structural_tag" else super().unknown_fields
 
 
 class RepetitionDetection(Part):
-    """An output ends when its last tokens are min_count (2) times the same max_pattern_size tokens or fewer."""
+    """End an output if its last tokens repeat one pattern of up to max_pattern_size tokens min_count (2) times."""
 
     max_pattern_size: int | None = Field(None, ge=0, le=256)
     min_pattern_size: int | None = Field(None, ge=0, le=256)
@@ -146,19 +148,24 @@ class RepetitionDetection(Part):
 
 
 class SessionParams(Part):
-    """Go on in an open session: the tokens of its request `rid`, prompt and output, come before the body's own."""
+    """Continue an open session: the prompt and output of its request `rid` are put before the body's own tokens."""
 
-    id: limits.Identifier = Field(description="Of the session.")
-    rid: limits.Identifier | None = Field(None, description="Id of the request to go on from. Default: from nothing.")
-    offset: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = Field(
-        None, description="Keep so many of its tokens; negative: but for so many. Default and 0: all."
+    id: limits.Identifier = Field(description="Id of the session.")
+    rid: limits.Identifier | None = Field(
+        None, description="Id of the request to continue from. Default: the session's start."
     )
-    replace: bool | None = Field(None, description="Forget what went on from it (from nothing: all) before.")
-    drop_previous_output: bool | None = Field(None, description="Go on from its prompt alone.")
+    offset: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = Field(
+        None,
+        description="Keep this many of its tokens; if negative, drop this many from the end. Default and 0: keep all.",
+    )
+    replace: bool | None = Field(
+        None, description="First drop the requests that continued from it (from the session's start: all)."
+    )
+    drop_previous_output: bool | None = Field(None, description="Continue from its prompt only, without its output.")
 
 
 class SamplingFields(Body):
-    """Fields that chat/completions, completions and responses share. Null is absent."""
+    """Fields that chat/completions, completions and responses share. Null means absent."""
 
     temperature: limits.Temperature | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
     top_p: limits.TopP | None = Field(None, description="Default: the model's, else 1.")
@@ -169,18 +176,22 @@ class SamplingFields(Body):
     repetition_penalty: limits.RepetitionPenalty | None = Field(None, description="Default: the model's, else 1.")
     seed: limits.Seed | None = Field(None, description="The same seed gives the same tokens.")
     logit_bias: limits.LogitBias | None = Field(None, description="Token id -> added to its logit.")
-    allowed_token_ids: limits.TokenIds | None = Field(None, description="No other token is sampled.")
+    allowed_token_ids: limits.TokenIds | None = Field(None, description="Only these tokens are sampled.")
     bad_words: list[limits.StopText] | None = Field(
-        None, max_length=limits.MAX_BAD_WORDS, description="Texts that are not written, also after a space."
+        None, max_length=limits.MAX_BAD_WORDS, description="Texts that are never generated, also after a space."
     )
-    min_tokens: limits.TokenCountOrZero | None = Field(None, description="No end before so many. Default 0.")
-    ignore_eos: bool | None = Field(None, description="Go on to max_tokens. Default false.")
+    min_tokens: limits.TokenCountOrZero | None = Field(
+        None, description="The output does not end before this many tokens. Default 0."
+    )
+    ignore_eos: bool | None = Field(None, description="Ignore the end-of-sequence token. Default false.")
     stop: limits.StopText | limits.Stops | None = Field(
-        None, description="Texts that end the output; at most 4,096 characters in all."
+        None, description="Texts that end the output; at most 4,096 characters in total."
     )
-    stop_token_ids: limits.TokenIds | None = Field(None, description="Tokens that end the output, beside the model's.")
+    stop_token_ids: limits.TokenIds | None = Field(
+        None, description="Tokens that end the output, in addition to the model's."
+    )
     stop_regex: limits.StopPattern | limits.StopPatterns | None = Field(
-        None, description="Patterns of RE2 that end the output where a match ends. The matched text stays."
+        None, description="RE2 patterns; the output ends where a match ends. The matched text stays."
     )
     include_stop_str_in_output: bool | None = Field(
         None, description="Keep the stop string or token that ended the output. Default false."
@@ -189,36 +200,38 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     spaces_between_special_tokens: bool | None = Field(None, description="Default true. Fast tokenizers add none.")
 
-    watermark: bool | None = Field(None, description="Default: yes where the server has a watermark key, else a 400.")
+    watermark: bool | None = Field(
+        None, description="Default: true if the server has a watermark key; otherwise true is answered with 400."
+    )
     watermarking: bool | None = Field(None, description="The same as watermark.")
-    use_beam_search: bool | None = Field(None, description="The n best outputs by beam search; not streamed.")
-    length_penalty: limits.LengthPenalty | None = Field(None, description="Of the beam search. Default 1.")
+    use_beam_search: bool | None = Field(None, description="Return the n best outputs of a beam search; not streamed.")
+    length_penalty: limits.LengthPenalty | None = Field(None, description="Used by beam search. Default 1.")
     repetition_detection: RepetitionDetection | None = Field(None, description="End an output that repeats itself.")
-    n: limits.Choices | None = Field(None, description="Choices. Default 1.")
+    n: limits.Choices | None = Field(None, description="Number of choices. Default 1.")
     prompt_logprobs: limits.LogprobsCount | None = Field(None, description="Log-probabilities of the prompt.")
     logprob_token_ids: limits.WatchedIds | None = Field(
-        None, description="Log-probabilities of these tokens, in the place of the likeliest. Needs logprobs."
+        None, description="Log-probabilities of these tokens instead of the most likely ones. Needs logprobs."
     )
     return_sampling_mask: bool | None = Field(
-        None, description="meta_info with the candidates that each token was drawn from, at most 256."
+        None, description="In meta_info: the candidates that each token was sampled from, at most 256."
     )
     sampling_logprobs_mode: Literal["selected", "support"] | None = Field(
         None, description="With return_sampling_mask: log-probabilities of the token, or of every candidate."
     )
     return_hidden_states: bool | Literal["last"] | None = Field(
-        None, description="hidden_states: what the last token was drawn after, normed as the head takes it."
+        None, description="In hidden_states: the state that the last token was sampled from, after the final norm."
     )
     return_routed_experts: bool | None = Field(
         None, description="routed_experts in the choice's sglext: base64 of int32 [tokens, sparse layers, experts]."
     )
     routed_experts_start_len: limits.TokenCountOrZero | None = Field(
-        None, description="First prompt position of them. Default 0."
+        None, description="First prompt position of routed_experts. Default 0."
     )
     stream: bool | None = Field(None, description="Server-sent events. Default false.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    stream_interval: limits.TokenCount | None = Field(None, description="Tokens in a chunk, at least. Default 1.")
+    stream_interval: limits.TokenCount | None = Field(None, description="Minimum tokens per chunk. Default 1.")
 
-    response_format: ResponseFormat | None = Field(None, description="What the output must be; OpenAI's form.")
+    response_format: ResponseFormat | None = Field(None, description="The format of the output, in OpenAI's form.")
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
     json_schema: str | dict[str, Any] | None = Field(None, description="The same: a schema, or its JSON text.")
     regex: str | None = Field(None, description="The output must match the pattern, in which \\d and \\w are ASCII.")
@@ -230,26 +243,34 @@ class SamplingFields(Body):
     )
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
 
-    user: str | None = Field(None, description="Not used.")
-    priority: limits.Priority | None = Field(None, description="Lower runs earlier (policy: priority). Default 0.")
-    cache_salt: limits.CacheSalt | None = Field(None, description="Only requests with the same share a prefix.")
-    extra_key: limits.CacheSalt | None = Field(None, description="The same as cache_salt; both are combined.")
+    user: str | None = Field(None, description="Ignored.")
+    priority: limits.Priority | None = Field(
+        None, description="Lower values run earlier (policy: priority). Default 0."
+    )
+    cache_salt: limits.CacheSalt | None = Field(
+        None, description="Only requests with the same value share cached prefixes."
+    )
+    extra_key: limits.CacheSalt | None = Field(
+        None, description="The same as cache_salt; if both are given, they are combined."
+    )
     request_id: limits.Identifier | None = Field(
         None, description="The id of the answer, for aborts and logs. Requests may share one."
     )
     rid: limits.Identifier | None = Field(None, description="The same as request_id.")
-    session_id: str | None = Field(None, description="Not used: a hint for routers; prefixes are found by content.")
-    session_params: SessionParams | None = Field(None, description="Go on in a session of /open_session.")
-    data_parallel_rank: Literal[0] | None = Field(None, description="There is one engine: 0.")
-    routed_dp_rank: Literal[0] | None = Field(None, description="There is one engine: 0.")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**31 - 1, description="Keep so many; -1: what fits.")
-    truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut. Default left.")
-    return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids in the answer.")
-    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens token_id:N.")
-    return_prompt_token_ids: bool | None = Field(None, description="prompt_token_ids in the answer.")
-    return_prompt_text: bool | None = Field(None, description="prompt_text in the answer.")
-    return_meta_info: bool | None = Field(None, description="SGLang's meta_info in each choice.")
-    return_weight_versions: bool | None = Field(None, description="weight_versions in each choice.")
+    session_id: str | None = Field(None, description="Ignored: a hint for routers; prefixes are found by content.")
+    session_params: SessionParams | None = Field(None, description="Continue a session of /open_session.")
+    data_parallel_rank: Literal[0] | None = Field(None, description="Only 0: there is one engine.")
+    routed_dp_rank: Literal[0] | None = Field(None, description="Only 0: there is one engine.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=2**31 - 1, description="Keep this many prompt tokens; -1: as many as fit."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="The end that is cut. Default left.")
+    return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids to the answer.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Name tokens as token_id:N in log-probabilities.")
+    return_prompt_token_ids: bool | None = Field(None, description="Add prompt_token_ids to the answer.")
+    return_prompt_text: bool | None = Field(None, description="Add prompt_text to the answer.")
+    return_meta_info: bool | None = Field(None, description="Add SGLang's meta_info to each choice.")
+    return_weight_versions: bool | None = Field(None, description="Add weight_versions to each choice.")
     return_cached_tokens_details: bool | None = Field(None, description="In the choice's sglext.")
     return_spec_tokens_details: bool | None = Field(None, description="In the choice's sglext.")
     return_input_ids_in_sglext: bool | None = None

@@ -20,9 +20,13 @@ Prompt = (
 class CompletionRequest(SamplingFields):
     model: str
     prompt: Prompt = Field(description="A text, texts, token ids, or lists of them.")
-    max_tokens: limits.TokenCountOrZero | None = Field(None, description="Default 16; clamped to the context.")
-    suffix: str | None = Field(None, description="Text after the gap, where the tokenizer has such tokens.")
-    echo: bool | None = Field(None, description="The prompt before the output.")
+    max_tokens: limits.TokenCountOrZero | None = Field(
+        None, description="Default 16; limited to the rest of the context."
+    )
+    suffix: str | None = Field(None, description="Text after the gap, if the tokenizer has fill-in-the-middle tokens.")
+    echo: bool | None = Field(None, description="Return the prompt before the output.")
     logprobs: limits.LogprobsCount | None = None
-    best_of: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Make so many, give the best n.")
+    best_of: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="Generate this many outputs and return the n best."
+    )
     add_special_tokens: bool | None = Field(None, description="Begin a text prompt with BOS. Default true.")

@@ -1,6 +1,6 @@
-"""Every error leaves in OpenAI's shape, whatever raised it: our own tree, pydantic, the router, or a bug.
+"""Write every error in OpenAI's form, whether raised by jaxserve, by pydantic, by the router, or by a bug.
 
-Also for code outside the router (middleware) and for streams that have begun.
+Also used outside the router (middleware) and for streams that have begun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.errors import HTTPError, InvalidValueError, PayloadTooLargeError, 
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_CHARS = 1000  # a message may quote the client's input; never send a large one back
+MAX_MESSAGE_CHARS = 1000  # characters; a message may quote the client's input, so never send a large one back
 
 
 class MethodNotAllowedError(RequestError):
@@ -32,7 +32,7 @@ class MethodNotAllowedError(RequestError):
 
 
 class ClientDisconnected(Exception):
-    """The client went away before there was an answer. No response is sent."""
+    """The client disconnected before there was an answer. No response is sent."""
 
 
 def error_body(error: HTTPError) -> bytes:
@@ -44,7 +44,7 @@ def error_body(error: HTTPError) -> bytes:
 
 
 def error_response(error: HTTPError) -> Response:
-    """The response of an error. `Retry-After` is whole seconds, rounded up."""
+    """Build the response of an error. `Retry-After` is in whole seconds, rounded up."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, -int(-error.retry_after // 1)))
@@ -52,12 +52,12 @@ def error_response(error: HTTPError) -> Response:
 
 
 async def send_error(error: HTTPError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with `error` from inside a middleware."""
+    """Send `error` as the response, from inside a middleware."""
     await error_response(error)(scope, receive, send)
 
 
 def internal_error(error: BaseException) -> HTTPError:
-    """What the client learns of a bug: nothing but that it was one. The log has the rest."""
+    """Build the error that a client sees for a bug. Details are only logged."""
     logger.error("unexpected error in a request", exc_info=error)
     return ServerError("The server had an internal error. Its log has the details.", code="internal_error")
 
@@ -70,10 +70,11 @@ MAX_NAME = 80  # characters of a client's own key that an error repeats
 
 
 def from_validation(error: ValidationError, root: Any) -> RequestError:
-    """One error for a body that failed validation.
+    """Build one error for a body that failed validation.
 
-    `root` is the parsed body: a union's branch names are told from field names by walking it. Of a union's several
-    complaints the deepest wins, and equals are joined.
+    `root` is the parsed body. Walking it distinguishes field names from names of union branches. If a union gives
+    several
+    errors, the deepest is used; equally deep ones are joined.
     """
     details = error.errors(include_url=False, include_context=False, include_input=False)
     found = [(_path(detail, root), detail) for detail in details]
@@ -124,7 +125,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it; the access log shows why
+        return Response(status_code=499)  # the client is gone; the status only shows in the access log
 
     app.add_exception_handler(HTTPError, on_http_error)
     app.add_exception_handler(RequestValidationError, on_validation)
@@ -151,11 +152,11 @@ def _from_router(request: Request, error: HTTPException) -> HTTPError:
     return result
 
 
-MAX_SEGMENTS = 12  # of a path that is compared with the routes
+MAX_SEGMENTS = 12  # characters of a path that is compared with the routes
 
 
 def _nearest_path(request: Request) -> str | None:
-    """The path that a client with the right base URL would have asked for: an end of this one, with or without /v1."""
+    """Return the known path that is a suffix of this one, with or without /v1: a client's base URL may be wrong."""
     segments = request.url.path.split("/")[1:]
     if len(segments) > MAX_SEGMENTS:
         return None

@@ -1,4 +1,4 @@
-"""OpenAI's File object and what an upload may say about itself."""
+"""OpenAI's File object and the fields of an upload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_BATCH_FILE_BYTES = 200 * 2**20
 MAX_FILE_BYTES = 512 * 2**20
 MAX_FILENAME_CHARS = 512
 
-# Multipart has no JSON schema of its own in FastAPI: the body is read as a stream, and documented here.
+# FastAPI has no model for multipart: the body is read as a stream and documented here.
 UPLOAD_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -75,7 +75,7 @@ class FileDeleted(Answer):
 
 
 class UploadFields(BaseModel):
-    """The form's fields beside the file. All come as text."""
+    """The form's fields other than the file, all as text."""
 
     purpose: str
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
@@ -83,7 +83,7 @@ class UploadFields(BaseModel):
 
 
 def upload_fields(form: dict[str, str]) -> UploadFields:
-    """Raises InvalidValueError naming the field."""
+    """Validate the form's fields. Raises InvalidValueError naming the field."""
     try:
         fields = UploadFields.model_validate(form)
     except ValidationError as error:
@@ -96,16 +96,17 @@ def upload_fields(form: dict[str, str]) -> UploadFields:
 
 
 def size_limit(purpose: str | None) -> int:
-    """Bytes that a file may have."""
+    """Return the maximum bytes of a file."""
     return MAX_BATCH_FILE_BYTES if purpose == "batch" else MAX_FILE_BYTES
 
 
 def expiry_seconds(fields: UploadFields) -> int | None:
-    """Files for batches live for 30 days unless told otherwise; others have no end."""
+    """Return the lifetime of a file: as requested, else 30 days for batch files and no end for others."""
     return MAX_EXPIRY_SECONDS if fields.seconds is None and fields.purpose == "batch" else fields.seconds
 
 
 def file_object(file: FileRecord) -> dict[str, Any]:
+    """Build the File object."""
     return {
         "id": file.id,
         "object": "file",
@@ -120,7 +121,7 @@ def file_object(file: FileRecord) -> dict[str, Any]:
 
 
 def list_object(data: list[dict[str, Any]], page: Page[Any]) -> dict[str, Any]:
-    """A page of objects, as all of OpenAI's lists are."""
+    """Build a page of objects in OpenAI's list form."""
     return {
         "object": "list",
         "data": data,

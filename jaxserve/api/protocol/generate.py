@@ -1,4 +1,4 @@
-"""The body of POST /generate: SGLang's native form."""
+"""Request body of POST /generate: SGLang's native form."""
 
 from __future__ import annotations
 
@@ -47,20 +47,22 @@ class GenerateRequest(Body):
     text: str | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)] | None = None
     input_ids: limits.TokenIds | Annotated[list[limits.TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
     sampling_params: NativeSampling | PerPrompt[NativeSampling] | None = None
-    session_id: str | None = Field(None, description="Not used: a hint for routers.")
-    session_params: SessionParams | None = Field(None, description="Go on in a session of /open_session; one prompt.")
+    session_id: str | None = Field(None, description="Ignored: a hint for routers.")
+    session_params: SessionParams | None = Field(
+        None, description="Continue a session of /open_session; only with one prompt."
+    )
     rid: limits.Identifier | PerPrompt[limits.Identifier] | None = None
     return_logprob: bool | PerPrompt[bool] | None = None
     logprob_start_len: limits.PromptStart | PerPrompt[limits.PromptStart] | None = Field(
-        None, description="First prompt position, at most their number; -1: outputs only."
+        None, description="First prompt position, at most the number of prompt tokens; -1: outputs only."
     )
     top_logprobs_num: limits.LogprobsCount | PerPrompt[limits.LogprobsCount] | None = None
     token_ids_logprob: limits.WatchedIds | PerPrompt[limits.WatchedIds] | None = Field(
-        None, description="Log-probabilities of these tokens, beside the others; needs return_logprob."
+        None, description="Log-probabilities of these tokens as well; needs return_logprob."
     )
     return_text_in_logprobs: bool | None = None
     return_sampling_mask: bool | PerPrompt[bool] | None = Field(
-        None, description="The candidates that each token was drawn from, at most 256."
+        None, description="The candidates that each token was sampled from, at most 256."
     )
     sampling_logprobs_mode: Literal["selected", "support"] | None = Field(
         None, description="With return_sampling_mask: log-probabilities of the token, or of every candidate."
@@ -69,13 +71,18 @@ class GenerateRequest(Body):
         None, description="In meta_info: base64 of int32 [tokens, sparse layers, experts]."
     )
     routed_experts_start_len: limits.TokenCountOrZero | None = Field(
-        None, description="First prompt position of them. Default 0."
+        None, description="First prompt position of routed_experts. Default 0."
     )
-    watermark: bool | None = Field(None, description="Default: yes where the server has a watermark key, else a 400.")
+    watermark: bool | None = Field(
+        None, description="Default: true if the server has a watermark key; otherwise true is answered with 400."
+    )
     return_hidden_states: bool | Literal["last"] | PerPrompt[bool | Literal["last"]] | None = Field(
-        None, description="What each token was drawn after, normed as the head takes it; first of the whole prompt."
+        None,
+        description="The state each token was sampled from, after the final norm; the first entry covers the prompt.",
     )
     stream: bool | None = None
-    incremental: bool | None = Field(None, description="Events hold what is new: text, ids, output lists of meta_info.")
+    incremental: bool | None = Field(
+        None, description="Events hold only what is new: text, ids, output lists of meta_info."
+    )
     priority: limits.Priority | None = None
     extra_key: limits.CacheSalt | PerPrompt[limits.CacheSalt] | None = None

@@ -1,7 +1,6 @@
-"""The limits on what a request may carry: one table, shared by every route, shown in the OpenAPI document.
+"""The limits on the fields of a request: one table for every route, shown in the OpenAPI document.
 
-Each name is a type with its range. What depends on the model (vocabulary, context) is checked in sampling.py and
-prompts.py.
+Each name is a type with its range. sampling.py and prompts.py check what depends on the model (vocabulary, context).
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from typing import Annotated
 from pydantic import Field
 
 MAX_CHOICES = 128
-MAX_TOOLS = 1024  # OpenAI takes 128; agents with several MCP servers offer more, and vLLM has no limit
+MAX_TOOLS = 1024  # OpenAI accepts 128; agents with several MCP servers send more, and vLLM has no limit
 MAX_LOGPROBS = 20
 MAX_STOPS = 32
-MAX_STOP_CHARS = 4096  # of all stop strings of a request; to prepare so many takes 4 ms
+MAX_STOP_CHARS = 4096  # of all stop strings of a request; preparing this many takes 4 ms
 MAX_PROMPTS = 2048
-MAX_MESSAGES = 4096  # and parts of a message: with 20,000 their checks hold up everybody for 0.3 s
+MAX_MESSAGES = 4096  # also limits parts of a message: checking 20,000 would block the event loop for 0.3 s
 MAX_DOCUMENTS = 1024
 MAX_GRAMMAR_CHOICES = 4096  # texts of guided_choice
 MAX_BAD_WORDS = 128

@@ -8,7 +8,7 @@ from jaxserve.types.messages import EngineInfo
 
 
 def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
-    """OpenAI's model object, with the fields that vLLM adds and routers read, and what the model is for."""
+    """Build OpenAI's model object, with the fields that vLLM adds and routers read, and the model's task."""
     return {
         "id": name,
         "object": "model",

@@ -1,4 +1,4 @@
-"""The bodies of SGLang's sessions: to open one, to close it, and how a request goes on in it."""
+"""Request bodies of SGLang's session routes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxserve.api.protocol.common import Body
 
 
 class OpenSessionRequest(Body):
-    session_id: limits.Identifier | None = Field(None, description="Default: a new one.")
+    session_id: limits.Identifier | None = Field(None, description="Default: a new id.")
     capacity_of_str_len: limits.TokenCountOrZero | None = Field(
-        None, description="Characters that the context of a request may have; 0, the default: no limit."
+        None, description="Maximum characters of a request's context; 0, the default: no limit."
     )
-    streaming: bool | None = Field(None, description="One turn after the other, each appended to the last.")
+    streaming: bool | None = Field(None, description="Each request is appended to the previous one.")
     timeout: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = Field(
-        None, description="Seconds without a request after which it is closed."
+        None, description="Close the session after this many seconds without a request."
     )
 
 

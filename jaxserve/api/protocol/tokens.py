@@ -23,7 +23,9 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     continue_final_message: bool | None = Field(None, description="Default false.")
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = Field(None, description="Also each token as the vocabulary spells it.")
+    return_token_strs: bool | None = Field(
+        None, description="Also return each token's text in the vocabulary's own spelling."
+    )
 
 
 class DetokenizeRequest(Body):

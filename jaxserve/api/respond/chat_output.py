@@ -1,6 +1,6 @@
-"""From RequestOutputs to the choices of /v1/chat/completions.
+"""Turn RequestOutputs into the choices of /v1/chat/completions.
 
-One function makes the deltas; an answer in one piece is those deltas joined, so that both forms are equal.
+One function makes the deltas. An unstreamed answer joins those deltas, so both forms are equal.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Chunk = dict[str, Any]
 
 @dataclass
 class _Choice:
-    """Where one choice is."""
+    """The state of one choice."""
 
     index: int
     parser: OutputParser
     begun: bool = False
     done: bool = False
     num_calls: int = 0
-    custom: set[int] = field(default_factory=set)  # numbers of the calls of custom tools
+    custom: set[int] = field(default_factory=set)  # indices of the calls of custom tools
     thinking: bool = False
-    unsure_tokens: int = 0  # tokens without an event yet: of the reasoning, or of what follows it
+    unsure_tokens: int = 0  # tokens not yet in an event: of the reasoning, or of what follows it
     held_reasoning: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that no chunk has carried yet
     token_ids: list[int] = field(default_factory=list)
@@ -50,11 +50,11 @@ class _Choice:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How the answer is to look."""
+    """The output options of a request."""
 
-    parallel: bool = True  # False: an output ends with its first call
+    parallel: bool = True  # False: an output ends after its first call
     legacy: bool = False  # function_call instead of tool_calls
-    echo: str = ""  # text of the last message, given again before the output
+    echo: str = ""  # text of the last message, returned before the output
     prompt_text: str = ""
     reasoning_fields: tuple[str, ...] = ("reasoning_content",)  # in every message and delta
 
@@ -62,7 +62,7 @@ class ChatOptions:
 class ChatChoices:
     """The choices of one conversation.
 
-    about_prompt: what vLLM says of the prompt beside the choices, once the first chunk is made; else empty
+    about_prompt: vLLM's prompt fields beside the choices, set with the first chunk; else empty
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class ChatChoices:
 
     @property
     def complete(self) -> bool:
-        """Every choice has ended, perhaps before its output did."""
+        """Return whether every choice has ended. A choice may end before its engine output does."""
         return self._running == 0
 
     def take_about_prompt(self) -> dict[str, Any]:
-        """`about_prompt`, which is empty then: one chunk of a stream carries it."""
+        """Return `about_prompt` and clear it: only one chunk of a stream carries it."""
         said, self.about_prompt = self.about_prompt, {}
         return said
 
     def chunks(self, output: RequestOutput) -> list[Chunk]:
-        """The chunks that `output` makes of its choice: the role once, deltas, and the finish alone at the end."""
+        """Return the chunks for `output`: the role once, deltas, and the finish reason in a chunk of its own."""
         choice = self._choices.get(output.index)
         if choice is None:
             if not self._choices:
@@ -112,7 +112,7 @@ class ChatChoices:
         events = choice.parser.feed(output.text) if output.text else []
         if len(events) == 1 and type(events[0]) is ContentDelta and not (choice.thinking or choice.held_reasoning):
             choice.unsure_tokens = 0
-            # nearly every token of nearly every answer ends here
+            # the common path for most tokens
             delta = {"content": events[0].text, **self._no_reasoning}
             return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
         self._count_reasoning(choice, events, len(output.token_ids))
@@ -200,7 +200,7 @@ class ChatChoices:
         return {"tool_calls": [{"index": index} | part]}
 
     def _first(self, choice: _Choice, content: bool) -> Chunk:
-        """The chunk of the role. Its content is null before reasoning and calls, which have none."""
+        """Return the chunk with the role. Its content is null before reasoning or calls."""
         choice.begun = True
         text = self._options.echo or ("" if content else None)
         chunk: Chunk = {
@@ -210,11 +210,11 @@ class ChatChoices:
             "finish_reason": None,
         }
         if self._body.return_token_ids or self._body.return_prompt_token_ids:
-            chunk["prompt_token_ids"] = self._job.prompt_token_ids  # SGLang's place; vLLM's is about_prompt
+            chunk["prompt_token_ids"] = self._job.prompt_token_ids  # where SGLang puts them; vLLM's are in about_prompt
         return chunk
 
     def _chunk(self, choice: _Choice, delta: dict[str, Any]) -> Chunk:
-        """A delta, with the log-probabilities and ids of all tokens since the last one."""
+        """Build a delta with the log-probabilities and ids of all tokens since the last one."""
         reasoning: dict[str, Any] = self._no_reasoning
         if choice.held_reasoning:
             reasoning = dict.fromkeys(self._options.reasoning_fields, choice.held_reasoning)
@@ -242,7 +242,7 @@ class ChatChoices:
         return [*chunks, self._chunk(choice, {}) | finish]
 
     def _count_reasoning(self, choice: _Choice, events: list[Event], num_tokens: int) -> None:
-        """Tokens of the reasoning and its tags. A token that made no event belongs with what comes next."""
+        """Count tokens of the reasoning and its tags. A token without an event is counted with the next event."""
         choice.unsure_tokens += num_tokens
         for event in events:
             if isinstance(event, ReasoningDelta):
@@ -258,18 +258,20 @@ class ChatChoices:
 
 
 class Joined:
-    """The chunks of one choice, joined to the form of an answer in one piece. Time is linear in the answer."""
+    """Join the chunks of one choice into an unstreamed answer, in linear time."""
 
     def __init__(self, index: int) -> None:
         self._message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
         self._choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None, "token_ids": None}
         self._texts: dict[str, list[str]] = {}  # of the message, by key
         self._function_call: dict[str, list[str]] = {}
-        self._calls: list[tuple[dict[str, Any], dict[str, dict[str, list[str]]]]] = []  # what is known at once, texts
+        # values known at once, texts that grow
+        self._calls: list[tuple[dict[str, Any], dict[str, dict[str, list[str]]]]] = []
         self._logprobs: list[Any] = []
         self._token_ids: list[int] = []
 
     def add(self, chunk: Chunk) -> None:
+        """Append a chunk."""
         for key, value in chunk["delta"].items():
             if key == "tool_calls":
                 self._add_call(value[0])
@@ -301,6 +303,7 @@ class Joined:
                 _extend(self._calls[-1][1].setdefault(key, {}), value)
 
     def result(self) -> dict[str, Any]:
+        """Build the choice of the unstreamed answer."""
         message = self._message | _whole(self._texts)
         if self._function_call:
             message["function_call"] = _whole(self._function_call)

@@ -1,6 +1,6 @@
-"""From RequestOutputs to the choices of /v1/completions.
+"""Turn RequestOutputs into the choices of /v1/completions.
 
-One function makes the deltas; an answer in one piece is those deltas joined, so that both forms are equal.
+One function makes the deltas. An unstreamed answer joins those deltas, so both forms are equal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CompletionChoices:
         self._extras_of = extras
 
     def delta(self, job: int, output: RequestOutput) -> dict[str, Any]:
-        """What `output` adds to its choice."""
+        """Return what `output` adds to its choice."""
         index = job * self._per_prompt + output.index
         first = index not in self._begun
         self._begun.add(index)
@@ -103,12 +103,12 @@ class CompletionChoices:
 
 
 def _without_watched(entry: TokenLogprobs | None) -> TokenLogprobs | None:
-    """Chosen ids are for the output: the prompt shows its likeliest tokens, as without them."""
+    """Drop the log-probabilities of requested ids: for the prompt, only its most likely tokens are shown."""
     return msgspec.structs.replace(entry, watched=[]) if entry is not None and entry.watched else entry
 
 
 class Joined:
-    """The deltas of one choice, joined. Time is linear in the answer."""
+    """Join the deltas of one choice, in linear time."""
 
     def __init__(self) -> None:
         self._choice: dict[str, Any] = {}

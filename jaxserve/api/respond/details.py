@@ -1,4 +1,4 @@
-"""What few requests ask for of each token, in the forms of the wire. What is asked: generate/details.py."""
+"""Write rarely requested per-token outputs in their wire forms. generate/details.py reads what is requested."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from jaxserve.types.output import Support
 
 
 def last_vector(output: RequestOutput) -> list[float] | None:
-    """The hidden state that the output's last token was drawn after."""
+    """Return the hidden state that the output's last token was sampled from, float32 [D]."""
     vectors = hidden_vectors(output)
     return vectors[-1].tolist() if len(vectors) else None
 
 
 def hidden_vectors(output: RequestOutput) -> np.ndarray:
-    """float32 [tokens, D]"""
+    """Return the hidden state of each token: float32 [tokens, D]."""
     return matrix(output.hidden, len(output.token_ids))
 
 
 def matrix(data: bytes | None, rows: int) -> np.ndarray:
-    """float32 [rows, D] of what crossed the wire; [0, 0] for none."""
+    """Decode the bytes of float32 [rows, D]; [0, 0] if there are none."""
     return np.zeros((0, 0), np.float32) if not data else np.frombuffer(data, "<f4").reshape(rows, -1)
 
 
 class Candidates:
-    """SGLang's sampling mask of one choice, token by token. A token that was not drawn has none.
+    """SGLang's sampling mask of one choice, token by token. A token that was not sampled has no candidates.
 
-    mode: "support" gives the log-probabilities of all candidates, else of the token among them
+    mode: "support" returns the log-probabilities of all candidates, else only that of the chosen token
     """
 
     def __init__(self, mode: SamplingMode | None) -> None:
@@ -53,7 +53,7 @@ class Candidates:
         self._logprobs.clear()
 
     def as_dict(self) -> dict[str, Any]:
-        """As values that orjson encodes."""
+        """Return values that orjson encodes."""
         return {
             "output_token_sampling_mask": self._masks.fragment,
             "output_token_sampling_logprobs": self._logprobs.fragment,
@@ -61,18 +61,19 @@ class Candidates:
 
 
 class RoutedExperts:
-    """The experts of one choice: of every token but the last, which nothing was computed of."""
+    """The experts of one choice, for every token except the last, which has not been fed to the model."""
 
     def __init__(self) -> None:
         self._prompt = b""
-        self._output = bytearray()  # of the token before each one of the output; the first is the prompt's last
+        # of the token before each output token; the first belongs to the prompt's last token
+        self._output = bytearray()
 
     def note(self, output: RequestOutput) -> None:
         self._prompt = output.prompt_experts or self._prompt
         self._output += output.experts or b""
 
     def encoded(self, start: int, num_prompt_tokens: int) -> str:
-        """SGLang's form: base64 of int32 [tokens from `start` on, sparse layers, experts each]."""
+        """Encode as SGLang does: base64 of int32 [tokens from `start` on, sparse layers, experts per token]."""
         size = len(self._prompt) // num_prompt_tokens
         return base64.b64encode((self._prompt + self._output[size:])[start * size :]).decode()
 

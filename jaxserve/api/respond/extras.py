@@ -1,6 +1,6 @@
-"""What SGLang and vLLM add to a choice when asked: ids, counts, candidates that OpenAI's answer does not have.
+"""Fields that SGLang and vLLM add to a choice on request: ids, counts, candidates. OpenAI's answer has none of them.
 
-All of it goes with the choice's last chunk.
+All of them are sent with the choice's last chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WEIGHT_VERSION = "default"
 
 
 class Extras:
-    """Of one request. `wanted` is False for nearly every request, and then nothing here is called again."""
+    """The extra fields of one request. For most requests `wanted` is False, and nothing else here is called."""
 
     def __init__(self, body: SamplingFields, request_id: str) -> None:
         self._body = body
@@ -38,7 +38,7 @@ class Extras:
         )
 
     def note(self, number: int, output: RequestOutput) -> None:
-        """Take the tokens of an output of job `number`."""
+        """Collect the tokens of an output of prompt `number`."""
         key = number, output.index
         self._output_ids.setdefault(key, []).extend(output.token_ids)
         if self._body.return_sampling_mask:
@@ -52,7 +52,7 @@ class Extras:
         return self._candidates[key]
 
     def finish(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
-        """The fields for the last chunk of a choice."""
+        """Return the fields for the last chunk of a choice."""
         extras: dict[str, Any] = {}
         if self._body.return_meta_info or self._body.return_sampling_mask:
             extras["meta_info"] = self._meta_info(number, job, output)
@@ -77,7 +77,7 @@ class Extras:
         if self._body.return_cached_tokens_details:
             found["cached_tokens_details"] = {"device": output.num_cached_tokens, "host": 0}
         if self._body.return_spec_tokens_details:
-            found["spec_tokens_details"] = None  # no tokens are drafted
+            found["spec_tokens_details"] = None  # speculative decoding is not used
         if self._body.return_routed_experts:
             experts, start = self._experts[number, output.index], self._body.routed_experts_start_len or 0
             found["routed_experts"] = experts.encoded(start, len(job.prompt_token_ids))

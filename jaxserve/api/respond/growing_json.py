@@ -1,7 +1,7 @@
 """JSON values that grow while an answer is streamed. Each part is encoded once.
 
-An event that repeats all before it then costs the encoding of what is new and a copy of the bytes, and not the
-encoding of everything again: at 2,000 tokens with 5 alternatives each that is 0.03 ms and not 20.
+An event that repeats everything before it then costs the encoding of the new part and a copy of the bytes: 0.03 ms
+instead of 20 ms at 2,000 tokens with 5 alternatives each.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GrowingText:
 
     @property
     def fragment(self) -> orjson.Fragment:
-        """The string so far, to be put in what orjson encodes."""
+        """Return the string so far as a fragment for orjson."""
         return orjson.Fragment(b'"%b"' % self._data)
 
 
@@ -48,5 +48,5 @@ class GrowingArray:
 
     @property
     def fragment(self) -> orjson.Fragment:
-        """The array so far, to be put in what orjson encodes."""
+        """Return the array so far as a fragment for orjson."""
         return orjson.Fragment(b"[%b]" % self._data)

@@ -1,6 +1,6 @@
-"""Log-probabilities in the forms of the wire: chat's list of objects, completions' parallel arrays, vLLM's prompt list.
+"""Log-probabilities in their wire forms: chat's list of objects, completions' parallel arrays, vLLM's prompt list.
 
-All values are the engine's own float32s; the chosen token's value is written from one number wherever it appears.
+All values are the engine's own float32s. The chosen token has the same value wherever it appears.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.types.output import TokenLogprobs
 
-FLOOR = -9999.0  # OpenAI's value for "as good as impossible"; JSON has no minus infinity
+FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON does not have
 
 
 def floor(value: float) -> float:
@@ -20,9 +20,9 @@ def floor(value: float) -> float:
 
 
 def _top(entry: TokenLogprobs, count: int, watched: Sequence[int] = ()) -> list[tuple[int, float]]:
-    """The most likely tokens; the chosen one always with its own value.
+    """Return the most likely tokens and the chosen one.
 
-    Where the request names tokens and the entry has their values (`watched`): the chosen token and those instead.
+    If the request names tokens and the entry has their values (`watched`), return the chosen token and those instead.
     """
     if watched and entry.watched:
         pairs, own = dict(zip(watched, entry.watched, strict=True)), {entry.token_id: entry.logprob}
@@ -34,7 +34,7 @@ def _top(entry: TokenLogprobs, count: int, watched: Sequence[int] = ()) -> list[
 def chat_logprobs(
     entries: Sequence[TokenLogprobs], top: int, texts: TokenTexts, as_ids: bool, watched: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of chat/completions."""
+    """Build `choices[].logprobs` of chat/completions."""
     return {"content": [_chat_entry(entry, top, texts, as_ids, watched) for entry in entries], "refusal": None}
 
 
@@ -58,13 +58,13 @@ class CompletionLogprobs:
         self._top = top
         self._watched = watched
         self._texts = texts
-        self._hidden = hidden  # special tokens that the text leaves out
+        self._hidden = hidden  # special tokens that are omitted from the text
         self._as_ids = as_ids
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, entries: Sequence[TokenLogprobs | None], token_ids: Sequence[int]) -> dict[str, Any]:
-        """The arrays of these tokens. An entry is None for a prompt's first token: nothing predicts it."""
+        """Return the arrays for these tokens. An entry is None for a prompt's first token, which is not predicted."""
         return {
             "tokens": [self._texts.name(i, self._as_ids) for i in token_ids],
             "token_logprobs": [None if entry is None else floor(entry.logprob) for entry in entries],
@@ -73,7 +73,7 @@ class CompletionLogprobs:
         }
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
-        """Token text -> value. The chosen token is always in; of tokens with one text the likeliest counts."""
+        """Map token text to value, including the chosen token. If tokens share a text, the most likely one is used."""
         table = {self._texts.name(entry.token_id, self._as_ids): floor(entry.logprob)}
         for token_id, value in _top(entry, self._top, self._watched):
             name = self._texts.name(token_id, self._as_ids)
@@ -91,7 +91,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs | None], top: int, texts: TokenTexts) -> list[Any]:
-    """vLLM's `prompt_logprobs`: for each token null or {token id: {logprob, rank, decoded_token}}."""
+    """Build vLLM's `prompt_logprobs`: for each token null or {token id: {logprob, rank, decoded_token}}."""
     return [None if entry is None else _ranked(entry, top, texts) for entry in entries]
 
 

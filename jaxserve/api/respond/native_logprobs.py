@@ -19,7 +19,7 @@ Entries = Sequence[TokenLogprobs | None]
 
 @dataclass(frozen=True)
 class LogprobOptions:
-    """What a request wants of log-probabilities. `start` is the first prompt position; -1: outputs only."""
+    """The log-probabilities that a request asks for. `start` is the first prompt position; -1: outputs only."""
 
     wanted: bool = False
     start: int = -1
@@ -29,14 +29,15 @@ class LogprobOptions:
     candidates: bool = False
     sampling_mode: SamplingMode | None = None
     hidden: HiddenStates = ""
-    experts_from: int | None = None  # first prompt position; None: not asked for
+    experts_from: int | None = None  # first prompt position; None: not requested
 
 
 class NativeLogprobs:
     """The lists of one choice. Every entry is encoded once.
 
-    incremental: the output's lists hold what is new since the last `fields`; the prompt's are whole in the event
-    that brings them and in the last one, and empty between
+    incremental: the output's lists hold only what is new since the last `fields`. The prompt's lists are complete in
+    the
+    event that brings them and in the last event, and empty in between.
     """
 
     def __init__(self, options: LogprobOptions, texts: TokenTexts, incremental: bool) -> None:
@@ -50,7 +51,7 @@ class NativeLogprobs:
         self._shows_inputs = not incremental
 
     def take(self, output: RequestOutput, prompt_token_ids: list[int]) -> None:
-        """Add what an output brings."""
+        """Append the entries of an output."""
         if output.prompt_logprobs is not None and self._options.start >= 0 and not self._has_inputs:
             first = self._options.start
             self._extend(self._inputs, output.prompt_logprobs[first:], prompt_token_ids[first:])
@@ -59,7 +60,7 @@ class NativeLogprobs:
             self._extend(self._outputs, output.logprobs, [entry.token_id for entry in output.logprobs])
 
     def fields(self, *, last: bool) -> dict[str, Any]:
-        """The lists, as values that orjson encodes."""
+        """Return the lists as values that orjson encodes."""
         shows_inputs, self._shows_inputs = self._shows_inputs or last, not self._incremental
         result: dict[str, Any] = {}
         for kind in self._kinds:
@@ -70,7 +71,7 @@ class NativeLogprobs:
         return result
 
     def _extend(self, arrays: dict[str, GrowingArray], entries: Entries, ids: Sequence[int]) -> None:
-        """Add entries and their token ids; an entry is None for a prompt's first token: nothing predicts it."""
+        """Append entries and their token ids; an entry is None for a prompt's first token, which is not predicted."""
         logprobs = [None if entry is None else entry.logprob for entry in entries]
         arrays["token"].extend([self._entry(value, i) for value, i in zip(logprobs, ids, strict=False)])
         if "top" in arrays:

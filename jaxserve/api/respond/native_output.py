@@ -1,4 +1,4 @@
-"""From RequestOutputs to the answers of /generate: SGLang's text and meta_info."""
+"""Turn RequestOutputs into the answers of /generate: SGLang's text and meta_info."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from jaxserve.types.output import FinishReason
 
 @dataclass
 class NativeChoice:
-    """One choice as far as it has come. An event costs the encoding of what is new and a copy of what it repeats.
+    """One choice so far. An event costs the encoding of what is new and a copy of what it repeats.
 
-    scoring: max_new_tokens is 0; the engine always samples one token, which is dropped
-    incremental: events hold what is new, and nothing is kept of what was sent
+    scoring: max_new_tokens is 0. The engine always samples one token; it is dropped.
+    incremental: events hold only what is new, and nothing that was sent is kept
     """
 
     request_id: str
@@ -46,7 +46,7 @@ class NativeChoice:
         self.candidates = Candidates(self.options.sampling_mode)
 
     def add(self, output: RequestOutput) -> None:
-        """Take an output in."""
+        """Append an output."""
         self._add_hidden(output)
         if self.options.experts_from is not None:
             self.experts.note(output)
@@ -69,7 +69,7 @@ class NativeChoice:
             self.hidden = [*hidden_vectors(output)[-1:]] or self.hidden
 
     def result(self) -> dict[str, Any]:
-        """The answer so far, or what is new in it, as values that orjson encodes."""
+        """Return the answer so far, or only what is new in it, as values that orjson encodes."""
         answer = {"text": self.text.fragment, "output_ids": self.token_ids.fragment, "meta_info": self._meta()}
         if self.incremental:
             for each in (self.text, self.token_ids, self.candidates):
@@ -97,7 +97,9 @@ class NativeChoice:
         return meta | self.logprobs.fields(last=ended) if self.options.wanted else meta
 
     def _hidden_states(self) -> list[Any]:
-        """As SGLang: one entry a token, the first of them of the whole prompt; or the last token's alone."""
+        """Return SGLang's form: one entry per token, the first of them for the whole prompt; or only the last
+        token's.
+        """
         found: list[Any] = [vector.tolist() for vector in self.hidden]
         if self.options.hidden == "all" and found:
             found[0] = matrix(self.prompt_hidden, len(self.job.prompt_token_ids)).tolist()
@@ -114,6 +116,6 @@ class NativeChoice:
 
 
 def _unsaid(output: RequestOutput) -> RequestOutput:
-    """The output without what it says."""
+    """Return the output without its token: the one that scoring drops."""
     reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
     return msgspec.structs.replace(output, text="", token_ids=[], logprobs=None, support=None, finish_reason=reason)

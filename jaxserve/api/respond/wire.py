@@ -1,4 +1,4 @@
-"""Pieces of answers that several routes share: JSON responses, chunk envelopes, finish reasons."""
+"""Parts of answers that several routes share: JSON responses, chunk envelopes, finish reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 async def json_answer(content: Any) -> Response:
-    """An answer of several choices, written one at a time: others have a turn between them."""
+    """Encode an answer choice by choice, yielding to the event loop in between."""
     choices = content if isinstance(content, list) else content.get("choices", ())
     if len(choices) < 2:
         return json_response(content)
@@ -35,7 +35,7 @@ async def json_answer(content: Any) -> Response:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all chunks of an answer have in common. The constant part is serialized once."""
+    """The fields that all chunks of an answer share, encoded once."""
 
     id: str
     object: str
@@ -47,7 +47,7 @@ class Envelope:
 
 
 class ChunkWriter:
-    """Server-sent events of one answer."""
+    """Write the server-sent events of one answer."""
 
     def __init__(self, envelope: Envelope, usage: Usage, body: SamplingFields) -> None:
         options = body.stream_options
@@ -58,17 +58,18 @@ class ChunkWriter:
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
 
     def chunk(self, choice: Mapping[str, Any], uncounted: int = 0) -> bytes:
-        """uncounted: tokens that the usage of a chunk leaves out."""
+        """Write a chunk. uncounted: tokens to leave out of its usage."""
         return self._head + orjson.dumps(choice) + (self._usage_tail(uncounted) if self.continuous else self._tail)
 
     def chunk_beside(self, choice: Mapping[str, Any], others: Mapping[str, Any], uncounted: int = 0) -> bytes:
-        """A chunk with fields beside its choices."""
+        """Write a chunk with fields beside its choices."""
         return self.chunk(choice, uncounted).replace(b"{", b"{" + orjson.dumps(others)[1:-1] + b",", 1)
 
     def counted(self, chunks: list[dict[str, Any]], num_tokens: int, others: Mapping[str, Any]) -> Iterator[bytes]:
-        """The chunks of one output, of which the last counts its tokens. `others` stand beside the first.
+        """Write the chunks of one output, the last of which counts its tokens. `others` are fields of the first chunk.
 
-        The finish comes with the last delta, since readers take every chunk that counts no more tokens for an error.
+        The finish reason is sent with the last delta, because clients treat a chunk that counts no more tokens as an
+        error.
         """
         if len(chunks) > 1 and chunks[-1]["finish_reason"] is not None and "role" not in chunks[-2]["delta"]:
             delta = {name: value for name, value in chunks[-2].items() if name != "finish_reason"}
@@ -85,12 +86,13 @@ class ChunkWriter:
 
 
 def check_stream_options(body: SamplingFields) -> None:
+    """Raises InvalidValueError if stream_options is given without stream."""
     if body.stream_options is not None and not body.stream:
         raise InvalidValueError("stream_options is only allowed with stream: true.", param="stream_options")
 
 
 def finish_fields(output: RequestOutput, stop_token_ids: tuple[int, ...]) -> dict[str, Any]:
-    """finish_reason, SGLang's matched_stop and vLLM's stop_reason (null for the end of the sequence itself)."""
+    """Return finish_reason, SGLang's matched_stop and vLLM's stop_reason (null at the end-of-sequence token)."""
     matched = output.matched_stop
     named = isinstance(matched, str) or matched in stop_token_ids
     return {

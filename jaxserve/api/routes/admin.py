@@ -1,6 +1,6 @@
-"""Routes for the operator: they need the admin key and are off without one (see middleware.Authentication).
+"""Routes for the operator. They need the admin key and are off without one (see middleware.Authentication).
 
-With `server.keys` each key may end requests of its own.
+With `server.keys`, each key may abort its own requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ router = APIRouter()
 @router.post("/flush_cache", **documented(Success))
 @router.get("/flush_cache", include_in_schema=False)
 async def flush_cache(request: Request) -> Response:
-    """Drop the prefix cache; 400 while requests are using it."""
+    """Drop the prefix cache. Raises InvalidValueError (400) while requests are using it."""
     if not await server_state(request).engine.flush_cache():
         raise InvalidValueError("The cache is in use by running requests.")
     return json_response({"success": True})
@@ -32,7 +32,10 @@ async def flush_cache(request: Request) -> Response:
 
 @router.post("/abort_request", **documented(Aborted, body=AbortRequest))
 async def abort_request(request: Request) -> Response:
-    """End the key's requests whose id begins with `rid`, or all of them; each ends with finish_reason abort."""
+    """Abort the key's requests whose id begins with `rid`, or all of them. Each ends with finish_reason abort.
+
+    Raises InvalidValueError if neither is given.
+    """
     state = server_state(request)
     body = await read_body(request, AbortRequest)
     if not body.abort_all and not body.rid:

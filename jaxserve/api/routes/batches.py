@@ -1,4 +1,4 @@
-"""Batches: create, list, retrieve, cancel."""
+"""Batch routes: create, list, retrieve, cancel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ router = APIRouter()
 
 @router.post("/v1/batches", **documented(BatchAnswer, body=CreateBatchRequest))
 async def create_batch(request: Request) -> Response:
-    """Run the requests of a file. With an Idempotency-Key the same request twice makes one batch."""
+    """Run the requests of a file. Repeating a call with the same Idempotency-Key creates no second batch.
+
+    Raises InvalidValueError for an endpoint that batches cannot use.
+    """
     runner = batch_runner(request)
     new = new_batch(await read_body(request, CreateBatchRequest), caller_of(request).owner)
     if new.endpoint not in runner.handlers:
@@ -40,7 +43,7 @@ async def create_batch(request: Request) -> Response:
 
 
 def _idempotency(request: Request, new: NewBatch) -> tuple[str, bytes] | None:
-    """The client's key and a digest of what it asked for. (Keys of different owners have nothing in common.)"""
+    """Return the client's key and a digest of its request. (Keys of different owners are independent.)"""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -54,7 +57,7 @@ def _idempotency(request: Request, new: NewBatch) -> tuple[str, bytes] | None:
 async def list_batches(
     request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
 ) -> Response:
-    """Batches, newest first."""
+    """List batches, newest first."""
     runner = batch_runner(request)
     page = await runner.store.list_batches(limit=limit, after=after, owner=caller_of(request).sees)
     return json_response(list_object([batch_object(each, runner.pause_of(each.id)) for each in page.items], page))
@@ -62,7 +65,7 @@ async def list_batches(
 
 @router.get("/v1/batches/{batch_id}", **documented(BatchAnswer))
 async def retrieve_batch(request: Request, batch_id: str) -> Response:
-    """How far a batch is."""
+    """Show a batch and its progress."""
     runner = batch_runner(request)
     batch = await runner.store.get_batch(batch_id, owner=caller_of(request).sees)
     return json_response(batch_object(batch, runner.pause_of(batch_id)))
@@ -70,10 +73,10 @@ async def retrieve_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", **documented(BatchAnswer))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """End a batch. What has finished is delivered."""
+    """Cancel a batch. Results that have finished are delivered."""
     try:
         return json_response(batch_object(await batch_runner(request).cancel(batch_id, caller_of(request).sees)))
     except ConflictError as error:
         response = error_response(error)
-        response.headers["x-should-retry"] = "false"  # clients repeat a 409 otherwise, and this one is final
+        response.headers["x-should-retry"] = "false"  # clients would retry a 409, and this one is final
         return response

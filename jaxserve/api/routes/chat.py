@@ -55,6 +55,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def check_chat(body: ChatCompletionRequest) -> None:
+    """Check combinations of fields. Raises InvalidValueError or UnsupportedParameterError."""
     check_stream_options(body)
     if not body.messages and body.input_ids is None:
         raise InvalidValueError("messages is empty.", param="messages")
@@ -66,7 +67,7 @@ def check_chat(body: ChatCompletionRequest) -> None:
 
 
 async def prepare(body: ChatCompletionRequest, state: ServerState, caller: Caller) -> ChatAnswer:
-    """Everything that can be wrong with the request is found here."""
+    """Check everything that can be wrong with the request and start its generation."""
     model = state.check_generates(body.model)
     check_messages(body.messages)
     tools = tool_use(body)
@@ -96,14 +97,14 @@ def _reasoning_fields(section: ServerSection) -> tuple[str, ...]:
 async def _grammar(
     body: ChatCompletionRequest, state: ServerState, tools: ToolUse, prompt: ChatPrompt
 ) -> GrammarSpec | None:
-    """The constraint of the output, known to be enforceable."""
+    """Return the constraint on the output once the grammar compiler accepts it."""
     answer = constraint(body, state.engine.tokenizer)
     found = with_tools(answer, tools, state)
     if found is None:
         return None
     checked = await state.grammars.check(*found, state.engine)
     if state.parsers.harmony and found is not answer:
-        return checked  # it holds from the first token: the channels, reasoning's too, are in it
+        return checked  # applies from the first token: the grammar covers all channels, also those of the reasoning
     off = await thinking_is_off(body, state, tools.shown or None, prompt)
     return after_reasoning(checked, state.parsers, state.engine.tokenizer, prompt.text, prompt.continued, off)
 
@@ -145,9 +146,9 @@ def _thinking_budget(
 
 
 def _end_of_thinking(end: str, tokenizer: Tokenizer, grammar: GrammarSpec | None) -> tuple[int, ...]:
-    """The tokens that are written for a model that thought too long.
+    """Return the tokens that end the reasoning of a model that exceeds its budget.
 
-    A grammar begins after its own ids of the tag, and nothing may stand between.
+    A grammar begins directly after the token ids of the closing tag, so nothing may follow them.
     """
     if grammar is None or not grammar.begin_after:
         return tuple(tokenizer.encode(f"\n{end}\n\n", add_special_tokens=False))
@@ -163,6 +164,7 @@ def _parser_factory(
         offered = replace(offered, on_unoffered=state.metrics.unoffered_calls.inc)
 
     def make() -> OutputParser:
+        """Make a parser for one choice."""
         parser = state.parsers.make(
             tools=None if raw_input is not None else offered,
             prompt=prompt.text,
@@ -176,7 +178,7 @@ def _parser_factory(
 
 
 class ChatAnswer:
-    """One conversation on its way to one answer."""
+    """The answer to one conversation."""
 
     def __init__(self, body: ChatCompletionRequest, model: str, generation: Generation, choices: ChatChoices) -> None:
         self._body = body
@@ -186,6 +188,7 @@ class ChatAnswer:
         self._choices = choices
 
     async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events of the answer."""
         envelope = Envelope(self._generation.request_id, "chat.completion.chunk", self._model)
         writer = ChunkWriter(envelope, self._generation.usage, self._body)
         async with aclosing(self._generation.outputs()) as outputs:
@@ -206,6 +209,7 @@ class ChatAnswer:
             yield writer.usage_chunk()
 
     async def whole(self) -> dict[str, Any]:
+        """Return the unstreamed answer."""
         found: dict[int, Joined] = {}
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:

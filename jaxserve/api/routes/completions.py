@@ -59,11 +59,12 @@ def _check(body: CompletionRequest) -> None:
         raise InvalidValueError("suffix and echo exclude each other.", param="suffix")
 
 
-_UNASKED = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}  # vLLM's, null unless asked for
+# vLLM's fields, null unless requested
+_UNASKED = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
 
 
 class _Answer:
-    """One request on its way to one answer."""
+    """The answer to one request."""
 
     def __init__(self, body: CompletionRequest, model: str, generation: Generation, choices: CompletionChoices) -> None:
         self._body = body
@@ -74,7 +75,7 @@ class _Answer:
 
     @classmethod
     async def prepare(cls, body: CompletionRequest, state: ServerState, caller: Caller) -> _Answer:
-        """Everything that can be wrong with the request is found here."""
+        """Check everything that can be wrong with the request and start its generation. Raises InvalidValueError."""
         model = state.check_generates(body.model)
         prompts = as_prompts(body.prompt, "prompt")
         if len(prompts) > 1 and body.session_params is not None:
@@ -101,6 +102,7 @@ class _Answer:
         return cls(body, model, generation, choices)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events of the answer."""
         writer = ChunkWriter(self._envelope, self._generation.usage, self._body)
         async with aclosing(self._generation.outputs()) as outputs:
             async for job, output in outputs:
@@ -112,6 +114,7 @@ class _Answer:
             yield writer.usage_chunk()
 
     async def whole(self) -> dict[str, Any]:
+        """Return the unstreamed answer."""
         found: dict[int, Joined] = {}
         scores: dict[int, list[float]] = {}
         async with aclosing(self._generation.outputs()) as outputs:
@@ -129,12 +132,12 @@ class _Answer:
         }
 
     def _cut_usage(self) -> None:
-        """With max_tokens 0 the engine's one token is nobody's."""
+        """With max_tokens 0, leave the one token that the engine always samples out of the usage."""
         if self._body.max_tokens == 0:
             self._generation.usage.completion_tokens = 0
 
     def _best(self, choices: list[dict[str, Any]], scores: dict[int, list[float]]) -> list[dict[str, Any]]:
-        """Of best_of choices a prompt, the n with the highest mean log-probability, numbered anew."""
+        """Return, per prompt, the n of best_of choices with the highest mean log-probability, renumbered."""
         n, made = self._body.n or 1, self._body.best_of or 0
         if made <= n:
             return choices
@@ -150,7 +153,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _says_something(delta: dict[str, Any]) -> bool:
-    """Not the chunk of a token whose text is still held back (half a character, the begin of a stop string)."""
+    """Return False for a token whose text is held back (part of a character or of a stop string)."""
     tokens = delta["logprobs"]["tokens"] if delta["logprobs"] is not None else delta.get("token_ids")
     return bool(delta["text"] or tokens or delta["finish_reason"])
 
@@ -198,7 +201,7 @@ def _params(
 
 
 def _prompt_text(prompt: str | list[int], job: Job, body: CompletionRequest, state: ServerState) -> str:
-    """What echo shows: the text as it was sent, or the text of the ids."""
+    """Return the text for echo: as it was sent, or decoded from ids."""
     if not (body.echo or body.return_prompt_text):
         return ""
     if isinstance(prompt, str) and body.truncate_prompt_tokens is None and body.session_params is None:

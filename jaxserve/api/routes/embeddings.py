@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: of an encoder, or of the last token of any decoder."""
+"""POST /v1/embeddings: from an encoder, or from the last token's hidden state of a decoder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EMBED = SamplingParams(embed=True, max_tokens=0)
 
 @router.post("/v1/embeddings", **documented(Embeddings, body=EmbeddingRequest))
 async def create_embedding(request: Request) -> Response:
-    """A vector for each input: near ones have a near meaning."""
+    """Return a vector for each input. Inputs of similar meaning have similar vectors."""
     state = server_state(request)
     body = await read_body(request, EmbeddingRequest)
     model = state.check_model(body.model)
@@ -75,8 +75,10 @@ async def _token_ids(prompt: str | list[int], body: EmbeddingRequest, state: Ser
 
 
 def cut(token_ids: list[int], frame: list[int], keep: int, side: Side) -> list[int]:
-    """`keep` tokens at most, cut at `side` of the text. `frame`: what the tokenizer puts around a text; it stays, in
-    so far as it has room."""
+    """Keep at most `keep` tokens, cutting at `side` of the text.
+
+    frame: special tokens that the tokenizer adds around a text; they are kept if there is room
+    """
     if len(token_ids) <= keep:
         return token_ids
     before = 0

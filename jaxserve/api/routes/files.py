@@ -1,4 +1,4 @@
-"""Files: upload, list, retrieve, content, delete."""
+"""File routes: upload, list, retrieve, content, delete."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jaxserve.errors import InvalidValueError, PayloadTooLargeError
 from jaxserve.store import FileRecord, Store, Upload
 
 CHUNK_BYTES = 2**20
-# A body over the limit is read on and dropped, up to here: a client that still sends does not read the answer.
+# Bytes of a too large body to read and drop: a client that is still sending would not read the answer.
 MAX_DRAINED_BYTES = 2 * MAX_FILE_BYTES
 
 KNOWN_FIELDS = {"purpose", "expires_after[anchor]", "expires_after[seconds]"}
@@ -55,7 +55,7 @@ def store_of(request: Request) -> Store:
 
 @router.post("/v1/files", **_UPLOAD)
 async def upload_file(request: Request) -> Response:
-    """Store a file."""
+    """Store a file. Raises a RequestError (413) if it is too large."""
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > MAX_DRAINED_BYTES:
         raise _too_large(MAX_FILE_BYTES)
@@ -71,7 +71,9 @@ async def upload_file(request: Request) -> Response:
 
 
 async def _receive(request: Request, form: UploadForm, incoming: Upload, work: Waiting) -> None:
-    """The body into the upload. Of what is too large the rest is dropped. Raises QueueFullError if much waits."""
+    """Write the body into the upload. The rest of a too large body is dropped. Raises QueueFullError if too much
+    waits.
+    """
     too_large = False
     received = 0
     try:
@@ -123,7 +125,7 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    """Files, newest first unless told otherwise."""
+    """List files, newest first by default."""
     owner = caller_of(request).sees
     page = await store_of(request).list_files(
         purpose=purpose, limit=limit, after=after, ascending=order == "asc", owner=owner
@@ -133,26 +135,26 @@ async def list_files(
 
 @router.get("/v1/files/{file_id}", **documented(FileAnswer))
 async def retrieve_file(request: Request, file_id: str) -> Response:
-    """What is known of a file."""
+    """Show the metadata of a file."""
     return json_response(file_object(await store_of(request).get_file(file_id, owner=caller_of(request).sees)))
 
 
 @router.get("/v1/files/{file_id}/content", **_CONTENT)
 async def file_content(request: Request, file_id: str) -> Response:
-    """The bytes of a file."""
+    """Return the bytes of a file."""
     record, file = await store_of(request).open_file(file_id, owner=caller_of(request).sees)
     return FileBytes(record, file, server_state(request).file_work)
 
 
 @router.delete("/v1/files/{file_id}", **documented(FileDeleted))
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Delete a file. A batch that reads it goes on."""
+    """Delete a file. A batch that is reading it continues."""
     await store_of(request).delete_file(file_id, owner=caller_of(request).sees)
     return json_response({"id": file_id, "object": "file", "deleted": True})
 
 
 class FileBytes(Response):
-    """A stored file, sent from an open file: deleting it meanwhile does no harm."""
+    """Send a stored file from an open file handle, so that deleting it meanwhile does no harm."""
 
     def __init__(self, record: FileRecord, file: BinaryIO, work: Waiting) -> None:
         self._file = file
@@ -165,7 +167,7 @@ class FileBytes(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._file:
-            data = await self._read()  # before the head: where too much waits, the answer is an error
+            data = await self._read()  # before the headers: if too much waits, the answer is an error
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})

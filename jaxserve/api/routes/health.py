@@ -1,4 +1,6 @@
-"""GET /health, /live and /metrics: answered in every phase, without touching the engine. /health_generate uses it."""
+"""GET /health, /live and /metrics: answered in every phase without calling the engine. /health_generate does call
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ router = APIRouter()
 
 @router.get("/health", **documented(Health))
 async def health(request: Request) -> Response:
-    """200 while requests are taken and the engine's loop ticks; else 503 with the phase and its progress.
+    """Return 200 while requests are accepted and the engine's loop runs; else 503 with the phase and its progress.
 
-    `store` says whether files and batches can be written. Generation does not need it, so it changes no status code.
+    `store` shows whether files and batches can be written. Generation does not need it, so it does not change the
+    status.
+    Raises EngineDeadError if the engine's loop does not run.
     """
     state = server_state(request)
     engine, status = state.engine, state.engine.status
@@ -45,26 +49,26 @@ async def health(request: Request) -> Response:
 
 @router.get("/health_generate", **documented())
 async def health_generate(request: Request) -> Response:
-    """200 once the engine has made one token for this probe, or computed others' meanwhile; 503 if not within 20 s."""
+    """Return 200 once the engine has made a token, for this probe or for other requests; 503 after 20 s without."""
     await check_generates(server_state(request).engine)
     return json_response({"status": "ready"})
 
 
 @router.get("/live", **documented())
 async def live() -> Response:
-    """200 as long as this process answers."""
+    """Return 200 as long as this process answers."""
     return json_response({"status": "live"})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 @router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     return Response(server_state(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 @router.get("/", response_class=PlainTextResponse, include_in_schema=False)
 @router.head("/", include_in_schema=False)
 async def root() -> Response:
-    """Probes of some clients and routers ask here first."""
+    """Answer the probes that some clients and routers send here first."""
     return PlainTextResponse("jaxserve is running. The API is under /v1, its description at /docs.\n")

@@ -1,4 +1,4 @@
-"""What the server is: /get_model_info, /server_info, /version, in SGLang's and vLLM's spelling."""
+"""Facts about the server in SGLang's and vLLM's forms: /get_model_info, /server_info, /version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ router = APIRouter()
 @router.get("/model_info", **documented())
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(request: Request) -> Response:
-    """The model: its path, its names, its context."""
+    """Show the model: its path, its names, its context length."""
     state = server_state(request)
     info = state.engine.info
     return json_response(
@@ -87,5 +87,5 @@ def _stats(stats: dict[str, Any]) -> dict[str, Any]:
 
 @router.get("/version", **documented())
 async def version() -> Response:
-    """The version of jaxserve."""
+    """Show the version of jaxserve."""
     return json_response({"version": __version__})

@@ -17,7 +17,7 @@ router = APIRouter()
 
 @router.get("/v1/models", **documented(ModelList))
 async def list_models(request: Request) -> Response:
-    """The names under which the model is served."""
+    """List the names under which the model is served."""
     state = server_state(request)
     info = state.engine.info
     data = [model_object(name, info, state.created) for name in info.served_names]
@@ -26,6 +26,6 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{model:path}", **documented(ModelAnswer))
 async def retrieve_model(model: str, request: Request) -> Response:
-    """One model by its name, which may contain slashes."""
+    """Show one model by its name, which may contain slashes."""
     state = server_state(request)
     return json_response(model_object(state.check_model(model), state.engine.info, state.created))

@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's native form, one prompt or many, streamed or not."""
+"""POST /generate: SGLang's native form, with one prompt or many, streamed or not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HIDDEN: dict[bool | str, HiddenStates] = {False: "", True: "all", "last": "last
 @router.post("/generate", **documented(Generated, body=GenerateRequest, events=Generated, many=True))
 @router.put("/generate", include_in_schema=False)
 async def generate(request: Request) -> Response:
-    """Continue a text or token ids; `meta_info` tells how it went."""
+    """Continue a text or token ids; `meta_info` describes the generation."""
     state = server_state(request)
     body = await read_body(request, GenerateRequest)
     answer = await _Native.prepare(body, state, caller_of(request))
@@ -60,6 +60,7 @@ class _Native:
 
     @classmethod
     async def prepare(cls, body: GenerateRequest, state: ServerState, caller: Caller) -> _Native:
+        """Check everything that can be wrong with the request and start its generation. Raises InvalidValueError."""
         state.check_generates(None)
         prompts = _prompts(body)
         count = len(prompts)
@@ -96,7 +97,7 @@ class _Native:
         return cls(body, generation, choices)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The text so far in every event, or with `incremental` what is new."""
+        """Yield the text so far in every event, or only what is new with `incremental`."""
         async with aclosing(self._generation.outputs()) as outputs:
             async for number, output in outputs:
                 choice = self._choices[number][output.index]
@@ -128,7 +129,7 @@ def _prompts(body: GenerateRequest) -> list[str | list[int]]:
 
 
 def _spread(value: T | list[T], count: int, param: str) -> list[T]:
-    """One value for each prompt."""
+    """Return one value per prompt."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
@@ -152,7 +153,7 @@ def _options(body: GenerateRequest, count: int) -> list[LogprobOptions]:
 
 
 def _watched(body: GenerateRequest, count: int) -> list[tuple[int, ...]]:
-    """The ids of each prompt. One list is for all prompts."""
+    """Return the ids of each prompt. A single list applies to all prompts."""
     given = body.token_ids_logprob or []
     lists = given if given and isinstance(given[0], list) else [given] * count
     if len(lists) != count:

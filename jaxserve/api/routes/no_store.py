@@ -1,4 +1,4 @@
-"""The routes of files and batches on a server without a store: 503, with the reason."""
+"""The routes of files and batches on a server without a store: 503 with the reason."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _PATHS = ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{res
 
 
 def no_store_router(reason: str) -> APIRouter:
-    """reason: a whole sentence for the client."""
+    """Return the routes, each of which raises StoreUnavailableError. reason: a whole sentence for the client."""
     router = APIRouter()
 
     async def refuse() -> Response:
+        """Raises StoreUnavailableError."""
         raise StoreUnavailableError(reason)
 
     for path in _PATHS:

@@ -19,14 +19,14 @@ router = APIRouter()
 
 @router.post("/open_session", **documented(SessionId, body=OpenSessionRequest))
 async def open_session(request: Request) -> Response:
-    """Begin a session; requests go on in it with `session_params`."""
+    """Open a session; requests continue it with `session_params`."""
     body = await read_body(request, OpenSessionRequest)
     return json_response(server_state(request).sessions.open(body, caller_of(request).owner))
 
 
 @router.post("/close_session", **documented(Success, body=CloseSessionRequest))
 async def close_session(request: Request) -> Response:
-    """End a session: its tokens are forgotten."""
+    """Close a session and drop its tokens."""
     body = await read_body(request, CloseSessionRequest)
     server_state(request).sessions.close(body.session_id, caller_of(request).owner)
     return json_response({"success": True})

@@ -27,7 +27,7 @@ router = APIRouter()
 @router.post("/tokenize", **documented(Tokenized, body=TokenizeRequest))
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text (or texts), or of a conversation as the chat template renders it."""
+    """Return the token ids of a text, of several texts, or of a conversation rendered by the chat template."""
     state = server_state(request)
     body = await read_body(request, TokenizeRequest)
     state.check_model(body.model)
@@ -36,6 +36,7 @@ async def tokenize(request: Request) -> Response:
     many = isinstance(body.prompt, list)
 
     def answer() -> Response:
+        """Build the answer."""
         content: dict[str, Any] = {
             "tokens": ids if many else ids[0],
             "count": [len(each) for each in ids] if many else len(ids[0]),
@@ -51,7 +52,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def _off_loop_if_long(work: Callable[[], Response], num_tokens: int, state: ServerState) -> Response:
-    """To write or to read a token takes up to 0.5 us."""
+    """Run long work outside the event loop: reading or writing a token takes up to 0.5 us."""
     return work() if num_tokens <= INLINE_TOKENS else await state.text_work.run(work, num_tokens)
 
 
@@ -81,7 +82,10 @@ async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[s
 @router.post("/detokenize", **documented(Detokenized, body=DetokenizeRequest))
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(request: Request) -> Response:
-    """The text of token ids; special tokens are shown unless skip_special_tokens."""
+    """Return the text of token ids; special tokens are shown unless skip_special_tokens.
+
+    Raises InvalidValueError if the ids are missing.
+    """
     state = server_state(request)
     body = await read_body(request, DetokenizeRequest)
     state.check_model(body.model)
@@ -104,7 +108,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/tokenizer_info", **documented())
 async def tokenizer_info(request: Request) -> Response:
-    """The special tokens and the chat template: what lm-eval needs to work without a tokenizer of its own."""
+    """Return the special tokens and the chat template, so that lm-eval needs no tokenizer of its own."""
     state = server_state(request)
     tokenizer = state.engine.tokenizer
     template = state.chat_template

@@ -1,7 +1,7 @@
-"""Texts of requests to token ids, off the event loop where they are long, and refused early where they are too long.
+"""Tokenize the texts of requests: long ones outside the event loop, and too long ones refused early.
 
-Encoding takes 0.7 us and 95 bytes of memory a byte of text, so a text far over the context is counted in pieces and
-left where the count passes the limit.
+Encoding takes 0.7 us and 95 bytes of memory per byte of text. A text far over the limit is therefore encoded in pieces,
+and encoding stops once the count exceeds the limit.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ LONG_CHARS = 256 * 1024  # longer ones have a thread of their own: they delay no
 MAX_WAITING_CHARS = 64 * 2**20  # in each of the two pools
 MAX_WAITING_TEXTS = 4096
 
-MIN_WHOLE_CHARS = 2**20  # of a text that is encoded whatever its length, for /tokenize or to be truncated: 0.7 s
-WHOLE_CHARS_A_TOKEN = 64  # or so many for each token of the context, if that is more
-CHARS_A_TOKEN = 8  # English has 4.5; a text of fewer than so many times the limit is encoded whole
+MIN_WHOLE_CHARS = 2**20  # a text encoded whole whatever its length, for /tokenize or truncation: 0.7 s
+WHOLE_CHARS_A_TOKEN = 64  # or this many per token of context, if that is more
+# English has 4.5 characters per token; a text under this many per token of the limit is encoded whole
+CHARS_A_TOKEN = 8
 PIECE_CHARS = 32 * 1024
-CUT_TOKENS = 64  # by which a cut may raise the count of its two pieces
+CUT_TOKENS = 64  # tokens that cutting a text in two may add
 
 
 class TextWork(SizedPools):
@@ -37,7 +38,7 @@ class TextWork(SizedPools):
 
 
 class TextEncoder:
-    """The tokenizer of one server, at work for all its requests."""
+    """The tokenizer of one server, shared by all its requests."""
 
     def __init__(self, tokenizer: Tokenizer, work: TextWork, context: int = 0) -> None:
         self.max_whole_chars = max(MIN_WHOLE_CHARS, WHOLE_CHARS_A_TOKEN * context)
@@ -53,11 +54,11 @@ class TextEncoder:
         limit: int | None = None,
         param: str = "prompt",
     ) -> list[int]:
-        """The token ids of a text. Others have a turn before it: a request may bring two thousand.
+        """Tokenize one text. Yields to the event loop first, because one request may hold 2,000 texts.
 
-        limit: the longest that is of use. Raises ContextLengthError for a text that is seen to be longer before it is
-        encoded; a result may still be longer. None: all of it is; raises InvalidValueError for more characters than
-        `max_whole_chars`.
+        limit: the greatest useful number of tokens. A result may be longer. None: encode the whole text.
+        Raises ContextLengthError if the text is found to exceed `limit` before it is fully encoded.
+        Raises InvalidValueError if `limit` is None and the text has more than `max_whole_chars` characters.
         """
         if limit is None and len(text) > self.max_whole_chars:
             message = (
@@ -80,7 +81,7 @@ class TextEncoder:
         return work()
 
     def _count_to(self, text: str, plain: bool, limit: int) -> int:
-        """No more tokens than the text has; counting ends where it is over the limit."""
+        """Return a lower bound of the text's token count. Counting stops once it exceeds the limit."""
         count = 0
         for start in range(0, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]

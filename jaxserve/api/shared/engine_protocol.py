@@ -1,6 +1,6 @@
-"""What the HTTP side asks of an engine: the whole of the border between api/ and engine/.
+"""The interface of an engine as the HTTP side uses it: the whole boundary between api/ and the engine.
 
-`AsyncEngine` (jaxserve.client.async_engine) satisfies `EngineProtocol`; so does the fake of the tests.
+`AsyncEngine` (jaxserve.client.async_engine) implements `EngineProtocol`; so does the fake of the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxserve.types.sampling import SamplingParams
 
 
 class StatusProtocol(Protocol):
-    """How far the engine is. `done` of `total` counts the present phase's own unit."""
+    """The engine's progress. `done` of `total` counts in the unit of the current phase."""
 
     @property
     def phase(self) -> str: ...  # "loading" | "ready" | "draining" | "dead"
@@ -31,7 +31,7 @@ class StatusProtocol(Protocol):
 
 
 class EngineProtocol(Protocol):
-    """An engine that may still be loading. `info` and `tokenizer` may be read only once it is ready."""
+    """An engine that may still be loading. Read `info` and `tokenizer` only once it is ready."""
 
     @property
     def config(self) -> Config: ...
@@ -42,21 +42,21 @@ class EngineProtocol(Protocol):
     @property
     def status(self) -> StatusProtocol: ...
     @property
-    def alive(self) -> bool: ...  # ready, and its loop ticks
+    def alive(self) -> bool: ...  # ready, and its loop is running
 
     @property
-    def restarts(self) -> int: ...  # engines that died and were replaced
+    def restarts(self) -> int: ...  # engine processes that died and were replaced
     @property
-    def num_live(self) -> int: ...  # sequences that were accepted and have not ended
+    def num_live(self) -> int: ...  # sequences accepted and not finished
 
     def stats(self) -> EngineStats: ...
 
     def check_ready(self) -> None:
-        """Raises NotReadyError or EngineDeadError unless requests can be taken."""
+        """Raises NotReadyError or EngineDeadError if requests are not accepted."""
         ...
 
     def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None:
-        """Raises QueueFullError unless `n` more sequences of a prompt so long may wait."""
+        """Raises QueueFullError if `n` more sequences of such a prompt do not fit into the queue."""
         ...
 
     def generate(
@@ -71,9 +71,10 @@ class EngineProtocol(Protocol):
         signal: AbortSignal | None = None,
         outbox: Outbox | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of all choices of one prompt. Closing the iterator aborts; errors are HTTPErrors.
+        """Yield the outputs of all choices of one prompt. Closing the iterator aborts. Errors are HTTPErrors.
 
-        signal: ends them with finish_reason abort. outbox: where they wait for the reader.
+        signal: aborts the request, which then ends with finish_reason abort
+        outbox: where outputs wait for the reader
         """
         ...
 
@@ -82,5 +83,5 @@ class EngineProtocol(Protocol):
         ...
 
     async def flush_cache(self) -> bool:
-        """Drop the prefix cache; False while requests use it."""
+        """Drop the prefix cache; return False if requests are using it."""
         ...

@@ -1,4 +1,4 @@
-"""The grammar compiler that one server's requests share."""
+"""The grammar compiler that all requests of one server share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.types.sampling import GrammarSpec
 
 
 class GrammarChecks:
-    """The grammar compiler of one server: made by `start`, or when the first constrained request comes."""
+    """The grammar compiler of one server, created by `start` or by the first constrained request."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
@@ -21,7 +21,9 @@ class GrammarChecks:
         await (await self._made(engine)).start()
 
     async def check(self, spec: GrammarSpec, param: str, engine: EngineProtocol) -> GrammarSpec:
-        """The spec as the engine gets it. Raises InvalidSchemaError naming `param` for what cannot be enforced."""
+        """Return the compiled spec for the engine. Raises InvalidSchemaError naming `param` if it cannot be
+        enforced.
+        """
         return await (await self._made(engine)).check(spec, param=param)
 
     async def _made(self, engine: EngineProtocol) -> GrammarCompiler:

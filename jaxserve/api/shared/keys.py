@@ -1,7 +1,7 @@
-"""Whose request it is: the API keys of the server, and what each may see.
+"""API keys: which key sent a request, and which objects it may see.
 
-With `server.keys` every file, batch and session belongs to the key that made it. A key finds only its own; those of
-others are unknown ids to it. Without, there is one owner, the default key, and everything is its own.
+With `server.keys`, every file, batch and session belongs to the key that created it. A key sees only its own; the ids
+of others are unknown to it. Without `server.keys` there is one owner, the default key, which owns everything.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jaxserve.config_keys import DEFAULT_KEY, digest_of
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The key of a request. owner: of what the request makes; "" is the default key."""
+    """The key of a request. owner: of the objects it creates; "" is the default key."""
 
     owner: str = ""
     admin: bool = False
 
     @property
     def sees(self) -> str | None:
-        """The owner whose files and batches it finds; None: those of all."""
+        """The owner whose files and batches the caller sees; None: those of all owners."""
         return None if self.admin else self.owner
 
     def engine_name(self, request_id: str) -> str:
-        """What the engine calls a request. Two keys may choose one id, and neither aborts the other's request.
+        """Return the request's id inside the engine. Two keys may choose one id without aborting each other.
 
-        Neither ids nor names of keys have spaces in them.
+        Ids and names of keys contain no spaces, so a space separates them.
         """
         return f"{request_id} of {self.owner}" if self.owner else request_id
 
@@ -43,19 +43,19 @@ DEFAULT_CALLER = Caller()
 
 
 class KeyRing:
-    """The keys of one server: their hashes only."""
+    """The keys of one server, kept as hashes only."""
 
     def __init__(self, section: ServerSection) -> None:
         named = [(key.digest, Caller("" if key.name == DEFAULT_KEY else key.name)) for key in section.keys]
         single = _of_secret(section.api_key, DEFAULT_CALLER)
         admin = _of_secret(section.admin_api_key, Caller(admin=True))
-        self._keys = single + named + admin  # the last counts, if the admin key is also the key of clients
+        self._keys = single + named + admin  # the last entry wins, if the admin key is also a client key
         self.needed = section.needs_key
         self.isolates = bool(section.keys)
         self.has_admin = bool(admin)
 
     def find(self, scope: Scope) -> Caller | None:
-        """The owner of the request's bearer key. Takes the same time whichever key it is, or none."""
+        """Return the owner of the request's bearer key. Runs in constant time over all keys."""
         header = Headers(scope=scope).get("authorization", "")
         scheme, _, key = header.partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
@@ -75,5 +75,5 @@ def set_caller(scope: Scope, caller: Caller) -> None:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent the request; the default key where none is needed."""
+    """Return who sent the request: the default key if no key is needed."""
     return request.scope.get("state", {}).get("caller", DEFAULT_CALLER)

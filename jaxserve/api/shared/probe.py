@@ -1,4 +1,4 @@
-"""The deep probe behind GET /health_generate: whether the engine makes tokens, not only whether its loop ticks."""
+"""The deep probe of GET /health_generate: checks that the engine makes tokens, not only that its loop runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.errors import NotReadyError, QueueFullError
 from jaxserve.types.sampling import SamplingParams
 
-TIMEOUT = 20.0  # seconds; SGLang's
+TIMEOUT = 20.0  # seconds; as in SGLang
 POLL = 0.1
-STATS_AGE = 1.0  # seconds that the engine's numbers may be old
+STATS_AGE = 1.0  # maximum age of the engine's counters, in seconds
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 EMBED = SamplingParams(embed=True, max_tokens=0)
 
 
 async def check_generates(engine: EngineProtocol) -> None:
-    """Return once the engine has answered a request of one token, or computed steps of others meanwhile.
+    """Return once the engine has answered a one-token request, or computed steps for other requests.
 
-    Under load the probe's request waits in the queue, or the queue is full: a server that is busy is not a broken one.
-    Raises NotReadyError (503) after TIMEOUT seconds, or what the request ended with.
+    Under load the probe's request waits, or the queue is full. A busy server is healthy.
+    Raises NotReadyError (503) after TIMEOUT seconds, or the error with which the request ended.
     """
     started, steps = time.monotonic(), None
     probe = asyncio.create_task(_answer(engine))

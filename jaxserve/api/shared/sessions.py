@@ -1,8 +1,8 @@
-"""SGLang's sessions: requests that begin with the tokens of an earlier one, prompt and output, without sending them.
+"""SGLang's sessions: a request continues from the tokens of an earlier one without sending them again.
 
-A session is a tree of turns: each is the whole context of one request. Only tokens are kept, in this process; that
-their keys and values need not be computed again is the prefix cache's doing. A session is found by its id and by the
-API key that opened it: two keys may choose one id.
+A session is a tree of turns. A *turn* is one request: its prompt and its output. This process keeps only token ids; the
+prefix cache saves the computation. A session is identified by its id and the API key that opened it, so two keys may
+choose the same id.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.output import FinishReason
 
 MAX_SESSIONS = 4096
-MAX_TOKENS = 2**23  # of all sessions together: 32 MiB
+MAX_TOKENS = 2**23  # tokens of all sessions together: 32 MiB
 
 
 @dataclass(eq=False)
 class Turn:
-    """One request of a session. tokens: its prompt, and its output as far as it has come, until it is forgotten."""
+    """One request of a session. tokens: its prompt, plus its output so far, until the turn is dropped."""
 
     session: Session
     request_id: str
@@ -51,7 +51,7 @@ class Session:
         return self.timeout is not None and time.monotonic() > self.used + self.timeout
 
     def previous(self, wanted: SessionParams) -> Turn | None:
-        """The turn that a request goes on from; None: from nothing. Raises InvalidValueError."""
+        """Return the turn that a request continues from; None: the session's start. Raises InvalidValueError."""
         if self.streaming:
             return self._only(wanted)
         if wanted.rid is None:
@@ -74,7 +74,9 @@ class Session:
         return turns[-1] if turns else None
 
     def after(self, before: Turn | None) -> list[Turn]:
-        """The turns that go on from `before`, directly or not; None: all. (A turn is younger than its parent.)"""
+        """List the turns that continue from `before`, directly or not; None: all. (A turn is younger than its
+        parent.)
+        """
         found: dict[Turn, None] = {}
         for turn in self.turns.values():
             if before is None or turn.parent is before or turn.parent in found:
@@ -88,14 +90,16 @@ def _wrong(name: str, message: str) -> InvalidValueError:
 
 
 class Sessions:
-    """All of a server's. They end with `close`, their timeout, or the server."""
+    """All sessions of a server. A session ends by `close`, by its timeout, or with the server."""
 
     def __init__(self) -> None:
         self._sessions: dict[tuple[str, str], Session] = {}  # by owner and id
-        self._num_tokens = 0  # of all turns that are not forgotten
+        self._num_tokens = 0  # tokens of all turns that are kept
 
     def open(self, body: OpenSessionRequest, owner: str = "") -> str:
-        """The new session's id. Raises InvalidValueError for one in use, QueueFullError for one too many."""
+        """Return the new session's id. Raises InvalidValueError if it is in use, QueueFullError if there are too
+        many.
+        """
         self._drop_expired()
         if len(self._sessions) >= MAX_SESSIONS:
             raise QueueFullError(f"There are {MAX_SESSIONS} sessions already.")
@@ -106,7 +110,7 @@ class Sessions:
         return session_id
 
     def close(self, session_id: str, owner: str = "") -> None:
-        """Forget a session; requests of it that run go on. Raises NotFoundError."""
+        """Drop a session. Its running requests continue. Raises NotFoundError."""
         session = self._sessions.pop((owner, session_id), None)
         if session is None:
             raise NotFoundError(f"There is no session {session_id!r}.", param="session_id")
@@ -115,7 +119,10 @@ class Sessions:
     def context(
         self, wanted: SessionParams | None, token_ids: list[int], tokenizer: Tokenizer, owner: str = ""
     ) -> list[int]:
-        """The prompt of a request that brings `token_ids`: its own without a session. Raises InvalidValueError."""
+        """Return the whole prompt of a request that sends `token_ids`: these alone without a session.
+
+        Raises InvalidValueError.
+        """
         if wanted is None:
             return token_ids
         session = self._find(wanted.id, owner)
@@ -133,9 +140,10 @@ class Sessions:
     def begin(
         self, wanted: SessionParams, request_id: str, prompt: list[int], signal: AbortSignal, owner: str = ""
     ) -> Turn:
-        """Enter a request whose `prompt` is its context; requests that it takes the place of are aborted.
+        """Register a request with the whole prompt `prompt`, and abort the requests that it replaces.
 
-        signal: aborts this one
+        signal: aborts this request
+        Raises InvalidValueError if the id is taken, QueueFullError if the sessions hold too many tokens.
         """
         session = self._find(wanted.id, owner)
         before = session.previous(wanted)
@@ -146,7 +154,7 @@ class Sessions:
         replaced = session.after(before) if wanted.replace else []
         self._remove(replaced)
         session.used = time.monotonic()
-        parent = None if session.streaming else before  # a streaming session keeps its last turn only
+        parent = None if session.streaming else before  # a streaming session keeps only its last turn
         turn = session.turns[request_id] = Turn(
             session, request_id, array("i", prompt), len(prompt), parent, signal=signal
         )
@@ -158,16 +166,17 @@ class Sessions:
         return turn
 
     def extend(self, turn: Turn, token_ids: list[int]) -> None:
-        """Add to a turn's output. Nothing is kept of a turn that was forgotten."""
+        """Append to a turn's output. Does nothing if the turn was dropped."""
         if not turn.forgotten:
             turn.tokens.extend(token_ids)
             self._num_tokens += len(token_ids)
 
     def end(self, turn: Turn, reason: FinishReason | None) -> None:
-        """End the turn's request. reason: of its output's end; None: it failed, or its client left.
+        """End the turn's request. reason: finish reason of its output; None: it failed, or the client disconnected.
 
-        A turn without output is forgotten. A streaming session forgets every turn that did not end by itself, and so
-        goes on from its last whole one.
+        A turn without output is dropped. A streaming session drops every turn that did not end by itself, so it
+        continues from
+        its last complete one.
         """
         turn.finished = True
         if turn.forgotten:
@@ -181,7 +190,7 @@ class Sessions:
             self._remove([each for each in turn.session.turns.values() if each is not turn])
 
     def _remove(self, turns: list[Turn]) -> None:
-        """Take turns out of their session."""
+        """Remove turns from their session."""
         for turn in turns:
             del turn.session.turns[turn.request_id]
         self._forget(turns)

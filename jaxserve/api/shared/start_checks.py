@@ -1,4 +1,4 @@
-"""What the first requests would find wrong with the model's files, tried once at the start."""
+"""Check the model's files at start for mistakes that only the first requests would show."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ NO_TEMPLATE = "set model.chat_template to a template of this model that can"
 def check_template(state: ServerState) -> None:
     """Load, compile and render the chat template. The tokenizer must be loaded.
 
-    Raises ConfigError for one that is absent, does not parse or cannot render a plain conversation. One that cannot
-    render tools is an error if model.tool_parser is set, else a warning.
+    Raises ConfigError if the template is absent, does not parse or cannot render a plain conversation. If it cannot
+    render
+    tools, that is an error with model.tool_parser set, and a warning without.
     """
     template = state.chat_template
     if template is None:
@@ -57,10 +58,11 @@ def _render(template: Renderer, tools: list[dict[str, Any]] | None) -> str:
 
 
 def check_vocabulary(state: ServerState) -> None:
-    """Compare the tokenizer with the model's vocabulary, which may be padded above it. The engine must be ready.
+    """Compare the tokenizer with the model's vocabulary, which may be padded. The engine must be ready.
 
-    Raises ConfigError if texts would have tokens that the model does not know. Special tokens that it does not know are
-    a warning: fine-tuned models are published with an added padding token that they never use.
+    Raises ConfigError if a text could produce token ids that the model lacks. Unknown special tokens are only a
+    warning:
+    fine-tuned models are published with an added padding token that they never use.
     """
     tokenizer, known = state.engine.tokenizer, state.engine.info.vocab_size
     unknown = [i for i in range(known, tokenizer.vocab_size) if tokenizer.id_to_token(i) is not None]

@@ -1,4 +1,4 @@
-"""What the routes of one server share. Made by create_app, reached through the request; no module holds state."""
+"""The state that the routes of one server share. create_app makes it; routes reach it through the request."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from jaxserve.text.template.renderer import LONG_BYTES, Renderer
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGGED_FIELDS = 256  # names come from clients; remember no more of them
-MAX_FILE_PIECES = 256  # of uploads and downloads, that wait for asyncio's threads; a connection has one
+MAX_LOGGED_FIELDS = 256  # names come from clients, so their number is limited
+MAX_FILE_PIECES = 256  # uploads and downloads that wait for asyncio's threads; a connection has at most one
 MAX_FILE_BYTES = 64 * 2**20  # in them
 MAX_RENDERED_BYTES = 64 * 2**20  # of bodies that wait for each of the two template workers
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
-_IN_TEMPLATES = ("messages.", "tools.", "functions.")  # rendered with all fields that they have
+_IN_TEMPLATES = ("messages.", "tools.", "functions.")  # rendered with all their fields
 
 
 def body_pool() -> WorkPool:
-    """One thread: decoding holds the interpreter's lock, and a second thread would only hold it longer. What the pool
-    may hold is bounded by the sum of bodies."""
+    """Return a pool of one thread: decoding holds the GIL, so a second thread would not help.
+
+    The limit on all bodies in memory bounds the pool's work.
+    """
     return WorkPool("bodies", "bodies", threads=1, max_jobs=4096, max_size=2**31)
 
 
@@ -53,7 +55,7 @@ def template_pools() -> SizedPools:
 
 
 class UnknownFields:
-    """Logs each body field of no known API once."""
+    """Log each unknown body field once."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -68,7 +70,7 @@ class UnknownFields:
 
 
 class LiveRequests:
-    """The requests that run, with the clients' ids, which several may share, and whose they are."""
+    """The running requests with the ids that clients gave them, which may repeat, and their owners."""
 
     def __init__(self) -> None:
         self._running: dict[AbortSignal, tuple[str, Caller]] = {}
@@ -80,11 +82,11 @@ class LiveRequests:
         self._running.pop(signal, None)
 
     def matching(self, prefix: str, owner: str | None = None) -> list[str]:
-        """The ids that begin so, of one owner's requests or of all."""
+        """List the ids that begin with a prefix, of one owner's requests or of all."""
         return sorted({request_id for _, request_id in self._find(prefix, owner)})
 
     def abort(self, prefix: str, owner: str | None = None) -> list[str]:
-        """End the requests whose ids begin so, of one owner or of all; the ids."""
+        """Abort the requests whose ids begin with a prefix, of one owner or of all; return their ids."""
         found = self._find(prefix, owner)
         for signal, _ in found:
             signal.set()
@@ -100,7 +102,7 @@ class LiveRequests:
 
 @dataclass
 class ServerState:
-    """Read by every route. The cached parts exist once the engine is ready, which the readiness gate ensures."""
+    """Read by every route. The readiness gate ensures that the engine is ready before a cached part is read."""
 
     engine: EngineProtocol
     config: Config
@@ -121,7 +123,7 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def body_limits(self) -> BodyLimits:
-        """Before the model is known, those of a small one."""
+        """Return the limits of bodies; before the model is known, those of a small model."""
         try:
             return self._body_limits
         except NotReadyError:
@@ -167,13 +169,13 @@ class ServerState:
 
     @cached_property
     def parsers(self) -> ParserChoice:
-        """What reads the model's output: by name, or found by the chat template."""
+        """Return the parsers of the model's output, chosen by name or from the chat template."""
         source = self.chat_template.source if self.chat_template is not None else None
         model = self.config.model
         return choose_parsers(source, tool=model.tool_parser, reasoning=model.reasoning_parser)
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises ModelNotFoundError; None means the first served name."""
+        """Return the model name to answer with; None means the first served name. Raises ModelNotFoundError."""
         names = self.engine.info.served_names
         if name is None:
             return names[0]
@@ -183,7 +185,7 @@ class ServerState:
         return name
 
     def check_generates(self, name: str | None) -> str:
-        """`check_model` of a route that makes text. Raises InvalidValueError where the model makes embeddings only."""
+        """As `check_model`, for a route that generates text. Raises InvalidValueError if the model only embeds."""
         name = self.check_model(name)
         if self.engine.info.is_embedding:
             message = f"The model {name!r} makes embeddings and generates no text. Use /v1/embeddings."

@@ -1,4 +1,4 @@
-"""The text of single tokens, remembered for all answers of one server."""
+"""Cache the text of single tokens for all answers of one server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, remembered."""
+    """Cache of the text and bytes of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
-        """The token's bytes as text; half a character becomes U+FFFD."""
+        """Decode the token's bytes; an incomplete character becomes U+FFFD."""
         found = self._texts.get(token_id)
         if found is None:
             found = self._texts[token_id] = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

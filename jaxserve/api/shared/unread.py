@@ -1,7 +1,7 @@
-"""Streams whose clients do not read: how much is held for them, and their end where it is too much.
+"""Limit the memory of streams whose clients do not read, and end those over the limit.
 
-A stream waits for its client as soon as the connection holds 64 KiB. The engine goes on meanwhile, and what it makes
-is held until the client reads. At the bound the stream ends with an error and its requests end in the engine.
+A stream blocks once its connection buffers 64 KiB. The engine continues, and its outputs are kept until the client
+reads. At the limit the stream ends with an error, and its requests end in the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 from jaxserve.errors import SlowReaderError
 
 CHECK_SECONDS = 0.25
-STREAMS_IN_TOTAL = 16  # the bound on all streams together, in bounds of one
+STREAMS_IN_TOTAL = 16  # limit on all streams together, as a multiple of the limit on one
 
 
 @dataclass(slots=True)
@@ -25,22 +25,22 @@ class ClientPace:
 
 
 class Stream(Protocol):
-    """An answer on its way to a client."""
+    """An answer that is being sent to a client."""
 
     @property
     def paused(self) -> bool:
-        """The client does not read."""
+        """Return whether the client is not reading."""
         ...
 
     def held_bytes(self) -> int:
-        """Of outputs that wait for the client."""
+        """Return the bytes of outputs that wait for the client."""
         ...
 
     def end_with(self, error: SlowReaderError) -> None: ...
 
 
 class UnreadStreams:
-    """The streams under way of one server. max_bytes: that one may hold while its client does not read."""
+    """The active streams of one server. max_bytes: limit on one stream whose client does not read."""
 
     def __init__(self, max_bytes: int, count: Callable[[SlowReaderError], None]) -> None:
         self._max_bytes = max_bytes
@@ -57,11 +57,11 @@ class UnreadStreams:
         self._streams.discard(stream)
 
     def held(self) -> dict[Stream, int]:
-        """Bytes of outputs that wait for each client that does not read."""
+        """List the bytes of outputs that wait for each client that does not read."""
         return {stream: stream.held_bytes() for stream in self._streams if stream.paused}
 
     def _check(self) -> None:
-        """End what is over its bound, then the largest until all together are within theirs."""
+        """End the streams over their limit, then the largest ones until the total is within its limit."""
         held = self.held()
         total, limit = sum(held.values()), STREAMS_IN_TOTAL * self._max_bytes
         for stream in sorted(held, key=held.__getitem__, reverse=True):

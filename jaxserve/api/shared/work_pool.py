@@ -1,6 +1,6 @@
-"""Threads for one kind of work of requests, with a bound on what waits for them.
+"""Threads for one kind of work, with a limit on what waits for them.
 
-Apart from asyncio's own pool, which files, batches and the store use: a flood of long texts delays none of those.
+Separate from asyncio's own pool, which files, batches and the store use, so that long texts do not delay those.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Waiting:
-    """How much work is in hand, waiting or running. Counts jobs and their sizes."""
+    """Count the jobs in progress, waiting or running, and their sizes."""
 
     def __init__(self, what: str, max_jobs: int, max_size: int) -> None:
         self.jobs = 0
@@ -26,10 +26,10 @@ class Waiting:
         self._what = what
         self._max_jobs = max_jobs
         self._max_size = max_size
-        self._lock = threading.Lock()  # work ends in its own thread
+        self._lock = threading.Lock()  # a job leaves in the thread that ran it
 
     def enter(self, size: int) -> None:
-        """Raises QueueFullError for work over a bound. One piece alone is taken, however large."""
+        """Count a job. Raises QueueFullError if it exceeds a limit. A single job is accepted whatever its size."""
         with self._lock:
             if self.jobs and (self.jobs >= self._max_jobs or self.size + size > self._max_size):
                 raise QueueFullError(f"Too many {self._what} wait for a thread.")
@@ -38,7 +38,7 @@ class Waiting:
 
     @contextmanager
     def held(self, size: int) -> Iterator[None]:
-        """Count work that another pool does. Raises QueueFullError for work over a bound."""
+        """Count work that another pool runs. Raises QueueFullError if it exceeds a limit."""
         self.enter(size)
         try:
             yield
@@ -52,16 +52,20 @@ class Waiting:
 
 
 class WorkPool:
-    """threads: their number; none is started before there is work. max_size: bound on the sum of sizes in hand."""
+    """A lazily started thread pool.
+
+    threads: number of threads, started at the first job
+    max_size: limit on the sum of sizes in progress
+    """
 
     def __init__(self, name: str, what: str, *, threads: int, max_jobs: int, max_size: int) -> None:
         self.waiting = Waiting(what, max_jobs, max_size)
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """The result of `work`, done in a thread. Raises QueueFullError where too much waits.
+        """Run `work` in a thread and return its result. Raises QueueFullError if too much waits.
 
-        Work that has begun is counted to its end, also if nobody waits for it any more.
+        Work that has begun counts until its end, even if its caller no longer waits.
         """
         self.waiting.enter(size)
         try:
@@ -73,7 +77,7 @@ class WorkPool:
         return await asyncio.wrap_future(future)
 
     def stop(self) -> None:
-        """Take no more work and forget what has not begun."""
+        """Accept no more work and drop what has not begun."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
