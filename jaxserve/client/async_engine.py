@@ -202,10 +202,10 @@ class AsyncEngine:
         """Generate `params.n` sequences and yield the new text and tokens of each as they come. Closing the iterator
         aborts.
 
-        deadline: seconds from now after which the request ends with RequestTimeoutError request_id: for `abort` and
-        logs; need not be unique. signal: aborts this request and no other. outbox: the queue of unread outputs, if
-        the caller wants to know its size Raises NotReadyError, QueueFullError or a RequestError before the first
-        output, and any HTTPError later.
+        deadline: seconds from now after which the request ends with RequestTimeoutError
+        request_id: for `abort` and logs; need not be unique. signal: aborts this request and no other.
+        outbox: the queue of unread outputs, if the caller wants to know its size Raises NotReadyError,
+        QueueFullError or a RequestError before the first output, and any HTTPError later.
         """
         request = EngineRequest(
             request_id="",

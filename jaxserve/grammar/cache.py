@@ -16,8 +16,8 @@ class CachedGrammar:
     The library does not report the number of states, so it is estimated from the CPU time spent: 50,000 states take
     35 MB and 0.3 s. A mask that adds no states is quicker than QUICK.
 
-    is_full    a copy has reached the limit on states, so every further copy would fail too is_slow    one of the
-    last NUM_QUICK masks of all copies took longer than SLOW
+    is_full    a copy has reached the limit on states, so every further copy would fail too
+    is_slow    one of the last NUM_QUICK masks of all copies took longer than SLOW
     """
 
     QUICK = 0.0002

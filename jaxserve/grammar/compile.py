@@ -34,9 +34,11 @@ log = logging.getLogger(__name__)
 class CompileLimits:
     """Limits of the checks.
 
-    cpu_seconds    of one check wall_seconds   of one check, in case the machine gives it too little CPU memory_bytes
-    of one check, beside the tokenizer parallel       checks that run at once; `waiting` more may queue cache_bytes
-    size of the cache of verdicts
+    cpu_seconds    of one check
+    wall_seconds   of one check, in case the machine gives it too little CPU
+    memory_bytes   of one check, beside the tokenizer
+    parallel       checks that run at once; `waiting` more may queue
+    cache_bytes    size of the cache of verdicts
     """
 
     wall_seconds: float = 10.0

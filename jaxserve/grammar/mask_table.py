@@ -42,9 +42,10 @@ class Made(NamedTuple):
 class StepMasks(NamedTuple):
     """The masks of a step of R rows.
 
-    bits      int32 [R, ceil(V/32)]; all ones for a row that has no mask, is late, or whose request must end ended
-    requests that must end, and why late      rows that yield no token in this step resting   requests that are
-    paused until `MaskTable.take_ready` returns them
+    bits      int32 [R, ceil(V/32)]; all ones for a row that has no mask, is late, or whose request must end
+    ended     requests that must end, and why
+    late      rows that yield no token in this step
+    resting   requests that are paused until `MaskTable.take_ready` returns them
     """
 
     bits: np.ndarray
@@ -56,8 +57,8 @@ class StepMasks(NamedTuple):
 class MaskTable:
     """The masks of all live requests.
 
-    fill_rows   fills many grammars on all cores; None: one after the other threads     compute slow masks; None: a
-    step waits for all of its masks
+    fill_rows   fills many grammars on all cores; None: one after the other
+    threads     compute slow masks; None: a step waits for all of its masks
     """
 
     def __init__(self, vocab_size: int, fill_rows: FillRows | None = None, threads: Executor | None = None) -> None:

@@ -30,7 +30,8 @@ class GrammarMatcher:
 
     Before the marker `begin_after` every token is allowed, except the end of the output and tokens that contain the
     end of the marker and text after it, because that text would belong to the grammar. With `begin_unless` the first
-    token decides: this token begins the free part, any other one begins the grammar.
+    token
+    decides: this token begins the free part, any other one begins the grammar.
     """
 
     def __init__(

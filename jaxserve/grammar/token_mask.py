@@ -49,7 +49,8 @@ class Matcher(Protocol):
 class TokenMask:
     """The token mask of one request. The device handles bad words of one token; here are those with several.
 
-    budget      of the request, shared by its choices is_quick    the grammar's last mask took less than QUICK
+    budget      of the request, shared by its choices
+    is_quick    the grammar's last mask took less than QUICK
     """
 
     def __init__(

@@ -29,8 +29,9 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 class GrammarTool:
     """A tool as the grammar sees it.
 
-    schema: of the parameters of a function; None takes any object strict: OpenAI's: the schema is enforced in auto
-    mode too, and objects are closed custom: a custom tool; its input is any text, or matches `regex` or `lark`
+    schema: of the parameters of a function; None takes any object
+    strict: OpenAI's: the schema is enforced in auto mode too, and objects are closed
+    custom: a custom tool; its input is any text, or matches `regex` or `lark`
     """
 
     name: str
@@ -66,8 +67,10 @@ class CallWriter(Protocol):
 class _Format:
     """How a model family writes calls.
 
-    open, separator, close: texts around the calls and between them trigger: the text that begins calls in free text,
-    and with which open or the call begins; "": calls begin the output single: the family writes one call per output
+    open, separator, close: texts around the calls and between them
+    trigger: the text that begins calls in free text, and with which open or the call begins; "": calls begin the
+    output
+    single: the family writes one call per output
     beside: writes the call if a JSON answer is allowed in its place; None: the usual writer
     """
 
@@ -92,11 +95,13 @@ def tool_grammar(
 ) -> GrammarSpec | None:
     """Return the grammar of a request's tool choice; None if nothing needs to be enforced.
 
-    family: of text/tools (None: calls as plain JSON, parsed by the "json" family) required: at least one call and
-    nothing else. Otherwise auto: strict tools and custom tools with a format are enforced. parallel: more than one
-    call is allowed answer: JSON schema of an answer; the output is calls or this answer. Only in auto mode.
-    template: the chat template's text, for families that have several formats special_tokens: text -> id of the
-    tokenizer's special tokens Raises InvalidSchemaError (param tools).
+    family: of text/tools (None: calls as plain JSON, parsed by the "json" family)
+    required: at least one call and nothing else. Otherwise auto: strict tools and custom tools with a format are
+    enforced.
+    parallel: more than one call is allowed
+    answer: JSON schema of an answer; the output is calls or this answer. Only in auto mode.
+    template: the chat template's text, for families that have several formats
+    special_tokens: text -> id of the tokenizer's special tokens Raises InvalidSchemaError (param tools).
     """
     if not tools:
         raise InvalidSchemaError("there are no tools to call", param="tools")

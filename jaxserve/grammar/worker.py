@@ -55,7 +55,8 @@ class Verdict(msgspec.Struct, tag=True):
     """The result of a check.
 
     error: why it failed; None if the grammar was built and allows a first token. `grammar` is then what the engine
-    uses. failed: the worker itself failed. busy: wall_seconds ran out, which may be due to the machine's load.
+    uses.
+    failed: the worker itself failed. busy: wall_seconds ran out, which may be due to the machine's load.
     """
 
     id: int

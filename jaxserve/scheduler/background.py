@@ -1,7 +1,7 @@
 """Policies for batch requests that share steps with online requests. There is one policy per kind of platform.
 
-online request  a request with the priority of an interactive client, or an aged batch request batch request   a
-request of background work, priority BACKGROUND_PRIORITY and higher numbers
+online request  a request with the priority of an interactive client, or an aged batch request
+batch request   a request of background work, priority BACKGROUND_PRIORITY and higher numbers
 
 PriorityOnly    GPU and TPU: batch requests are in every step; their prompts come after those of online requests.
                 A decode row in a step with a prompt costs almost nothing there.

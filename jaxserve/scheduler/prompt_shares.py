@@ -18,10 +18,10 @@ from jaxserve.types.request import Request, RequestStatus
 class PromptShares:
     """Divides a token budget among running prompts and waiting requests. Starts waiting requests that receive tokens.
 
-    start       gives a waiting request its slot and its pages; returns whether there was room num_cached  tokens of
-    a waiting request that the prefix cache holds reach       position, up to the given one, for which a running
-    prompt has pages in this step whole       a prompt is computed in one step; prompts run in order of arrival up to
-    the first that does not fit
+    start       gives a waiting request its slot and its pages; returns whether there was room
+    num_cached  tokens of a waiting request that the prefix cache holds
+    reach       position, up to the given one, for which a running prompt has pages in this step
+    whole       a prompt is computed in one step; prompts run in order of arrival up to the first that does not fit
     """
 
     start: Callable[[Request], bool]

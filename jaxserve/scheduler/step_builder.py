@@ -19,8 +19,8 @@ class StepBuilder:
     """Collects the rows of a step. Add decode rows first, then prompt chunks.
 
     tokens_per_step    tokens that a sampling row may yield; the host assumes all of them until the step is read
-    requests           of the rows, in their order short_of_pages     a decoding request had no page for its next
-    token
+    requests           of the rows, in their order
+    short_of_pages     a decoding request had no page for its next token
     """
 
     def __init__(self, number: int, tokens_per_step: int, kv: KVManager) -> None:

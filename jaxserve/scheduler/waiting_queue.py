@@ -24,7 +24,8 @@ MatchLength = Callable[[Request], int]
 class WaitingQueue:
     """Waiting requests, ordered by arrival within a class. There is one class per priority (see SchedulerConfig.rank).
 
-    num_tokens    prompt tokens that wait num_online    waiting requests that are not batch requests
+    num_tokens    prompt tokens that wait
+    num_online    waiting requests that are not batch requests
 
     The cost of taking the first requests does not depend on the length of the queue or the number of priorities.
     """

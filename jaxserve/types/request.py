@@ -25,8 +25,8 @@ class Request:
     """The engine's record of one sequence. The scheduler, its queue and step builder, and the KVManager change it.
 
     tokens          [0, num_prompt) prompt   [num_prompt, num_tokens) output   then num_inflight_tokens not yet read
-    computed        [0, num_computed_tokens) have their K and V in pages, counting steps in flight pages
-    page_ids[i] holds positions [i * page_size, (i + 1) * page_size)
+    computed        [0, num_computed_tokens) have their K and V in pages, counting steps in flight
+    pages           page_ids[i] holds positions [i * page_size, (i + 1) * page_size)
     """
 
     request_id: str

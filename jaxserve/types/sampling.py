@@ -25,8 +25,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A constraint on a request's output.
 
     kind: "json_object" | "json_schema" | "regex" | "lark" (structural tags and tool calls too) | "ebnf" | "choice"
-    source: the schema as JSON text, the pattern, the grammar text, the JSON list of choices checked: the text that
-    the grammar compiler accepted, which the engine uses unchanged; empty: not checked
+    source: the schema as JSON text, the pattern, the grammar text, the JSON list of choices
+    checked: the text that the grammar compiler accepted, which the engine uses unchanged; empty: not checked
     """
 
     kind: str
@@ -41,8 +41,9 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     """A limit on the tokens of the thinking. When it is reached, the end of the thinking is appended to the output.
 
-    tokens: maximum number of thinking tokens family: name of the reasoning format in text/reasoning. inside: the
-    prompt ends inside the thinking. tools: names of the request's tools; a tool call also ends the thinking
+    tokens: maximum number of thinking tokens
+    family: name of the reasoning format in text/reasoning. inside: the prompt ends inside the thinking.
+    tools: names of the request's tools; a tool call also ends the thinking
     end_token_ids: tokens of the end marker, which become part of the output
     """
 

@@ -12,7 +12,8 @@ NEARLY = 0.9  # share of the highest throughput that counts as nearly all of it
 class StepTimes:
     """Seconds per step of the programs that were timed. Both tables may be empty.
 
-    decode     decode rows -> seconds prefill    tokens of a step with a prompt -> seconds
+    decode     decode rows -> seconds
+    prefill    tokens of a step with a prompt -> seconds
     """
 
     decode: Mapping[int, float]
