@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from jaxserve.client.process_suspects import ProcessSuspects
+from jaxserve.client.process_fault_isolator import ProcessFaultIsolator
 from jaxserve.client.sequence_table import LiveSequence, SequenceTable
 from jaxserve.client.supervisor import Death
 from jaxserve.errors import HTTPError, ServerError
+from jaxserve.types.fault_isolator import DeviceFaultError
 from jaxserve.types.messages import Abort, Add, ToEngine
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest
-from jaxserve.types.suspects import NobodyToBlame
 
 SERVED = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 class SequenceSender:
     """Each sequence of `live` is either sent (to the engine that is up) or held.
 
-    send       sends a message to the engine end        ends a sequence with an error on_served  called if the engine
-    works and only a request caused its crashes
+    send       sends a message to the engine
+    end        ends a sequence with an error
+    on_served  called if the engine works and only a request caused its crashes
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SequenceSender:
         self._on_served = on_served
         self._is_up = False
         self._leaving: set[str] = set()  # engine ids that were aborted to take them back, and have not ended there
-        self._suspects = ProcessSuspects()
+        self._isolator = ProcessFaultIsolator()
         self._is_searching = False
         self._has_blamed = False  # a request was blamed, and no group has passed since to show that the engine works
 
@@ -63,8 +64,8 @@ class SequenceSender:
                 sequence.is_sent = True
 
     def _may_run(self, sequence: LiveSequence) -> bool:
-        on_trial = self._suspects.on_trial
-        return self._is_up and not self._leaving and (on_trial is None or sequence.key in on_trial)
+        quarantined = self._isolator.quarantined
+        return self._is_up and not self._leaving and (quarantined is None or sequence.key in quarantined)
 
     def ready(self) -> None:
         """Note that an engine is ready, and send what may run."""
@@ -95,10 +96,10 @@ class SequenceSender:
         sequence = self._live.get(output.request_id)
         if sequence is None:
             return
-        guilty = self._suspects.gave([(sequence.key, ended)] * max(1, len(output.token_ids)))
-        if guilty:
+        culprit = self._isolator.gave([(sequence.key, ended)] * max(1, len(output.token_ids)))
+        if culprit:
             self._on_served()
-        for unit in guilty:
+        for unit in culprit:
             self._blame(unit)
 
     def settle(self) -> None:
@@ -106,7 +107,7 @@ class SequenceSender:
         if not self._is_searching:
             return
         self._forget_ended()
-        if not (self._suspects or self._leaving):
+        if not (self._isolator or self._leaving):
             self._is_searching = False
             logger.info("all requests that were in work when the engine died have been tried again")
         elif self._is_up and not self._leaving:
@@ -115,7 +116,7 @@ class SequenceSender:
         self._send_held()
 
     def _forget_ended(self) -> None:
-        self._suspects.keep({sequence.key for sequence in self._live if not sequence.aborted})
+        self._isolator.keep({sequence.key for sequence in self._live if not sequence.aborted})
 
     def _take_back(self, sequences: list[LiveSequence]) -> None:
         """Take sequences back from the engine and hold them. They are computed again under another id.
@@ -144,35 +145,35 @@ class SequenceSender:
         return self._judge(keys) if keys else "counted"
 
     def _judge(self, keys: list[str]) -> Death:
-        on_trial = self._suspects.on_trial
-        is_clear = on_trial is not None and set(keys) <= set(on_trial)  # only suspects were in work
+        quarantined = self._isolator.quarantined
+        is_clear = quarantined is not None and set(keys) <= set(quarantined)  # only suspects were in work
         self._is_searching = True
         try:
-            guilty = self._suspects.died(keys, self._witness())
-        except NobodyToBlame:
-            self._suspects, guilty = ProcessSuspects(), []
-        for unit in guilty:
+            culprit = self._isolator.died(keys, self._witness())
+        except DeviceFaultError:
+            self._isolator, culprit = ProcessFaultIsolator(), []
+        for unit in culprit:
             self._blame(unit)
-        if guilty:
-            self._has_blamed = not self._suspects.has_passed
-            return "solved" if self._suspects.has_passed else "counted"
-        if on_trial is None:
+        if culprit:
+            self._has_blamed = not self._isolator.has_passed
+            return "solved" if self._isolator.has_passed else "counted"
+        if quarantined is None:
             logger.error("%d sequences were in work when the engine died; they are tried again in groups", len(keys))
-        return "search" if is_clear and self._suspects.has_passed else "counted"
+        return "search" if is_clear and self._isolator.has_passed else "counted"
 
     def _witness(self) -> list[str]:
         """Return the oldest request that is not a suspect."""
-        others = [each for each in self._live if not (each.aborted or self._suspects.is_suspect(each.key))]
+        others = [each for each in self._live if not (each.aborted or self._isolator.is_suspect(each.key))]
         oldest = min(others, key=lambda each: each.started, default=None)
         return [] if oldest is None else [each.key for each in others if each.unit == oldest.unit]
 
     def _blame(self, unit: str) -> None:
         """End the request that kills the engine."""
-        guilty = [sequence for sequence in self._live if sequence.unit == unit]
-        for sequence in guilty:
+        culprit = [sequence for sequence in self._live if sequence.unit == unit]
+        for sequence in culprit:
             self._end(sequence, ServerError("the engine died each time it computed this request"))
-        if guilty:
-            client_id = guilty[0].request.client_id
+        if culprit:
+            client_id = culprit[0].request.client_id
             logger.error("request %s ends: the engine dies whenever it computes it, and not with others", client_id)
 
 

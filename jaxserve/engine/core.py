@@ -24,6 +24,7 @@ from jaxserve.grammar.mask_table import FillRows, MaskTable
 from jaxserve.grammar.token_mask import Matcher, TokenMask
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.waiting_reasons import WaitReason
+from jaxserve.types.fault_isolator import FaultIsolator
 from jaxserve.types.mask_budget import MaskBudget
 from jaxserve.types.messages import EngineStats, WaitingRequest
 from jaxserve.types.output import FinishReason, TokenOutput
@@ -31,7 +32,6 @@ from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest, GrammarSpec
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import Runner, SchedulerOutput, StepHandle
-from jaxserve.types.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,12 @@ class StepError(JaxserveError):
 class EngineCore:
     """Runs requests. Each request that `add` accepts gets exactly one TokenOutput with a finish reason.
 
-    eos_token_ids, vocab_size    the model's seed                         from which the seeds of requests without
-    one are derived make_matcher                 compiles a grammar; None: requests with a grammar are refused
-    generates                    False: an embedding model fill_masks                   computes the masks of many
-    grammars at once; None: one after the other mask_threads                 compute slow masks; None: every step
-    waits for its masks
+    eos_token_ids, vocab_size    the model's
+    seed                         from which the seeds of requests without one are derived
+    make_matcher                 compiles a grammar; None: requests with a grammar are refused
+    generates                    False: an embedding model
+    fill_masks                   computes the masks of many grammars at once; None: one after the other
+    mask_threads                 compute slow masks; None: every step waits for its masks
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class EngineCore:
         self._make_matcher = make_matcher
         self._clock = clock
         self._masks = MaskTable(vocab_size, fill_masks, mask_threads)
-        self._suspects = Suspects()
+        self._isolator = FaultIsolator()
         self._compiling = CompilingRequests(config.queue_timeout)
         self.admitted: list[str] = []  # ids of the requests that the last call of `step` gave a slot
         self._outputs: list[TokenOutput] = []  # returned by the next `step`
@@ -209,9 +210,9 @@ class EngineCore:
             return self._take_outputs()
         self._take_masks()
         self._deliver(self.scheduler.expire(began))
-        if self._suspects:
-            self._suspects.keep(self.scheduler.live_ids)
-        output = self.scheduler.schedule(began, self._suspects.on_trial)
+        if self._isolator:
+            self._isolator.keep(self.scheduler.live_ids)
+        output = self.scheduler.schedule(began, self._isolator.quarantined)
         self._scheduler_seconds += self._clock() - began
         handle = self._execute(output) if output is not None else None
         self.admitted = _admitted(output)
@@ -242,7 +243,7 @@ class EngineCore:
         self._previous = None
         began = self._clock()
         outputs = self.scheduler.update(output, sampled, began)
-        self._suspects.take((output.request_id, output.finish_reason is not None) for output in outputs)
+        self._isolator.take((output.request_id, output.finish_reason is not None) for output in outputs)
         self._deliver(outputs)
         spent = self._clock() - began
         self._scheduler_seconds += spent
@@ -302,9 +303,9 @@ class EngineCore:
         return outputs
 
     @property
-    def is_searching(self) -> bool:
+    def is_isolating(self) -> bool:
         """Whether the request that makes the device fail is being searched for."""
-        return bool(self._suspects)
+        return bool(self._isolator)
 
     def recover(self) -> bool:
         """Recover from a StepError: allocate a new, empty cache on the device and compute running requests again.
@@ -313,19 +314,19 @@ class EngineCore:
         seed of its request. A request found to cause repeated failures ends with an error. Returns whether such a
         request was found while other requests succeeded.
 
-        Raises NobodyToBlame, and what the runner raises if the device is not usable any more.
+        Raises DeviceFaultError, and what the runner raises if the device is not usable any more.
         """
         self._previous = None
         self.runner.rebuild()
         self._rebuilds += 1
-        guilty = self._suspects.failed(self.scheduler.recover())
-        if guilty is not None:
-            record = self.scheduler.find(guilty)
+        culprit = self._isolator.failed(self.scheduler.recover())
+        if culprit is not None:
+            record = self.scheduler.find(culprit)
             client_id = record.client_id if record is not None else ""
-            logger.error("request %s (%s) ends: every step with it fails and others do not", guilty, client_id)
-            end = self.scheduler.fail(guilty, "the device fails whenever it computes this request")
+            logger.error("request %s (%s) ends: every step with it fails and others do not", culprit, client_id)
+            end = self.scheduler.fail(culprit, "the device fails whenever it computes this request")
             self._deliver([end] if end is not None else [])
-        return guilty is not None and self._suspects.has_passed
+        return culprit is not None and self._isolator.has_passed
 
     # --- administration
 

@@ -122,7 +122,7 @@ class EngineServer:
         All failures during a search for the request that causes them count as one, or as none if it was found.
         """
         now = time.monotonic()
-        if self._core.is_searching:
+        if self._core.is_isolating:
             logger.error("a step failed again; the request that makes it fail is looked for: %s", error)
         else:
             self._rebuilt = [*(at for at in self._rebuilt if now - at < REBUILD_WINDOW), now]

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from jaxserve.client.process_suspects import ProcessSuspects
+from jaxserve.client.process_fault_isolator import ProcessFaultIsolator
 from jaxserve.client.sequence_sender import SequenceSender
 from jaxserve.client.sequence_table import LiveSequence, Outbox, SequenceTable
 from jaxserve.client.supervisor import Restarts
@@ -204,7 +204,7 @@ PARAMS = SamplingParams(max_tokens=LENGTH, seed=0)
 
 def most_deaths(count: int) -> int:
     """Until one among `count` is known: at first, and then in groups of ever fewer."""
-    return 1 + max(1, math.ceil(math.log(count, ProcessSuspects.parts)))
+    return 1 + max(1, math.ceil(math.log(count, ProcessFaultIsolator.parts)))
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 64])

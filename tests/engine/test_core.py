@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from jaxserve.engine import core as core_module
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.errors import ContextLengthError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
+from jaxserve.types.fault_isolator import DeviceFaultError
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import SchedulerOutput
 from jaxserve.types.step_times import StepTimes
-from jaxserve.types.suspects import NobodyToBlame
 from tests.fakes import (
     VOCAB,
     CountingMatcher,
@@ -132,7 +132,7 @@ class World:
             self.transcripts.take(core.abort([rng.choice(list(self.requests))]))
         if rng.random() < 0.03:
             core.flush_prefix_cache()
-        if rng.random() < 0.02 and not core.is_searching:  # a second failure might end a request
+        if rng.random() < 0.02 and not core.is_isolating:  # a second failure might end a request
             core.recover()
 
     def make_masks(self, threads: HandExecutor) -> None:
@@ -393,7 +393,7 @@ def test_requests_that_always_fail_end_alone(kind: str, bad: set[str]) -> None:
     transcripts, failures = poisoned(core, plan)
     assert {key for key, value in transcripts.items() if value.reason is FinishReason.ERROR} == bad
     assert all(value.token_ids == expected[key] for key, value in transcripts.items() if key not in bad)
-    assert failures <= len(bad) * 7 and not core.is_searching
+    assert failures <= len(bad) * 7 and not core.is_isolating
 
 
 def test_a_request_that_always_fails_ends_when_it_is_alone() -> None:
@@ -408,7 +408,7 @@ def test_a_device_that_fails_for_all_ends_nobody() -> None:
     core = make_core(small_config())
     for i in range(8):
         core.add(make_request(f"r{i}", [i]))
-    with pytest.raises(NobodyToBlame):
+    with pytest.raises(DeviceFaultError):
         poisoned(core, lambda output: "read")
     assert len(core.scheduler.live_ids) == 8
 
@@ -426,7 +426,7 @@ def test_who_leaves_while_it_is_tried_is_not_waited_for() -> None:
     core.recover()
     core.add(make_request("late", [9], max_tokens=3))
     core.step()
-    assert core.is_searching and core.stats().num_waiting == 1  # new requests wait for the outcome
+    assert core.is_isolating and core.stats().num_waiting == 1  # new requests wait for the outcome
     transcripts.take(core.abort([f"r{i}" for i in range(4)]))
     assert len(run_all(core, transcripts=transcripts)["late"].token_ids) == 3
 

@@ -96,9 +96,9 @@ MUTANTS = (
     ),
     Mutant(
         "who fails the device is never found",
-        "jaxserve/types/suspects.py",
-        "            guilty, rows = units.pop(), []\n",
-        "            guilty = None\n",
+        "jaxserve/types/fault_isolator.py",
+        "            culprit, rows = units.pop(), []\n",
+        "            culprit = None\n",
         "tests/engine/test_server.py::test_requests_that_always_fail_do_not_end_the_engine",
     ),
     Mutant(
@@ -110,7 +110,7 @@ MUTANTS = (
     ),
     Mutant(
         "a request is blamed where nothing passed",
-        "jaxserve/types/suspects.py",
+        "jaxserve/types/fault_isolator.py",
         "if len(units) == 1 and (self.has_passed or not (absent or self._groups)):",
         "if len(units) == 1:",
         CORE + "test_a_device_that_fails_for_all_ends_nobody",
@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "everything runs while what kills the process is looked for",
         "jaxserve/client/sequence_sender.py",
-        "return self._is_up and not self._leaving and (on_trial is None or sequence.key in on_trial)",
-        "return self._is_up and (on_trial is None or bool(sequence.key))",
+        "return self._is_up and not self._leaving and (quarantined is None or sequence.key in quarantined)",
+        "return self._is_up and (quarantined is None or bool(sequence.key))",
         "tests/client/test_sequence_sender.py::test_one_among_many_is_found_in_few_deaths",
     ),
     Mutant(

@@ -9,7 +9,7 @@ suspect: a request of a failed step that is not cleared yet. unit: the requests 
 
 A single transient fault ends no request. One bad request among n is found in log2(n) + 3 failures if groups are
 halves. A device that fails on every request blames none of them. The search only knows ids: EngineCore looks for a
-request that makes steps fail; in the API process ProcessSuspects looks for one that kills the engine process.
+request that makes steps fail; in the API process ProcessFaultIsolator looks for one that kills the engine process.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PASSES = 2  # outputs: the tokens so far, computed again, and one decode step af
 MAX_FAILURES = 16  # in a row without a group that passed; by then each eighth of the requests has failed by itself
 
 
-class NobodyToBlame(JaxserveError):
+class DeviceFaultError(JaxserveError):
     """The device failed with each group of requests, so no single request is the cause."""
 
 
-class Suspects:
+class FaultIsolator:
     """Requests of the latest failed step that are not cleared yet. True if there are any.
 
-    parts         number of groups that a failed group is split into passes        outputs of each request until its
-    group has passed whole_first   try the requests of the first failure as one group, because most faults happen
-    once
+    parts         number of groups that a failed group is split into
+    passes        outputs of each request until its group has passed
+    whole_first   try the requests of the first failure as one group, because most faults happen once
     """
 
     parts = 2
@@ -53,13 +53,13 @@ class Suspects:
         return bool(self._groups)
 
     @property
-    def on_trial(self) -> Collection[str] | None:
+    def quarantined(self) -> Collection[str] | None:
         """The only requests that may run now; None: all may."""
         return self._groups[0].keys() if self._groups else None
 
     def failed(self, rows: list[str]) -> str | None:
         """Note that a step with these requests failed. Returns the unit to blame once it is known. Raises
-        NobodyToBlame.
+        DeviceFaultError.
         """
         if not self._groups:
             self.has_passed, self._num_failures = False, 0
@@ -71,15 +71,15 @@ class Suspects:
     def _divide(self, group: dict[str, int], rows: list[str]) -> str | None:
         self._num_failures += 1
         if self._num_failures > MAX_FAILURES and not self.has_passed:
-            raise NobodyToBlame(f"the device failed {MAX_FAILURES} times, whichever requests were there")
+            raise DeviceFaultError(f"the device failed {MAX_FAILURES} times, whichever requests were there")
         units = {self.unit_of(name) for name in rows}
         absent = [name for name in group if name not in rows]
-        guilty = None
+        culprit = None
         if len(units) == 1 and (self.has_passed or not (absent or self._groups)):
-            guilty, rows = units.pop(), []
+            culprit, rows = units.pop(), []
         self._add(rows, self.parts)
         self._add(absent, 1)
-        return guilty
+        return culprit
 
     def _add(self, rows: Sequence[str], parts: int) -> None:
         """Queue the requests as groups with about the same number of units."""

@@ -1,7 +1,9 @@
-"""Finds the request that kills the engine process, like Suspects. A failure costs a restart: 20 s and more on a GPU.
+"""Finds the request that kills the engine process, like FaultIsolator.
 
-a group of one unit fails       it is accused and not tried again until another group passes; then it is to blame all
-suspects are accused        another request is tried as a witness; if there is none, all are to blame
+A failure costs a restart, which takes 20 s and more on a GPU.
+
+a group of one unit fails       it is accused and not tried again until another group passes; then it is to blame
+all suspects are accused        another request is tried as a witness; if there is none, all are to blame
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from jaxserve.client.sequence_table import LiveSequence
-from jaxserve.types.suspects import Suspects
+from jaxserve.types.fault_isolator import FaultIsolator
 
 
-class ProcessSuspects(Suspects):
+class ProcessFaultIsolator(FaultIsolator):
     """Identifies sequences by their keys. The choices of one request are a unit."""
 
     # A group costs some steps, a crash costs a restart. 256 requests, tried in 16 groups and then in 16 groups of one,
@@ -32,13 +34,13 @@ class ProcessSuspects(Suspects):
         return LiveSequence.unit_of(name)
 
     def died(self, rows: list[str], witness: Sequence[str]) -> list[str]:
-        """Note that the process died with these in work. Returns the units to blame, once known. Raises NobodyToBlame.
+        """Note that the process died with these in work. Returns the units to blame if known. Raises DeviceFaultError.
 
         witness: a request that is not a suspect, if there is one
         """
-        guilty = self.failed(rows)
-        if guilty is not None:
-            return [guilty]
+        culprit = self.failed(rows)
+        if culprit is not None:
+            return [culprit]
         if self._groups or not self._accused:
             return []
         self._add(witness, 1)
@@ -58,9 +60,9 @@ class ProcessSuspects(Suspects):
         return self._verdict() if self.has_passed else []
 
     def _verdict(self) -> list[str]:
-        guilty = list(self._accused)
+        culprit = list(self._accused)
         self._accused.clear()
-        return guilty
+        return culprit
 
     def keep(self, live: Collection[str]) -> None:
         """Keep only live requests. If no group is left, the accused are tried again one by one."""
