@@ -67,7 +67,7 @@ class RequestFactory:
     def _check_details(self, params: SamplingParams) -> None:
         if not params.detailed:
             return
-        watched = params.watched_token_ids
+        watched = params.logprob_token_ids
         if len(watched) > MAX_WATCHED or not all(0 <= token < self._vocab_size for token in watched):
             message = f"at most {MAX_WATCHED} token ids in [0, {self._vocab_size}) can be watched"
             raise InvalidValueError(message, param="logprob_token_ids")

@@ -91,4 +91,4 @@ class ExtraOutputs:
         packed[1, : len(targets)] = targets
         self.num_dispatches += 1
         found, watched = self._compiled["prompt_logprobs"](leaves, hidden, packed, pack_watched(params))
-        return PromptChunk(found, len(targets), watched if params.watched_token_ids else None)
+        return PromptChunk(found, len(targets), watched if params.logprob_token_ids else None)

@@ -43,7 +43,7 @@ def gather_prompt_logprobs(request: Request, row: ScheduledRow, index: int, samp
     logprobs, ranks = (array[:known].tolist() for array in arrays[:2])
     top_ids, top_logprobs = (array[:known, :top].tolist() for array in arrays[2:])
     watched = (sampled.prompt_watched or {}).get(index)
-    count = len(request.params.watched_token_ids)
+    count = len(request.params.logprob_token_ids)
     watching = [[]] * known if watched is None else watched[:known, :count].tolist()
     columns = zip(prompt[first : first + known], logprobs, ranks, top_ids, top_logprobs, watching, strict=True)
     entries[first : first + known] = [TokenLogprobs(*column) for column in columns]
@@ -68,9 +68,9 @@ def add_details(result: TokenOutput, row: ScheduledRow, index: int, sampled: Sam
     params, details = row.detail, sampled.details
     if params is None or not result.token_ids:
         return
-    if params.watched_token_ids and result.logprobs:
+    if params.logprob_token_ids and result.logprobs:
         assert details is not None
-        watched = details.watched[index, : len(params.watched_token_ids)].tolist()
+        watched = details.watched[index, : len(params.logprob_token_ids)].tolist()
         result.logprobs = [_watching(entry, watched) for entry in result.logprobs]
     if params.support:
         assert details is not None

@@ -22,7 +22,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int  # 1 is the most likely token
     top_ids: list[int] = []
     top_logprobs: list[float] = []
-    watched: list[float] = []  # of the request's watched_token_ids, in their order
+    watched: list[float] = []  # of the request's logprob_token_ids, in their order
 
 
 class Support(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -82,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     embed: bool = False  # return the prompt's pooled hidden state instead of tokens
     watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # see text/watermark.py
     # extra outputs; each needs `logprobs` of at least 0
-    watched_token_ids: tuple[Int32, ...] = ()  # return their log-probabilities at every position
+    logprob_token_ids: tuple[Int32, ...] = ()  # return their log-probabilities at every position
     support: bool = False  # return the candidates that each token was sampled from
     experts: bool = False  # return the routed experts of each token, of a MoE model
     # return the hidden state that each token was sampled from; all: those of the prompt too
@@ -99,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def detailed(self) -> bool:
         """Whether extra outputs are requested. Such rows are sampled by a program of their own."""
-        return bool(self.watched_token_ids or self.support or self.hidden_states or self.experts)
+        return bool(self.logprob_token_ids or self.support or self.hidden_states or self.experts)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

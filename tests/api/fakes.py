@@ -185,7 +185,7 @@ class FakeLink:
                 if params.hidden_states == "all":
                     output.prompt_hidden = b"".join(vector_of(prompt[: n + 1]).tobytes() for n in range(len(prompt)))
             if params.logprobs is not None:
-                watched = params.watched_token_ids
+                watched = params.logprob_token_ids
                 output.logprobs = [logprobs_of(token_id, self.info.vocab_size, params.logprobs, watched)]
             if params.support:
                 output.support = [support_of(token_id)]
@@ -208,7 +208,7 @@ class FakeLink:
         top = params.prompt_logprobs
         if top is None:
             return None
-        watched = params.watched_token_ids
+        watched = params.logprob_token_ids
         return [None, *(logprobs_of(token_id, self.info.vocab_size, top, watched) for token_id in prompt[1:])]
 
 

@@ -274,7 +274,7 @@ def test_masked_steps(runner: ModelRunner, dense: Callable[[list[int]], np.ndarr
 
 
 APART = [
-    {"logprobs": 0, "watched_token_ids": (5, 7)},
+    {"logprobs": 0, "logprob_token_ids": (5, 7)},
     {"logprobs": 0, "support": True},
     {"logprobs": 0, "hidden_states": "last"},
 ]
@@ -372,7 +372,7 @@ def head(runner: ModelRunner) -> np.ndarray:
 
 def test_details_of_rows_in_a_crowd(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
     """Log-probabilities of chosen ids and hidden states, of a decoding row beside plain ones: the model's own."""
-    watched = SamplingParams(temperature=0, logprobs=0, watched_token_ids=(90, 3, 3), hidden_states="last")
+    watched = SamplingParams(temperature=0, logprobs=0, logprob_token_ids=(90, 3, 3), hidden_states="last")
     scheduler = HandScheduler(runner)
     plain, seq = scheduler.add([1, 2, 3], GREEDY), scheduler.add([9, 8, 7, 6], watched)
     alone = HandScheduler(runner)
@@ -397,7 +397,7 @@ def test_hidden_states_and_watched_ids_of_a_whole_prompt(
     runner: ModelRunner, dense: Callable[[list[int]], np.ndarray], chunk: int
 ) -> None:
     params = SamplingParams(
-        temperature=0, logprobs=0, prompt_logprobs=0, watched_token_ids=(4, 80), hidden_states="all"
+        temperature=0, logprobs=0, prompt_logprobs=0, logprob_token_ids=(4, 80), hidden_states="all"
     )
     scheduler = HandScheduler(runner)
     prompt = list(range(5, 55))

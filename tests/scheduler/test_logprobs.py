@@ -19,7 +19,7 @@ from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import Details, SampledTokens, ScheduledRow
 
-ALL = SamplingParams(logprobs=0, watched_token_ids=(4, 9), support=True, hidden_states="all", experts=True)
+ALL = SamplingParams(logprobs=0, logprob_token_ids=(4, 9), support=True, hidden_states="all", experts=True)
 
 
 def row(start: int, count: int, params: SamplingParams = ALL) -> ScheduledRow:

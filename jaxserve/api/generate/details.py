@@ -33,7 +33,7 @@ def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, p
         if token_id >= info.vocab_size:
             message = f"{param}: {token_id} is no token id; the vocabulary has {info.vocab_size}."
             raise InvalidValueError(message, param=param)
-    return msgspec.structs.replace(params, watched_token_ids=tuple(dict.fromkeys(ids)))
+    return msgspec.structs.replace(params, logprob_token_ids=tuple(dict.fromkeys(ids)))
 
 
 def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingMode | None) -> SamplingParams:
@@ -95,7 +95,7 @@ def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str
 def check_no_details(params: SamplingParams, shape: str) -> None:
     """Raises InvalidValueError if the body asks for per-token outputs that this generation mode cannot give."""
     asked = {
-        "logprob_token_ids": params.watched_token_ids,
+        "logprob_token_ids": params.logprob_token_ids,
         "return_sampling_mask": params.support,
         "return_hidden_states": params.hidden_states,
         "return_routed_experts": params.experts,

@@ -222,7 +222,7 @@ class ChatChoices:
         chunk: Chunk = {"index": choice.index, "delta": reasoning | delta, "logprobs": None, "finish_reason": None}
         if choice.logprobs:
             as_ids = bool(self._body.return_tokens_as_token_ids)
-            watched, top = self._job.params.watched_token_ids, self._body.top_logprobs or 0
+            watched, top = self._job.params.logprob_token_ids, self._body.top_logprobs or 0
             chunk["logprobs"] = chat_logprobs(choice.logprobs, top, self._texts, as_ids, watched)
             choice.logprobs = []
         if self._body.return_token_ids:

@@ -67,7 +67,7 @@ class CompletionChoices:
     def _take_logprobs(self, index: int, job: int, output: RequestOutput, first: bool, scoring: bool) -> dict[str, Any]:
         if index not in self._logprobs:
             as_ids = bool(self._body.return_tokens_as_token_ids)
-            watched = self._jobs[job].params.watched_token_ids
+            watched = self._jobs[job].params.logprob_token_ids
             top = self._body.logprobs or 0
             self._logprobs[index] = CompletionLogprobs(top, self._texts, self._hidden, as_ids, watched)
         entries = [] if scoring else list(output.logprobs or ())

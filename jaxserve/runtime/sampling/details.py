@@ -36,7 +36,7 @@ class Asked:
         details = [row.detail for row in rows]
         if not any(details):
             return cls()
-        watched = any(detail is not None and detail.watched_token_ids for detail in details)
+        watched = any(detail is not None and detail.logprob_token_ids for detail in details)
         return cls(
             np.stack([pack_watched(detail) for detail in details]) if watched else None,
             any(detail is not None and detail.support for detail in details),
@@ -51,7 +51,7 @@ def pack_watched(params: SamplingParams | None) -> np.ndarray:
     """Return the requested ids as int32 [MAX_WATCHED], padded with token 0."""
     ids = np.zeros(MAX_WATCHED, np.int32)
     if params is not None:
-        ids[: len(params.watched_token_ids)] = params.watched_token_ids
+        ids[: len(params.logprob_token_ids)] = params.logprob_token_ids
     return ids
 
 
