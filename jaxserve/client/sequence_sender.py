@@ -51,7 +51,7 @@ class SequenceSender:
         self._is_up = False
         self._leaving: set[str] = set()  # engine ids that were aborted to take them back, and have not ended there
         self._isolator = ProcessFaultIsolator()
-        self._is_searching = False
+        self._is_isolating = False
         self._has_blamed = False  # a request was blamed, and no group has passed since to show that the engine works
 
     def send(self, sequences: Sequence[LiveSequence], message: Add | None = None) -> None:
@@ -85,7 +85,7 @@ class SequenceSender:
         if self._has_blamed and any(output.finish_reason in SERVED for output in outputs):
             self._has_blamed = False
             self._on_served()
-        if self._is_searching:
+        if self._is_isolating:
             for output in outputs:
                 self._take(output)
 
@@ -104,11 +104,11 @@ class SequenceSender:
 
     def settle(self) -> None:
         """Continue the search after sequences gave outputs or ended: hold and send accordingly."""
-        if not self._is_searching:
+        if not self._is_isolating:
             return
         self._forget_ended()
         if not (self._isolator or self._leaving):
-            self._is_searching = False
+            self._is_isolating = False
             logger.info("all requests that were in work when the engine died have been tried again")
         elif self._is_up and not self._leaving:
             sent = (each for each in self._live if each.is_sent and not each.aborted)
@@ -147,7 +147,7 @@ class SequenceSender:
     def _judge(self, keys: list[str]) -> Death:
         quarantined = self._isolator.quarantined
         is_clear = quarantined is not None and set(keys) <= set(quarantined)  # only suspects were in work
-        self._is_searching = True
+        self._is_isolating = True
         try:
             culprit = self._isolator.died(keys, self._witness())
         except DeviceFaultError:

@@ -45,6 +45,7 @@ def embed_before(writer: LarkWriter, source: str, end: str, ends: Sequence[str])
     limit = r"/[^<\n]*/" if end.startswith("\n") else "/[^<]*/"
 
     def literal(text: str) -> str:
+        """Return the text. Raises InvalidSchemaError if it contains a closing tag."""
         for tag in map(str.strip, ends):
             if tag in text:
                 raise _refusal(f"{tag!r}, which ends a call")

@@ -307,6 +307,7 @@ def _tagged_call(head: str, before: str, after: str, tail: str, ends: Sequence[s
     ends = (after.strip(), *ends)
 
     def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
+        """Write one call; see CallWriter."""
         parts = [writer.literal(head.replace("NAME", tool.name)[skip:])]
         for name, schema, required in _properties(tool):
             opening = before.replace("KEY", name).replace("TEXT", json.dumps(_is_text(schema)))

@@ -47,9 +47,9 @@ class Preemption:
             available = self._kv.num_available
         ending = any(request.num_computed_tokens >= request.max_computed_tokens for request in decoding)
         if wanted > available and not (ending or self._kv.has_leaving):
-            self._retract([wanted - left for left in self._kv.available()], num_waiting)
+            self._preempt_for_pages([wanted - left for left in self._kv.available()], num_waiting)
 
-    def _retract(self, missing: list[int], num_waiting: int) -> None:
+    def _preempt_for_pages(self, missing: list[int], num_waiting: int) -> None:
         """Preempt the requests with the least progress until each layer group has the pages that it lacks.
 
         The request with the most progress always stays.
@@ -62,12 +62,12 @@ class Preemption:
             missing = [m - own - spared for m, own in zip(missing, self._kv.num_reclaimable(victim), strict=True)]
             self._preempt(victim)
         self.room.ratio.rise(kept)
-        retracted = count - len(kept)
-        self._counters.retractions += retracted
+        preempted = count - len(kept)
+        self._counters.retractions += preempted
         self._counters.retraction_events += 1
         logger.info(
-            "%d pages short: retracted %d of %d requests, %d wait, new-token ratio now %.3f",
-            wanted, retracted, count, num_waiting + retracted, self.room.ratio.value,
+            "%d pages short: preempted %d of %d requests, %d wait, new-token ratio now %.3f",
+            wanted, preempted, count, num_waiting + preempted, self.room.ratio.value,
         )  # fmt: skip
 
     def _pages_wanted(self, request: Request) -> int:
