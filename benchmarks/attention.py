@@ -54,6 +54,9 @@ def attention_seconds(backend: Backend, case: Case, heads: Heads, *, layers: int
     spec = AttentionSpec(heads.dim**-0.5, heads.kv)
 
     def step(caches: Caches, q: jax.Array, new: jax.Array, metadata: AttentionMetadata) -> tuple[Caches, jax.Array]:
+        """Write and attend in every layer for one token per row: q [rows, heads, head size], new likewise for K and
+        V.
+        """
         written = []
         for cache in caches:
             cache = backend.write(cache, new, new, metadata.slot_mapping)
@@ -90,6 +93,7 @@ def _metadata(case: Case, page_size: int, rng: np.random.Generator) -> tuple[Att
 
 
 def main() -> None:
+    """Measure the cases of the command line and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", help="ROWSxCONTEXT or ROWSxCONTEXTxPAGES")
     parser.add_argument("--backend", default="auto")

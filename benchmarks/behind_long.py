@@ -67,6 +67,7 @@ def row(record: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Measure the server of the command line and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
     parser.add_argument("--api-key")

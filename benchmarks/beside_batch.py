@@ -62,6 +62,7 @@ class BatchClient:
         self._id = ""
 
     def start(self, lines: int, shape: Shape, seed: int) -> None:
+        """Upload a batch of `lines` requests and wait until the first one has finished."""
         data = b"".join(self._line(number, shape, seed) for number in range(lines))
         parts = {"file": ("lines.jsonl", data)}
         file = self._http.post("/files", data={"purpose": "batch"}, files=parts).raise_for_status().json()
@@ -88,6 +89,7 @@ class BatchClient:
         return self._http.get(f"/batches/{self._id}").raise_for_status().json()
 
     def output_tokens(self) -> int:
+        """Return the output tokens of the batch so far. Raises SystemExit if it is no longer running."""
         state = self.state()
         if state["status"] != "in_progress":
             raise SystemExit(f"the batch is {state['status']}: give it more --lines")
@@ -113,7 +115,11 @@ class Phases:
     batch_rate: list[float] = field(default_factory=list)
 
     def online(self, phase: str, seed: int) -> tuple[int, float]:
-        """Send a phase's requests, whose prompts no other phase has; their number and the seconds."""
+        """Send the online requests of a phase, with prompts that no other phase uses; return their number and the
+        seconds.
+
+        Raises SystemExit if one fails.
+        """
         count = max(1, round(self.options.rate * self.options.seconds))
         requests = poisson(self.shape.requests(count, seed), self.options.rate, seed=seed // 2)  # alone as beside
         before = self._sums()
@@ -151,6 +157,7 @@ class Phases:
             self.capacity.append((batch.output_tokens() - before) / (time.perf_counter() - started))
 
     def round(self, number: int) -> None:
+        """Run the three phases of one round."""
         if number:
             time.sleep(QUIET_SECONDS)
         self.batch_alone(number)
@@ -162,6 +169,7 @@ class Phases:
         self.online_rate.append(sum(timing.output_tokens for timing in self.timings["beside"][-count:]) / seconds)
 
     def report(self) -> dict[str, Any]:
+        """Summarize all rounds."""
         capacity, online, batch = map(np.asarray, (self.capacity, self.online_rate, self.batch_rate))
         used = batch / (capacity - online)
         ttft = {phase: [timing.ttft * 1000 for timing in timings] for phase, timings in self.timings.items()}
@@ -195,6 +203,7 @@ class Phases:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all rounds against the server; return the report with the environment."""
     model = asyncio.run(find_model(options.base_url, options.api_key))
     shape = Shape(options.input_len, options.output_len, options.vocab_size)
     target = Target(options.base_url, model, options.api_key, token_ids=True)
@@ -205,6 +214,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure the server of the command line and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
     parser.add_argument("--api-key")

@@ -186,6 +186,7 @@ def _earlier(path: Path | None) -> list[dict[str, object]]:
 
 
 def main() -> None:
+    """Compare the servers as the command line says and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--peer", type=Path, help="virtual environment with vllm; without it only jaxserve runs")

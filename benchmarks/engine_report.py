@@ -21,6 +21,7 @@ from jaxserve.engine.engine import Engine
 
 
 def main(words: Sequence[str]) -> int:
+    """Measure and print the report; return the exit code."""
     parser = argparse.ArgumentParser(prog="benchmarks.engine_report", description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=list(engine_costs.ROWS), help="of the host work")
     parser.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8, 32], help="on the device")

@@ -32,6 +32,7 @@ class HeldLog:
         self._written = time.monotonic()
 
     def add(self, seconds: float) -> None:
+        """Record one sample in seconds."""
         self._kept.append(seconds)
         now = time.monotonic()
         if seconds > SLOW:
@@ -93,6 +94,7 @@ class TimedStep:
         self._inner, self._turns = inner, turns
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
+        """Call the inner step's `sample`, timed as device work. bitmask: uint32 [rows, words]."""
         self._turns.on_device(self._inner.sample, bitmask, late)
 
     def result(self) -> Any:

@@ -64,7 +64,7 @@ class Sent:
 
 @contextlib.contextmanager
 def started(directory: Path, flags: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server that measures itself; its address and its process."""
+    """Start a server that measures itself; yield its address and process. Raises SystemExit if it does not start."""
     words = [sys.executable, "-P", "-m", "benchmarks.lag_server", "--port", "0", "--store.path", "null", *flags]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environ = os.environ | {DIRECTORY: str(directory), "PYTHONPATH": path}
@@ -99,6 +99,7 @@ class Tenant(threading.Thread):
         self.texts, self.errors = Counter[str](), Counter[str]()
 
     def run(self) -> None:
+        """Stream the same text until the test is over, and count the different answers."""
         with httpx2.Client(base_url=self._url, timeout=TIMEOUT) as http:
             while not self.over.is_set():
                 try:
@@ -128,6 +129,7 @@ class Clients:
         self.restarts: float | None = None
 
     def run(self) -> None:
+        """Send requests from all client threads until the time is over."""
         end = time.monotonic() + self._options.seconds
         threads = [
             threading.Thread(target=self._client, args=(end,), daemon=True) for _ in range(self._options.clients)
@@ -173,7 +175,7 @@ class Clients:
 
 
 def spread(samples: np.ndarray) -> dict[str, Any]:
-    """In milliseconds."""
+    """Summarize float32 [N] seconds as percentiles in milliseconds."""
     if not len(samples):
         return {"samples": 0}
     points = [*np.percentile(samples, [50, 99, 99.9]), samples.max()]
@@ -204,6 +206,7 @@ def told(sent: Sent) -> dict[str, Any]:
 
 
 def report(clients: Clients, tenant: Tenant, directory: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Build the report and list the limits that were exceeded."""
     sent = clients.sent
     blame(sent, directory)
     loops = {loop: spread(read_samples(directory, loop)) for loop in LOOPS}
@@ -238,6 +241,7 @@ def report(clients: Clients, tenant: Tenant, directory: Path, options: argparse.
 
 
 def main() -> None:
+    """Start the server, send the load and print the report."""
     options = parse()
     with tempfile.TemporaryDirectory(prefix="jaxserve-lag-") as name:
         directory = Path(name)
@@ -260,6 +264,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--clients", type=int, default=1, help="more load, and less telling names")

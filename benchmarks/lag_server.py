@@ -33,6 +33,7 @@ async def measure(log: HeldLog) -> None:
 
 
 async def serve(words: list[str]) -> int:
+    """Run the server and record its loop delays; return the exit code."""
     config = load_config(words, {})
     with bind(config.server) as listener:
         launch = Launch(

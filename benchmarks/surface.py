@@ -4,7 +4,7 @@
     python -m benchmarks.surface schema [--rows 32] [--rounds 5] [--model DIR]
 
 `http`: the same streams through a server and through the engine in process. The engine has the first half of the
-cores in both cases; the API process and the clients share the rest, so that the engine pays for nobody else.
+cores in both cases; the API process and the clients share the rest, so that they take no time from the engine.
 `schema`: tokens a second of rows that decode freely and of rows under a schema, in turns.
 """
 
@@ -114,7 +114,10 @@ def in_process_rate(engine: Engine, streams: int, output_len: int, rounds: int) 
 
 
 def stream_rate(port: int, streams: int, output_len: int) -> float:
-    """Tokens a second of raw streams, read with as little work as possible."""
+    """Return tokens per second of raw streams, read with as little work as possible.
+
+    Raises RuntimeError if a stream breaks off.
+    """
     selector = selectors.DefaultSelector()
     began = time.perf_counter()
     for i in range(streams):
@@ -219,6 +222,7 @@ def _cpu(pid: int) -> float:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Run the measurement of the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.surface")
     commands = parser.add_subparsers(required=True)
     http = commands.add_parser("http")

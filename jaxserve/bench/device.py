@@ -76,12 +76,13 @@ def _run_child(section: str, options: Options, show: Callable[[str], None]) -> N
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Run the suite, or one section of it in a child process; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--out", type=Path, default=Path("device-suite"))
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # a child
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # used by the child process
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     given.out.mkdir(parents=True, exist_ok=True)

@@ -73,12 +73,15 @@ class Bench:
         return not self.results.done(self.section, name) and self.seconds_left > estimate
 
     def cell(self, name: str, estimate: float, measure: Cell) -> None:
+        """Measure one row, unless it is already present or the time is too short, and record its result or its
+        error.
+        """
         if not self.wants(name, estimate):
             return
         row: Row = {"section": self.section, "name": name}
         try:
             row |= measure()
-        except Exception as error:  # one kernel that does not compile must not cost the others
+        except Exception as error:  # a kernel that does not compile must not stop the others
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         self.results.add(row)
         self._emit(row)

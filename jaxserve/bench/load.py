@@ -64,7 +64,7 @@ def root_url(text: str) -> str:
 
 
 async def find_model(base_url: str, api_key: str | None = None) -> str:
-    """The first model that the server serves."""
+    """Return the first model that the server serves. Raises ConfigError if no server answers."""
     async with httpx2.AsyncClient(headers=_headers(api_key)) as client:
         try:
             reply = await client.get(f"{base_url}/v1/models")

@@ -107,6 +107,7 @@ def _copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def main() -> None:
+    """Make the model that the command line describes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tokenizer", type=Path)

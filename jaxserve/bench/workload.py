@@ -45,7 +45,10 @@ def random_workload(
 
 
 def dataset_workload(path: Path, count: int, *, output_len: int, seed: int = 0) -> list[LoadRequest]:
-    """Prompts from a JSONL file: the first string found under prompt, question, text, turns or messages."""
+    """Read prompts from a JSONL file: the first string under prompt, question, text, turns or messages.
+
+    Raises ConfigError if no line has one.
+    """
     prompts = [text for line in path.read_text(encoding="utf-8").splitlines() if (text := _prompt_of(line))]
     if not prompts:
         raise ConfigError(f"{path} holds no line with a prompt, question, text, turns or messages")

@@ -35,6 +35,7 @@ MAX_SHOWN_ERRORS = 20
 
 
 def run(words: Sequence[str]) -> int:
+    """Run the command `batch`. Raises ConfigError for an unknown argument."""
     options, rest = _parser().parse_known_args(words)
     if rest and options.run is not _run:
         raise ConfigError(f"unknown argument {rest[0]}", fix="see jaxserve batch --help")
@@ -46,8 +47,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
 
     run = commands.add_parser("run", help="run a file here; takes the flags of launch", allow_abbrev=False)
-    run.add_argument("input", type=Path, help="JSONL, one request a line")
-    run.add_argument("-o", "--output", type=Path, required=True, help="the same call goes on after a crash")
+    run.add_argument("input", type=Path, help="JSONL, one request per line")
+    run.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="directory of the run's state; the same call resumes after a crash",
+    )
     run.add_argument("--errors", type=Path, help="lines that failed; default: OUTPUT with .errors before its suffix")
     run.set_defaults(run=_run)
 
@@ -59,13 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("-o", "--output", type=Path, help="download the output here; implies --wait")
     submit.set_defaults(run=_submit)
 
-    status = commands.add_parser("status", help="how far a batch at a server is")
+    status = commands.add_parser("status", help="show the progress of a batch at a server")
     status.add_argument("batch_id")
     status.add_argument("--wait", action="store_true")
     status.add_argument("-o", "--output", type=Path, help="download the output here; implies --wait")
     status.set_defaults(run=_status)
 
-    cancel = commands.add_parser("cancel", help="end a batch at a server; what has finished is kept")
+    cancel = commands.add_parser("cancel", help="cancel a batch at a server; finished results are kept")
     cancel.add_argument("batch_id")
     cancel.set_defaults(run=_cancel)
 
@@ -182,6 +189,7 @@ class _Server:
         return self._checked(lambda: self._http.request(method, path, **keys)).json()
 
     def download(self, file_id: str, target: Path) -> None:
+        """Write a file of the server to `target`. Raises ConfigError if the server refuses."""
         temporary = target.with_name(f"{target.name}.part")
         with self._http.stream("GET", f"/files/{file_id}/content") as answer, open(temporary, "wb") as file:
             if answer.status_code != 200:

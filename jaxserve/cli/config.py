@@ -20,6 +20,7 @@ USAGE = """usage: jaxserve config show|validate|schema [--config FILE] [flags of
 
 
 def run(words: Sequence[str]) -> int:
+    """Run the command `config`. Raises ConfigError."""
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0

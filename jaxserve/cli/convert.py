@@ -1,6 +1,6 @@
-"""`jaxserve convert`: a published checkpoint, written once more in the form that this server holds it in.
+"""`jaxserve convert`: write a published checkpoint again in the form that this server loads fastest.
 
-The converted directory loads faster, on any mesh, and is served like any other: `jaxserve launch --model TARGET`.
+The converted directory loads on any mesh and is served like any other: `jaxserve launch --model TARGET`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def run(words: Sequence[str]) -> int:
+    """Run the command `convert`."""
     options = _parser().parse_args(words)
     source, target = resolve(options.model, revision=options.revision), Path(options.target)
     config = read_config(source)
@@ -48,6 +49,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's own")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
-    parser.add_argument("--tensor", type=int, default=1, help="devices to hold the weights meanwhile")
+    parser.add_argument("--tensor", type=int, default=1, help="devices that hold the weights during conversion")
     parser.add_argument("--expert", type=int, default=1)
     return parser

@@ -31,6 +31,7 @@ Mesh = tuple[int, int]  # tensor, expert
 
 
 def run(words: Sequence[str]) -> int:
+    """Run the command `plan`. Raises ConfigError for an encoder, ModelLoadError if no mesh fits the model."""
     options = _parse(words)
     path = _config_file(options.model)
     config, dtype = read_config_file(path), jnp.dtype(options.dtype)
@@ -66,7 +67,7 @@ def _head(config: ModelConfig, dtype: jnp.dtype, path: Path) -> str:
 
 
 class _Columns:
-    """length: of the requests whose largest batch is told; None: it is not."""
+    """length: tokens per request of the batch column; None leaves the column out."""
 
     def __init__(self, device_bytes: int, context: int, max_num_seqs: int, length: int | None) -> None:
         self._device_bytes = device_bytes
@@ -75,6 +76,7 @@ class _Columns:
         self._length = length
 
     def table(self, meshes: Sequence[Mesh], plans: Sequence[ShapePlan | ModelLoadError]) -> str:
+        """Format one row per mesh."""
         windowed = any(isinstance(plan, ShapePlan) and plan.window is not None for plan in plans)
         batch = () if self._length is None else (f"batch of {self._length}",)
         head = (*_HEAD, "tokens", "full contexts", *batch, *(("all kept",) if windowed else ()))
@@ -129,7 +131,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mesh", nargs="+", default=MESHES, metavar="N", help="devices, or TENSORxEXPERT (1 8 16)")
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="of each device (80)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--max-num-seqs", type=int, default=512, help="requests at once (512): windows are set aside")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=512,
+        help="concurrent requests (512), for which sliding windows are reserved",
+    )
     parser.add_argument("--max-model-len", type=int, help="a full context (the model's own)")
-    parser.add_argument("--length", type=int, metavar="TOKENS", help="tell the largest batch of requests so long")
+    parser.add_argument(
+        "--length", type=int, metavar="TOKENS", help="show the largest batch of requests of this many tokens"
+    )
     return parser

@@ -58,6 +58,7 @@ class StartProgress:
             self._bar.stop()
 
     def show(self, status: EngineStatus) -> None:
+        """Show one status; a new phase ends the line of the one before."""
         if status.phase not in ("loading", "restarting") or not status.detail:
             return
         if status.detail != self._phase:

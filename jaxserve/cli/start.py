@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(words: Sequence[str]) -> int:
+    """Run the command `launch`: print the help, or load the configuration and start the server."""
     if any(word in ("-h", "--help", "--help-all") for word in words):
         print(launch_help(everything="--help-all" in words))
         return 0

@@ -19,13 +19,13 @@ from jaxserve.models.pooling import PoolingConfig, pool
 
 
 def dense_logits(structure: ModelStructure, leaves: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
-    """int32 [T], one sequence from position 0 -> float32 logits [T, V]. Pure; differentiable in the leaves."""
+    """Compute float32 logits [T, V] of one sequence, int32 [T], from position 0. Pure; differentiable in the leaves."""
     model = structure.bind(leaves)
     return model.logits(dense_hidden(structure, leaves, token_ids))
 
 
 def dense_hidden(structure: ModelStructure, leaves: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
-    """int32 [T] -> the hidden states [T, D] after the final norm, which the head takes."""
+    """Compute the hidden states [T, D] of int32 [T] after the final norm: the input of the output head."""
     positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     caches = (None,) * structure.config.num_layers
     hidden, _ = structure.bind(leaves)(token_ids, positions, caches, dense_attend(structure.config))
@@ -35,7 +35,7 @@ def dense_hidden(structure: ModelStructure, leaves: tuple[jax.Array, ...], token
 def dense_embedding(
     structure: ModelStructure, pooling: PoolingConfig, leaves: tuple[jax.Array, ...], token_ids: jax.Array
 ) -> jax.Array:
-    """int32 [T], one text -> its embedding, float32 [D], of an encoder or a decoder."""
+    """Compute the embedding, float32 [D], of one text, int32 [T], for an encoder or a decoder."""
     lengths = jnp.full(1, token_ids.shape[0], jnp.int32)
     if structure.config.bidirectional:
         hidden = structure.bind_encoder(leaves)(token_ids[None, :], lengths)
@@ -45,12 +45,13 @@ def dense_embedding(
 
 
 def dense_attend(config: ModelConfig) -> AttendLayer:
-    """Causal attention of one sequence to itself, in float32."""
+    """Return a function for causal attention of one sequence to itself, in float32."""
     layers = config.attention_layers
 
     def attend(
         layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
     ) -> tuple[jax.Array, Cache]:
+        """Attend in one layer: q [T, N, H], k and v [T, KH, H] -> [T, N, H]."""
         return _attention(layers[layer_index], q, k, v, sinks), cache
 
     return attend
@@ -69,7 +70,7 @@ def _attention(spec: AttentionLayer, q: jax.Array, k: jax.Array, v: jax.Array, s
     if spec.sliding_window is not None:
         seen &= distance < spec.sliding_window
     scores = jnp.where(seen[None, :, :], scores, -jnp.inf)
-    if sinks is not None:  # a last column that takes weight and has no value
+    if sinks is not None:  # an extra column that takes part in the softmax and has no value
         column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (heads, tokens, 1))
         weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[:, :, :-1]
     else:

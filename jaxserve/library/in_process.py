@@ -1,11 +1,11 @@
-"""The public Engine: that of jaxserve.engine, and conversations as over HTTP.
+"""The public Engine: that of jaxserve.engine, plus chat as over HTTP.
 
     engine = Engine("DIR")
     engine.chat([{"role": "user", "content": "Hello"}], max_tokens=32).choices[0].message.content
 
-The code of the HTTP route reads the fields and makes the answer. Its coroutines run in a thread that has an event loop,
-because the caller may be inside a running one (a notebook). The caller waits meanwhile, so the engine is used by one
-thread at a time.
+The HTTP route's own code reads the fields and builds the answer. Its coroutines run in a thread with an event loop,
+because the caller may already be inside a running one (a notebook). The caller waits meanwhile, so only one thread uses
+the engine at a time.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Engine(text_engine.Engine):
     async def _outputs(
         self, prompt: list[int], params: SamplingParams, name: str, priority: int, cache_salt: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a prompt's sequences as they come. Raises what an output failed of. Closing it aborts."""
+        """Yield the outputs of a prompt's sequences as they arrive. Raises the error of a failed output. Closing it
+        aborts.
+        """
         group = self._siblings(prompt, params, name, priority, cache_salt)
         ids = [each.request_id for each in group]
         outputs: deque[RequestOutput] = deque()
@@ -91,9 +93,7 @@ class Engine(text_engine.Engine):
             while outputs or not self._sequences.keys().isdisjoint(ids):
                 if not outputs:
                     self._turn()
-                    await asyncio.sleep(
-                        0
-                    )  # a cancellation is noticed here, and the other beams of a search have a turn
+                    await asyncio.sleep(0)  # lets cancellation arrive and other beams of a search run
                     continue
                 output = outputs.popleft()
                 if output.error is not None:
@@ -105,8 +105,11 @@ class Engine(text_engine.Engine):
 
 @dataclass(frozen=True)
 class _SteppedEngine:
-    """An Engine as the HTTP side sees one. The limits of a server's queue, times and outboxes do not hold: nobody else
-    waits, and a step is made when its outputs are asked for."""
+    """Adapt an Engine to the interface of the HTTP side.
+
+    The server's limits on queue, time and unread outputs do not apply: there is one user, and a step runs only when its
+    outputs are requested.
+    """
 
     engine: Engine
     alive: bool = True
@@ -152,6 +155,7 @@ class _SteppedEngine:
         signal: AbortSignal | None = None,
         outbox: Outbox | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Start the sequences of one prompt and yield their outputs."""
         return self.engine._outputs(prompt_token_ids, params, request_id or "chat", priority, cache_salt)
 
     async def flush_cache(self) -> bool:
@@ -162,7 +166,7 @@ class _SteppedEngine:
 
 
 class _Chats:
-    """What the conversations of one engine share."""
+    """The state shared by all conversations of one engine."""
 
     def __init__(self, engine: _SteppedEngine) -> None:
         self.state = ServerState(engine, engine.config, Metrics(), make_tracing(engine.config.logging))
@@ -171,6 +175,7 @@ class _Chats:
         self.loop = LoopThread("jaxserve-chat")
 
     def prepare(self, fields: dict[str, Any]) -> ChatAnswer:
+        """Validate the fields and start a conversation. Raises InvalidValueError for an unknown field."""
         fields = {"model": self.state.engine.info.served_names[0]} | fields
         body, unknown = validated(orjson.dumps(fields, default=_plain), ChatCompletionRequest)
         for name in unknown:
@@ -184,7 +189,7 @@ class _Chats:
         return ChatCompletion.model_validate_json(orjson.dumps(self.loop.run(answer.whole())))
 
     def chunks(self, answer: ChatAnswer) -> Generator[ChatCompletionChunk, None, None]:
-        """The events of HTTP, read back."""
+        """Parse the HTTP events back into chunks."""
         events = answer.events()
         try:
             while event := self.loop.run(_next(events)):
@@ -202,7 +207,7 @@ async def _end(events: AsyncGenerator[bytes, None]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A message of a former answer as a client sends it."""
+    """Convert a message of an earlier answer to what a client would send."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_none=True)
     raise TypeError(f"{type(value).__name__} is no JSON")

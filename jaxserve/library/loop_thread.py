@@ -1,4 +1,4 @@
-"""An event loop in a thread, for code that is called from where no loop runs, or from inside one that does."""
+"""Run an event loop in a thread, for callers without a running loop or inside one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines while the caller waits. The thread is a daemon: it does not keep the process alive."""
+    """Run coroutines while the caller waits. The thread is a daemon: it does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -19,7 +19,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. If the caller is interrupted, `work` is cancelled and has ended when this raises."""
+        """Run `work` and return its result. If the caller is interrupted, `work` is cancelled before this raises."""
         tasks: list[asyncio.Task[T]] = []
         ended = threading.Event()
 
@@ -47,7 +47,7 @@ class LoopThread:
             work.close()
 
     def close(self) -> None:
-        """End the thread. What still runs is dropped; generators that somebody still holds are closed."""
+        """Stop the thread. Running work is dropped and open generators are closed."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()

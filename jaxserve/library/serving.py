@@ -26,7 +26,7 @@ START_TIMEOUT = 600.0  # seconds; a cold compile of a large model takes minutes
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that is ready. `url` has no trailing slash and no /v1."""
+    """A ready server. `url` has no trailing slash and no /v1."""
 
     url: str
     config: Config

@@ -1,9 +1,9 @@
-"""SQL of batches and of their lines' results: the state machine's edges as compare-and-set updates.
+"""SQL of batches and of the results of their requests. States change by compare-and-set updates.
 
-Every function takes the connection first and runs inside one transaction or read. An edge that is not legal from the
-state found changes nothing and says so; `*_at` columns are written by the edge that enters their state, and only there.
+Every function takes the connection first and runs inside one transaction or read. A transition that is not legal from
+the current state changes nothing and returns that. Only the transition into a state writes the state's `*_at` column.
 
-owner: the API key that asks. It finds its own batches only; None finds those of all.
+owner: the API key that asks. It sees only its own batches; None sees those of all keys.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ LIVE = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
 
 
 def insert_batch(connection: sqlite3.Connection, batch_id: str, new: NewBatch, now: int) -> BatchRecord:
+    """Insert a new batch in state validating and return it."""
     connection.execute(
         """INSERT INTO batches (id, endpoint, input_file_id, completion_window, status, created_at, expires_at,
                metadata, output_expires_seconds, owner) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)""",
@@ -58,9 +59,9 @@ def insert_batch(connection: sqlite3.Connection, batch_id: str, new: NewBatch, n
 
 
 def find_replay(connection: sqlite3.Connection, owner: str, key: str, fingerprint: bytes) -> bytes | None:
-    """The first answer given under an owner's idempotency key.
+    """Return the first answer given under an owner's idempotency key.
 
-    Raises InvalidValueError if that was the answer to another request.
+    Raises InvalidValueError if that answer was to a different request.
     """
     row = connection.execute(
         "SELECT fingerprint, response FROM idempotency WHERE owner = ? AND key = ?", (owner, key)
@@ -83,6 +84,7 @@ def forget_replies(connection: sqlite3.Connection, now: int) -> None:
 
 
 def get_batch(connection: sqlite3.Connection, batch_id: str, owner: str | None = None) -> BatchRecord:
+    """Return a batch. Raises NotFoundError."""
     row = connection.execute(
         f"SELECT {COLUMNS} FROM batches WHERE id = :id AND {OWNED}", {"id": batch_id, "owner": owner}
     ).fetchone()
@@ -94,7 +96,7 @@ def get_batch(connection: sqlite3.Connection, batch_id: str, owner: str | None =
 def list_batches(
     connection: sqlite3.Connection, *, limit: int, after: str | None, owner: str | None
 ) -> Page[BatchRecord]:
-    """Newest first."""
+    """List batches, newest first."""
     where, values = ["1"], {"limit": limit + 1, "owner": owner, "cursor": None}
     if owner is not None:
         where.append("owner = :owner")
@@ -108,12 +110,15 @@ def list_batches(
 
 
 def live_batches(connection: sqlite3.Connection) -> list[str]:
-    """Ids of batches that are not in a terminal state, oldest first."""
+    """List the ids of batches that are not in a terminal state, oldest first."""
     return [row[0] for row in connection.execute(f"SELECT id FROM batches WHERE {LIVE} ORDER BY seq")]
 
 
 def move(connection: sqlite3.Connection, batch_id: str, source: BatchStatus, target: BatchStatus, now: int) -> bool:
-    """Take one edge. False, and nothing changed, if the batch is no longer in `source`."""
+    """Change the state of a batch; return False, with nothing changed, if it is no longer in `source`.
+
+    Raises ValueError if the transition is not legal.
+    """
     if target not in EDGES[source]:
         raise ValueError(f"no edge {source} -> {target}")
     changed = connection.execute(
@@ -124,7 +129,7 @@ def move(connection: sqlite3.Connection, batch_id: str, source: BatchStatus, tar
 
 
 def start(connection: sqlite3.Connection, batch_id: str, total: int, model: str | None, now: int) -> bool:
-    """validating -> in_progress."""
+    """Change validating -> in_progress."""
     if not move(connection, batch_id, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, now):
         return False
     connection.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
@@ -134,7 +139,7 @@ def start(connection: sqlite3.Connection, batch_id: str, total: int, model: str 
 def fail(
     connection: sqlite3.Connection, batch_id: str, source: BatchStatus, errors: Sequence[BatchError], now: int
 ) -> bool:
-    """validating, or in_progress whose input is lost -> failed."""
+    """Change validating, or in_progress whose input is lost, -> failed."""
     if not move(connection, batch_id, source, BatchStatus.FAILED, now):
         return False
     data = json.dumps([asdict(error) for error in errors])
@@ -143,7 +148,9 @@ def fail(
 
 
 def cancel(connection: sqlite3.Connection, batch_id: str, now: int, owner: str | None) -> BatchRecord:
-    """-> cancelling. A second cancel changes nothing. Raises ConflictError once the batch has ended otherwise."""
+    """Change to cancelling. A second cancel changes nothing. Raises ConflictError once the batch has ended
+    otherwise.
+    """
     batch = get_batch(connection, batch_id, owner)
     if batch.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED):
         return batch
@@ -154,7 +161,7 @@ def cancel(connection: sqlite3.Connection, batch_id: str, now: int, owner: str |
 
 
 def add_results(connection: sqlite3.Connection, batch_id: str, results: Iterable[LineResult]) -> None:
-    """Keep lines that finished, once each, and count them. Does nothing unless the batch runs."""
+    """Save finished requests, once each, and count them. Does nothing unless the batch is running."""
     row = connection.execute(
         """SELECT seq FROM batches WHERE id = ? AND in_progress_at IS NOT NULL
            AND status IN ('in_progress', 'cancelling')""",
@@ -199,7 +206,7 @@ def finished_lines(connection: sqlite3.Connection, batch_id: str) -> set[int]:
 def results_after(
     connection: sqlite3.Connection, batch_id: str, line: int, limit: int
 ) -> list[tuple[int, bool, bytes]]:
-    """Up to `limit` results (line, succeeded, payload) of lines after `line`, in order of lines."""
+    """Return up to `limit` results (line, succeeded, payload) of lines after `line`, in order of lines."""
     rows = connection.execute(
         """SELECT line, succeeded, payload FROM results
            WHERE batch = (SELECT seq FROM batches WHERE id = ?) AND line > ? ORDER BY line LIMIT ?""",
@@ -217,7 +224,7 @@ def publish(
     errors: FileRecord | None,
     now: int,
 ) -> bool:
-    """The last edge, with its files, in one transaction; the lines that never ran become failed ones."""
+    """Write the final state with its files in one transaction. Requests that never ran are counted as failed."""
     if not move(connection, batch_id, source, target, now):
         return False
     for file in (output, errors):
@@ -231,7 +238,7 @@ def publish(
 
 
 def drop_published_results(connection: sqlite3.Connection, limit: int) -> int:
-    """Remove up to `limit` results that live on in files. Returns how many went."""
+    """Delete up to `limit` results that published files contain. Returns how many were deleted."""
     removed = connection.execute(
         f"""DELETE FROM results WHERE rowid IN (SELECT results.rowid FROM results
             JOIN batches ON batches.seq = results.batch WHERE NOT {LIVE} LIMIT ?)""",

@@ -1,4 +1,4 @@
-"""Whether the store can be written: what /health, the metrics and the log say of it."""
+"""Track whether the store can be written, for /health, the metrics and the log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoreCondition:
-    """full: the disk has no room; failing: it refuses otherwise; damaged: read-only until it is repaired."""
+    """full: the disk has no room; failing: it refuses for another reason; damaged: read-only until repaired."""
 
     status: Literal["ok", "full", "failing", "damaged"] = "ok"
     detail: str | None = None
@@ -28,7 +28,7 @@ class ConditionLog:
         self._lock = threading.Lock()
 
     def failed(self, error: HTTPError) -> None:
-        """A write, or a read, met `error`."""
+        """Note that a write or a read failed with `error`."""
         match error:
             case StoreDamagedError():
                 status, level = "damaged", logging.CRITICAL
@@ -43,7 +43,7 @@ class ConditionLog:
         logger.log(level, "the store is %s: %s", status, error.message)
 
     def succeeded(self) -> None:
-        """A write is durable."""
+        """Note that a write is durable."""
         if self.now.status in ("ok", "damaged"):
             return
         with self._lock:

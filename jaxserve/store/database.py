@@ -215,11 +215,14 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._reading, call)
 
     def write_blocking(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`write` for a thread that may wait; still executed by the one writer thread."""
+        """Call `write` from a thread that may wait; the writer thread still runs it."""
         return self._writing.submit(lambda: self.write_now(statement, *args, **kwargs)).result()
 
     def write_now(self, statement: Statement[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The transaction itself, on the writer thread (or before the threads have work)."""
+        """Run the transaction on the writer thread (or before the threads have work).
+
+        Raises StoreDamagedError if the store is damaged, LeaseLostError if another process owns it, else as `write`.
+        """
         if self.condition.now.status == "damaged":
             raise StoreDamagedError(DAMAGED)
         with self._noted():
@@ -234,7 +237,7 @@ class Database:
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
-        """Let errors out as those that clients see, and the condition know of them."""
+        """Convert errors to those that clients see, and record them in the condition."""
         try:
             with _known_errors():
                 yield
@@ -243,7 +246,7 @@ class Database:
             raise
 
     def _empty_log(self) -> bool:
-        """Fold the log into the database and cut it to nothing; whether that made room."""
+        """Fold the log into the database and truncate it; return whether that made room."""
         log = self._path.with_name(f"{self._path.name}-wal")
         before = log.stat().st_size
         try:
@@ -288,7 +291,7 @@ def _configure(connection: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def _known_errors() -> Iterator[None]:
-    """Errors of SQLite and of the system leave as StorageError or StoreDamagedError; bugs of ours as they are."""
+    """Convert errors of SQLite and of the system to StorageError or StoreDamagedError; leave bugs as they are."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:

@@ -90,7 +90,7 @@ def _is_new(directory: Path) -> bool:
 
 
 def _is_old_store(database: Path) -> bool:
-    """Whether a database is one of ours. It is read without touching anything beside it: it may be somebody else's."""
+    """Return whether a database is one of ours. It may belong to another program, so it is only read."""
     if not database.is_file():
         return False
     try:

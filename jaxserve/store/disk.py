@@ -1,7 +1,7 @@
-"""The operations that make bytes durable, and files that appear whole or not at all.
+"""Write bytes durably, and make files appear complete or not at all.
 
-Everything that must survive a crash goes through one `Disk` object: writes, fsyncs, renames, removals and database
-commits. Tests hand in a subclass that fails, or kills the process, at a chosen operation; nothing else knows of it.
+Everything that must survive a crash goes through one `Disk`: writes, fsyncs, renames, removals and database commits.
+Tests pass a subclass that fails, or kills the process, at a chosen operation.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class Disk:
 
 
 class PendingFile:
-    """A file being written under a temporary name; `publish` makes it durable under its own.
+    """A file written under a temporary name; `publish` makes it durable under its own name.
 
-    Writes are gathered into blocks of `BLOCK` bytes. Every OSError becomes StorageError, after which only `discard`
-    makes sense: after a failed fsync nobody knows what is on the disk, so the file is written anew or not at all.
-    Safe to discard from one thread while another one writes.
+    Writes are gathered into blocks of `BLOCK` bytes. Every OSError becomes StorageError, after which only `discard` may
+    be
+    called: after a failed fsync the content of the disk is unknown, so the file must be written again from the start.
+    One thread may discard the file while another writes it.
     """
 
     BLOCK = 2**20
@@ -89,7 +90,7 @@ class PendingFile:
         self._buffer.clear()
 
     def publish(self) -> None:
-        """Write the rest, fsync, rename to the target, fsync the directory."""
+        """Write the rest, fsync, rename to the target, fsync the directory. Raises StorageError."""
         with self._lock:
             if self._buffer:
                 self._flush()
@@ -103,7 +104,9 @@ class PendingFile:
                 raise storage_error(error) from error
 
     def discard(self, *, published: bool) -> None:
-        """Remove the temporary file or, if told so, the published one. What cannot be removed is swept at start."""
+        """Remove the temporary file or, on request, the published one. What cannot be removed is removed at next
+        start.
+        """
         with self._lock:
             try:
                 self._file.close()
@@ -116,12 +119,12 @@ class PendingFile:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error means that the disk has no room."""
+    """Return whether an error means that the disk has no room."""
     return isinstance(error, DiskFullError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def storage_error(error: OSError) -> StorageError:
-    """The answer to a disk that refuses: 507, with the cause and without a path."""
+    """Return the error for a disk that refuses: 507, with the cause and without a path."""
     if is_full(error):
         return DiskFullError("The server's disk is full.")
     return StorageError(f"The server's store cannot be written: {os.strerror(error.errno or errno.EIO)}.")

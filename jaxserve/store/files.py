@@ -1,9 +1,10 @@
 """SQL of the file table. Every function takes the connection first and runs inside a transaction or a read.
 
-A deleted or expired file is hidden at once. Its bytes stay while an unfinished batch reads them, and its row stays
-for a while, so that a client may page on from a file that it has just deleted.
+A deleted or expired file is hidden at once. Its bytes are kept while an unfinished batch reads them. Its row is kept
+for
+a while, so that a client can page on from a file that it has just deleted.
 
-owner: the API key that asks. It finds its own files only; None finds those of all.
+owner: the API key that asks. It sees only its own files; None sees those of all keys.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def insert_file(connection: sqlite3.Connection, file: FileRecord) -> None:
 
 
 def get_file(connection: sqlite3.Connection, file_id: str, now: int, owner: str | None) -> FileRecord:
+    """Return a visible file. Raises NotFoundError."""
     row = connection.execute(
         f"SELECT {COLUMNS} FROM files WHERE id = :id AND {VISIBLE} AND {OWNED}",
         {"id": file_id, "now": now, "owner": owner},
@@ -49,6 +51,7 @@ def list_files(
     now: int,
     owner: str | None,
 ) -> Page[FileRecord]:
+    """Return a page of the visible files. Raises InvalidValueError if `after` was never the id of a file."""
     where, order = [VISIBLE], "ASC" if ascending else "DESC"
     if owner is not None:
         where.append("owner = :owner")
@@ -66,7 +69,7 @@ def list_files(
 
 
 def cursor(connection: sqlite3.Connection, table: str, after: str, owner: str | None) -> int:
-    """The place of an object in its list. Raises InvalidValueError where there never was one of that id."""
+    """Return the position of an object in its list. Raises InvalidValueError if no object ever had the id."""
     row = connection.execute(
         f"SELECT seq FROM {table} WHERE id = :id AND {OWNED}", {"id": after, "owner": owner}
     ).fetchone()
@@ -76,6 +79,7 @@ def cursor(connection: sqlite3.Connection, table: str, after: str, owner: str | 
 
 
 def delete_file(connection: sqlite3.Connection, file_id: str, now: int, owner: str | None) -> None:
+    """Hide a file. Raises NotFoundError."""
     cursor = connection.execute(
         f"UPDATE files SET deleted_at = :now WHERE id = :id AND {VISIBLE} AND {OWNED}",
         {"id": file_id, "now": now, "owner": owner},
@@ -85,7 +89,7 @@ def delete_file(connection: sqlite3.Connection, file_id: str, now: int, owner: s
 
 
 def may_remove(connection: sqlite3.Connection, file_id: str, now: int, owner: str | None) -> bool:
-    """Whether the client sees the file and no batch reads it."""
+    """Return whether the client sees the file and no batch reads it."""
     row = connection.execute(
         f"SELECT 1 FROM files WHERE id = :id AND {VISIBLE} AND {OWNED} AND NOT {PINNED}",
         {"id": file_id, "now": now, "owner": owner},
@@ -100,7 +104,7 @@ def hide_expired(connection: sqlite3.Connection, now: int) -> None:
 
 
 def removable(connection: sqlite3.Connection) -> list[str]:
-    """Ids of files whose bytes nobody may read any more."""
+    """List the ids of files whose bytes are no longer needed."""
     rows = connection.execute(f"SELECT id FROM files WHERE deleted_at IS NOT NULL AND stored AND NOT {PINNED}")
     return [row[0] for row in rows]
 
@@ -118,7 +122,7 @@ def stored_ids(connection: sqlite3.Connection) -> set[str]:
 
 
 def mark_lost(connection: sqlite3.Connection, file_ids: list[str], now: int) -> None:
-    """Files whose bytes are not on the disk (somebody removed them): hidden, so that none is listed and unreadable."""
+    """Hide files whose bytes are missing on the disk, so that every listed file can be read."""
     connection.executemany(
         "UPDATE files SET stored = 0, deleted_at = coalesce(deleted_at, ?) WHERE id = ?",
         [(now, file_id) for file_id in file_ids],

@@ -1,7 +1,7 @@
-"""What the rest of the server asks of a store. `SqliteStore` implements it; nothing outside store/ sees SQL.
+"""The interface of a store. `SqliteStore` implements it; no code outside store/ uses SQL.
 
-Writes are durable when they return, and have changed nothing when they raise StorageError. Lists are in the order of
-creation and neither skip nor repeat an object while others are added or deleted.
+A write is durable when it returns, and has changed nothing if it raises StorageError. Lists are in order of creation
+and neither skip nor repeat an object while others are added or deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxserve.store.records import (
 
 
 class Upload(Protocol):
-    """A file on its way in. It does not exist for anybody until `finish` returns."""
+    """A file being written. It is invisible until `finish` returns."""
 
     @property
     def size(self) -> int:
@@ -38,22 +38,22 @@ class Upload(Protocol):
     ) -> FileRecord: ...
 
     async def discard(self) -> None:
-        """Forget it. Safe to call at any time but after a successful `finish`."""
+        """Drop the upload. May be called at any time except after a successful `finish`."""
         ...
 
 
 class Store(Protocol):
     """Files and batches.
 
-    owner: the API key that asks, "" for the default key. What belongs to another is not there; None finds all.
+    owner: the API key that asks, "" for the default key. It sees only its own objects; None sees all.
 
-    Raises NotFoundError for ids that are not there, StorageError if the disk refuses, StoreDamagedError if what is
-    read makes no sense; from then on nothing is written.
+    Raises NotFoundError for unknown ids, StorageError if the disk refuses, StoreDamagedError if stored data is damaged;
+    after that nothing is written.
     """
 
     @property
     def condition(self) -> StoreCondition:
-        """Whether it can be written, as of the latest write."""
+        """Return whether the store can be written, as of the latest write."""
         ...
 
     # files
@@ -69,15 +69,17 @@ class Store(Protocol):
         after: str | None = None,
         ascending: bool = False,
         owner: str | None = None,
-    ) -> Page[FileRecord]: ...
+    ) -> Page[FileRecord]:
+        """Return a page of files of one purpose, or of all."""
+        ...
 
     async def delete_file(self, file_id: str, *, owner: str | None = None) -> None: ...
 
     async def open_file(self, file_id: str, *, owner: str | None = None) -> tuple[FileRecord, BinaryIO]:
-        """The file and its bytes, which stay readable if it is deleted meanwhile. The caller closes."""
+        """Return the file and its bytes, which stay readable if it is deleted meanwhile. The caller closes them."""
         ...
 
-    # batches, as clients see them
+    # batches, as the HTTP routes use them
     async def create_batch(
         self, new: NewBatch, *, idempotency: tuple[str, bytes] | None, reply: Callable[[BatchRecord], bytes]
     ) -> tuple[bytes, BatchRecord | None]:
@@ -96,11 +98,11 @@ class Store(Protocol):
 
     async def cancel_batch(self, batch_id: str, *, owner: str | None = None) -> BatchRecord: ...
 
-    # batches, as the one who runs them sees them; a False or None says that the batch has left the expected state
+    # batches, as the batch runner uses them; False or None means that the batch has left the expected state
     async def live_batches(self) -> list[str]: ...
 
     def input_path(self, batch: BatchRecord) -> Path:
-        """The input file, which is readable until the batch has ended, deleted by its owner or not."""
+        """Return the path of the input file, readable until the batch has ended even if its owner deleted it."""
         ...
 
     async def start_batch(self, batch_id: str, total: int, model: str | None) -> bool: ...
@@ -121,11 +123,11 @@ class Store(Protocol):
         max_line_bytes: int,
         missing_line: MissingLine | None,
     ) -> BatchRecord | None:
-        """Write the output files and take the last edge, all or nothing."""
+        """Write the output files and the final state, all or nothing."""
         ...
 
     async def sweep(self) -> None:
-        """Remove what has expired, was deleted, or is kept twice."""
+        """Remove objects that have expired or were deleted, and data that is stored twice."""
         ...
 
     async def close(self) -> None: ...

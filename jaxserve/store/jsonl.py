@@ -1,4 +1,4 @@
-"""Reading JSON lines from a file of any size: one line in memory at a time, and never more than a limit of it."""
+"""Read JSON lines from a file of any size: one line in memory at a time, each limited in size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ READ_BYTES = 2**20
 
 
 class Line(NamedTuple):
-    """A line that is not blank. `number` counts from 1 and counts blank lines; `data` is None where it is too long."""
+    """A non-blank line. `number` counts from 1 and includes blank lines; `data` is None if the line is too long."""
 
     number: int
     data: bytes | None
 
 
 def read_lines(path: Path, max_line_bytes: int) -> Iterator[Line]:
-    """The lines of a file. A byte-order mark, CR before LF, blank lines and a missing last newline are accepted."""
+    """Yield the lines of a file. Accepts a byte-order mark, CR before LF, blank lines, no newline at the end."""
     with open(path, "rb", buffering=READ_BYTES) as file:
         number = 0
         while data := file.readline(max_line_bytes + 1):
@@ -39,7 +39,7 @@ def _skip_line(file: BinaryIO) -> None:
 
 
 def is_utf8(data: bytes) -> bool:
-    """Whether bytes are UTF-8, in pieces: decoding at once could take four times their size."""
+    """Check in pieces whether bytes are UTF-8: decoding at once could take four times their size."""
     if data.isascii():
         return True
     decoder = codecs.getincrementaldecoder("utf-8")()

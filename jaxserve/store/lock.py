@@ -10,7 +10,7 @@ from jaxserve.errors import ConfigError
 
 
 class DirectoryLock:
-    """Holds `<directory>/lock` until `release`. Raises ConfigError where another process holds it."""
+    """Hold `<directory>/lock` until `release`. Raises ConfigError if another process holds it."""
 
     def __init__(self, directory: Path) -> None:
         self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

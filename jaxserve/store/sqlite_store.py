@@ -45,7 +45,7 @@ SWEEP_ROWS = 2000  # results removed in one transaction, so that no write waits 
 
 
 class SqliteStore:
-    """Implements `Store`. `clock` gives Unix seconds. Raises ConfigError where the directory cannot be used."""
+    """Implements `Store`. `clock` returns Unix seconds. Raises ConfigError if the directory cannot be used."""
 
     def __init__(self, directory: Path, *, disk: Disk | None = None, clock: Callable[[], float] = time.time) -> None:
         self.disk = disk or Disk()
@@ -119,6 +119,7 @@ class SqliteStore:
         ascending: bool = False,
         owner: str | None = None,
     ) -> Page[FileRecord]:
+        """Return a page of files of one purpose, or of all."""
         return await self._database.read(
             files.list_files,
             purpose=purpose,
@@ -130,10 +131,11 @@ class SqliteStore:
         )
 
     async def delete_file(self, file_id: str, *, owner: str | None = None) -> None:
+        """Hide a file and remove its bytes. Raises NotFoundError and StorageError."""
         try:
             await self._database.write(files.delete_file, file_id, self.now(), owner)
         except StorageError:
-            # On a full disk the mark that it is deleted has no room before the bytes are gone.
+            # A full disk has no room to record the deletion before the bytes are removed.
             if not await self._database.read(files.may_remove, file_id, self.now(), owner):
                 raise
             await asyncio.to_thread(self._unlink_files, [file_id])
@@ -141,6 +143,7 @@ class SqliteStore:
         await self._remove_bytes()
 
     async def open_file(self, file_id: str, *, owner: str | None = None) -> tuple[FileRecord, BinaryIO]:
+        """Return the file and its open bytes. Raises NotFoundError and StorageError."""
         record = await self.get_file(file_id, owner=owner)
         try:
             return record, open(self._files / record.id, "rb")
@@ -197,6 +200,7 @@ class SqliteStore:
         max_line_bytes: int,
         missing_line: MissingLine | None,
     ) -> BatchRecord | None:
+        """Write the output files and the final state; return None if the batch has left the expected state."""
         published = await asyncio.to_thread(self._publish, batch, target, max_line_bytes, missing_line)
         return await self.get_batch(batch.id) if published else None
 
@@ -239,6 +243,7 @@ class SqliteStore:
     # housekeeping
 
     async def sweep(self) -> None:
+        """Remove expired and deleted files, published results and old idempotency keys."""
         now = self.now()
         await self._database.write(files.hide_expired, now)
         await self._remove_bytes()
@@ -248,7 +253,7 @@ class SqliteStore:
         await self._database.write(batches.forget_replies, now)
 
     async def _remove_bytes(self) -> None:
-        """Bytes go first, then the mark that they are gone: a crash between the two is repaired at the next start."""
+        """Remove the bytes, then record that. A crash between the two is repaired at the next start."""
         removable = await self._database.read(files.removable)
         if removable:
             await asyncio.to_thread(self._unlink_files, removable)

@@ -1,8 +1,8 @@
-"""Checking a batch's input file in one streamed pass, before any line runs.
+"""Check a batch's input file in one streamed pass, before any request runs.
 
-What makes a file unfit is found here, with the line; what makes one request unfit (a wrong temperature, an unknown
-tool) is found by its route when it runs, and fails that line alone. Bodies are skimmed, not built: only `model` and
-`stream` are read, and the rest is checked to be JSON.
+An error here names the line and makes the whole file invalid. An error of a single request (a wrong temperature, an
+unknown tool) is found by its route when it runs, and fails only that request. Bodies are not parsed into objects: only
+`model` and `stream` are read, and the rest is checked to be JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxserve.store.jsonl import Line, is_utf8, read_lines
 from jaxserve.store.records import BatchError
 
 MAX_LINES = 50_000
-MAX_ERRORS = 100  # reported for one file; the pass ends there
-LINES_PER_YIELD = 64  # the pass lets other threads run after so many
+MAX_ERRORS = 100  # errors reported per file; checking then stops
+LINES_PER_YIELD = 64  # lines after which other threads may run
 
 
 class BatchLine(msgspec.Struct, frozen=True):
@@ -48,15 +48,15 @@ class Validation:
 
 
 def normalize_url(url: str) -> str:
-    """The route of a line, with its /v1 prefix, which clients may leave out."""
+    """Return the route of a line with its /v1 prefix, which clients may omit."""
     return url if url.startswith("/v1/") else "/v1" + url
 
 
 @dataclass
 class Validator:
-    """One pass over one file.
+    """Check one file once.
 
-    endpoint: the route that every line must name; known_model: whether a model name is served here
+    endpoint: the route that every line must name; known_model: returns whether a model name is served
     """
 
     endpoint: str
@@ -67,12 +67,13 @@ class Validator:
     _first: bool = True
     _total: int = 0
     _errors: list[BatchError] = field(default_factory=list)
-    # Digests, not the ids: 50,000 ids may be of any length.
+    # digests instead of ids: 50,000 ids may be of any length
     _seen: set[bytes] = field(default_factory=set)
     _envelope: msgspec.json.Decoder[BatchLine] = field(default_factory=lambda: msgspec.json.Decoder(BatchLine))
     _body: msgspec.json.Decoder[_Body] = field(default_factory=lambda: msgspec.json.Decoder(_Body))
 
     def run(self, path: Path) -> Validation:
+        """Check all lines and return the outcome."""
         for line in read_lines(path, self.max_line_bytes):
             self._total += 1
             if self._total > self.max_lines:
@@ -141,7 +142,7 @@ class Validator:
 
 
 def _param(prefix: str, message: str) -> str | None:
-    """The field that msgspec blames, as a dotted path."""
+    """Return the field that msgspec blames, as a dotted path."""
     path = re.search(r"`\$\.?([\w.\[\]]*)`$", message)
     missing = re.search(r"missing required field `(\w+)`", message)
     parts = [prefix, path[1] if path else "", missing[1] if missing else ""]

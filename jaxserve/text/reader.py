@@ -51,7 +51,7 @@ class TextReader:
         return self._take(len(self._text))
 
     def take_one(self) -> str:
-        """Take the next character; call after `more` said that there is one."""
+        """Take the next character. Call it only after `more` returned True."""
         return self._take(self._at + 1)
 
     def _take(self, end: int) -> str:

@@ -1,7 +1,7 @@
-"""Whether a regular expression of somebody's tokenizer is quick on every text, as far as its form shows.
+"""Check that a tokenizer's regular expression is fast on every text, as far as its form shows.
 
-The library's engine backtracks: a repeat inside a repeat takes time that doubles with each character, and the loop of
-the server waits for it. Published patterns have at most two repeats one after the other and none inside another.
+The tokenizers library backtracks: a repeat inside a repeat takes time that doubles with each character, and blocks the
+event loop. Published patterns have at most two repeats in a row and none inside another.
 """
 
 from __future__ import annotations

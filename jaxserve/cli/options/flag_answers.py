@@ -22,7 +22,7 @@ def count(text: str) -> str:
 
 
 def json_list(text: str) -> str:
-    """The only entry of a JSON list of texts, or the text itself."""
+    """Return the only entry of a JSON list of texts, or the text itself. Raises ConfigError for several."""
     try:
         entries = json.loads(text)
     except ValueError:
@@ -44,9 +44,11 @@ def reserved_share(text: str) -> str:
 class Key:
     """The flag sets a key of the configuration.
 
-    const: what a switch sets it to. words: values of the flag with another name here. others: what any value stands
-    for that is not one of the key's own words, with a notice. many: it takes several words. note: said when it
-    is taken.
+    const: value that a switch sets
+    words: values of the flag that have another name here
+    others: the value used, with a notice, for anything that is not one of the key's own words
+    many: whether the flag takes several words
+    note: notice to show when the flag is used
     """
 
     key: str

@@ -27,7 +27,7 @@ _NEGATED = re.compile(r"--(no|disable)-")
 
 @dataclass
 class Flags:
-    """What a command line said. notices: lines for the operator, about flags that are taken without an effect."""
+    """The values of a command line. notices: lines for the operator about flags that have no effect."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -40,6 +40,7 @@ class Flags:
             self.values[key] = plain(values[-1], key)
 
     def put_model(self, word: str) -> None:
+        """Set the model. Raises ConfigError if two different models are given."""
         if self.values.setdefault("model.path", word) != word:
             raise ConfigError(f"two models are given, {self.values['model.path']} and {word}", fix="leave one out")
 

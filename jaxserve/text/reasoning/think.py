@@ -1,4 +1,6 @@
-"""Reasoning between two tags before the answer: DeepSeek R1, Qwen3, GLM, Kimi K2, Mistral, Granite and their kin."""
+"""Reasoning between two tags before the answer: DeepSeek R1, Qwen3, GLM, Kimi K2, Mistral, Granite and similar
+models.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Templates that are cheap by construction, so that the API's own process may render them.
+"""Templates that are cheap by construction, so that the API process itself may render them.
 
-Of a template in `PlainEnvironment` nothing can cost more than a few milliseconds between two looks at the clock:
-- operations are of a list, all others are refused when it is loaded or when they are met;
-- no list or dict of the template's own holds another one, so that what a value costs is its size;
-- what the template makes is bounded: a text, all of its output, the entries of a literal;
-- the clock is read before each step of a loop, call, filter, comparison and slice.
-A refusal is a RenderLimitError: whoever renders goes on elsewhere, where any template is rendered within limits that
-the kernel enforces.
+In `PlainEnvironment`, nothing can take more than a few milliseconds between two checks of the clock:
+- only listed operations are allowed; others are refused when the template is loaded or when they are met;
+- a list or dict of the template's own holds no other list or dict, so the cost of a value is its size;
+- everything the template makes is bounded: a text, its whole output, the entries of a literal;
+- the clock is checked before each step of a loop, call, filter, comparison and slice.
+A refusal raises RenderLimitError. The caller then renders in the template worker, whose limits the kernel enforces.
 """
 
 from __future__ import annotations
@@ -111,6 +110,7 @@ class PlainBudget(RenderBudget):
         self.check_time()
 
     def put_out(self, value: Any) -> None:
+        """Count a value as output. Raises RenderLimitError over the limit."""
         self.check_time()
         _check_kind(value, _VALUES)
         if isinstance(value, str):
@@ -169,6 +169,7 @@ class PlainRewriter(Rewriter):
     """Sends the values of operations that take time through the clock, and those of literals through a check."""
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Expr:
+        """Check the clock before a filter and check its arguments."""
         self.generic_visit(node)
         assert node.node is not None
         node.node = filtered("_step", node.node)
@@ -320,6 +321,7 @@ def _list_filter(context: Context, value: Any) -> list[Any]:
 def _selecting(select: Callable[..., Any]) -> Callable[..., Any]:
     @jinja2.pass_context
     def selected(context: Context, value: Any, *args: Any) -> Any:
+        """Apply a selecting filter. Raises RenderLimitError for a test that may be expensive."""
         if len(args) > 1 and args[1] not in _TESTS and args[1] not in _COMPARING_TESTS:
             raise RenderLimitError("a test that may cost much")
         return select(context, counted(value, context.parent[RenderBudget.NAME]), *args)

@@ -49,11 +49,15 @@ class RenderBudget:
             self.check_time()
 
     def check_time(self) -> None:
-        """By the thread's own time: on a busy machine it may have had none. It takes four times as long to read."""
+        """Raise RenderLimitError once both the wall clock and the thread's CPU time exceed their limits.
+
+        A busy machine may not have run the thread. CPU time is checked second: reading it takes four times as long.
+        """
         if time.monotonic() > self.deadline and time.thread_time() > self._cpu_deadline:
             raise RenderLimitError("it takes too long")
 
     def check_size(self, chars: int) -> None:
+        """Check the length of a text. Raises RenderLimitError."""
         if chars > self.max_chars:
             raise RenderLimitError(f"its output passes {self.max_chars} characters")
 
@@ -230,7 +234,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandbox's own safe `format`, with widths of at most three digits."""
+        """Return the sandbox's own safe `format`. Raises RenderLimitError for a width over 999."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None and re.search(r"\{[^{}]*(\d{4}|\{)", value.__self__):
             raise RenderLimitError("a width over 999")
@@ -274,6 +278,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     skipped = 2 if vars(function) else 1  # the environment, where jinja gives it, and the text itself
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        """Call the filter. Raises RenderLimitError for a width over 1,000."""
         for value in (*args[skipped:], *kwargs.values()):
             if (isinstance(value, int) and value > 1000) or (isinstance(value, str) and len(value) > 1000):
                 raise RenderLimitError("a width over 1000")
@@ -298,6 +303,7 @@ def _tojson(
 
 
 def raise_exception(message: str) -> None:
+    """Raises jinja2.TemplateError: the template refuses the conversation."""
     raise jinja2.TemplateError(message)
 
 

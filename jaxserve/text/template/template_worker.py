@@ -71,6 +71,7 @@ class _Server:
         self.template = ChatTemplate(setup.source, tools_source=tools, special_tokens=setup.special_tokens)
 
     def answer(self, body: bytes) -> Rendered:
+        """Render one conversation; an error becomes a message."""
         signal.setitimer(signal.ITIMER_PROF, self.setup.cpu_seconds)
         try:
             return Rendered(render(self.template, self.shield, msgspec.json.decode(body, type=Conversation)))
@@ -85,6 +86,7 @@ class _Server:
 
 
 def main() -> None:
+    """Read frames from stdin and answer each on stdout, under the kernel's limits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process when it has drained
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stdin, stdout = take_pipes()

@@ -159,6 +159,7 @@ class ToolParser(ABC):
             yield from self.reader.accept(*ends, drop_partial=True)
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
+        """Emit the start of a call."""
         self.reader.unmark()
         self._space.clear()
         custom = name in self.tools.custom
@@ -309,6 +310,7 @@ class _JsonCall:
         self.early: str | None = None  # arguments that came before the name
 
     def read(self) -> Reading[bool]:
+        """Read the call; return whether it was started."""
         whole = yield from self._members()
         self.is_open = not (whole or self.started) and self.reader.ended
         if self.started:

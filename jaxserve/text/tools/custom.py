@@ -22,6 +22,7 @@ class InputDecoder:
         self._done = False
 
     def feed(self, text: str) -> str:
+        """Return the decoded text that these characters complete."""
         if self._raw or self._done:
             return text if self._raw else ""
         self._held += text

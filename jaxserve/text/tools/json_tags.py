@@ -1,4 +1,6 @@
-"""Calls as JSON objects between tags: Hermes and Qwen 2.5/3, Granite, InternLM, Phi-4-mini, Jamba and their kin."""
+"""Calls as JSON objects between tags: Hermes and Qwen 2.5/3, Granite, InternLM, Phi-4-mini, Jamba and similar
+models.
+"""
 
 from __future__ import annotations
 

@@ -125,6 +125,7 @@ class _Literals:
         self.text, self.at = text, 0
 
     def keywords(self) -> dict[str, Any]:
+        """Parse keyword arguments. Raises ValueError if the text is anything else."""
         found: dict[str, Any] = {}
         while not self._end():
             name = self._match(_NAME)
@@ -135,6 +136,7 @@ class _Literals:
         return found
 
     def value(self, depth: int) -> Any:
+        """Parse one literal. Raises ValueError if the text is none, or nested too deep."""
         if depth > MAX_DEPTH:
             raise ValueError("nested too deep")
         self._space()
