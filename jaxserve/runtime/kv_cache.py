@@ -27,7 +27,6 @@ from jaxserve.runtime.mesh import DeviceMesh
 class LayerCache:
     """The geometry of one layer's cache, an array [num_pages, *page_shape]."""
 
-    name: str
     page_shape: tuple[int, ...]
     dtype: jnp.dtype
     sharding: NamedSharding
@@ -59,11 +58,10 @@ def layer_caches(
 
     windowed: layers with a sliding window are a group of their own.
     """
-    return tuple(_layer_cache(i, layer, backend, page_size, dtype, mesh, windowed) for i, layer in enumerate(layers))
+    return tuple(_layer_cache(layer, backend, page_size, dtype, mesh, windowed) for layer in layers)
 
 
 def _layer_cache(
-    index: int,
     layer: AttentionLayer,
     backend: Backend,
     page_size: int,
@@ -77,7 +75,7 @@ def _layer_cache(
     sharding = NamedSharding(mesh.mesh, head_partition(backend)) if split else mesh.replicated
     spec = AttentionSpec(layer.scale, heads, layer.sliding_window, layer.soft_cap)
     group = int(windowed and layer.sliding_window is not None)
-    return LayerCache(f"layers.{index}", tuple(shape[1:]), dtype, sharding, heads, spec, group)
+    return LayerCache(tuple(shape[1:]), dtype, sharding, heads, spec, group)
 
 
 def group_window(layers: Sequence[AttentionLayer], max_model_len: int) -> int | None:

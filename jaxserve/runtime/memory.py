@@ -17,6 +17,7 @@ import jax
 import psutil
 
 from jaxserve.errors import ConfigError
+from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.types.window_size import WindowSize
 
 MIB = 2**20
@@ -80,25 +81,15 @@ class Sizes:
     window: WindowSize | None = None
 
 
-def plan_memory(
-    sizes: Sizes,
-    *,
-    platform: str,
-    device_bytes: int,
-    memory_fraction: float,
-    num_pages: int | None,
-    max_model_len: int,
-    shrink_context: bool,
-    num_window_pages: int | None = None,
-) -> MemoryPlan:
+def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_bytes: int) -> MemoryPlan:
     """Plan the number of pages. Raises ConfigError that explains what does not fit.
 
-    num_pages: as configured. None: what the budget leaves, but at most twice what every slot needs at full length;
-      the second half holds cached prefixes.
-    num_window_pages: likewise for the sliding-window group, see `split_pool`.
-    shrink_context: the context length was not configured and may be cut to what one request can have.
+    If config.num_pages is None, the number is what the budget leaves, but at most twice what every slot needs at full
+    length; the second half holds cached prefixes. The sliding-window group is planned likewise, see `split_pool`.
+    With config.shrink_context the context length may be cut to what one request can have.
     """
-    budget = int(device_bytes * memory_fraction)
+    num_pages, max_model_len, num_window_pages = config.num_pages, config.max_model_len, config.num_window_pages
+    budget = int(device_bytes * config.memory_fraction)
     free = budget - sizes.weight_bytes - sizes.state_bytes - sizes.scratch_bytes
     window_pages = 0
     if num_pages is None:
@@ -108,7 +99,7 @@ def plan_memory(
         most = sizes.window.for_requests(sizes.max_num_seqs)
         window_pages = min(num_pages, most) if num_window_pages is None else num_window_pages
     longest = num_pages * sizes.page_size
-    if longest < max_model_len and (not shrink_context or longest < sizes.page_size):
+    if longest < max_model_len and (not config.shrink_context or longest < sizes.page_size):
         raise ConfigError(_too_small(sizes, num_pages, window_pages, max_model_len, budget), fix=_advice(longest))
     if sizes.window is not None and window_pages < (least := sizes.window.least(min(longest, max_model_len))):
         raise ConfigError(

@@ -138,7 +138,7 @@ class ProgramSet:
     def extend(self, tokens: int) -> Program:
         s, rows = self.shapes, self.extend_rows(tokens)
         size = step_input.extend_size(tokens, rows, self.extend_updates(tokens))
-        function = functools.partial(self.steps.extend, num_tokens=tokens, num_rows=rows)
+        function = functools.partial(self.steps.extend, size=(tokens, rows))
         args = (s.leaves, s.caches, s.state, s.hidden, s.ints(size))
         out = (s.cache_shardings, s.state_shardings, s.replicated, s.replicated, s.replicated)
         return self._program(f"extend[{tokens}]", function, args, (1, 2, 3), out, weight=20_000 + tokens)

@@ -109,14 +109,14 @@ class StepPrograms:
         hidden: jax.Array,
         packed: jax.Array,
         *,
-        num_tokens: int,
-        num_rows: int,
+        size: tuple[int, int],
     ) -> tuple[Caches, SlotState, jax.Array, jax.Array, jax.Array | None]:
-        """Run the forward pass of T ragged tokens: packed int32 [extend_size(T, R, U)].
+        """Run the forward pass of ragged rows, size (T tokens, R rows): packed int32 [extend_size(T, R, U)].
 
         hidden: [max T, D]; its first T rows get the hidden states. The last results are `finite_rows`, bool [R], and
         the routed experts, int32 [T, L, K] for L sparse layers, or None for a dense model.
         """
+        num_tokens, num_rows = size
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
         model = self.bind(leaves)
         new, caches, state = self._forward(model, caches, state, tokens, decode_only=False)

@@ -96,14 +96,7 @@ class RunnerSetup:
             window=self._window_size(),
         )
         return memory.plan_memory(
-            sizes,
-            platform=self.mesh.platform,
-            device_bytes=memory.device_memory(self.mesh.devices),
-            memory_fraction=config.memory_fraction,
-            num_pages=config.num_pages,
-            max_model_len=config.max_model_len,
-            shrink_context=config.shrink_context,
-            num_window_pages=config.num_window_pages,
+            sizes, config, platform=self.mesh.platform, device_bytes=memory.device_memory(self.mesh.devices)
         )
 
     def program_set(self, num_pages: tuple[int, int], max_model_len: int) -> ProgramSet:

@@ -14,7 +14,7 @@ LAYERS = [AttentionLayer(8, 4, 16, 0.25), AttentionLayer(8, 2, 32, 0.5, sliding_
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_layers_have_their_own_geometry(mesh: DeviceMesh, backend: str) -> None:
     caches = kv_cache.layer_caches(LAYERS, get_backend(backend, "cpu"), 8, jnp.dtype("bfloat16"), mesh)
-    assert [cache.name for cache in caches] == ["layers.0", "layers.1"]
+    assert len(caches) == 2
     assert [cache.page_bytes for cache in caches] == [2 * 8 * 4 * 16 * 2, 2 * 8 * 2 * 32 * 2]
     assert kv_cache.page_bytes(caches) == 2 * 2048
     arrays = kv_cache.allocate(caches, (5,))

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes, split_pool
+from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.types.window_size import WindowSize
 
 GIB = 2**30
@@ -20,16 +21,18 @@ SIZES = Sizes(
 )
 
 
-def plan(sizes: Sizes = SIZES, **changes: Any) -> MemoryPlan:
-    arguments: dict[str, Any] = {
-        "platform": "gpu",
-        "device_bytes": 80 * GIB,
-        "memory_fraction": 0.9,
-        "num_pages": None,
-        "max_model_len": 8192,
-        "shrink_context": False,
-    }
-    return plan_memory(sizes, **(arguments | changes))
+CONFIG = RunnerConfig(
+    max_num_seqs=512,
+    max_num_batched_tokens=8192,
+    max_model_len=8192,
+    page_size=16,
+    cache_dtype=jnp.dtype("bfloat16"),
+)
+
+
+def plan(sizes: Sizes = SIZES, *, platform: str = "gpu", device_bytes: int = 80 * GIB, **changes: Any) -> MemoryPlan:
+    config = dataclasses.replace(CONFIG, **changes)
+    return plan_memory(sizes, config, platform=platform, device_bytes=device_bytes)
 
 
 def test_pages_take_what_the_budget_leaves() -> None:
@@ -117,7 +120,7 @@ def test_windowed_pages_as_configured() -> None:
 def test_too_little_for_a_context_and_its_windows_is_a_shorter_context(page_bytes: int, pages: int) -> None:
     """77 MiB; two windows of a page's group alone are 132. A context of 77 pages needs no more than these."""
     sizes = dataclasses.replace(ALTERNATING, page_bytes=page_bytes)
-    tight = {"device_bytes": 21 * GIB + 200 * MIB}
+    tight: dict[str, Any] = {"device_bytes": 21 * GIB + 200 * MIB}
     result = plan(sizes, **tight, shrink_context=True)
     assert (result.num_pages, result.num_window_pages, result.max_model_len) == (pages, pages, pages * 16)
     with pytest.raises(ConfigError, match=f"room for {pages * 16} tokens.*{pages * (page_bytes + MIB) // MIB} MiB for"):

@@ -127,7 +127,7 @@ def test_penalties_against_an_oracle(params: SamplingParams) -> None:
     state = state_of([params, GREEDY], prompt=prompt, output=output)
     rows = jnp.arange(2, dtype=jnp.int32)
     shaped = logit_rules.shape_logits(
-        jnp.asarray(logits), rows, rows >= 0, state, jnp.zeros((2, 7), jnp.int32), jnp.asarray(False)
+        jnp.asarray(logits), rows, state, jnp.zeros((2, 7), jnp.int32), jnp.asarray(False)
     )
     expected = oracle_penalties(logits[0], params, prompt, output)
     np.testing.assert_allclose(np.asarray(shaped)[0], expected, rtol=1e-5, atol=1e-6)
@@ -173,7 +173,7 @@ def test_as_many_biases_as_there_is_room_for() -> None:
     state = state_of([GREEDY, SamplingParams(temperature=0, logit_bias=bias)], vocab=vocab)
     rows = jnp.arange(2, dtype=jnp.int32)
     words = jnp.zeros((2, slots.mask_words(vocab)), jnp.int32)
-    shaped = logit_rules.shape_logits(jnp.zeros((2, vocab)), rows, rows >= 0, state, words, jnp.asarray(False))
+    shaped = logit_rules.shape_logits(jnp.zeros((2, vocab)), rows, state, words, jnp.asarray(False))
     np.testing.assert_array_equal(np.asarray(shaped)[1], [bias.get(token, 0.0) for token in range(vocab)])
     assert not np.asarray(shaped)[0].any()
 

@@ -18,8 +18,7 @@ _BIAS_GROUP = 256  # logit_bias entries added at once
 
 def shape_logits(
     logits: jax.Array,
-    rows: jax.Array,
-    valid: jax.Array,
+    slots: jax.Array,
     state: SlotState,
     bitmask: jax.Array,
     masked: jax.Array,
@@ -27,9 +26,10 @@ def shape_logits(
 ) -> jax.Array:
     """Apply penalties, bias, min_tokens and masks to logits float32 [R, V] -> float32 [R, V].
 
-    rows: int32 [R], slots; valid: bool [R], False for padding. bitmask: int32 [R, W], read only if the bool scalar
-    `masked`. Each step runs only if a row needs it.
+    slots: int32 [R], max_num_seqs and above for padding. bitmask: int32 [R, W], read only if the bool scalar `masked`.
+    Each step runs only if a row needs it.
     """
+    valid, rows = slots < state.num_slots, jnp.minimum(slots, state.num_slots - 1)
     repetition, frequency, presence = (
         jnp.where(valid, values[rows], neutral)
         for values, neutral in (

@@ -71,7 +71,7 @@ def sample(
     """
     valid = slots < state.num_slots
     rows = jnp.minimum(slots, state.num_slots - 1)
-    shaped = shape_logits(logits, rows, valid, state, bitmask, masked, vocab)
+    shaped = shape_logits(logits, slots, state, bitmask, masked, vocab)
     peak = vocab.max(shaped)
     draw = functools.partial(_choose, shaped, peak, rows, valid, state, vocab)
     if details is None:
