@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     Mutant(
         "numbers of a frame are not checked",
-        "jaxserve/types/request.py",
+        "jaxserve/types/sampling.py",
         "Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]",
         "Count = int",
         "tests/types/test_messages.py::test_numbers_that_no_array_takes_are_refused",
@@ -351,7 +351,7 @@ MUTANTS = (
 
 def planted(mutant: Mutant, directory: Path) -> None:
     """A copy of the project with the mutant in it. Files are linked but for the one that changes."""
-    for name in ("jaxserve", "tests"):
+    for name in ("jaxserve", "benchmarks", "tests"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, directory / name, copy_function=os.link, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", directory)
