@@ -221,5 +221,5 @@ class MLP(nnx.Module):
         self.down_proj = Linear((config.hidden_size, ffn), ("embed", "ffn"), dtype, bias=config.mlp_bias)
 
     def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
-        """[T, D] -> [T, D]."""
+        """Run the MLP: x [T, D] -> [T, D]."""
         return self.down_proj(self.activation(*self.gate_up_proj(x, linear)), linear)

@@ -29,7 +29,7 @@ _KEYS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class PoolingConfig:
-    """How the hidden states of a text become its embedding.
+    """The computation of a text's embedding from its hidden states.
 
     normalize: scale it to length 1. max_tokens: longest text that the model accepts; None: no limit of its own.
     """

@@ -55,7 +55,7 @@ class ExtraOutputs:
         ]
 
     def _pool(self, hidden: jax.Array, token_indices: Sequence[int], plain: bool = False) -> jax.Array:
-        """plain: hidden states instead of embeddings."""
+        """Dispatch embeddings, or if `plain` hidden states, of at most POOL_GROUP tokens of hidden [max T, D]."""
         packed = np.zeros(1 + POOL_GROUP, np.int32)
         packed[0] = plain
         packed[1 : 1 + len(token_indices)] = token_indices

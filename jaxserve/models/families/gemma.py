@@ -36,7 +36,7 @@ class GemmaForCausalLM(CausalLM):
 
 
 def _gemma(hf: Json, fields: dict[str, Any], pattern: int) -> dict[str, Any]:
-    """Every `pattern`-th layer is full, the others have the window."""
+    """Return the fields of Gemma 2 and 3. Every `pattern`-th layer has full attention, the others a sliding window."""
     window = optional_integer(hf, "sliding_window", optional_integer(hf, "sliding_window_attention_size", 4096))
     by_place = tuple(window if (i + 1) % pattern else None for i in range(fields["num_layers"]))
     return head_dim_or(hf, 256) | {

@@ -57,7 +57,7 @@ def _qwen3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen_windows(hf: Json, fields: dict[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's window is off unless asked for, and then leaves the first `max_window_layers` layers full."""
+    """Return the windows of Qwen: none unless `use_sliding_window`, and then none in the first `max_window_layers`."""
     if not hf.get("use_sliding_window") or hf.get("sliding_window") is None:
         return ()
     full = optional_integer(hf, "max_window_layers", 28)

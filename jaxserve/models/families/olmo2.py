@@ -49,7 +49,7 @@ def _olmo2(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _olmo3(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
-    """Every fourth layer is full; scaling of the rotation is for the full layers only."""
+    """Return the fields of OLMo 3. Every fourth layer has full attention; only these layers scale the rotation."""
     window = optional_integer(hf, "sliding_window", 4096)
     by_place = tuple(window if (i + 1) % 4 else None for i in range(fields["num_layers"]))
     rope, local = ropes_by_layer_type(hf, fields["head_dim"])

@@ -1,6 +1,6 @@
 """Size of a published checkpoint in bytes, quantised or not, from its configuration and the shapes of its tensors.
 
-The configuration, or else the tensor's name, tells which tensors a quantised checkpoint does not quantise.
+A quantised checkpoint leaves some tensors unquantised. Its configuration lists them; the others are known by name.
 """
 
 from __future__ import annotations

@@ -111,7 +111,10 @@ def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array, num: jax.Arra
 
 
 def _where_row(active: jax.Array, words: jax.Array) -> jax.Array:
-    """The bitmasks of the active rows (bool [R]); in the others every token is allowed. words: int32 [R, W]"""
+    """Return the bitmasks of the active rows, and masks that allow every token for the others.
+
+    active: bool [R]. words: int32 [R, W].
+    """
     return jnp.where(active[:, None], words, np.int32(-1))
 
 

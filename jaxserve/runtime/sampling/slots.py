@@ -112,7 +112,7 @@ def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
     s, words = num_slots, mask_words(vocab_size)
 
     def array(dtype: jax.typing.DTypeLike, *trailing: int) -> jax.Array:
-        return jax.ShapeDtypeStruct((s, *trailing), dtype)  # type: ignore[return-value]  # stands for an array
+        return jax.ShapeDtypeStruct((s, *trailing), dtype)  # type: ignore[return-value]  # used in place of an array
 
     return SlotState(
         position=array(jnp.int32),
@@ -142,13 +142,13 @@ def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
 
 
 def state_partition(state: SlotState, columns: P) -> SlotState:
-    """How each array is cut: those by token as `columns` says of [R, V], all others whole on every device."""
+    """Return the PartitionSpec of each array: `columns` for the [S, V] arrays, replicated for the others."""
     cuts = {name: columns if name in _BY_TOKEN else P() for name in vars(state)}
-    return SlotState(**cuts)  # type: ignore[arg-type]  # stand for arrays
+    return SlotState(**cuts)  # type: ignore[arg-type]  # used in place of arrays
 
 
 def state_bytes(num_slots: int, vocab_size: int, max_pages: int, *, parts: int = 1) -> int:
-    """Of one device, where `parts` devices share the arrays by token."""
+    """Return the bytes of the state on one device if `parts` devices split the [S, V] arrays."""
     shapes = vars(state_shapes(num_slots, vocab_size, max_pages))
     return sum(x.size * x.dtype.itemsize // (parts if name in _BY_TOKEN else 1) for name, x in shapes.items())
 
@@ -157,7 +157,10 @@ def state_bytes(num_slots: int, vocab_size: int, max_pages: int, *, parts: int =
 
 
 def pack_bits(token_ids: Iterable[int], vocab_size: int, *, allow: bool) -> np.ndarray:
-    """int32 [W] bitmask: bit 1 for the given ids if `allow`, else for all others. Ids outside are ignored."""
+    """Pack ids into a bitmask, int32 [W]: bit 1 for the given ids if `allow`, else for all others.
+
+    Ids outside the vocabulary are ignored.
+    """
     bits = np.full(mask_words(vocab_size) * 32, not allow, bool)
     ids = np.fromiter(token_ids, np.int64)
     bits[ids[(ids >= 0) & (ids < vocab_size)]] = allow
