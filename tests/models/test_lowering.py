@@ -46,7 +46,7 @@ def layer_of(structure: ModelStructure, index: int, cache: jax.ShapeDtypeStruct)
     layer = structure.config.attention_layers[index]
     spec = AttentionSpec(layer.scale, layer.num_kv_heads, layer.sliding_window, layer.soft_cap)
     sharding: Any = None  # no arrays are made
-    return LayerCache(f"layers.{index}", cache.shape[1:], BFLOAT16, sharding, layer.num_kv_heads, spec)
+    return LayerCache(cache.shape[1:], BFLOAT16, sharding, layer.num_kv_heads, spec)
 
 
 @pytest.mark.parametrize("platform", TARGETS)
