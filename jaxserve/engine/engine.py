@@ -125,7 +125,8 @@ class Engine:
         """Generate n completions for each prompt (text or token ids), batched.
 
         A completion that failed has an `error`; the others are complete. Raises RequestError for an invalid prompt,
-        before any prompt is queued. If this raises or is interrupted, running sequences are aborted.
+        before any prompt is queued, and ServerError if the engine is closed meanwhile.
+        If this raises or is interrupted, running sequences are aborted.
         """
         batch = _as_list(prompts)
         each = _params_for(batch, params)
@@ -136,6 +137,7 @@ class Engine:
         try:
             while not self._sequences.keys().isdisjoint(results):
                 self._turn()
+                self._check_open()
         finally:
             self._abort(results)
         return [[results[each.request_id] for each in group] for group in groups]

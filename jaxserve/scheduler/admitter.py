@@ -51,6 +51,7 @@ class Admitter:
         self._now = 0.0
         self._blocked = False  # a request found no room: no other may start before it
         self._pages_taken = 0  # by requests that started in this step
+        self._aged_lack: list[int] = []  # tokens that aged requests lack in each group; empty: no aged one waits
         self._reserved: list[int] = []  # per layer group: tokens by which running requests are expected to grow
         self._refusals = Refusals()
         self.started: list[Request] = []
@@ -63,7 +64,7 @@ class Admitter:
         if step != self._step:
             self._refusals.open()
         self._step, self._now, self._blocked, self.started = step, now, False, []
-        self._pages_taken = 0
+        self._pages_taken, self._aged_lack = 0, []
         if not self._may_find_room():
             return []
         if not self._running:
@@ -103,7 +104,9 @@ class Admitter:
         """Why a waiting request could not start in the last step."""
         if (refused := self._refusals.of(request)) is not None:
             return refused
-        return WaitReason.QUEUE if self._kv.num_free_slots else WaitReason.SLOT
+        if self._blocked:
+            return WaitReason.ROOM_BEFORE
+        return WaitReason.TOKENS if self._kv.num_free_slots else WaitReason.SLOT
 
     def start(self, request: Request) -> bool:
         """Give a waiting request a slot and pages. Returns False if it has to wait.
@@ -115,7 +118,7 @@ class Admitter:
             return False
         in_flight = request.slot is not None  # preempted, and a step with it has not been read
         if in_flight or self._pages_taken >= MAX_PAGES_TAKEN:
-            self._refusals.note(request, WaitReason.LAST_STEP if in_flight else WaitReason.QUEUE)
+            self._refusals.note(request, WaitReason.LAST_STEP if in_flight else WaitReason.TOKENS)
             self._blocked = True
             return False
         node = self._kv.match(request)
@@ -123,13 +126,25 @@ class Admitter:
             self._refusals.note(request, WaitReason.SHARED_PREFIX)
             return False
         missing = self._room.missing(request, node, self._reserved, alone=not self._running)
-        if max(missing) > 0 or not self._kv.num_free_slots:
+        if max(missing) > 0 or not self._kv.num_free_slots or self._aged_lack:
             self._refusals.note(request, WaitReason.PAGES if self._kv.num_free_slots else WaitReason.SLOT)
-            self._blocked = True
-            self._preemption.preempt_for(request, missing)
+            self._make_room(request, missing)
             return False
         self._take(request, node, -missing[-1] // self._kv.page_size)
         return True
+
+    def _make_room(self, request: Request, missing: list[int]) -> None:
+        """Preempt worse requests for a request that found no room. missing: its token deficit in each group.
+
+        An aged request gets the room that comes free. The requests behind it may still preempt worse ones: else an
+        aged batch request would keep online requests waiting until other batch requests end.
+        """
+        lack = self._aged_lack or [0] * len(missing)
+        self._preemption.preempt_for(request, [own + aged for own, aged in zip(missing, lack, strict=True)])
+        if request.aged:
+            self._aged_lack = [aged + max(0, own) for own, aged in zip(missing, lack, strict=True)]
+        else:
+            self._blocked = True
 
     def _take(self, request: Request, node: Node, surplus: int) -> None:
         """surplus: see KVManager.take"""

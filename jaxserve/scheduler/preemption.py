@@ -84,7 +84,7 @@ class Preemption:
 
         missing: token deficit of each layer group
         """
-        if request.aged or self._kv.has_leaving or not self.could_help(request.priority):
+        if self._kv.has_leaving or not self.could_help(request.priority):
             return
         victims: list[Request] = []
         for victim in reversed(self._running.best_first(by_priority=True)):

@@ -17,6 +17,7 @@ from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.scheduler_config import SchedulerConfig
 
 WINDOW = 128  # requests of a class that are sorted against each other; sorting thousands costs more than it gains
+MAX_AGED_TRIED = 64  # aged requests whose priority counts for the best one
 
 MatchLength = Callable[[Request], int]
 
@@ -52,8 +53,9 @@ class WaitingQueue:
 
     @property
     def best_priority(self) -> int | None:
-        """Return the best priority of a waiting request that is not aged; None if there is no such request."""
-        return self._priorities[0] if self._priorities else None
+        """The best priority of the waiting requests that are tried first. None if no request waits."""
+        first = [request.priority for request in itertools.islice(self._aged, MAX_AGED_TRIED)]
+        return min((*first, *self._priorities[:1]), default=None)
 
     def push(self, request: Request) -> None:
         self._count(request, 1)

@@ -20,7 +20,8 @@ class WaitReason(enum.StrEnum):
     LAST_STEP = "the step that it ran in before it was preempted is not read yet"
     SLOT = "a free slot (scheduler.max_num_seqs)"
     PAGES = "free KV pages (cache.num_pages)"
-    QUEUE = "its turn: requests before it in the queue come first"
+    ROOM_BEFORE = "its turn: a request before it in the queue waits for room"
+    TOKENS = "its turn: prompts before it take the tokens of a step (scheduler.max_num_batched_tokens)"
 
 
 class Refusals:

@@ -98,6 +98,7 @@ class FakeLink:
         self.hold = asyncio.Event()
         self.hold.set()  # cleared: no token is made
         self.ready = True
+        self.answers_calls = True
         self.seen: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.calls: list[Call] = []
@@ -126,6 +127,8 @@ class FakeLink:
                     self._abort(request_id)
             case Call():
                 self.calls.append(message)
+                if not self.answers_calls:
+                    return
                 self._messages.put_nowait(Reply(message.call_id, [] if message.method == "waiting" else True))
 
     def pulse(self) -> None: ...

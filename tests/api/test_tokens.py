@@ -91,6 +91,17 @@ def test_admin_routes_are_off_without_a_key(server: LiveServer) -> None:
         assert server.post(path, {}).status_code == 403
 
 
+def test_waiting_requests_are_for_the_admin_key_alone() -> None:
+    """Also on a server that asks for no other key, and while the engine does not answer."""
+    with LiveServer(Config().replace(server={"admin_api_key": "root"})) as server:
+        admin = {"authorization": "Bearer root"}
+        assert server.http.get("/server_info", headers=admin).json()["waiting_requests"] == []
+        for headers in ({}, {"authorization": "Bearer other"}):
+            assert "waiting_requests" not in server.http.get("/server_info", headers=headers).json()
+        server.link.answers_calls = False
+        assert server.http.get("/server_info", headers=admin).json()["waiting_requests"] is None
+
+
 def test_admin_routes() -> None:
     config = Config().replace(server={"admin_api_key": "root"})
     with LiveServer(config) as server:

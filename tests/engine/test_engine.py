@@ -159,6 +159,12 @@ def test_a_closed_engine_holds_no_thread_and_takes_no_request(monkeypatch: pytes
     engine.close()
 
 
+def test_an_engine_that_is_closed_while_it_generates_returns_no_half_texts(engine: Engine) -> None:
+    fail(engine, lambda output: engine.close() if output.step == 3 else None)
+    with pytest.raises(ServerError, match="closed"):
+        engine.generate(PROMPTS, GREEDY)
+
+
 @pytest.mark.parametrize("step", [1, 2, 7])
 def test_an_interrupt_aborts_what_generate_queued(engine: Engine, step: int) -> None:
     due = [step]

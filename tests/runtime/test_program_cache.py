@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 COMPILE = """
 import sys
 from pathlib import Path
 import jax
 from jax import monitoring
-from jaxserve.runtime import program_cache
+from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import Program, compile_all
 
 hits = []
@@ -64,6 +66,28 @@ def test_what_a_process_writes_is_nobody_elses_until_it_is_whole(tmp_path: Path)
     first.communicate()
     assert hits(start(tmp_path)) == 3
     assert directory not in own(tmp_path)  # what a killed process leaves is removed by the next one
+
+
+def test_an_entry_that_a_full_disk_cut_off_is_not_shared(tmp_path: Path) -> None:
+    cut = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
+    first = [sys.executable, "-c", COMPILE.replace("shape = ", cut + "shape = ", 1), str(tmp_path)]
+    assert subprocess.run(first, capture_output=True, text=True, check=True, timeout=120).stdout == "0\n"
+    assert not list(tmp_path.glob("*-cache"))
+    assert hits(start(tmp_path)) == 0
+    assert hits(start(tmp_path)) == 3
+
+
+def test_a_directory_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+    assert hits(start(tmp_path)) == 0
+    refuse = "import tempfile\ndef mkdtemp(**keys): raise PermissionError(13, 'Permission denied')\n"
+    command = [sys.executable, "-c", refuse + "tempfile.mkdtemp = mkdtemp\n" + COMPILE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "3\n" and "are not kept" in done.stderr
+
+
+def test_a_users_limit_on_the_cache_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "100000000")
+    assert [hits(start(tmp_path)) for _ in range(2)] == [0, 3]
 
 
 def test_without_hard_links_entries_are_copied(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_who_is_not_tried_waits_for_its_turn() -> None:
     core = no_pages()
     core.add(make_request("later", [5], max_tokens=5))
     core.step()
-    assert reasons(core) == {"late": WaitReason.PAGES, "later": WaitReason.QUEUE}
+    assert reasons(core) == {"late": WaitReason.PAGES, "later": WaitReason.ROOM_BEFORE}
 
 
 def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -119,9 +119,11 @@ class Authentication:
     def _caller(self, scope: Scope) -> Caller:
         """Return the caller of a request. Raises HTTPError if its key does not open the path."""
         path, keys = scope["path"], self._keys
-        if path not in ADMIN_PATHS and (path in self._open or not keys.needed):
+        if path not in ADMIN_PATHS and path in self._open:
             return DEFAULT_CALLER
         caller = keys.find(scope)
+        if path not in ADMIN_PATHS and not keys.needed:
+            return caller or DEFAULT_CALLER
         if path not in ADMIN_PATHS or (path == "/abort_request" and keys.isolates):
             allowed = caller is not None
         elif keys.has_admin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -15,6 +16,8 @@ from jaxserve.api.shared.keys import caller_of
 from jaxserve.api.shared.state import server_state
 from jaxserve.config import SECRETS
 from jaxserve.version import __version__
+
+ANSWER_SECONDS = 2.0  # that the engine has for its part of an answer
 
 router = APIRouter()
 
@@ -78,7 +81,12 @@ async def _for_admin(request: Request) -> dict[str, Any]:
     """Which requests wait, and why: ids and loads of all tenants, for the admin key only."""
     if not caller_of(request).admin:
         return {}
-    return {"waiting_requests": msgspec.to_builtins(await server_state(request).engine.waiting())}
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            waiting = await server_state(request).engine.waiting()
+    except TimeoutError:  # the engine is in a long step, or hangs
+        waiting = None
+    return {"waiting_requests": msgspec.to_builtins(waiting)}
 
 
 def _stats(stats: dict[str, Any]) -> dict[str, Any]:

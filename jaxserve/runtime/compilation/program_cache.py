@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
+import logging
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +23,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.cache_directory import opened
 
+logger = logging.getLogger(__name__)
+
 _OWN = "process-"  # prefix of a process's private directory
 _ENTRY = "*-cache"  # names of JAX's cache entries
+_ZSTD = b"\x28\xb5\x2f\xfd"  # how an entry begins if JAX found a zstd module; otherwise it is in zlib's form
 
 
 def enable(directory: Path) -> None:
@@ -31,10 +37,16 @@ def enable(directory: Path) -> None:
     """
     with opened(directory):
         pass  # checks that no other user can replace a directory on the path
-    own = _own(directory.absolute()) or _new_own(directory.absolute())
-    _link_all(directory, own)
+    directory = directory.resolve()
+    try:
+        used = _own(directory) or _new_own(directory)
+        _link_all(directory, used)
+    except OSError as error:
+        logger.warning("new compiled programs are not kept: %s cannot be written (%s)", directory, error.strerror)
+        used = directory
     compilation_cache.reset_cache()  # otherwise JAX keeps using its first directory
-    jax.config.update("jax_compilation_cache_dir", str(own))
+    jax.config.update("jax_compilation_cache_dir", str(used))
+    jax.config.update("jax_compilation_cache_max_size", -1)  # links have no time of access, which a limit would read
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # The directory of XLA's own caches would be part of each entry's key, and it differs per process.
@@ -45,13 +57,15 @@ def share() -> None:
     """Make this process's compiled programs available to other processes. Does nothing if `enable` was not called."""
     now = _now()
     if now is not None and now.name.startswith(_OWN):
-        _link_all(now, now.parent)
+        _link_all(now, now.parent, check=True)
 
 
 def _own(directory: Path) -> Path | None:
     """Return this process's private directory inside `directory`, None if it has none yet."""
     now = _now()
-    return now if now is not None and now.parent == directory and now.is_dir() else None
+    if now is None or now.parent != directory or not now.name.startswith(_OWN):
+        return None
+    return now if now.is_dir() else None
 
 
 def _now() -> Path | None:
@@ -91,13 +105,17 @@ def _remove_if_left(own: Path) -> None:
             os.close(descriptor)
 
 
-def _link_all(source: Path, target: Path) -> None:
-    """Link all entries that `target` lacks. Errors, for example a full disk, are ignored: the cache is optional."""
+def _link_all(source: Path, target: Path, *, check: bool = False) -> None:
+    """Link all entries that `target` lacks. Errors, for example a full disk, are ignored: the cache is optional.
+
+    check: leave out entries that are not complete, because JAX goes on if it cannot write a whole one
+    """
     there = {path.name for path in target.glob(_ENTRY)}
     for path in source.glob(_ENTRY):
         if path.name not in there:
             with contextlib.suppress(OSError):
-                _link(path, target / path.name)
+                if not check or _is_complete(path.read_bytes()):
+                    _link(path, target / path.name)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -107,5 +125,21 @@ def _link(source: Path, target: Path) -> None:
         pass
     except OSError:  # a file system without hard links
         whole = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copyfile(source, whole)
-        whole.rename(target)
+        try:
+            shutil.copyfile(source, whole)
+            whole.rename(target)
+        finally:
+            whole.unlink(missing_ok=True)
+
+
+def _is_complete(entry: bytes) -> bool:
+    try:
+        if entry.startswith(_ZSTD):
+            importlib.import_module("zstandard").ZstdDecompressor().decompress(entry)
+        else:
+            zlib.decompress(entry)
+    except ImportError:
+        return True  # written by another module than zstandard: not checked
+    except Exception:
+        return False
+    return True
