@@ -104,9 +104,9 @@ class Admitter:
         """Why a waiting request could not start in the last step."""
         if (refused := self._refusals.of(request)) is not None:
             return refused
-        if self._blocked:
-            return WaitReason.ROOM_BEFORE
-        return WaitReason.TOKENS if self._kv.num_free_slots else WaitReason.SLOT
+        if not self._kv.num_free_slots:
+            return WaitReason.SLOT
+        return WaitReason.ROOM_BEFORE if self._blocked else WaitReason.TOKENS
 
     def start(self, request: Request) -> bool:
         """Give a waiting request a slot and pages. Returns False if it has to wait.
