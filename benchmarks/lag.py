@@ -269,7 +269,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--clients", type=int, default=1, help="more load, and less telling names")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=lambda text: [int(word) for word in text.split(",")], help="numbers of requests")
+    parser.add_argument(
+        "--only",
+        type=lambda text: [int(word) for word in text.split(",")],
+        help="numbers of requests, separated by commas",
+    )
     parser.add_argument("--worst", type=int, default=10, help="how many requests of each kind are named")
     parser.add_argument("--launch", default="", help="flags of `jaxserve launch` for the server")
     parser.add_argument("--json", type=Path, help="where the report is written as well")

@@ -11,12 +11,14 @@ import yaml
 from jaxserve.cli.config import dump
 from jaxserve.cli.launch import warn_if_open
 from jaxserve.cli.main import main
+from jaxserve.cli.options.config_reference import reference
 from jaxserve.cli.options.help import launch_help
 from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
 
-PRESETS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parent.parent.parent
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -217,3 +219,9 @@ def test_an_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lunch"]) == 2
     assert "launch" in capsys.readouterr().err
+
+
+def test_the_page_of_the_keys_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: python -m jaxserve.cli.options.config_reference > docs/configuration.md"
+    assert all(f"| `{key}` |" in page for key in known_keys())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from html import escape
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-Json = dict[str, Any]
+from jaxserve.api.docs.type_text import Json, type_text
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -72,25 +70,8 @@ def _schema(name: str, schema: Json) -> str:
 
 
 def _type(schema: Json) -> str:
-    """Describe a type in one line; a named model becomes a link."""
-    if "$ref" in schema:
-        name = escape(schema["$ref"].rpartition("/")[2])
-        return f'<a href="#{name}">{name}</a>'
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type(branch) for branch in schema["anyOf"]))
-    if "enum" in schema or "const" in schema:
-        return escape(" | ".join(str(value) for value in schema.get("enum", [schema.get("const")])))
-    kind = str(schema.get("type", "any"))
-    inner = f" of {_type(schema['items'])}" if "items" in schema else ""
-    if kind == "object" and "properties" in schema:
-        inner = " of " + ", ".join(f"{escape(name)}: {_type(value)}" for name, value in schema["properties"].items())
-    return kind + inner + "".join(_limits(schema))
+    return type_text(schema, named=_link, text=escape)
 
 
-def _limits(schema: Json) -> Iterator[str]:
-    for name, sign in (("minimum", "≥"), ("exclusiveMinimum", "&gt;"), ("maximum", "≤"), ("exclusiveMaximum", "&lt;")):
-        if name in schema:
-            yield f" {sign} {schema[name]:g}"
-    for name in ("minItems", "maxItems", "minLength", "maxLength", "maxProperties"):
-        if name in schema:
-            yield f", {name} {schema[name]}"
+def _link(name: str) -> str:
+    return f'<a href="#{escape(name)}">{escape(name)}</a>'

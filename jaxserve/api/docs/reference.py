@@ -6,11 +6,10 @@ python -m jaxserve.api.docs.reference > docs/routes.md
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from pydantic import BaseModel
 
+from jaxserve.api.docs.type_text import type_text
 from jaxserve.api.protocol.admin import AbortRequest
 from jaxserve.api.protocol.batches import CreateBatchRequest, OutputExpiresAfter
 from jaxserve.api.protocol.chat import (
@@ -129,43 +128,13 @@ def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None
     skipped = set(without.model_fields) if without is not None else set()
     required = schema.get("required", ())
     rows = [
-        f"| `{name}`{'*' if name in required else ''} | {_type(field)} | {field.get('description', '')} |"
+        f"| `{name}`{'*' if name in required else ''} | {type_text(field)} | {field.get('description', '')} |"
         for name, field in schema["properties"].items()
         if name not in skipped
     ]
     return "\n".join(
         [f"## {title}", "", "| field (* required) | type and limits | meaning |", "|---|---|---|", *rows, ""]
     )
-
-
-def _type(field: dict[str, Any]) -> str:
-    branches = [branch for branch in field.get("anyOf", [field]) if branch.get("type") != "null"]
-    return " or ".join(dict.fromkeys(_branch(branch) for branch in branches))
-
-
-def _branch(branch: dict[str, Any]) -> str:
-    if "$ref" in branch:
-        return branch["$ref"].rpartition("/")[2]
-    if "enum" in branch or "const" in branch:
-        return ", ".join(map(str, branch.get("enum", [branch.get("const")])))
-    if branch.get("type") == "array":
-        inner = _type(branch.get("items", {}))
-        return f"list of {inner}" + "".join(f", {text}" for text in _limits(branch))
-    return str(branch.get("type", "any")) + "".join(f" {text}" for text in _limits(branch))
-
-
-def _limits(branch: dict[str, Any]) -> Iterator[str]:
-    for low, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")):
-        if low in branch:
-            yield f"{sign} {_number(branch[low])}"
-    for name, unit in (("maxItems", "entries"), ("maxLength", "characters"), ("maxProperties", "entries")):
-        if name in branch:
-            yield f"at most {branch[name]} {unit}"
-
-
-def _number(value: float) -> str:
-    powers = {2**power - 1: f"2^{power} - 1" for power in (31, 63)} | {-(2**power): f"-2^{power}" for power in (31, 63)}
-    return powers.get(int(value), f"{value:g}")
 
 
 def _unsupported() -> str:

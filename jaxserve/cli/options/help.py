@@ -1,4 +1,4 @@
-"""The help of `jaxserve launch`, made from the configuration tree so that it cannot be wrong."""
+"""The help of `jaxserve launch`, made from the configuration tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 
 from jaxserve.cli.options.flags import key_flags
 from jaxserve.cli.options.settings import variable_of
-from jaxserve.config import SECRETS, Config, known_keys
+from jaxserve.config import Config, known_keys
 
 WIDTH = 80
 _HEAD = """usage: jaxserve launch [MODEL] [--config FILE] [flags]
@@ -20,7 +20,7 @@ _FOOT = """  --config FILE        a YAML file of the same keys
   --help-all           every key, its default and its other spellings
 
 The flags of vLLM and SGLang are taken, or answered by name: docs/flags.md."""
-# the short flags of the short help, by their keys
+# key -> flag of the short help
 COMMON = {
     "model.dtype": "--dtype",
     "model.max_model_len": "--max-model-len",
@@ -43,7 +43,7 @@ COMMON = {
 
 
 def launch_help(*, everything: bool) -> str:
-    """The short help, or every key with its default, its variable and its aliases."""
+    """Return the short help, or every key with its default, its variable and its aliases."""
     return "\n".join([_HEAD, *(_all_keys() if everything else _common_keys()), *([] if everything else ["", _FOOT])])
 
 
@@ -53,9 +53,9 @@ def _common_keys() -> Iterator[str]:
         section = key.partition(".")[0]
         if section != shown:
             shown = section
-            yield f"\n{section}: {_title(section)}"
+            yield f"\n{section}: {section_title(section)}"
         field = known_keys()[key]
-        yield from _entry(flag, f"{field.description} (default {default(key, field)})")
+        yield from _entry(flag, f"{field.description} (default {default(field)})")
 
 
 def _all_keys() -> Iterator[str]:
@@ -68,8 +68,8 @@ def _all_keys() -> Iterator[str]:
         section = key.partition(".")[0]
         if section != shown:
             shown = section
-            yield f"\n{section}: {_title(section)}"
-        yield f"  --{key.replace('_', '-')} (default {default(key, field)})"
+            yield f"\n{section}: {section_title(section)}"
+        yield f"  --{key.replace('_', '-')} (default {default(field)})"
         spellings = ", ".join([variable_of(key), *others.get(key, [])])
         yield textwrap.fill(
             f"{field.description} [{spellings}]",
@@ -81,16 +81,17 @@ def _all_keys() -> Iterator[str]:
         )
 
 
-def default(key: str, field: FieldInfo) -> str:
-    """A default as one writes it in the configuration."""
+def default(field: FieldInfo) -> str:
+    """Return the default of a key in the notation of the configuration file."""
     if field.default is None:
-        return "none" if key.partition(".")[2] in SECRETS else "null"
+        return "null"
     if isinstance(field.default, bool):
         return str(field.default).lower()
     return "[]" if field.default == () else str(field.default)
 
 
-def _title(section: str) -> str:
+def section_title(section: str) -> str:
+    """Return what a section of the configuration is about, without a full stop."""
     annotation = Config.model_fields[section].annotation
     assert annotation is not None
     return (annotation.__doc__ or "").rstrip(".")
