@@ -127,7 +127,7 @@ def test_every_key_is_described() -> None:
 def test_a_broken_file_is_not_quoted(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("server:\n  api_key: 'sk-12345\n  port: [\n")
-    with pytest.raises(ConfigError, match=r"is no YAML: .* in line") as error:
+    with pytest.raises(ConfigError, match=r"is not YAML: .* in line") as error:
         load_config(["--config", str(path)], {})
     assert "12345" not in str(error.value)
 

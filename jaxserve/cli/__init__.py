@@ -1,4 +1,4 @@
-"""The command line: `jaxserve COMMAND`. One file a command; this one names them and prints their errors."""
+"""The command line: `jaxserve COMMAND`. One file per command; main.py lists them."""
 
 from jaxserve.cli.main import main
 

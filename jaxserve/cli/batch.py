@@ -1,4 +1,4 @@
-"""`jaxserve batch run|submit|status|cancel`: a batch file run here, without a server, or at a server."""
+"""`jaxserve batch run|submit|status|cancel`: run a batch file in this process, or at a server."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx2
 from rich.console import Console
@@ -27,10 +28,9 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
-from jaxserve.store import BatchError, BatchRecord
+from jaxserve.store import BatchRecord, BatchStatus
 
-TERMINAL = ("completed", "failed", "expired", "cancelled")
-POLL_SECONDS = 1.0
+STATUS_INTERVAL = 1.0  # seconds between two requests for a batch's status
 MAX_SHOWN_ERRORS = 20
 
 
@@ -46,16 +46,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxserve batch", description=__doc__)
     commands = parser.add_subparsers(required=True)
 
-    run = commands.add_parser("run", help="run a file here; takes the flags of launch", allow_abbrev=False)
+    run = commands.add_parser("run", help="run a file without a server; takes the flags of launch", allow_abbrev=False)
     run.add_argument("input", type=Path, help="JSONL, one request per line")
     run.add_argument(
         "-o",
         "--output",
         type=Path,
         required=True,
-        help="directory of the run's state; the same call resumes after a crash",
+        help="output file; after a crash the same call resumes, with the state kept in OUTPUT.jaxserve",
     )
-    run.add_argument("--errors", type=Path, help="lines that failed; default: OUTPUT with .errors before its suffix")
+    run.add_argument(
+        "--errors", type=Path, help="file for failed requests; default: OUTPUT with .errors before its suffix"
+    )
     run.set_defaults(run=_run)
 
     submit = commands.add_parser("submit", help="upload a file to a server and run it there")
@@ -82,21 +84,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# here
+# in this process
 
 
 def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = load_config(rest, os.environ)
     configure_logging(config.logging)
-    errors = options.errors or options.output.with_name(f"{options.output.stem}.errors{options.output.suffix}")
-    batch = OfflineBatch(options.input, options.output, errors)
+    batch = OfflineBatch(options.input, options.output, options.errors or _errors_path(options.output))
     batch.check()
     endpoint, found = validate(batch, max_line_bytes(config.server))
     if found.errors:
-        _show_errors(found.errors)
+        _show_errors([asdict(error) for error in found.errors], sys.stderr)
         return 1
     record = asyncio.run(_run_here(batch, endpoint, config))
-    _show_errors(record.errors)
+    _show_errors([asdict(error) for error in record.errors], sys.stderr)
     print(
         f"{record.status}: {record.completed} of {record.total} in {batch.output}"
         + (f", {record.failed} failed in {batch.errors}" if record.failed else "")
@@ -128,16 +129,20 @@ async def _start(engine: AsyncEngine) -> None:
     await starting
 
 
-def _show_errors(errors: Sequence[BatchError]) -> None:
+def _errors_path(output: Path) -> Path:
+    return output.with_name(f"{output.stem}.errors{output.suffix}")
+
+
+def _show_errors(errors: Sequence[Mapping[str, Any]], file: TextIO) -> None:
     for error in errors[:MAX_SHOWN_ERRORS]:
-        where = "" if error.line is None else f"line {error.line}: "
-        print(f"jaxserve: {where}{error.code}: {error.message}", file=sys.stderr)
+        where = "" if error["line"] is None else f"line {error['line']}: "
+        print(f"jaxserve: {where}{error['code']}: {error['message']}", file=file)
     if len(errors) > MAX_SHOWN_ERRORS:
-        print(f"jaxserve: and {len(errors) - MAX_SHOWN_ERRORS} more", file=sys.stderr)
+        print(f"jaxserve: and {len(errors) - MAX_SHOWN_ERRORS} more", file=file)
 
 
 class _Bar:
-    """Finished lines of all, on a terminal; nothing elsewhere."""
+    """A progress bar of finished requests. Prints nothing if stderr is no terminal."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -172,7 +177,7 @@ class _Bar:
 
 
 class _Server:
-    """A server's Files and Batches. Raises ConfigError with the server's own words."""
+    """Client of a server's files and batches. Raises ConfigError with the server's message."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
@@ -248,30 +253,30 @@ def _cancel(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _follow(server: _Server, batch: dict[str, Any], options: argparse.Namespace) -> int:
-    """Show a batch until its end, then download what there is; 0 if every line succeeded."""
-    waited_for = ""
+    """Show a batch until its end, then download its files. Returns 0 if every request succeeded, else 1."""
+    shown_pause = ""
     with _Bar() as bar:
-        while batch["status"] not in TERMINAL:
+        while not BatchStatus(batch["status"]).terminal:
             bar.show(**batch["request_counts"])
-            waits_for = _waiting_for(batch)
-            if waits_for != waited_for:
-                bar.note(waits_for or "the batch goes on")
-            waited_for = waits_for
-            time.sleep(POLL_SECONDS)
+            pause = " ".join(error["message"] for error in _errors(batch))
+            if pause != shown_pause:
+                bar.note(pause or "the batch goes on")
+            shown_pause = pause
+            time.sleep(STATUS_INTERVAL)
             batch = server.call("GET", f"/batches/{batch['id']}")
         bar.show(**batch["request_counts"])
     _show(batch)
     if options.output:
-        errors = options.output.with_name(f"{options.output.stem}.errors{options.output.suffix}")
-        for file_id, target in ((batch["output_file_id"], options.output), (batch["error_file_id"], errors)):
+        targets = {"output_file_id": options.output, "error_file_id": _errors_path(options.output)}
+        for file_id, target in ((batch[name], target) for name, target in targets.items()):
             if file_id is not None:
                 server.download(file_id, target)
     return 0 if batch["status"] == "completed" and not batch["request_counts"]["failed"] else 1
 
 
-def _waiting_for(batch: dict[str, Any]) -> str:
-    """What holds up a batch that has not ended; empty if nothing does."""
-    return " ".join(error["message"] for error in (batch["errors"] or {"data": []})["data"])
+def _errors(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the errors of a batch; of one that has not ended, the reasons why it is paused."""
+    return (batch["errors"] or {"data": []})["data"]
 
 
 def _show(batch: dict[str, Any]) -> None:
@@ -279,7 +284,7 @@ def _show(batch: dict[str, Any]) -> None:
     rows = {
         "batch": batch["id"],
         "status": batch["status"],
-        "lines": f"{counts['completed']} completed, {counts['failed']} failed of {counts['total']}",
+        "requests": f"{counts['completed']} completed, {counts['failed']} failed of {counts['total']}",
         "tokens": f"{usage['input_tokens']} in, {usage['output_tokens']} out" if usage else None,
         "output": batch["output_file_id"],
         "errors": batch["error_file_id"],
@@ -290,6 +295,4 @@ def _show(batch: dict[str, Any]) -> None:
         if value is not None:
             table.add_row(name, str(value))
     Console(markup=False).print(table)
-    for error in (batch["errors"] or {"data": []})["data"][:MAX_SHOWN_ERRORS]:
-        where = "" if error["line"] is None else f"line {error['line']}: "
-        print(f"  {where}{error['code']}: {error['message']}")
+    _show_errors(_errors(batch), sys.stdout)

@@ -1,4 +1,4 @@
-"""`jaxserve config show|validate|schema`: what the flags, the environment and a file make together."""
+"""`jaxserve config show|validate|schema`: print or check the configuration of flags, environment and file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxserve.errors import ConfigError
 
 USAGE = """usage: jaxserve config show|validate|schema [--config FILE] [flags of launch]
 
-  show      print the resolved configuration as YAML
-  validate  say whether it is right; exit code 2 with the reasons if not
+  show      print the configuration as YAML, without secrets
+  validate  check it; exit code 2 with the reasons if it is wrong
   schema    print the JSON Schema of the configuration file, for editors"""
 
 
@@ -38,5 +38,5 @@ def run(words: Sequence[str]) -> int:
 
 
 def dump(config: Config) -> str:
-    """The whole tree as YAML; a secret is a row of stars."""
+    """Return the whole configuration as YAML, with secrets masked."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()

@@ -1,6 +1,6 @@
-"""`jaxserve convert`: write a published checkpoint again in the form that this server loads fastest.
+"""`jaxserve convert`: write a published checkpoint in the form that this server loads fastest.
 
-The converted directory loads on any mesh and is served like any other: `jaxserve launch --model TARGET`.
+The converted directory loads on any mesh: `jaxserve launch --model TARGET`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxserve.cli.plan import DTYPES
 from jaxserve.models.loading import orbax
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import load_model
 from jaxserve.runtime.mesh import make_mesh
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
 
 def run(words: Sequence[str]) -> int:
-    """Run the command `convert`."""
+    """Run the command `convert`. Raises ConfigError or ModelLoadError."""
     options = _parser().parse_args(words)
     source, target = resolve(options.model, revision=options.revision), Path(options.target)
     config = read_config(source)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax's remarks on its own way of working
-    orbax.check_target(target)  # before the work, not after it
+    logging.getLogger("absl").setLevel(logging.ERROR)  # hides Orbax's notices
+    orbax.check_target(target)  # before the checkpoint is read
     dtype = jnp.dtype(config.dtype if options.dtype == "auto" else options.dtype)
     mesh = make_mesh(options.device, tensor=options.tensor, expert=options.expert)
     loaded = load_model(source, dtype=dtype, config=config, mesh=mesh.mesh)
@@ -45,8 +44,8 @@ def run(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("jaxserve convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", help="hub id or directory")
-    parser.add_argument("target", help="a new directory")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's own")
+    parser.add_argument("target", help="directory to create")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
     parser.add_argument("--tensor", type=int, default=1, help="devices that hold the weights during conversion")

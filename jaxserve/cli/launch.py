@@ -1,8 +1,8 @@
 """`jaxserve launch`: bind the port, start the engine, serve, drain on SIGTERM, SIGINT or SIGHUP.
 
-The socket listens before the model loads: until then every route but /health, /live and /metrics answers 503.
-Exit codes: 0 where the end was asked for, 2 for a mistake of the operator, 1 for any other end, 130 after a second
-signal. The last line says why.
+The socket listens before the model loads. Until it is loaded, every route but /health, /live and /metrics answers 503.
+Exit codes: 0 after a signal, 2 for an error of the operator, 1 for any other end, 130 after a second signal. The last
+line printed is the cause.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from jaxserve.store import SqliteStore
 from jaxserve.version import __version__
 
 DEFAULT_STORE = "~/.local/share/jaxserve"
-BACKLOG = 2048  # connections the kernel keeps for us
+BACKLOG = 2048  # connections that the kernel queues
 KEEP_ALIVE = 75  # seconds; longer than the 60 s of common proxies, so that they close first
 
 _LOOPBACK: dict[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _BIND_FIXES = {
-    errno.EADDRNOTAVAIL: "choose another --host: it is no address of this machine",
-    errno.EACCES: "choose another --port: those below 1024 need the right to use them",
+    errno.EADDRNOTAVAIL: "choose another --host: this machine has no such address",
+    errno.EACCES: "choose another --port: one below 1024 needs a permission",
 }
 
 logger = logging.getLogger(__name__)
 
 
 def serve(config: Config) -> int:
-    """Serve until the end that is asked for; the exit code. Raises ConfigError and UnexpectedEndError."""
+    """Serve until a signal and return the exit code. Raises ConfigError and UnexpectedEndError."""
     model = config.model.path or "the embedded demo model"
     print(f"jaxserve {__version__} starts with {model}", file=sys.stderr, flush=True)
     with bind(config.server) as listener:
         try:
             return uvloop.run(_serve(config, listener))
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while Python ends: no traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while Python ends
 
 
 async def _serve(config: Config, listener: socket.socket) -> int:
@@ -76,14 +76,14 @@ def warn_if_open(section: ServerSection) -> None:
     if section.needs_key:
         return
     if section.host not in ("127.0.0.1", "localhost", "::1"):
-        logger.warning("listening on %s without an API key: anyone who reaches it can use it", section.host)
+        logger.warning("listening on %s without an API key: anyone who can reach it can use it", section.host)
     elif "api_key" in section.model_fields_set:
-        logger.warning("server.api_key is null: the server asks for no key")
+        logger.warning("server.api_key is null: clients need no key")
 
 
 @contextlib.contextmanager
 def bind(section: ServerSection) -> Iterator[socket.socket]:
-    """A listening socket for the section. Raises ConfigError when the port is taken or the host is not ours."""
+    """Open a listening socket. Raises ConfigError if the port or the host cannot be used."""
     try:
         family = socket.getaddrinfo(section.host, section.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -121,7 +121,7 @@ def open_store(section: StoreSection) -> tuple[SqliteStore | None, str]:
 
 
 def check_certificates(section: ServerSection) -> None:
-    """Raises ConfigError for TLS files that cannot be used: before the model loads, without asking for a password."""
+    """Check the TLS files before the model loads. Raises ConfigError if they cannot be used."""
     if section.ssl_certfile is None:
         if section.ssl_keyfile is not None:
             raise ConfigError("server.ssl_keyfile is set, and server.ssl_certfile is not", fix="set --ssl-certfile")
@@ -138,7 +138,7 @@ def check_certificates(section: ServerSection) -> None:
 
 
 def http_config(app: FastAPI, section: ServerSection, graceful_shutdown: int = 5) -> uvicorn.Config:
-    """Return uvicorn's settings. graceful_shutdown: seconds for open answers when it stops."""
+    """Return uvicorn's settings. graceful_shutdown: seconds that open responses have when it stops."""
     return uvicorn.Config(
         app,
         http=limited_protocol(section),
@@ -154,7 +154,7 @@ def http_config(app: FastAPI, section: ServerSection, graceful_shutdown: int = 5
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: draining is Launch's."""
+    """uvicorn without signal handlers. Launch handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -162,7 +162,7 @@ class Server(uvicorn.Server):
 
 
 class Launch:
-    """One run of the server. make_link: how its engine is reached; None: in a child process."""
+    """One run of the server. make_link: makes the connection to the engine; None: to a child process."""
 
     def __init__(
         self,
@@ -187,13 +187,13 @@ class Launch:
     def url(self) -> str:
         scheme = "https" if self._config.server.ssl_certfile else "http"
         host, port = self._listener.getsockname()[:2]
-        host = str(_LOOPBACK.get(host, host))  # what a client of this machine writes
+        host = str(_LOOPBACK.get(host, host))  # an address that a client can use
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def handle_signals(self) -> None:
-        """Drain on the first SIGINT, SIGTERM or SIGHUP, leave at once on the second. Main thread only."""
+        """Drain on the first SIGINT, SIGTERM or SIGHUP and exit on the second. Call in the main thread."""
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
             numbers.append(signal.SIGHUP)
         for number in numbers:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
@@ -203,8 +203,10 @@ class Launch:
         self._stop.set()
 
     async def serve(self, on_ready: Callable[[], None] | None = None) -> int:
-        """Serve until `stop`; the exit code. Raises ConfigError if the engine or the application cannot start, and
-        UnexpectedEndError for any other end that was not asked for."""
+        """Serve until `stop` and return the exit code.
+
+        Raises ConfigError if the engine or the application cannot start, UnexpectedEndError for any other end.
+        """
         http = asyncio.create_task(self._serve_http())
         await self.engine.start(wait=False)
         watch = asyncio.create_task(self._watch(on_ready))
@@ -215,7 +217,7 @@ class Launch:
             for task in tasks:
                 if task.done():
                     task.result()
-            if self.engine.status.phase == "dead":  # in a drain before `_watch` saw it
+            if self.engine.status.phase == "dead":  # it died while draining, before `_watch` saw it
                 raise self._engine_failure()
             return 0
         finally:
@@ -228,10 +230,10 @@ class Launch:
                 await self._store.close()
 
     async def _serve_http(self) -> None:
-        """Serve HTTP until the server is asked to exit. Any other end raises."""
+        """Serve HTTP until the server is asked to exit. Raises ConfigError or UnexpectedEndError for any other end."""
         try:
             await self._server.serve(sockets=[self._listener])
-        except SystemExit:  # uvicorn's way to say that the application did not start
+        except SystemExit:  # raised by uvicorn if the application does not start
             error = self._app.state.server.startup_error
             if isinstance(error, ConfigError):
                 raise error from None
@@ -245,7 +247,7 @@ class Launch:
             raise UnexpectedEndError(f"the HTTP server ended: {reason}", fix="see the lines above")
 
     async def _watch(self, on_ready: Callable[[], None] | None) -> None:
-        """Show the start and the ready card; raise once the engine is dead for good, or for files it cannot serve."""
+        """Show the start and the ready card. Raises JaxserveError if a file cannot be served or the engine is dead."""
         checked = False
         with contextlib.nullcontext() if self._quiet else StartProgress() as progress:
             while self.engine.status.phase == "loading":
@@ -266,7 +268,7 @@ class Launch:
         raise self._engine_failure()
 
     def _engine_failure(self) -> JaxserveError:
-        """Why the engine is dead for good."""
+        """Return the error for an engine that will not be restarted."""
         return self.engine.failure or UnexpectedEndError(
             f"the engine is dead: {self.engine.status.detail}", fix="see the lines above, then start the server again"
         )
@@ -274,7 +276,7 @@ class Launch:
     def _on_signal(self, number: signal.Signals) -> None:
         self._signals += 1
         if self._signals > 1:
-            os._exit(130)  # the second signal: at once; the engine sees its stdin end and follows
+            os._exit(130)  # the engine ends too, because its stdin is closed
         running = self.engine.num_live
         what = (
             f"draining: {running} running, at most {self._config.server.drain_timeout:g} s" if running else "stopping"
@@ -284,7 +286,7 @@ class Launch:
         self.stop()
 
     async def _drain(self) -> None:
-        """Wait for `stop`, then for the running requests."""
+        """Wait for `stop`, then for the running requests to end."""
         await self._stop.wait()
         self.engine.drain()
         if not await self.engine.drained(self._config.server.drain_timeout):

@@ -1,4 +1,4 @@
-"""The table of commands and the one place where their errors become a line and an exit code."""
+"""The table of commands. Prints an error as one line and turns it into an exit code."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.transport.child_process import without_empty_entries
 from jaxserve.version import __version__
 
-# command -> (module, what it does). A module is imported only when its command runs: `--help` stays instant.
+# command -> (module, description). A module is imported when its command runs, so `--help` is instant.
 COMMANDS = {
     "launch": ("jaxserve.cli.start", "serve a model over HTTP"),
     "serve": ("jaxserve.cli.start", "the same as launch"),
-    "convert": ("jaxserve.cli.convert", "write a checkpoint anew, to be loaded faster"),
-    "plan": ("jaxserve.cli.plan", "how large a model is on 1, 8 or 16 devices, by its config alone"),
+    "convert": ("jaxserve.cli.convert", "write a checkpoint in the form that loads fastest"),
+    "plan": ("jaxserve.cli.plan", "print how much memory a model needs, from its config.json alone"),
     "config": ("jaxserve.cli.config", "show, validate or describe the configuration"),
-    "batch": ("jaxserve.cli.batch", "run a batch file, here or at a server"),
+    "batch": ("jaxserve.cli.batch", "run a batch file without a server, or send it to one"),
     "bench": ("jaxserve.cli.bench", "measure the engine or a server"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 failed, 2 a mistake of the operator."""
+    """Run one command and return the exit code: 0 done, 1 failed, 2 an error of the operator."""
     words = list(sys.argv[1:] if argv is None else argv)
     sys.path[:] = without_empty_entries(sys.path)
     if not words or words[0] in ("-h", "--help"):
@@ -58,8 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def imported(name: str) -> Any:
-    """The module of a command. Ctrl-C ends the process while it is imported: an extension module that is interrupted
-    may print a traceback of its own."""
+    """Import the module of a command.
+
+    Meanwhile Ctrl-C ends the process without KeyboardInterrupt, for which an extension module may print a traceback.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return importlib.import_module(name)
@@ -71,7 +73,7 @@ def imported(name: str) -> Any:
 
 
 def describe(error: ConfigError | UnexpectedEndError) -> str:
-    """One line: the cause, and the fix where there is one."""
+    """Return one line: the cause, and the fix if there is one."""
     return f"jaxserve: {error}" + (f" -> {error.fix}" if error.fix else "")
 
 

@@ -1,6 +1,6 @@
-"""A batch file run without a server: the engine, the routes and the batch runner in one process, nothing listening.
+"""Run a batch file without a server: the engine, the routes and the batch runner in one process, without a socket.
 
-The store lies beside the output until the end, so that the same call after a crash goes on where it was.
+The store is a directory beside the output and is removed at the end, so that the same call resumes after a crash.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxserve.store import BatchLine, BatchRecord, NewBatch, SqliteStore, Valida
 from jaxserve.store.directory import FILES, TMP, remove
 from jaxserve.store.jsonl import read_lines
 
-NO_WINDOW_SECONDS = 100 * 365 * 24 * 3600  # no completion window: it takes as long as it takes
-MAX_LINES = 10**9  # no limit either; what is kept of a line in memory is a digest of its id
+UNLIMITED_SECONDS = 100 * 365 * 24 * 3600  # completion window
+UNLIMITED_REQUESTS = 10**9  # only a digest of each id is kept in memory
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineBatch:
-    """What to run. `errors` gets the lines that fail; each file is made only if it has a line."""
+    """The files of a run. `errors` gets the requests that failed. A file without a line is not created."""
 
     input: Path
     output: Path
@@ -44,11 +44,11 @@ class OfflineBatch:
 
     @property
     def directory(self) -> Path:
-        """The store of the run while it lasts."""
+        """Directory of the store during the run."""
         return self.output.with_name(self.output.name + ".jaxserve")
 
     def check(self) -> None:
-        """Raises ConfigError if the files cannot be meant."""
+        """Raises ConfigError if the input is missing, or if an output file exists that the run did not begin."""
         if not self.input.is_file():
             raise ConfigError(f"there is no file {self.input}")
         if not self.output.parent.is_dir():
@@ -61,9 +61,9 @@ class OfflineBatch:
 
 
 def validate(batch: OfflineBatch, max_line_bytes: int) -> tuple[str, Validation]:
-    """The endpoint that the first line names, and what is wrong with the file; the model is not looked at."""
+    """Return the endpoint of the first request, and the errors of the file. The model's name is not checked."""
     endpoint = _endpoint(batch.input, max_line_bytes)
-    return endpoint, Validator(endpoint, lambda name: True, max_line_bytes, MAX_LINES).run(batch.input)
+    return endpoint, Validator(endpoint, lambda name: True, max_line_bytes, UNLIMITED_REQUESTS).run(batch.input)
 
 
 def _endpoint(path: Path, max_line_bytes: int) -> str:
@@ -71,7 +71,7 @@ def _endpoint(path: Path, max_line_bytes: int) -> str:
     try:
         url = normalize_url(msgspec.json.decode(first.data, type=BatchLine).url) if first and first.data else ""
     except msgspec.DecodeError:
-        url = ""  # the pass over the whole file says what is wrong
+        url = ""  # Validator reports the error
     return url if url in BATCH_ENDPOINTS else next(iter(BATCH_ENDPOINTS))
 
 
@@ -82,7 +82,10 @@ async def run_offline(
     config: Config,
     show: Callable[[BatchRecord], None],
 ) -> BatchRecord:
-    """Run, or go on with, a batch on an engine that is ready; the finished batch. Cancelling keeps what is done."""
+    """Run or resume a batch on an engine that is ready, and return it finished.
+
+    If the task is cancelled, finished results are kept in the store.
+    """
     store = SqliteStore(batch.directory)
     try:
         runner = _runner(store, engine, config)
@@ -107,22 +110,25 @@ def _runner(store: SqliteStore, engine: EngineProtocol, config: Config) -> Batch
         known_model=lambda name: name in engine.info.served_names,
         ready=lambda: engine_ready(engine.check_ready),
         max_line_bytes=max_line_bytes(config.server),
-        max_lines=MAX_LINES,
+        max_lines=UNLIMITED_REQUESTS,
     )
-    # A quarter more than fit: the next line is queued in the engine when a slot becomes free.
-    places = engine.info.max_num_seqs * 5 // 4
+    # A quarter more than the engine runs, so that the next request is queued when a slot becomes free.
+    num_in_flight = engine.info.max_num_seqs * 5 // 4
     return BatchRunner(
-        store, route_handlers(create_app(engine, config), BATCH_ENDPOINTS), settings, lambda lines: places
+        store, route_handlers(create_app(engine, config), BATCH_ENDPOINTS), settings, lambda lines: num_in_flight
     )
 
 
 async def _ensure(batch: OfflineBatch, endpoint: str, runner: BatchRunner) -> str:
-    """The id of the batch in the directory, made if it is not there. Raises ConfigError for another input's."""
+    """Return the id of the batch in the store; create it if there is none.
+
+    Raises ConfigError if the store holds a batch of another input.
+    """
     digest = await asyncio.to_thread(_digest, batch.input)
     for known in (await runner.store.list_batches(limit=1)).items:
         if known.metadata != {"input_sha256": digest}:
             raise ConfigError(
-                f"{batch.directory} holds an unfinished run of another input", fix="remove it to start anew"
+                f"{batch.directory} holds an unfinished run of another input", fix="remove it to start again"
             )
         return known.id
     incoming = runner.store.begin_upload()
@@ -130,7 +136,7 @@ async def _ensure(batch: OfflineBatch, endpoint: str, runner: BatchRunner) -> st
         while data := await asyncio.to_thread(file.read, 2**20):
             await incoming.write(data)
     stored = await incoming.finish(filename=batch.input.name, purpose="batch", expires_seconds=None)
-    new = NewBatch(endpoint, stored.id, "24h", NO_WINDOW_SECONDS, {"input_sha256": digest})
+    new = NewBatch(endpoint, stored.id, "24h", UNLIMITED_SECONDS, {"input_sha256": digest})
     return (await runner.create(new, None, lambda record: record.id.encode())).decode()
 
 
@@ -140,7 +146,7 @@ def _digest(path: Path) -> str:
 
 
 def _deliver(batch: OfflineBatch, record: BatchRecord) -> None:
-    """Put the finished files where they were asked for, whole or not at all."""
+    """Move the finished files to their targets, each whole or not at all."""
     for file_id, target in ((record.output_file_id, batch.output), (record.error_file_id, batch.errors)):
         if file_id is None:
             continue

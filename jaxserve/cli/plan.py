@@ -1,10 +1,10 @@
-"""`jaxserve plan`: how large a model is on 1, 8 or 16 devices, from its config.json alone; no weight is read or held.
+"""`jaxserve plan`: print how much memory a model needs on 1, 8 or 16 devices. Reads config.json and no weights.
 
-Prints a line a mesh: bytes of weights a device, what of them is whole on every device, bytes of a token's K and V and
-of a request of the full context, how many tokens and full contexts fit beside the weights, and the largest batch of
-requests of --length tokens. Layers with a sliding window keep the window's pages only; the last column is how many
-tokens would fit if they kept all. A mesh that the model cannot be split over says why. Weights are counted as the
-server holds them: a quantised checkpoint is decoded when it is loaded, and its own size stands above the table.
+Prints one row per mesh. Its columns, per device: the bytes of weights, and of those that every device holds whole; the
+KV cache of one token and of one request of the full context; the tokens and the full contexts that fit; and with
+--length the largest batch of requests of that length. If a model has sliding windows, the last column is the number of
+tokens that would fit without them. A mesh over which the model cannot be split has the reason instead. Weights are
+counted in --dtype, into which a quantised checkpoint is decoded; its own size is printed above the table.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.hf_config import read_config_file
@@ -23,9 +24,9 @@ from jaxserve.models.loading.published_size import published_size, read_quantiza
 from jaxserve.models.loading.structure import build
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 
-GIB = 2**30
 MESHES = ("1", "8", "16")
-_HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "K and V of a token", "of a full context")
+DTYPES = ("float32", "bfloat16", "float16")
+_HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "KV per token", "per full context")
 
 Mesh = tuple[int, int]  # tensor, expert
 
@@ -36,7 +37,7 @@ def run(words: Sequence[str]) -> int:
     path = _config_file(options.model)
     config, dtype = read_config_file(path), jnp.dtype(options.dtype)
     if config.bidirectional:
-        raise ConfigError(f"{config.architecture} is an encoder: it keeps no K and V, so there is nothing to plan")
+        raise ConfigError(f"{config.architecture} is an encoder: it has no KV cache to plan")
     meshes = [_mesh(text, config) for text in options.mesh]
     plans = [_plan(config, dtype, mesh) for mesh in meshes]
     if all(isinstance(plan, ModelLoadError) for plan in plans):
@@ -100,13 +101,13 @@ class _Columns:
 
 
 def _config_file(model: str) -> Path:
-    """Of a hub id, a directory or a config.json."""
+    """Return the config.json of a hub id, a directory or a file."""
     path = Path(model).expanduser()
     return path if path.is_file() else resolve(model) / "config.json"
 
 
 def _mesh(text: str, config: ModelConfig) -> Mesh:
-    """ "8", or "4x2" for tensor and expert."""
+    """Parse "8", or "4x2" for tensor and expert. Raises ConfigError."""
     numbers = text.split("x")
     if not all(number.isdecimal() and int(number) for number in numbers) or len(numbers) > 2:
         raise ConfigError(f"--mesh {text} is neither a number of devices nor TENSORxEXPERT")
@@ -129,15 +130,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("jaxserve plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", nargs="?", help="hub id, directory or config.json")
     parser.add_argument("--mesh", nargs="+", default=MESHES, metavar="N", help="devices, or TENSORxEXPERT (1 8 16)")
-    parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="of each device (80)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory per device (80)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument(
         "--max-num-seqs",
         type=int,
         default=512,
-        help="concurrent requests (512), for which sliding windows are reserved",
+        help="number of requests for which sliding windows are reserved (512)",
     )
-    parser.add_argument("--max-model-len", type=int, help="a full context (the model's own)")
+    parser.add_argument("--max-model-len", type=int, help="tokens of a full context (the model's)")
     parser.add_argument(
         "--length", type=int, metavar="TOKENS", help="show the largest batch of requests of this many tokens"
     )

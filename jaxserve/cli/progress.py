@@ -1,6 +1,6 @@
-"""What the operator sees of a start: a line for each phase with its time, then the ready card and a curl line.
+"""The terminal output of a start: one line per phase with its time, then the ready card and a curl command.
 
-Every line fits 80 columns unless a name in it is too long, and none is cut: what is shown can be copied.
+Every line fits 80 columns unless a name in it is too long. No line is cut, so that everything can be copied.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jaxserve.cli.options.help import GIB, WIDTH
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.types.messages import EngineInfo
 
-GIB = 2**30
-COLUMNS = 80  # of a terminal that nobody has made wider
-LABEL = 12  # of these, before the text of a row of the card
-FIRST_PHASE = "engine process"  # until it reports something: Python and JAX are imported
-UNREMARKABLE = 0.5  # seconds; a shorter phase without an amount has no line of its own
+LABEL = 12  # columns of a row's name in the card
+FIRST_PHASE = "engine process"  # starts and imports JAX, before its first status
+SHORT = 0.5  # seconds; a shorter phase without an amount is not printed
 
 
 class StartProgress:
-    """Shows EngineStatus after EngineStatus; use as a context manager around the start.
+    """Shows the engine's status during the start, as a context manager.
 
-    seconds: of each phase that has ended.
+    seconds: duration of each phase that has ended
     """
 
     def __init__(self, *, terminal: bool | None = None) -> None:
@@ -58,7 +57,7 @@ class StartProgress:
             self._bar.stop()
 
     def show(self, status: EngineStatus) -> None:
-        """Show one status; a new phase ends the line of the one before."""
+        """Show one status. A new phase ends the line of the previous one."""
         if status.phase not in ("loading", "restarting") or not status.detail:
             return
         if status.detail != self._phase:
@@ -75,7 +74,7 @@ class StartProgress:
         seconds = time.monotonic() - self._started
         self.seconds[self._phase] = seconds
         amount = self._amount()
-        if amount or seconds > UNREMARKABLE:
+        if amount or seconds > SHORT:
             self._console.print(f"  {self._phase:16}{amount:28}{seconds:6.1f} s")
 
     def _amount(self) -> str:
@@ -89,9 +88,10 @@ class StartProgress:
 def ready_card(
     info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float] | None = None, total: float = 0.0
 ) -> str:
-    """The text of the card: where, what, how much fits, how long the start took, and a line to try.
+    """Return the ready card: URL, model, device, memory, durations, and a curl command.
 
-    seconds: of the phases of the start; total: seconds since the command began.
+    seconds: of each phase of the start
+    total: seconds since the command began
     """
     rows = {
         "URL": f"{url}/v1",
@@ -102,14 +102,14 @@ def ready_card(
     }
     if seconds:
         phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
-        rows["start"] = "\n".ljust(LABEL + 1).join(textwrap.wrap(f"{total:.1f} s: {phases}", COLUMNS - LABEL))
+        rows["start"] = "\n".ljust(LABEL + 1).join(textwrap.wrap(f"{total:.1f} s: {phases}", WIDTH - LABEL))
     return "\n".join(
         [*(f"{name:{LABEL}}{text}" for name, text in rows.items()), "", curl_example(info, url, api_key=api_key)]
     )
 
 
 def _devices(devices: list[str]) -> str:
-    """ "gpu:0 NVIDIA H200" for one, "8 x NVIDIA H200" for several."""
+    """Return "gpu:0 NVIDIA H200" for one device, "8 x NVIDIA H200" for several."""
     if len(devices) == 1:
         return devices[0]
     kinds = Counter(device.partition(" ")[2] for device in devices)
@@ -121,7 +121,7 @@ def _memory(info: EngineInfo) -> str:
     weights, kv = (plan.get(name, 0) / GIB for name in ("weight_bytes", "kv_bytes"))
     other = (plan.get("state_bytes", 0) + plan.get("scratch_bytes", 0)) / GIB
     text = f"{plan.get('device_bytes', 0) / GIB:.1f} GiB: weights {weights:.2f}, "
-    if info.num_pages:  # an encoder keeps nothing of a text
+    if info.num_pages:  # an encoder has no KV cache
         text += f"KV cache {kv:.2f} ({info.num_kv_tokens} tokens), "
     text += f"other {other:.2f}"
     if plan.get("window") is not None:
@@ -137,7 +137,7 @@ def _requests(info: EngineInfo) -> str:
 
 
 def curl_example(info: EngineInfo, url: str, *, api_key: bool) -> str:
-    """A command that works when it is copied whole into a shell."""
+    """Return a shell command that sends one request."""
     name = json.dumps(info.served_names[0])
     question = "What is the capital of France?"
     if info.is_embedding:
@@ -153,5 +153,6 @@ def curl_example(info: EngineInfo, url: str, *, api_key: bool) -> str:
 
 
 def show_ready(info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float]) -> None:
+    """Print the ready card. seconds: of each phase of the start."""
     total = time.time() - psutil.Process().create_time()
     print(f"jaxserve is ready\n{ready_card(info, url, api_key=api_key, seconds=seconds, total=total)}", flush=True)

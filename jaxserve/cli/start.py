@@ -1,6 +1,6 @@
-"""`jaxserve launch` and `jaxserve serve` up to the server: the help, the configuration, and what needs no engine.
+"""`jaxserve launch` and `jaxserve serve` before the server starts: the help, the configuration, the model's path.
 
-The server itself is loaded by name afterwards: a mistake is answered before anything large is imported.
+Imports the server by name at the end, so that an error of the operator is reported before the large imports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def check_files(config: Config) -> None:
-    """Raises ConfigError for a model or a tokenizer whose path is wrong."""
+    """Check the paths of the model and the tokenizer. Raises ConfigError."""
     if config.model.path is not None:
         check_local_model(config.model.path)
     if config.model.tokenizer is not None:

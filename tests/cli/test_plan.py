@@ -149,7 +149,7 @@ def test_a_wrong_plan_is_explained(
 def test_an_encoder_has_nothing_to_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(ENCODERS["bert"]))
     assert main(["plan", str(tmp_path)]) == 2
-    assert "keeps no K and V" in capsys.readouterr().err
+    assert "has no KV cache" in capsys.readouterr().err
 
 
 def test_convert_then_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

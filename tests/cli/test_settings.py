@@ -77,7 +77,7 @@ def test_a_wrong_flag_is_named(argv: list[str], message: str) -> None:
         ("schedular: {policy: lpm}", "unknown key schedular, did you mean scheduler"),
         ("scheduler: {max_num_seq: 3}", "unknown key scheduler.max_num_seq, did you mean scheduler.max_num_seqs"),
         ("- 1", "must hold a mapping"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not YAML"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, message: str) -> None:

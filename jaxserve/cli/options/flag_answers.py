@@ -1,4 +1,4 @@
-"""The three answers to a flag of another server, and how its values are read."""
+"""The three ways to handle a flag of another server, and the conversion of its values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgKMG])")
 
 
 def count(text: str) -> str:
-    """A number of tokens: 32k is 32,000, 32K is 32,768; auto and -1 are the default."""
+    """Convert a number of tokens: 32k is 32,000, 32K is 32,768, auto and -1 are null."""
     if text in ("auto", "-1"):
         return "null"
     match = _COUNT.fullmatch(text)
@@ -33,7 +33,7 @@ def json_list(text: str) -> str:
 
 
 def reserved_share(text: str) -> str:
-    """SGLang's conservativeness as the share of a request's max_tokens that admission reserves: 0.7 times it."""
+    """Convert SGLang's conservativeness to scheduler.new_token_ratio, which is 0.7 times it and at most 1."""
     try:
         return str(min(1.0, 0.7 * float(text)))
     except ValueError:
@@ -62,7 +62,7 @@ class Key:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """The flag is taken and does nothing here. values: those for which that is so; others are refused with `fix`."""
+    """The flag has no effect. values: the accepted ones, any if empty; others are refused with `fix`."""
 
     reason: str
     values: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Refused:
-    """What the flag asks for is not done, or in another way. fix: what to do here."""
+    """The flag is refused. fix: what to do instead."""
 
     fix: str
 

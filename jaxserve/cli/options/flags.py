@@ -1,7 +1,7 @@
-"""The words of a command line -> values of configuration keys.
+"""Parse the words of a command line into values of configuration keys.
 
-`--section.key value`, `--section.key=value`, or the flag alone for true; short names and the names of other servers
-(foreign_flags.py); one word without a dash is the model.
+A flag is `--section.key value`, `--section.key=value`, or alone for true. Short names and the names of other servers
+are in foreign_flags.py. One word without a dash is the model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxserve.cli.options.foreign_flags import ROWS
 from jaxserve.config import SECRETS, known_keys, suggestion
 from jaxserve.errors import ConfigError
 
-CONFIG = "config"  # what --config sets: a file, and no key of the tree
-SHORT: Mapping[str, str] = {"--tensor": "mesh.tensor"}  # those that no other server has
+CONFIG = "config"  # the value of --config, which is no key of the configuration
+SHORT: Mapping[str, str] = {"--tensor": "mesh.tensor"}  # short names that no other server has
 _SEVERAL = ("model.served_name", "server.cors_origins")
 _SWITCH_WORDS = ("true", "false")
 _NEGATED = re.compile(r"--(no|disable)-")
@@ -27,13 +27,13 @@ _NEGATED = re.compile(r"--(no|disable)-")
 
 @dataclass
 class Flags:
-    """The values of a command line. notices: lines for the operator about flags that have no effect."""
+    """The values of a command line. notices: messages for the operator about flags without effect."""
 
     values: dict[str, Any] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
 
     def put(self, key: str, values: Sequence[str]) -> None:
-        """Sets a key. A list key grows, any other keeps the last value."""
+        """Set a key. Values of a list key are appended; any other key keeps the last value."""
         if key in _SEVERAL:
             self.values[key] = [*self.values.get(key, ()), *values]
         else:
@@ -46,7 +46,7 @@ class Flags:
 
 
 def parse_flags(argv: Iterable[str]) -> Flags:
-    """Raises ConfigError for a flag that is unknown, has no value, or is answered in another way."""
+    """Parse a command line. Raises ConfigError for a flag that is unknown, refused, or has no value."""
     flags, words = Flags(), deque(argv)
     while words:
         word = words.popleft()
@@ -61,7 +61,7 @@ def parse_flags(argv: Iterable[str]) -> Flags:
 
 
 def find_flag(flag: str) -> tuple[Answer, bool]:
-    """What a flag means here, and whether it is a switch. Raises ConfigError for an unknown one."""
+    """Return the handling of a flag, and whether it is a switch. Raises ConfigError for an unknown flag."""
     if flag == "--config":
         return Key(CONFIG), False
     key = flag.removeprefix("--").replace("-", "_")
@@ -82,7 +82,7 @@ def find_flag(flag: str) -> tuple[Answer, bool]:
 
 @cache
 def _table() -> tuple[dict[str, tuple[Answer, bool]], list[tuple[str, Answer]]]:
-    """(answer and whether it is a switch, of each name; answers of beginnings)"""
+    """Return {name: (handling, whether it is a switch)}, and the handling of the names that end in *."""
     exact: dict[str, tuple[Answer, bool]] = {name: (Key(key), False) for name, key in SHORT.items()}
     beginnings: list[tuple[str, Answer]] = []
     for names, answer in ROWS:
@@ -95,19 +95,19 @@ def _table() -> tuple[dict[str, tuple[Answer, bool]], list[tuple[str, Answer]]]:
 
 
 def key_flags() -> dict[str, str]:
-    """Every flag with another name than its key -> the key."""
+    """Return {flag: key} of all flags whose name is not their key."""
     return {name: answer.key for name, (answer, _) in _table()[0].items() if isinstance(answer, Key)}
 
 
 def _opposite(answer: Answer) -> Answer:
-    """Of `--no-X`, where `--X` is answered so."""
+    """Return the handling of `--no-X` from that of `--X`."""
     if isinstance(answer, Key) and answer.const in _SWITCH_WORDS:
         return Key(answer.key, const="false" if answer.const == "true" else "true")
-    return NoEffect("it is off") if isinstance(answer, Refused) else NoEffect("that is as it is here")
+    return NoEffect("it is off") if isinstance(answer, Refused) else NoEffect("this is the default")
 
 
 def _values(words: deque[str], *, switch: bool, many: bool) -> list[str]:
-    """The words that belong to a flag, taken from `words`."""
+    """Remove the values of a flag from `words` and return them."""
     found: list[str] = []
     while words and (many or not found) and not _is_flag(words[0]):
         if switch and words[0].lower() not in _SWITCH_WORDS:
@@ -141,7 +141,7 @@ def _take(flags: Flags, flag: str, answer: Answer, given: list[str], *, switch: 
 
 
 def _switched(const: str, word: str = "true") -> str:
-    """What a switch sets. `--X false` is the opposite if there is one; any other word is for the key to judge."""
+    """Return the value that a switch sets. `--X false` sets the opposite of a boolean, and any other word itself."""
     if word.lower() == "true":
         return const
     return "true" if word.lower() == const == "false" else word
@@ -164,7 +164,7 @@ def _words_of(key: str) -> tuple[str, ...]:
 
 
 def _right_flag(name: str) -> str:
-    """A suggestion that means the same: never --log-requests for --disable-log-request."""
+    """Return a suggestion for an unknown flag, but never the opposite of what it means."""
     own = [f"--{key.replace('_', '-')}" for key in known_keys()]
     choices = [*_table()[0], *own, "--config"]
     negated = bool(_NEGATED.match(name))
@@ -172,9 +172,9 @@ def _right_flag(name: str) -> str:
 
 
 def plain(text: str, key: str) -> str | None:
-    """A flag's or a variable's text; None for null and none, if the key may be unset.
+    """Return the text of a flag or variable; None for null and none if the key may be unset.
 
-    Not for a secret: a word must not open the server.
+    A secret is never unset: this would open the server.
     """
     if text.lower() not in ("null", "none") or key == CONFIG or key.partition(".")[2] in SECRETS:
         return text

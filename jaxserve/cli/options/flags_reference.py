@@ -1,4 +1,4 @@
-"""docs/flags.md, made from the table of other servers' flags.
+"""Write docs/flags.md from the table of other servers' flags.
 
 python -m jaxserve.cli.options.flags_reference > docs/flags.md
 """
@@ -14,33 +14,33 @@ _HEAD = """# Flags of vLLM and SGLang
 
 Made by `python -m jaxserve.cli.options.flags_reference`; a test holds it to the code.
 
-`jaxserve launch` (or `serve`) takes the launch flags of vLLM 0.32 and SGLang 0.5.23. Each is in one of the three tables
-below. A flag is spelled with `-` or `_`, `--flag value` or `--flag=value`; `--no-flag` is the opposite of a switch. In
-the tables a `*` stands for all flags that begin so. jaxserve's own keys are listed by `jaxserve launch --help-all`.
+`jaxserve launch` (or `serve`) knows the launch flags of vLLM 0.32 and SGLang 0.5.23. Each is in one of the three tables
+below. A flag is spelled with `-` or `_`, as `--flag value` or `--flag=value`; `--no-flag` is the opposite of a switch.
+In the tables `*` stands for all flags with this beginning. jaxserve's own keys: [configuration.md](configuration.md).
 """
 _TAKEN = """
-## Taken
+## Flags that set a key
 
 | flag | key | value |
 |---|---|---|"""
 _WITHOUT = """
-## Taken without an effect
+## Flags without effect
 
-The server starts and says so in one line.
+The server starts and prints the reason.
 
 | flag | because |
 |---|---|"""
 _ANSWERED = """
-## Answered
+## Flags that are refused
 
-The server does not start and says what to do.
+The server does not start and prints what to do instead.
 
 | flag | what to do |
 |---|---|"""
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [_HEAD.rstrip(), _TAKEN, *_rows(Key), _WITHOUT, *_rows(NoEffect), _ANSWERED, *_rows(Refused)]
     return "\n".join(lines) + "\n"
 

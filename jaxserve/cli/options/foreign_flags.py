@@ -1,7 +1,7 @@
-"""Flags that people bring from vLLM 0.32 and SGLang 0.5.23, and what becomes of each: see flag_answers.py.
+"""The launch flags of vLLM 0.32 and SGLang 0.5.23, each with its handling (see flag_answers.py).
 
-A name that ends in ! is a switch and takes no value. One that ends in * stands for all flags that begin so and have no
-row of their own. docs/flags.md is made from this table.
+A name that ends in ! is a switch and takes no value. A name that ends in * stands for all flags with this beginning
+that have no row. docs/flags.md is made from this table.
 """
 
 from __future__ import annotations

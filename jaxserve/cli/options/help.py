@@ -11,15 +11,16 @@ from jaxserve.cli.options.flags import key_flags
 from jaxserve.cli.options.settings import variable_of
 from jaxserve.config import Config, known_keys
 
-WIDTH = 80
+WIDTH = 80  # columns of a terminal
+GIB = 2**30
 _HEAD = """usage: jaxserve launch [MODEL] [--config FILE] [flags]
 
-Serves MODEL, a hub id or a directory, over HTTP; without it the embedded demo
-model. `jaxserve serve` is the same."""
+Serves MODEL, a hub id or a directory, over HTTP; without MODEL the embedded
+demo model. `jaxserve serve` is the same."""
 _FOOT = """  --config FILE        a YAML file of the same keys
-  --help-all           every key, its default and its other spellings
+  --help-all           every key with its default and its aliases
 
-The flags of vLLM and SGLang are taken, or answered by name: docs/flags.md."""
+Flags of vLLM and SGLang: docs/flags.md."""
 # key -> flag of the short help
 COMMON = {
     "model.dtype": "--dtype",

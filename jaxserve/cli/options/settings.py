@@ -1,7 +1,7 @@
-"""From a YAML file, the environment and the command line to one Config. Order: flags, environment, YAML, default.
+"""Load one Config from flags, the environment and a YAML file. Earlier sources win.
 
-One spelling everywhere: `scheduler.max_num_seqs` in YAML is `--scheduler.max-num-seqs` as a flag and
-`JAXSERVE_SCHEDULER__MAX_NUM_SEQS` in the environment. Flags are read by flags.py.
+The key `scheduler.max_num_seqs` is `--scheduler.max-num-seqs` as a flag and `JAXSERVE_SCHEDULER__MAX_NUM_SEQS` in the
+environment. flags.py parses the flags.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxserve.errors import ConfigError
 ENV_PREFIX = "JAXSERVE_"
 
 _TEST_PREFIX = "JAXSERVE_TEST_"
-# what Kubernetes sets in every pod beside a Service whose name begins with "jaxserve"
+# variables that Kubernetes sets in every pod for a Service whose name begins with "jaxserve"
 _SERVICE_LINK = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 
@@ -33,10 +33,11 @@ def _to_stderr(notice: str) -> None:
 def load_config(
     argv: Iterable[str], environ: Mapping[str, str], *, notice: Callable[[str], None] = _to_stderr
 ) -> Config:
-    """The Config that the flags in `argv`, the environment and the file named by --config make.
+    """Return the Config of the flags in `argv`, the environment and the file that --config names.
 
-    notice: gets a line for each flag that is taken without an effect.
-    Raises ConfigError naming every wrong key and value, with the nearest right key.
+    notice: called with a message for each flag without effect
+
+    Raises ConfigError with every wrong key and value, and a suggestion for an unknown key.
     """
     parsed = parse_flags(argv)
     for line in parsed.notices:
@@ -48,13 +49,13 @@ def load_config(
         section, _, name = key.partition(".")
         part = tree.setdefault(section, {})
         if not isinstance(part, dict):
-            raise ConfigError(f"{section} in {path} is no mapping")
+            raise ConfigError(f"{section} in {path} is not a mapping")
         part[name] = value
     return validate(tree, source=path)
 
 
 def validate(tree: Mapping[str, Any], *, source: str | None = None) -> Config:
-    """A Config from nested plain data. Raises ConfigError."""
+    """Return the Config of nested plain data. source: file to name in errors. Raises ConfigError."""
     try:
         return Config.parse({k: ({} if v is None else v) for k, v in tree.items()})
     except ConfigError as error:
@@ -67,7 +68,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {_yaml_problem(error)}") from None
+        raise ConfigError(f"{path} is not YAML: {_yaml_problem(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -76,7 +77,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """What is wrong, and where. Not the text itself: it may hold a key."""
+    """Return the problem and its line, without the text, which may contain an API key."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return "it is not UTF-8 text"
     return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
@@ -102,7 +103,7 @@ def _is_service_link(variable: str, text: str) -> bool:
 
 
 def _right_variable(variable: str) -> str:
-    """The variable that was meant: one that ends alike (JAXSERVE_API_KEY), or the nearest."""
+    """Return a suggestion: a variable with the same end (JAXSERVE_API_KEY), or the most similar one."""
     names = [variable_of(key) for key in known_keys()]
     end = f"__{variable[len(ENV_PREFIX) :]}"
     meant = next((name for name in names if name.endswith(end)), None)
@@ -110,5 +111,5 @@ def _right_variable(variable: str) -> str:
 
 
 def variable_of(key: str) -> str:
-    """The environment variable of a key."""
+    """Return the environment variable of a key."""
     return f"{ENV_PREFIX}{key.upper().replace('.', '__')}"
