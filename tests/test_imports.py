@@ -40,6 +40,7 @@ ORDER = (
     "jaxserve.api.protocol",
     "jaxserve.api.shared",
     "jaxserve.api.http",
+    "jaxserve.api.tasks",
     "jaxserve.api.generate",
     "jaxserve.api.respond",
     "jaxserve.api.batch",

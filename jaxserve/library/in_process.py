@@ -24,7 +24,8 @@ from pydantic import BaseModel
 from jaxserve.api.http.body import validated
 from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.routes.chat import ChatAnswer, check_chat, prepare
+from jaxserve.api.respond.chat_answer import ChatAnswer
+from jaxserve.api.routes.chat import answer_chat
 from jaxserve.api.shared.keys import DEFAULT_CALLER
 from jaxserve.api.shared.start_checks import check_template, check_vocabulary
 from jaxserve.api.shared.state import ServerState
@@ -182,8 +183,7 @@ class _Chats:
             if name in fields:
                 raise InvalidValueError(f"{name}: chat/completions has no such field.", param=name)
         self.state.unknown_fields.note("chat", unknown)
-        check_chat(body)
-        return self.loop.run(prepare(body, self.state, DEFAULT_CALLER))
+        return self.loop.run(answer_chat(body, self.state, DEFAULT_CALLER))
 
     def whole(self, answer: ChatAnswer) -> ChatCompletion:
         return ChatCompletion.model_validate_json(orjson.dumps(self.loop.run(answer.whole())))

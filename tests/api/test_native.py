@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pytest
 
-from jaxserve.api.generate.generation import Job, coalesce
-from jaxserve.api.respond.native_logprobs import LogprobOptions
+from jaxserve.api.generate.generation import PromptTask, coalesce
 from jaxserve.api.respond.native_output import NativeChoice
 from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.output import FinishReason, TokenLogprobs
 from jaxserve.types.sampling import SamplingParams
@@ -122,9 +122,9 @@ def test_tokens_held_back_keep_their_details_when_the_last_output_has_none() -> 
 
 def stream_of(texts: TokenTexts, count: int, incremental: bool) -> tuple[int, int]:
     """(entries that were made, bytes of all events) of a stream of `count` tokens."""
-    options = LogprobOptions(wanted=True, top=4, with_text=True)
-    task = Job([1, 2, 3], SamplingParams(max_tokens=count))
-    choice = NativeChoice("x", task, options, texts, incremental=incremental)
+    options = NativeOptions(logprobs=True, top=4, with_text=True, incremental=incremental)
+    task = PromptTask([1, 2, 3], SamplingParams(max_tokens=count))
+    choice = NativeChoice("x", task, options, texts)
     made = size = 0
     real = texts.text
 

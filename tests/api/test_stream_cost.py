@@ -13,14 +13,14 @@ from typing import Any
 import orjson
 import pytest
 
-from jaxserve.api.generate.generation import Job, coalesce
+from jaxserve.api.generate.generation import PromptTask, coalesce
 from jaxserve.api.respond.chat_output import Joined as JoinedChat
 from jaxserve.api.respond.completion_output import Joined as JoinedCompletion
 from jaxserve.api.respond.details import RoutedExperts
-from jaxserve.api.respond.native_logprobs import LogprobOptions
 from jaxserve.api.respond.native_output import NativeChoice
 from jaxserve.api.shared.sessions import Session, Turn
 from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.output_parser import ParserChoice
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
@@ -84,8 +84,8 @@ def experts(count: int) -> None:
 
 
 def native_incremental(count: int) -> None:
-    job = Job([1], SamplingParams())
-    choice = NativeChoice("x", job, LogprobOptions(wanted=True), TEXTS, incremental=True)
+    job = PromptTask([1], SamplingParams())
+    choice = NativeChoice("x", job, NativeOptions(logprobs=True, incremental=True), TEXTS)
     entries = [TokenLogprobs(7, -1.0, 1)]
     for _ in range(count):
         choice.add(RequestOutput("r", 0, text="x", token_ids=[7], logprobs=entries))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import msgspec
 
 from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller
 from jaxserve.api.shared.state import ServerState
+from jaxserve.api.tasks.task import RequestOptions
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.sequence_table import Outbox
 from jaxserve.errors import HTTPError, InvalidValueError
@@ -33,21 +33,21 @@ T = TypeVar("T")
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 Stream = AsyncGenerator[RequestOutput, None]
 Generate = Callable[[list[int], SamplingParams], Stream]  # (prompt, params)
-Shape = Callable[[Generate], Stream]
+RunMode = Callable[[Generate], Stream]
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptTask:
     """One prompt for the engine.
 
-    shape: makes the stream of outputs, if the prompt needs more than one plain engine request
+    run: makes the stream of outputs, if the prompt needs more than one plain engine request
     signal: aborts all engine requests of the prompt
     request_id: if the prompt has its own id
     """
 
     prompt_token_ids: list[int]
     params: SamplingParams
-    shape: Shape | None = None
+    run: RunMode | None = None
     signal: AbortSignal = field(default_factory=AbortSignal)
     request_id: str = ""
 
@@ -79,43 +79,40 @@ class Generation:
     """All engine work of one HTTP request. `outputs()` may be iterated once; closing it aborts."""
 
     state: ServerState
-    request_id: str
-    jobs: list[Job]
-    priority: int = 0
-    cache_salt: str = ""
-    interval: int = 1  # minimum tokens per output, except the first and the last
+    options: RequestOptions
+    prompts: list[PromptTask]
     caller: Caller = DEFAULT_CALLER
     usage: Usage = field(default_factory=Usage)
 
     def __post_init__(self) -> None:
-        self._num_sequences = sum(job.params.n for job in self.jobs)
+        self._num_sequences = sum(each.params.n for each in self.prompts)
         self._check_size()
-        self.usage.prompt_tokens = sum(len(job.prompt_token_ids) for job in self.jobs)
-        self._cached = [0] * len(self.jobs)
+        self.usage.prompt_tokens = sum(len(each.prompt_token_ids) for each in self.prompts)
+        self._cached = [0] * len(self.prompts)
         self._outboxes: WeakSet[Outbox] = WeakSet()
 
     def _check_size(self) -> None:
         """Raises InvalidValueError if one request asks for too much, so that waiting would not help."""
-        tokens = sum(job.params.n * len(job.prompt_token_ids) for job in self.jobs)
+        tokens = sum(each.params.n * len(each.prompt_token_ids) for each in self.prompts)
         most = max(MAX_CHOICE_TOKENS, CONTEXTS_A_REQUEST * self.state.engine.info.max_model_len)
         if tokens > most:
             message = f"The prompts of all choices have {tokens} tokens; a request may have {most}. Send several."
-            raise InvalidValueError(message, param="n" if self._num_sequences > len(self.jobs) else None)
+            raise InvalidValueError(message, param="n" if self._num_sequences > len(self.prompts) else None)
         limit = self.state.engine.info.max_num_seqs + self.state.config.scheduler.max_queued_requests
         if self._num_sequences <= limit:
             return
-        param = "n" if self._num_sequences > len(self.jobs) else None
+        param = "n" if self._num_sequences > len(self.prompts) else None
         message = f"The request has {self._num_sequences} sequences; this server holds at most {limit} of all requests."
         raise InvalidValueError(message, param=param)
 
     def outputs(self) -> Outputs:
         """Yield (number of the prompt, output) as outputs arrive. Raises what the engine raises."""
-        if len(self.jobs) == 1:
+        if len(self.prompts) == 1:
             merged = self._measured(0)
         else:
             self._check_queue()
-            merged = merge([self._measured(number) for number in range(len(self.jobs))])
-        return merged if self.interval <= 1 else coalesce(merged, self.interval)
+            merged = merge([self._measured(number) for number in range(len(self.prompts))])
+        return merged if self.options.interval <= 1 else coalesce(merged, self.options.interval)
 
     def held_bytes(self) -> int:
         """Estimate the memory of outputs that are not read yet."""
@@ -132,13 +129,13 @@ class Generation:
     async def _measured(self, number: int) -> Outputs:
         """Yield the outputs of one prompt and record their timings. Runs for every token, so keep it cheap."""
         metrics, usage = self.state.metrics, self.usage
-        times = metrics.latencies(self.priority)
+        times = metrics.latencies(self.options.priority)
         started = time.perf_counter()
         first: dict[int, tuple[float, float]] = {}  # choice -> time of its first token, seconds in the queue
         last: dict[int, float] = {}
-        job = self.jobs[number]
-        stream = self._generate(job)
-        self.state.live.add(job.signal, job.request_id or self.request_id, self.caller)
+        prompt = self.prompts[number]
+        stream = self._generate(prompt)
+        self.state.live.add(prompt.signal, prompt.request_id or self.options.request_id, self.caller)
         try:
             async for output in stream:
                 now = time.perf_counter()
@@ -155,17 +152,17 @@ class Generation:
                 if output.finish_reason is not None:
                     self._finished(number, output)
                     begun, queued = first.get(output.index, (now, output.queue_seconds))
-                    times.finished(output, job.params, now - started, now - begun, queued)
+                    times.finished(output, prompt.params, now - started, now - begun, queued)
                 yield number, output
         except HTTPError as error:
             metrics.count_error(error)
             raise
         finally:
-            self.state.tracing.generation(self.request_id, time.perf_counter() - started, usage.as_dict())
-            self.state.live.remove(job.signal)
+            self.state.tracing.generation(self.options.request_id, time.perf_counter() - started, usage.as_dict())
+            self.state.live.remove(prompt.signal)
             await stream.aclose()
 
-    def _generate(self, job: Job) -> Stream:
+    def _generate(self, prompt: PromptTask) -> Stream:
         def generate(prompt_token_ids: list[int], params: SamplingParams) -> Stream:
             """Send one request to the engine and return its stream."""
             outbox = Outbox()
@@ -173,16 +170,16 @@ class Generation:
             stream: AsyncIterator[RequestOutput] = self.state.engine.generate(
                 prompt_token_ids,
                 params,
-                request_id=self.caller.engine_name(job.request_id or self.request_id),
-                priority=self.priority,
-                cache_salt=self.cache_salt,
+                request_id=self.caller.engine_name(prompt.request_id or self.options.request_id),
+                priority=self.options.priority,
+                cache_salt=self.options.cache_salt,
                 deadline=self.state.config.server.request_timeout,
-                signal=job.signal,
+                signal=prompt.signal,
                 outbox=outbox,
             )
             return cast("Stream", stream)
 
-        return generate(job.prompt_token_ids, job.params) if job.shape is None else job.shape(generate)
+        return generate(prompt.prompt_token_ids, prompt.params) if prompt.run is None else prompt.run(generate)
 
     def _finished(self, number: int, output: RequestOutput) -> None:
         self.state.metrics.requests.labels(str(output.finish_reason)).inc()
@@ -274,14 +271,3 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T,
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def new_id(prefix: str, given: str | None = None) -> str:
-    return given or f"{prefix}-{uuid.uuid4().hex}"
-
-
-def prefix_namespace(salt: str | None, key: str | None) -> str:
-    """Return the key of the prefix cache's namespace: requests share it if `cache_salt` and `extra_key` are equal."""
-    if not (salt and key):
-        return f":{salt or key}" if salt or key else ""
-    return f"{len(salt)}:{salt}{key}"

@@ -5,26 +5,18 @@ One function makes the deltas. An unstreamed answer joins those deltas, so both 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.api.generate.generation import Job, Usage
-from jaxserve.api.protocol.chat import ChatCompletionRequest
+from jaxserve.api.generate.planner import ChatPlan
+from jaxserve.api.generate.turn import Turn
 from jaxserve.api.respond.details import last_vector
 from jaxserve.api.respond.extras import Extras
 from jaxserve.api.respond.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.api.respond.wire import finish_fields
 from jaxserve.api.shared.token_texts import TokenTexts
-from jaxserve.text.events import (
-    ContentDelta,
-    Event,
-    OutputParser,
-    ReasoningDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from jaxserve.api.tasks.chat import ChatOptions
+from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallStart
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.output import FinishReason, TokenLogprobs
 
@@ -36,27 +28,12 @@ class _Choice:
     """The state of one choice."""
 
     index: int
-    parser: OutputParser
+    turn: Turn
     begun: bool = False
-    done: bool = False
-    num_calls: int = 0
     custom: set[int] = field(default_factory=set)  # indices of the calls of custom tools
-    thinking: bool = False
-    unsure_tokens: int = 0  # tokens not yet in an event: of the reasoning, or of what follows it
     held_reasoning: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens that no chunk has carried yet
     token_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """The output options of a request."""
-
-    parallel: bool = True  # False: an output ends after its first call
-    legacy: bool = False  # function_call instead of tool_calls
-    echo: str = ""  # text of the last message, returned before the output
-    prompt_text: str = ""
-    reasoning_fields: tuple[str, ...] = ("reasoning_content",)  # in every message and delta
 
 
 class ChatChoices:
@@ -65,26 +42,16 @@ class ChatChoices:
     about_prompt: vLLM's prompt fields beside the choices, set with the first chunk; else empty
     """
 
-    def __init__(
-        self,
-        body: ChatCompletionRequest,
-        job: Job,
-        texts: TokenTexts,
-        usage: Usage,
-        make_parser: Callable[[], OutputParser],
-        options: ChatOptions,
-        extras: Extras,
-    ) -> None:
-        self._body = body
-        self._job = job
-        self._texts = texts
-        self._usage = usage
-        self._make_parser = make_parser
+    def __init__(self, plan: ChatPlan, options: ChatOptions, texts: TokenTexts) -> None:
+        self._plan = plan
         self._options = options
+        self._output = options.output
+        self._texts = texts
         self._choices: dict[int, _Choice] = {}
-        self._running = job.params.n
-        self._extras = extras
-        self._plain = not (body.logprobs or body.return_token_ids or body.return_hidden_states or extras.wanted)
+        self._running = plan.prompt.params.n
+        self._extras = Extras(self._output.extras, plan.generation.options.request_id)
+        shown = self._output
+        self._plain = not (shown.logprobs is not None or shown.token_ids or shown.hidden_state or self._extras.wanted)
         self._no_reasoning = dict.fromkeys(options.reasoning_fields)
         self.about_prompt: dict[str, Any] = {}
 
@@ -95,57 +62,57 @@ class ChatChoices:
 
     def take_about_prompt(self) -> dict[str, Any]:
         """Return `about_prompt` and clear it: only one chunk of a stream carries it."""
-        said, self.about_prompt = self.about_prompt, {}
-        return said
+        found, self.about_prompt = self.about_prompt, {}
+        return found
 
     def chunks(self, output: RequestOutput) -> list[Chunk]:
         """Return the chunks for `output`: the role once, deltas, and the finish reason in a chunk of its own."""
         choice = self._choices.get(output.index)
         if choice is None:
-            if not self._choices:
-                self.about_prompt = self._say_of_prompt(output)
-            choice = self._choices[output.index] = _Choice(output.index, self._make_parser())
-        if choice.done:
+            choice = self._begin(output)
+        turn = choice.turn
+        if turn.ended:
             return []
-        if not (self._plain and choice.begun) or output.finish_reason is not None:
-            return self._general(choice, output)
-        events = choice.parser.feed(output.text) if output.text else []
-        if len(events) == 1 and type(events[0]) is ContentDelta and not (choice.thinking or choice.held_reasoning):
-            choice.unsure_tokens = 0
-            # the common path for most tokens
-            delta = {"content": events[0].text, **self._no_reasoning}
-            return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
-        self._count_reasoning(choice, events, len(output.token_ids))
-        return self._ended(choice, output, self._deltas(choice, events))
+        events = turn.read(output)
+        chunks: list[Chunk]
+        # most outputs are one piece of text and nothing else
+        if self._is_plain(choice) and len(events) == 1 and isinstance(event := events[0], ContentDelta):
+            delta = {"content": event.text, **self._no_reasoning}
+            chunks = [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        else:
+            self._collect(choice, output)
+            chunks = self._deltas(choice, events)
+        return chunks + self._last(choice, output) if turn.ended else chunks
 
-    def _say_of_prompt(self, first: RequestOutput) -> dict[str, Any]:
-        body, said = self._body, dict[str, Any]()
-        if body.return_token_ids or body.return_prompt_token_ids:
-            said["prompt_token_ids"] = self._job.prompt_token_ids
-        if body.return_prompt_text:
-            said["prompt_text"] = self._options.prompt_text
-        if body.prompt_logprobs is not None:
-            said["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs or [], body.prompt_logprobs, self._texts)
-        return said
+    def _is_plain(self, choice: _Choice) -> bool:
+        """Return whether a chunk of text holds nothing beside it."""
+        return self._plain and choice.begun and not choice.held_reasoning
 
-    def _general(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
+    def _begin(self, output: RequestOutput) -> _Choice:
+        if not self._choices:
+            self.about_prompt = self._describe_prompt(output)
+        choice = self._choices[output.index] = _Choice(output.index, self._plan.make_turn())
+        return choice
+
+    def _describe_prompt(self, first: RequestOutput) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._output.prompt_token_ids:
+            found["prompt_token_ids"] = self._plan.prompt.prompt_token_ids
+        if self._output.prompt_text:
+            found["prompt_text"] = self._plan.prompt_text
+        top = self._output.prompt_logprobs
+        if top is not None:
+            found["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs or [], top, self._texts)
+        return found
+
+    def _collect(self, choice: _Choice, output: RequestOutput) -> None:
+        """Keep what the next chunk shows beside its delta."""
         if self._extras.wanted:
             self._extras.note(0, output)
-        if self._body.logprobs:
+        if self._output.logprobs is not None:
             choice.logprobs += output.logprobs or ()
-        if self._body.return_token_ids:
+        if self._output.token_ids:
             choice.token_ids += output.token_ids
-        events = choice.parser.feed(output.text) if output.text else []
-        if output.finish_reason is not None:
-            events += choice.parser.finish()
-        self._count_reasoning(choice, events, len(output.token_ids))
-        return self._ended(choice, output, self._deltas(choice, events))
-
-    def _ended(self, choice: _Choice, output: RequestOutput, chunks: list[Chunk]) -> list[Chunk]:
-        if output.finish_reason is None and not choice.done:
-            return chunks
-        self._running -= 1
-        return chunks + self._last(choice, output)
 
     def _deltas(self, choice: _Choice, events: list[Event]) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -156,8 +123,6 @@ class ChatChoices:
             if not choice.begun:
                 chunks.append(self._first(choice, isinstance(event, ContentDelta)))
             chunks.append(self._chunk(choice, delta))
-            if choice.done:
-                break
         return chunks
 
     def _delta(self, choice: _Choice, event: Event) -> dict[str, Any] | None:
@@ -170,21 +135,18 @@ class ChatChoices:
                 return self._start_call(choice, event)
             case ToolCallDelta(index, text):
                 return self._call_text(choice, index, text)
-            case ToolCallEnd():
-                choice.done = not self._options.parallel
         return None
 
     def _reasoning(self, choice: _Choice, text: str) -> dict[str, Any] | None:
-        if self._body.include_reasoning is False:
+        if not self._options.include_reasoning:
             return None
-        if self._body.stream_reasoning is False:
+        if not self._options.stream_reasoning:
             choice.held_reasoning += text
             return None
         return dict.fromkeys(self._options.reasoning_fields, text)
 
     def _start_call(self, choice: _Choice, event: ToolCallStart) -> dict[str, Any]:
-        choice.num_calls += 1
-        if self._options.legacy:
+        if self._options.legacy_calls:
             return {"function_call": {"name": event.name, "arguments": ""}}
         if event.custom:
             choice.custom.add(event.index)
@@ -194,7 +156,7 @@ class ChatChoices:
         return {"tool_calls": [{"index": event.index, "id": event.id} | call]}
 
     def _call_text(self, choice: _Choice, index: int, text: str) -> dict[str, Any]:
-        if self._options.legacy:
+        if self._options.legacy_calls:
             return {"function_call": {"arguments": text}}
         part = {"custom": {"input": text}} if index in choice.custom else {"function": {"arguments": text}}
         return {"tool_calls": [{"index": index} | part]}
@@ -209,8 +171,10 @@ class ChatChoices:
             "logprobs": None,
             "finish_reason": None,
         }
-        if self._body.return_token_ids or self._body.return_prompt_token_ids:
-            chunk["prompt_token_ids"] = self._job.prompt_token_ids  # where SGLang puts them; vLLM's are in about_prompt
+        if self._output.prompt_token_ids:
+            chunk["prompt_token_ids"] = (
+                self._plan.prompt.prompt_token_ids
+            )  # where SGLang puts them; vLLM's are in about_prompt
         return chunk
 
     def _chunk(self, choice: _Choice, delta: dict[str, Any]) -> Chunk:
@@ -221,40 +185,25 @@ class ChatChoices:
             choice.held_reasoning = ""
         chunk: Chunk = {"index": choice.index, "delta": reasoning | delta, "logprobs": None, "finish_reason": None}
         if choice.logprobs:
-            as_ids = bool(self._body.return_tokens_as_token_ids)
-            watched, top = self._job.params.logprob_token_ids, self._body.top_logprobs or 0
-            chunk["logprobs"] = chat_logprobs(choice.logprobs, top, self._texts, as_ids, watched)
+            watched, top = self._plan.prompt.params.logprob_token_ids, self._output.logprobs or 0
+            chunk["logprobs"] = chat_logprobs(choice.logprobs, top, self._texts, self._output.tokens_as_ids, watched)
             choice.logprobs = []
-        if self._body.return_token_ids:
+        if self._output.token_ids:
             chunk["token_ids"], choice.token_ids = choice.token_ids, []
         return chunk
 
     def _last(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
-        choice.done = True
-        chunks = [] if choice.begun else [self._first(choice, choice.num_calls == 0 and not choice.held_reasoning)]
-        finish = finish_fields(output, self._job.params.stop_token_ids)
-        if choice.num_calls and output.finish_reason in (None, FinishReason.STOP):
-            finish["finish_reason"] = "function_call" if self._options.legacy else "tool_calls"
+        self._running -= 1
+        prompt, num_calls = self._plan.prompt, choice.turn.num_calls
+        chunks = [] if choice.begun else [self._first(choice, num_calls == 0 and not choice.held_reasoning)]
+        finish = finish_fields(output, prompt.params.stop_token_ids)
+        if num_calls and output.finish_reason in (None, FinishReason.STOP):
+            finish["finish_reason"] = "function_call" if self._options.legacy_calls else "tool_calls"
         if self._extras.wanted:
-            finish |= self._extras.finish(0, self._job, output)
-        if self._body.return_hidden_states:
+            finish |= self._extras.finish(0, prompt, output)
+        if self._output.hidden_state:
             chunks.append(self._chunk(choice, {"hidden_states": last_vector(output)}))
         return [*chunks, self._chunk(choice, {}) | finish]
-
-    def _count_reasoning(self, choice: _Choice, events: list[Event], num_tokens: int) -> None:
-        """Count tokens of the reasoning and its tags. A token without an event is counted with the next event."""
-        choice.unsure_tokens += num_tokens
-        for event in events:
-            if isinstance(event, ReasoningDelta):
-                choice.thinking = True
-                self._usage.reasoning_tokens += choice.unsure_tokens
-                choice.unsure_tokens = 0
-            elif choice.thinking:
-                choice.thinking = False
-                self._usage.reasoning_tokens += max(0, choice.unsure_tokens - num_tokens)
-                choice.unsure_tokens = 0
-            else:
-                choice.unsure_tokens = 0
 
 
 class Joined:

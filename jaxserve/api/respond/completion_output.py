@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.api.generate.generation import Job
-from jaxserve.api.protocol.completions import CompletionRequest
+from jaxserve.api.generate.generation import Generation
 from jaxserve.api.respond.details import last_vector
 from jaxserve.api.respond.extras import Extras
 from jaxserve.api.respond.logprobs import CompletionLogprobs, prompt_logprobs
 from jaxserve.api.respond.wire import finish_fields
-from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.api.shared.state import ServerState
+from jaxserve.api.tasks.completion import CompletionOptions
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.output import FinishReason, TokenLogprobs
 
@@ -26,79 +26,69 @@ class CompletionChoices:
     """The choices of one request, numbered prompt by prompt."""
 
     def __init__(
-        self,
-        body: CompletionRequest,
-        jobs: list[Job],
-        prompt_texts: list[str],
-        texts: TokenTexts,
-        hidden: frozenset[int],
-        extras: Extras,
+        self, generation: Generation, options: CompletionOptions, prompt_texts: list[str], state: ServerState
     ) -> None:
-        self._body = body
-        self._jobs = jobs
+        self._prompts = generation.prompts
+        self._options = options
+        self._output = options.output
         self._prompt_texts = prompt_texts
-        self._texts = texts
-        self._hidden = hidden if body.skip_special_tokens is not False else frozenset()
-        self._per_prompt = max(body.n or 1, body.best_of or 1)
+        self._texts = state.token_texts
+        self._hidden = state.engine.tokenizer.special_ids if options.hides_special else frozenset[int]()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()
-        self._extras_of = extras
+        self._extra_fields = Extras(self._output.extras, generation.options.request_id)
 
-    def delta(self, job: int, output: RequestOutput) -> dict[str, Any]:
-        """Return what `output` adds to its choice."""
-        index = job * self._per_prompt + output.index
+    def delta(self, number: int, output: RequestOutput) -> dict[str, Any]:
+        """Return what `output` of prompt `number` adds to its choice."""
+        index = number * self._options.made + output.index
         first = index not in self._begun
         self._begun.add(index)
-        scoring = self._body.max_tokens == 0
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": "" if scoring else output.text,
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        if first and self._body.echo:
-            choice["text"] = self._prompt_texts[job] + choice["text"]
-        if self._body.logprobs is not None:
-            choice["logprobs"] = self._take_logprobs(index, job, output, first, scoring)
+        text = "" if self._options.scoring else output.text
+        if first and self._options.echo:
+            text = self._prompt_texts[number] + text
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        if self._output.logprobs is not None:
+            choice["logprobs"] = self._take_logprobs(index, number, output, first)
         if output.finish_reason is not None:
-            choice |= self._finish(job, output, scoring)
-        return choice | self._extras(job, output, first, scoring)
+            choice |= self._finish(number, output)
+        return choice | self._extras(number, output, first)
 
-    def _take_logprobs(self, index: int, job: int, output: RequestOutput, first: bool, scoring: bool) -> dict[str, Any]:
+    def _take_logprobs(self, index: int, number: int, output: RequestOutput, first: bool) -> dict[str, Any]:
+        shown, scoring, prompt = self._output, self._options.scoring, self._prompts[number]
         if index not in self._logprobs:
-            as_ids = bool(self._body.return_tokens_as_token_ids)
-            watched = self._jobs[job].params.logprob_token_ids
-            top = self._body.logprobs or 0
-            self._logprobs[index] = CompletionLogprobs(top, self._texts, self._hidden, as_ids, watched)
+            watched = prompt.params.logprob_token_ids
+            self._logprobs[index] = CompletionLogprobs(
+                shown.logprobs or 0, self._texts, self._hidden, shown.tokens_as_ids, watched
+            )
         entries = [] if scoring else list(output.logprobs or ())
         token_ids = [] if scoring else output.token_ids
-        if first and self._body.echo:
+        if first and self._options.echo:
             entries = [*map(_without_watched, output.prompt_logprobs or ()), *entries]
-            token_ids = [*self._jobs[job].prompt_token_ids, *token_ids]
+            token_ids = [*prompt.prompt_token_ids, *token_ids]
         return self._logprobs[index].take(entries, token_ids)
 
-    def _finish(self, job: int, output: RequestOutput, scoring: bool) -> dict[str, Any]:
-        if scoring and output.finish_reason is not FinishReason.ABORT:
+    def _finish(self, number: int, output: RequestOutput) -> dict[str, Any]:
+        if self._options.scoring and output.finish_reason is not FinishReason.ABORT:
             return {"finish_reason": "length", "matched_stop": None, "stop_reason": None}
-        return finish_fields(output, self._jobs[job].params.stop_token_ids)
+        return finish_fields(output, self._prompts[number].params.stop_token_ids)
 
-    def _extras(self, job: int, output: RequestOutput, first: bool, scoring: bool) -> dict[str, Any]:
+    def _extras(self, number: int, output: RequestOutput, first: bool) -> dict[str, Any]:
+        shown, prompt, ended = self._output, self._prompts[number], output.finish_reason is not None
         extras: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            extras["token_ids"] = [] if scoring else output.token_ids
-        if first and (self._body.return_token_ids or self._body.return_prompt_token_ids):
-            extras["prompt_token_ids"] = self._jobs[job].prompt_token_ids
-        if self._extras_of.wanted:
-            self._extras_of.note(job, output)
-            if output.finish_reason is not None:
-                extras |= self._extras_of.finish(job, self._jobs[job], output)
-        if output.finish_reason is not None:
-            if self._body.return_prompt_text:
-                extras["prompt_text"] = self._prompt_texts[job]
-            if self._body.return_hidden_states:
-                extras["hidden_states"] = last_vector(output)
-        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._body.prompt_logprobs, self._texts)
+        if shown.token_ids:
+            extras["token_ids"] = [] if self._options.scoring else output.token_ids
+        if first and shown.prompt_token_ids:
+            extras["prompt_token_ids"] = prompt.prompt_token_ids
+        if self._extra_fields.wanted:
+            self._extra_fields.note(number, output)
+            if ended:
+                extras |= self._extra_fields.finish(number, prompt, output)
+        if ended and shown.prompt_text:
+            extras["prompt_text"] = self._prompt_texts[number]
+        if ended and shown.hidden_state:
+            extras["hidden_states"] = last_vector(output)
+        if shown.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, shown.prompt_logprobs, self._texts)
         return extras
 
 

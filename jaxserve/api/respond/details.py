@@ -1,4 +1,4 @@
-"""Write rarely requested per-token outputs in their wire forms. generate/details.py reads what is requested."""
+"""Write rarely requested per-token outputs in their wire forms. api/tasks/details.py reads what is requested."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.generate.details import SamplingMode
 from jaxserve.api.respond.growing_json import GrowingArray
 from jaxserve.api.respond.logprobs import floor
+from jaxserve.api.tasks.details import SamplingMode
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.output import Support
 

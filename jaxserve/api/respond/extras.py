@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.api.generate.generation import Job
-from jaxserve.api.protocol.common import SamplingFields
+from jaxserve.api.generate.generation import PromptTask
 from jaxserve.api.respond.details import Candidates, RoutedExperts
+from jaxserve.api.tasks.task import ExtraFields
 from jaxserve.text.output.sequence_text import RequestOutput
 
 WEIGHT_VERSION = "default"
@@ -18,53 +18,42 @@ WEIGHT_VERSION = "default"
 class Extras:
     """The extra fields of one request. For most requests `wanted` is False, and nothing else here is called."""
 
-    def __init__(self, body: SamplingFields, request_id: str) -> None:
-        self._body = body
+    def __init__(self, fields: ExtraFields, request_id: str) -> None:
+        self._fields = fields
         self._request_id = request_id
         self._output_ids: dict[tuple[int, int], list[int]] = {}
         self._candidates: dict[tuple[int, int], Candidates] = {}
         self._experts: dict[tuple[int, int], RoutedExperts] = {}
-        self.wanted = any(
-            (
-                body.return_meta_info,
-                body.return_sampling_mask,
-                body.return_routed_experts,
-                body.return_weight_versions,
-                body.return_cached_tokens_details,
-                body.return_spec_tokens_details,
-                body.return_input_ids_in_sglext,
-                body.return_output_ids_in_sglext,
-            )
-        )
+        self.wanted = fields != ExtraFields()
 
     def note(self, number: int, output: RequestOutput) -> None:
         """Collect the tokens of an output of prompt `number`."""
         key = number, output.index
         self._output_ids.setdefault(key, []).extend(output.token_ids)
-        if self._body.return_sampling_mask:
+        if self._fields.sampling_mask:
             self._candidates_of(key).note(output)
-        if self._body.return_routed_experts:
+        if self._fields.experts_from is not None:
             self._experts.setdefault(key, RoutedExperts()).note(output)
 
     def _candidates_of(self, key: tuple[int, int]) -> Candidates:
         if key not in self._candidates:
-            self._candidates[key] = Candidates(self._body.sampling_logprobs_mode)
+            self._candidates[key] = Candidates(self._fields.sampling_mode)
         return self._candidates[key]
 
-    def finish(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
+    def finish(self, number: int, prompt: PromptTask, output: RequestOutput) -> dict[str, Any]:
         """Return the fields for the last chunk of a choice."""
         extras: dict[str, Any] = {}
-        if self._body.return_meta_info or self._body.return_sampling_mask:
-            extras["meta_info"] = self._meta_info(number, job, output)
-        if self._body.return_weight_versions:
+        if self._fields.meta_info or self._fields.sampling_mask:
+            extras["meta_info"] = self._meta_info(number, prompt, output)
+        if self._fields.weight_versions:
             extras["weight_versions"] = [WEIGHT_VERSION]
-        sglext = self._sglext(number, job, output)
+        sglext = self._sglext(number, prompt, output)
         return extras | {"sglext": sglext} if sglext else extras
 
-    def _meta_info(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
+    def _meta_info(self, number: int, prompt: PromptTask, output: RequestOutput) -> dict[str, Any]:
         meta = {
             "id": self._request_id,
-            "prompt_tokens": len(job.prompt_token_ids),
+            "prompt_tokens": len(prompt.prompt_token_ids),
             "completion_tokens": len(self._output_ids.get((number, output.index), ())),
             "cached_tokens": output.num_cached_tokens,
             "weight_version": WEIGHT_VERSION,
@@ -72,17 +61,17 @@ class Extras:
         candidates = self._candidates.get((number, output.index))
         return meta if candidates is None else meta | candidates.as_dict()
 
-    def _sglext(self, number: int, job: Job, output: RequestOutput) -> dict[str, Any]:
+    def _sglext(self, number: int, prompt: PromptTask, output: RequestOutput) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if self._body.return_cached_tokens_details:
+        if self._fields.cached_tokens:
             found["cached_tokens_details"] = {"device": output.num_cached_tokens, "host": 0}
-        if self._body.return_spec_tokens_details:
+        if self._fields.spec_tokens:
             found["spec_tokens_details"] = None  # speculative decoding is not used
-        if self._body.return_routed_experts:
-            experts, start = self._experts[number, output.index], self._body.routed_experts_start_len or 0
-            found["routed_experts"] = experts.encoded(start, len(job.prompt_token_ids))
-        if self._body.return_input_ids_in_sglext:
-            found["input_ids"] = job.prompt_token_ids
-        if self._body.return_output_ids_in_sglext:
+        if self._fields.experts_from is not None:
+            experts = self._experts[number, output.index]
+            found["routed_experts"] = experts.encoded(self._fields.experts_from, len(prompt.prompt_token_ids))
+        if self._fields.input_ids:
+            found["input_ids"] = prompt.prompt_token_ids
+        if self._fields.output_ids:
             found["output_ids"] = self._output_ids.get((number, output.index), [])
         return found

@@ -3,52 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.generate.details import SamplingMode
 from jaxserve.api.respond.growing_json import GrowingArray
 from jaxserve.api.respond.logprobs import floor
 from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.output import TokenLogprobs
-from jaxserve.types.sampling import HiddenStates
 
 Entries = Sequence[TokenLogprobs | None]
-
-
-@dataclass(frozen=True)
-class LogprobOptions:
-    """The log-probabilities that a request asks for. `start` is the first prompt position; -1: outputs only."""
-
-    wanted: bool = False
-    start: int = -1
-    top: int = 0
-    with_text: bool = False
-    watched: tuple[int, ...] = ()
-    candidates: bool = False
-    sampling_mode: SamplingMode | None = None
-    hidden: HiddenStates = ""
-    experts_from: int | None = None  # first prompt position; None: not requested
 
 
 class NativeLogprobs:
     """The lists of one choice. Every entry is encoded once.
 
     incremental: the output's lists hold only what is new since the last `fields`. The prompt's lists are complete in
-    the
-    event that brings them and in the last event, and empty in between.
+    the event that brings them and in the last event, and empty in between.
     """
 
-    def __init__(self, options: LogprobOptions, texts: TokenTexts, incremental: bool) -> None:
+    def __init__(self, options: NativeOptions, texts: TokenTexts) -> None:
         self._options = options
         self._texts = texts
-        self._incremental = incremental
-        self._kinds = ["token", *["top"] * bool(options.top), *["token_ids"] * bool(options.watched)]
+        self._kinds = ["token", *["top"] * bool(options.top), *["token_ids"] * bool(options.token_ids)]
         self._inputs = {kind: GrowingArray() for kind in self._kinds}
         self._outputs = {kind: GrowingArray() for kind in self._kinds}
         self._has_inputs = False
-        self._shows_inputs = not incremental
+        self._shows_inputs = not options.incremental
 
     def take(self, output: RequestOutput, prompt_token_ids: list[int]) -> None:
         """Append the entries of an output."""
@@ -61,12 +42,12 @@ class NativeLogprobs:
 
     def fields(self, *, last: bool) -> dict[str, Any]:
         """Return the lists as values that orjson encodes."""
-        shows_inputs, self._shows_inputs = self._shows_inputs or last, not self._incremental
+        shows_inputs, self._shows_inputs = self._shows_inputs or last, not self._options.incremental
         result: dict[str, Any] = {}
         for kind in self._kinds:
             result[f"input_{kind}_logprobs"] = self._inputs[kind].fragment if shows_inputs else []
             result[f"output_{kind}_logprobs"] = self._outputs[kind].fragment
-            if self._incremental:
+            if self._options.incremental:
                 self._outputs[kind].clear()
         return result
 
@@ -82,7 +63,7 @@ class NativeLogprobs:
     def _watched(self, entry: TokenLogprobs | None) -> list[list[Any]] | None:
         if entry is None:
             return None
-        pairs = zip(self._options.watched, entry.watched, strict=True)
+        pairs = zip(self._options.token_ids, entry.watched, strict=True)
         return [self._entry(entry.logprob if i == entry.token_id else value, i) for i, value in pairs]
 
     def _top(self, entry: TokenLogprobs | None) -> list[list[Any]] | None:

@@ -9,29 +9,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.api.generate.generation import Job
+from jaxserve.api.generate.generation import PromptTask
 from jaxserve.api.respond.details import Candidates, RoutedExperts, hidden_vectors, matrix
 from jaxserve.api.respond.growing_json import GrowingArray, GrowingText
-from jaxserve.api.respond.native_logprobs import LogprobOptions, NativeLogprobs
+from jaxserve.api.respond.native_logprobs import NativeLogprobs
 from jaxserve.api.shared.token_texts import TokenTexts
+from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.output import FinishReason
 
 
 @dataclass
 class NativeChoice:
-    """One choice so far. An event costs the encoding of what is new and a copy of what it repeats.
-
-    scoring: max_new_tokens is 0. The engine always samples one token; it is dropped.
-    incremental: events hold only what is new, and nothing that was sent is kept
-    """
+    """One choice so far. An event costs the encoding of what is new and a copy of what it repeats."""
 
     request_id: str
-    job: Job
-    options: LogprobOptions
+    prompt: PromptTask
+    options: NativeOptions
     texts: TokenTexts
-    scoring: bool = False
-    incremental: bool = False
     started: float = field(default_factory=time.perf_counter)
     text: GrowingText = field(default_factory=GrowingText)
     token_ids: GrowingArray = field(default_factory=GrowingArray)
@@ -42,7 +37,7 @@ class NativeChoice:
     hidden: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.logprobs = NativeLogprobs(self.options, self.texts, self.incremental)
+        self.logprobs = NativeLogprobs(self.options, self.texts)
         self.candidates = Candidates(self.options.sampling_mode)
 
     def add(self, output: RequestOutput) -> None:
@@ -50,12 +45,12 @@ class NativeChoice:
         self._add_hidden(output)
         if self.options.experts_from is not None:
             self.experts.note(output)
-        if self.scoring:
+        if self.options.scoring:
             output = _unsaid(output)
-        if self.options.candidates:
+        if self.options.sampling_mask:
             self.candidates.note(output)
-        if self.options.wanted:
-            self.logprobs.take(output, self.job.prompt_token_ids)
+        if self.options.logprobs:
+            self.logprobs.take(output, self.prompt.prompt_token_ids)
         self.text.append(output.text)
         self.token_ids.extend(output.token_ids)
         self.num_tokens += len(output.token_ids)
@@ -71,7 +66,7 @@ class NativeChoice:
     def result(self) -> dict[str, Any]:
         """Return the answer so far, or only what is new in it, as values that orjson encodes."""
         answer = {"text": self.text.fragment, "output_ids": self.token_ids.fragment, "meta_info": self._meta()}
-        if self.incremental:
+        if self.options.incremental:
             for each in (self.text, self.token_ids, self.candidates):
                 each.clear()
         return answer
@@ -82,19 +77,19 @@ class NativeChoice:
         meta: dict[str, Any] = {
             "id": self.request_id,
             "finish_reason": self._finish(self.last),
-            "prompt_tokens": len(self.job.prompt_token_ids),
+            "prompt_tokens": len(self.prompt.prompt_token_ids),
             "completion_tokens": self.num_tokens,
             "cached_tokens": self.last.num_cached_tokens,
             "weight_version": "default",
             "e2e_latency": time.perf_counter() - self.started,
         }
-        if self.options.candidates:
+        if self.options.sampling_mask:
             meta |= self.candidates.as_dict()
         if self.options.hidden and ended:
             meta["hidden_states"] = self._hidden_states()
         if self.options.experts_from is not None and ended:
-            meta["routed_experts"] = self.experts.encoded(self.options.experts_from, len(self.job.prompt_token_ids))
-        return meta | self.logprobs.fields(last=ended) if self.options.wanted else meta
+            meta["routed_experts"] = self.experts.encoded(self.options.experts_from, len(self.prompt.prompt_token_ids))
+        return meta | self.logprobs.fields(last=ended) if self.options.logprobs else meta
 
     def _hidden_states(self) -> list[Any]:
         """Return SGLang's form: one entry per token, the first of them for the whole prompt; or only the last
@@ -102,7 +97,7 @@ class NativeChoice:
         """
         found: list[Any] = [vector.tolist() for vector in self.hidden]
         if self.options.hidden == "all" and found:
-            found[0] = matrix(self.prompt_hidden, len(self.job.prompt_token_ids)).tolist()
+            found[0] = matrix(self.prompt_hidden, len(self.prompt.prompt_token_ids)).tolist()
         return found
 
     def _finish(self, output: RequestOutput) -> dict[str, Any] | None:
@@ -111,7 +106,7 @@ class NativeChoice:
         if output.finish_reason is FinishReason.STOP:
             return {"type": "stop", "matched": output.matched_stop}
         if output.finish_reason is FinishReason.LENGTH:
-            return {"type": "length", "length": 0 if self.scoring else self.job.params.max_tokens}
+            return {"type": "length", "length": 0 if self.options.scoring else self.prompt.params.max_tokens}
         return {"type": "abort", "message": "The request was aborted.", "status_code": None}
 
 

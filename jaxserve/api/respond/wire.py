@@ -12,8 +12,7 @@ import orjson
 from starlette.responses import Response
 
 from jaxserve.api.generate.generation import Usage
-from jaxserve.api.protocol.common import SamplingFields
-from jaxserve.errors import InvalidValueError
+from jaxserve.api.tasks.task import OutputOptions
 from jaxserve.text.output.sequence_text import RequestOutput
 
 
@@ -49,10 +48,9 @@ class Envelope:
 class ChunkWriter:
     """Write the server-sent events of one answer."""
 
-    def __init__(self, envelope: Envelope, usage: Usage, body: SamplingFields) -> None:
-        options = body.stream_options
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous = bool(options and options.continuous_usage_stats and options.include_usage is not False)
+    def __init__(self, envelope: Envelope, usage: Usage, options: OutputOptions) -> None:
+        self.include_usage = options.include_usage
+        self.continuous = options.continuous_usage
         self._usage = usage
         self._head = b"data: " + orjson.dumps(envelope.head())[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
@@ -83,12 +81,6 @@ class ChunkWriter:
 
     def _usage_tail(self, uncounted: int = 0) -> bytes:
         return b'],"usage":%b}\n\n' % orjson.dumps(self._usage.as_dict(uncounted))
-
-
-def check_stream_options(body: SamplingFields) -> None:
-    """Raises InvalidValueError if stream_options is given without stream."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidValueError("stream_options is only allowed with stream: true.", param="stream_options")
 
 
 def finish_fields(output: RequestOutput, stop_token_ids: tuple[int, ...]) -> dict[str, Any]:

@@ -13,13 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.docs.openapi import documented
-from jaxserve.api.generate.generation import Generation, Job, new_id
-from jaxserve.api.generate.prompts import Side, as_prompts, check_ids
+from jaxserve.api.generate.generation import Generation, PromptTask
+from jaxserve.api.generate.prompts import check_ids
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import until_disconnect
 from jaxserve.api.protocol.answers import Embeddings
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.shared.state import ServerState, server_state
+from jaxserve.api.tasks.fields import as_prompts, new_id
+from jaxserve.api.tasks.task import RequestOptions, Side
 from jaxserve.errors import ContextLengthError, InvalidValueError, UnsupportedParameterError
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.sampling import SamplingParams
@@ -36,9 +38,10 @@ async def create_embedding(request: Request) -> Response:
     model = state.check_model(body.model)
     _check(body, state.engine.info)
     prompts = as_prompts(body.input, "input")
-    jobs = [Job(await _token_ids(prompt, body, state), EMBED) for prompt in prompts]
+    tasks = [PromptTask(await _token_ids(prompt, body, state), EMBED) for prompt in prompts]
     request_id = new_id("embd", body.request_id or body.rid)
-    generation = Generation(state, request_id, jobs, body.priority or 0, body.cache_salt or "")
+    options = RequestOptions(request_id=request_id, priority=body.priority or 0, cache_salt=body.cache_salt or "")
+    generation = Generation(state, options, tasks)
     content = await until_disconnect(request, _answer(body, model, generation))
     return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
@@ -101,7 +104,7 @@ async def _answer(body: EmbeddingRequest, model: str, generation: Generation) ->
             found[number] = output.embedding
     data = [
         {"object": "embedding", "index": number, "embedding": _encoded(found[number], body, generation.state)}
-        for number in range(len(generation.jobs))
+        for number in range(len(generation.prompts))
     ]
     tokens = generation.usage.prompt_tokens
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -10,13 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.api.docs.openapi import documented
-from jaxserve.api.generate.conversation import check_messages, render_messages
 from jaxserve.api.generate.prompts import check_ids
+from jaxserve.api.generate.rendering import render
 from jaxserve.api.http.body import read_body
 from jaxserve.api.protocol.answers import Detokenized, Tokenized
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.shared.state import ServerState, server_state
+from jaxserve.api.tasks.chat import check_messages, template_messages
+from jaxserve.api.tasks.task import ChatMessages
 from jaxserve.errors import InvalidValueError
 
 INLINE_TOKENS = 4096
@@ -67,16 +69,15 @@ async def _texts(body: TokenizeRequest, state: ServerState) -> tuple[str, list[s
         return given[0], [text] if isinstance(text, str) else list(text or []), body.add_special_tokens is not False
     check_messages(body.messages)
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
-    rendered = await render_messages(
-        body.messages,
-        state,
-        body.size,
-        tools=tools or None,
+    messages = ChatMessages(
+        make=template_messages(body.messages),
+        size=body.size,
+        tools=tools,
+        variables=body.chat_template_kwargs or {},
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        kwargs=body.chat_template_kwargs or {},
     )
-    return given[0], [rendered], bool(body.add_special_tokens)
+    return given[0], [await render(messages, state)], bool(body.add_special_tokens)
 
 
 @router.post("/detokenize", **documented(Detokenized, body=DetokenizeRequest))

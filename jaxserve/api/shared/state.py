@@ -174,6 +174,11 @@ class ServerState:
         model = self.config.model
         return choose_parsers(source, tool=model.tool_parser, reasoning=model.reasoning_parser)
 
+    @cached_property
+    def reasoning_fields(self) -> tuple[str, ...]:
+        """Return the names under which answers show the reasoning."""
+        return ("reasoning_content", "reasoning")[: 2 if self.config.server.reasoning_field == "both" else 1]
+
     def check_model(self, name: str | None) -> str:
         """Return the model name to answer with; None means the first served name. Raises ModelNotFoundError."""
         names = self.engine.info.served_names

@@ -19,6 +19,7 @@ MAX_HIDDEN_NUMBERS = 2**22  # per answer: 4 million, some 80 MB of JSON
 MAX_EXPERT_NUMBERS = 2**24  # per answer: 64 MiB
 
 SamplingMode = Literal["selected", "support"]
+_EXPERTS_START = "routed_experts_start_len goes with return_routed_experts and is at most the prompt's length."
 
 
 def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, param: str) -> SamplingParams:
@@ -50,37 +51,39 @@ def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingM
     return msgspec.structs.replace(params, support=True, logprobs=params.logprobs or 0)
 
 
-def show_hidden(params: SamplingParams, mode: HiddenStates, num_prompt_tokens: int, info: EngineInfo) -> SamplingParams:
-    """Add hidden states to `params`. Raises InvalidValueError if the answer would hold too many numbers."""
-    if not mode:
-        return params
-    tokens = num_prompt_tokens + (params.max_tokens or 0) if mode == "all" else 1
-    if tokens * info.embedding_size * params.n > MAX_HIDDEN_NUMBERS:
-        message = f"return_hidden_states: {tokens} tokens of {info.embedding_size} numbers each are too many; "
-        message += 'use "last", or fewer tokens.'
-        raise InvalidValueError(message, param="return_hidden_states")
-    return msgspec.structs.replace(params, hidden_states=mode, logprobs=params.logprobs or 0)
+def show_hidden(params: SamplingParams, mode: HiddenStates) -> SamplingParams:
+    """Add hidden states to `params`."""
+    return msgspec.structs.replace(params, hidden_states=mode, logprobs=params.logprobs or 0) if mode else params
 
 
-def route(
-    params: SamplingParams, wanted: bool | None, start: int | None, num_prompt_tokens: int, info: EngineInfo
-) -> SamplingParams:
-    """Add the experts of every token to `params`.
-
-    Raises InvalidValueError if the model has no experts, or if the answer would be too large.
-    """
-    if start is not None and not (wanted and start <= num_prompt_tokens):
-        message = "routed_experts_start_len goes with return_routed_experts and is at most the prompt's length."
-        raise InvalidValueError(message, param="routed_experts_start_len")
+def route(params: SamplingParams, wanted: bool | None, start: int | None, info: EngineInfo) -> SamplingParams:
+    """Add the routed experts of every token to `params`. Raises InvalidValueError if the model has none."""
+    if start is not None and not wanted:
+        raise InvalidValueError(_EXPERTS_START, param="routed_experts_start_len")
     if not wanted:
         return params
-    layers, each = info.routed
-    if not layers:
+    if not info.routed[0]:
         raise InvalidValueError("return_routed_experts: the model has no experts.", param="return_routed_experts")
-    if (num_prompt_tokens + (params.max_tokens or 0)) * layers * each * params.n > MAX_EXPERT_NUMBERS:
+    return msgspec.structs.replace(params, experts=True, logprobs=params.logprobs or 0)
+
+
+def check_sizes(params: SamplingParams, experts_from: int | None, num_prompt_tokens: int, info: EngineInfo) -> None:
+    """Raises InvalidValueError if the hidden states or routed experts of an answer would be too many numbers.
+
+    params: with the final max_tokens
+    """
+    tokens = num_prompt_tokens + (params.max_tokens or 0)
+    shown = {"": 0, "last": 1, "all": tokens}[params.hidden_states]
+    if shown * info.embedding_size * params.n > MAX_HIDDEN_NUMBERS:
+        message = f"return_hidden_states: {shown} tokens of {info.embedding_size} numbers each are too many; "
+        message += 'use "last", or fewer tokens.'
+        raise InvalidValueError(message, param="return_hidden_states")
+    if experts_from is not None and experts_from > num_prompt_tokens:
+        raise InvalidValueError(_EXPERTS_START, param="routed_experts_start_len")
+    layers, each = info.routed
+    if params.experts and tokens * layers * each * params.n > MAX_EXPERT_NUMBERS:
         message = "return_routed_experts: too many numbers for one answer; ask for fewer tokens."
         raise InvalidValueError(message, param="return_routed_experts")
-    return msgspec.structs.replace(params, experts=True, logprobs=params.logprobs or 0)
 
 
 def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str) -> SamplingParams:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxserve.api.protocol.chat import ChatCompletionRequest, NamedTool, Tool, ToolChoice
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
-from jaxserve.text.events import ContentDelta, Event, OutputParser, ToolCallDelta, ToolCallEnd, ToolCallStart
+from jaxserve.grammar.tools import GrammarTool, is_raw_input
 from jaxserve.text.tools import ToolSet
 
 Mode = Literal["none", "auto", "required"]
@@ -24,53 +23,28 @@ class ToolUse:
     tools: those that the model may call; empty with mode "none"
     mode: also "required" for a named tool, which is then the only one here
     parallel: whether an output may have several calls; False for a named tool
-    legacy: the request used functions and function_call, so the answer does too
+    shown: the tools as the chat template reads them
     """
 
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[GrammarTool, ...] = ()
     mode: Mode = "none"
     parallel: bool = True
-    legacy: bool = False
-    shown: list[dict[str, Any]] = field(default_factory=list)  # as given to the chat template
+    shown: tuple[dict[str, Any], ...] = ()
 
     @property
     def tool_set(self) -> ToolSet | None:
         """Return the tools for the output parser; None leaves calls in the text."""
         if self.mode == "none":
             return None
-        functions = [tool.function for tool in self.tools if tool.function is not None]
-        custom = [tool.custom.name for tool in self.tools if tool.custom is not None]
-        return ToolSet({function.name: function.parameters or {} for function in functions}, custom)
+        functions = {tool.name: dict(tool.schema or {}) for tool in self.tools if not tool.custom}
+        return ToolSet(functions, [tool.name for tool in self.tools if tool.custom])
 
-
-class RawInputParser:
-    """Parse an output that, after its reasoning, is only the input of one custom tool."""
-
-    def __init__(self, name: str, reasoning: OutputParser) -> None:
-        self._name = name
-        self._reasoning = reasoning
-        self._begun = False
-
-    def feed(self, delta: str) -> list[Event]:
-        return self._through(self._reasoning.feed(delta))
-
-    def finish(self) -> list[Event]:
-        events = self._through(self._reasoning.finish())
-        return [*events, *(() if self._begun else [self._start()]), ToolCallEnd(0)]
-
-    def _through(self, events: list[Event]) -> list[Event]:
-        out: list[Event] = []
-        for event in events:
-            if isinstance(event, ContentDelta):
-                out += [] if self._begun else [self._start()]
-                out.append(ToolCallDelta(0, event.text))
-            else:
-                out.append(event)
-        return out
-
-    def _start(self) -> ToolCallStart:
-        self._begun = True
-        return ToolCallStart(0, f"call_{secrets.token_hex(12)}", self._name, custom=True)
+    @property
+    def raw_input(self) -> str | None:
+        """Return the name of the custom tool whose input is the whole output, with no call syntax around it."""
+        if self.mode != "required" or not is_raw_input(self.tools, required=True):
+            return None
+        return self.tools[0].name if self.tools[0].custom else None
 
 
 def tool_use(body: ChatCompletionRequest) -> ToolUse:
@@ -89,9 +63,8 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse:
     named = isinstance(choice, ToolChoice) and choice.type != "allowed_tools"
     parallel = body.parallel_tool_calls is not False and not (legacy or named)
     if mode == "none":
-        return ToolUse(legacy=legacy)
-    shown = [_shown(tool) for tool in allowed]
-    return ToolUse(tuple(allowed), mode, parallel, legacy, shown)
+        return ToolUse()
+    return ToolUse(tuple(map(_grammar_tool, allowed)), mode, parallel, tuple(map(_shown, allowed)))
 
 
 def tool_name(tool: Tool) -> str:
@@ -169,3 +142,18 @@ def _shown(tool: Tool) -> dict[str, Any]:
     if tool.custom.description is not None:
         function["description"] = tool.custom.description
     return {"type": "function", "function": function}
+
+
+def _grammar_tool(tool: Tool) -> GrammarTool:
+    if tool.function is not None:
+        return GrammarTool(tool.function.name, tool.function.parameters, strict=bool(tool.function.strict))
+    assert tool.custom is not None
+    format_ = tool.custom.format
+    grammar = format_.grammar if format_ is not None and format_.type == "grammar" else None
+    syntax, text = (grammar.syntax, grammar.definition) if grammar is not None else ("", "")
+    return GrammarTool(
+        tool.custom.name,
+        custom=True,
+        regex=text if syntax == "regex" else None,
+        lark=text if syntax == "lark" else None,
+    )

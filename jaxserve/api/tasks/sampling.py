@@ -1,91 +1,78 @@
-"""Turn a validated body into SamplingParams: apply the model's defaults and the checks that need the model."""
+"""Read SamplingParams from a body: apply the model's defaults and the checks that need the model, not the prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.api.generate.details import route, show_hidden, tell_candidates, watch
 from jaxserve.api.protocol.common import SamplingFields
 from jaxserve.api.protocol.generate import NativeSampling
 from jaxserve.api.protocol.limits import DEFAULT_NATIVE_TOKENS, MAX_BAD_WORD_TOKENS, MAX_STOP_CHARS
+from jaxserve.api.shared.state import ServerState
+from jaxserve.api.tasks.details import mark, route, show_hidden, tell_candidates, watch
+from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.patterns import StopPatterns
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo
-from jaxserve.types.sampling import GrammarSpec, SamplingParams
+from jaxserve.types.sampling import SamplingParams
 
 _HARD_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def sampling_params(
-    body: SamplingFields,
-    info: EngineInfo,
-    tokenizer: Tokenizer,
-    *,
-    max_tokens: int | None,
-    num_prompt_tokens: int,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    grammar: GrammarSpec | None = None,
+    body: SamplingFields, state: ServerState, *, max_tokens: int | None, logprobs: int | None, **others: Any
 ) -> SamplingParams:
-    """Return the parameters of one prompt. `max_tokens` None: the rest of the context.
+    """Return the parameters of one prompt. Raises InvalidValueError.
 
-    Raises InvalidValueError.
+    max_tokens: as requested; None: the rest of the context. others: further fields of SamplingParams
     """
-    limit = clamp_max_tokens(max_tokens, num_prompt_tokens, info)
-    params = SamplingParams(
-        **_distribution(body, info),
-        n=body.n or 1,
-        logit_bias=_logit_bias(body.logit_bias, info),
-        allowed_token_ids=_allowed(body.allowed_token_ids, info),
-        bad_words_token_ids=_bad_words(body.bad_words or [], tokenizer),
-        seed=_seed(body.seed),
-        max_tokens=limit,
-        min_tokens=_min_tokens(body.min_tokens, max_tokens, limit, "min_tokens"),
-        ignore_eos=bool(body.ignore_eos),
-        stop_token_ids=_vocabulary(body.stop_token_ids, info, "stop_token_ids"),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        grammar=grammar,
-        stop=_stops(body.stop),
-        stop_regex=_patterns(body.stop_regex, body.n or 1),
-        include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
-    )
+    info = state.engine.info
+    fields: dict[str, Any] = _shared_fields(body, info) | {
+        "allowed_token_ids": _allowed(body.allowed_token_ids, info),
+        "bad_words_token_ids": _bad_words(body.bad_words or [], state.engine.tokenizer),
+        "seed": _seed(body.seed),
+        "max_tokens": max_tokens,
+        "min_tokens": _min_tokens(body.min_tokens, max_tokens, "min_tokens"),
+        "include_stop_str_in_output": bool(body.include_stop_str_in_output or body.no_stop_trim),
+        "logprobs": logprobs,
+        "prompt_logprobs": body.prompt_logprobs,
+    }
+    params = SamplingParams(**(fields | others))
     params = watch(params, body.logprob_token_ids, info, "logprob_token_ids")
     params = tell_candidates(params, body.return_sampling_mask, body.sampling_logprobs_mode)
-    params = route(params, body.return_routed_experts, body.routed_experts_start_len, num_prompt_tokens, info)
-    return show_hidden(params, "last" if body.return_hidden_states else "", num_prompt_tokens, info)
+    params = route(params, body.return_routed_experts, body.routed_experts_start_len, info)
+    params = show_hidden(params, "last" if body.return_hidden_states else "")
+    param = "watermarking" if body.watermark is None else "watermark"
+    asked = body.watermarking if body.watermark is None else body.watermark
+    return mark(params, asked, reveal(state.config.server.watermark_key), param)
 
 
-def native_params(body: NativeSampling, info: EngineInfo, num_prompt_tokens: int, **extra: Any) -> SamplingParams:
-    """Return the parameters of /generate; `extra` are fields of SamplingParams."""
-    asked = DEFAULT_NATIVE_TOKENS if body.max_new_tokens is None else body.max_new_tokens
-    limit = clamp_max_tokens(asked, num_prompt_tokens, info)
+def native_params(body: NativeSampling, info: EngineInfo, **others: Any) -> SamplingParams:
+    """Return the parameters of /generate; `others` are further fields of SamplingParams. Raises InvalidValueError."""
+    max_tokens = DEFAULT_NATIVE_TOKENS if body.max_new_tokens is None else body.max_new_tokens
     return SamplingParams(
-        **_distribution(body, info),
-        n=body.n or 1,
-        logit_bias=_logit_bias(body.logit_bias, info),
+        **_shared_fields(body, info),
         seed=_seed(body.sampling_seed),
-        max_tokens=limit,
-        min_tokens=_min_tokens(body.min_new_tokens, asked, limit, "min_new_tokens"),
-        ignore_eos=bool(body.ignore_eos),
-        stop_token_ids=_vocabulary(body.stop_token_ids, info, "stop_token_ids"),
-        stop=_stops(body.stop),
-        stop_regex=_patterns(body.stop_regex, body.n or 1),
+        max_tokens=max_tokens,
+        min_tokens=_min_tokens(body.min_new_tokens, max_tokens, "min_new_tokens"),
         include_stop_str_in_output=bool(body.no_stop_trim),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        spaces_between_special_tokens=body.spaces_between_special_tokens is not False,
-        **extra,
+        **others,
     )
 
 
-def clamp_max_tokens(asked: int | None, num_prompt_tokens: int, info: EngineInfo) -> int:
-    """Limit to the rest of the context, and to at least 1: the engine always samples; the caller drops it for 0."""
-    room = info.max_model_len - num_prompt_tokens
-    return room if asked is None else max(1, min(asked, room))
+def _shared_fields(body: SamplingFields | NativeSampling, info: EngineInfo) -> dict[str, Any]:
+    """Read the fields that have the same names on all routes."""
+    return _distribution(body, info) | {
+        "n": body.n or 1,
+        "logit_bias": _logit_bias(body.logit_bias, info),
+        "ignore_eos": bool(body.ignore_eos),
+        "stop_token_ids": _vocabulary(body.stop_token_ids, info, "stop_token_ids"),
+        "stop": _stops(body.stop),
+        "stop_regex": _patterns(body.stop_regex, body.n or 1),
+        "skip_special_tokens": body.skip_special_tokens is not False,
+        "spaces_between_special_tokens": body.spaces_between_special_tokens is not False,
+    }
 
 
 def _distribution(body: SamplingFields | NativeSampling, info: EngineInfo) -> dict[str, Any]:
@@ -104,10 +91,10 @@ def _seed(seed: int | None) -> int | None:
     return None if seed is None else seed & (2**63 - 1)
 
 
-def _min_tokens(asked: int | None, max_tokens: int | None, limit: int, param: str) -> int:
+def _min_tokens(asked: int | None, max_tokens: int | None, param: str) -> int:
     if asked and max_tokens is not None and asked > max_tokens:
         raise InvalidValueError(f"{param} ({asked}) is more than the maximum ({max_tokens}).", param=param)
-    return min(asked or 0, limit)
+    return asked or 0
 
 
 def _logit_bias(bias: dict[str, float] | None, info: EngineInfo) -> dict[int, float]:

@@ -6,27 +6,14 @@ The rule wraps the engine's stream of one prompt and yields a stream of the same
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import msgspec
 
 from jaxserve.api.generate.generation import Stream
+from jaxserve.api.tasks.task import RepetitionRule
 from jaxserve.types.output import FinishReason
 
 REPETITION = "repetition"  # value of matched_stop in that case
-
-
-@dataclass(frozen=True)
-class RepetitionRule:
-    """End an output if its last tokens are `min_count` repeats of a pattern of `smallest` to `largest` tokens."""
-
-    smallest: int
-    largest: int
-    min_count: int
-
-    def holds(self, token_ids: list[int]) -> bool:
-        """Return whether an output with these tokens ends."""
-        return Repetitions(self).add(token_ids)
 
 
 class Repetitions:

@@ -10,20 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
-
 from jaxserve.api.protocol.common import ResponseFormat, SamplingFields, StructuredOutputs
 from jaxserve.api.protocol.generate import NativeSampling
-from jaxserve.api.shared.engine_protocol import EngineProtocol
-from jaxserve.api.shared.grammar_checks import GrammarChecks
 from jaxserve.errors import InvalidSchemaError, InvalidValueError
 from jaxserve.grammar.structural import structural_tag_spec
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES, choice_spec, grammar_spec, schema_spec
-from jaxserve.text.output.output_parser import ParserChoice
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import GrammarSpec
-
-_HARMONY_FINAL = "<|channel|>final<|message|>"
 
 Constraint = tuple[GrammarSpec, str]  # with the field it came from
 
@@ -53,39 +46,6 @@ def constraint(body: SamplingFields | NativeSampling, tokenizer: Tokenizer) -> C
         names = " and ".join(name for _, name in found)
         raise InvalidValueError(f"{names} exclude each other.", param=found[1][1])
     return found[0] if found else None
-
-
-async def checked_grammar(
-    body: SamplingFields | NativeSampling, engine: EngineProtocol, checks: GrammarChecks
-) -> GrammarSpec | None:
-    """Return the constraint of a body once the grammar compiler accepts it."""
-    found = constraint(body, engine.tokenizer)
-    return None if found is None else await checks.check(*found, engine)
-
-
-def after_reasoning(
-    spec: GrammarSpec, parsers: ParserChoice, tokenizer: Tokenizer, prompt: str, continued: str, off: bool
-) -> GrammarSpec:
-    """Return `spec` for an output that may begin with reasoning: it then applies after the reasoning.
-
-    off: the request turned reasoning off
-    """
-    if parsers.harmony:
-        return msgspec.structs.replace(spec, begin_after=_ids(tokenizer, _HARMONY_FINAL))
-    tags = parsers.think_tags
-    if tags is None:
-        return spec
-    end = _ids(tokenizer, tags.end)
-    if tags.opened_by(prompt, continued):
-        return msgspec.structs.replace(spec, begin_after=end)
-    start = _ids(tokenizer, tags.start)
-    if off or continued or len(start) != 1 or prompt.rstrip().endswith(tags.end):
-        return spec
-    return msgspec.structs.replace(spec, begin_after=end, begin_unless=start)
-
-
-def _ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 @contextmanager

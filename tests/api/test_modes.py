@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jaxserve.api.generate.beam_search import beam_search
-from jaxserve.api.generate.stream_rules import RepetitionRule, Repetitions
+from jaxserve.api.generate.repetition import Repetitions
+from jaxserve.api.tasks.task import RepetitionRule
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.output import FinishReason, TokenLogprobs
 from jaxserve.types.sampling import SamplingParams
@@ -73,10 +74,12 @@ def test_beam_search_over_the_wire(server: LiveServer, client: Any) -> None:
 
 
 def test_the_rule_of_repetitions() -> None:
-    rule = RepetitionRule(1, 3, 3)
-    assert rule.holds([5, 5, 5]) and rule.holds([9, 1, 2, 1, 2, 1, 2]) and rule.holds([1, 2, 3] * 3)
-    assert not rule.holds([5, 5]) and not rule.holds([1, 2, 1, 2, 1]) and not rule.holds([1, 2, 3, 4] * 3)
-    assert not RepetitionRule(2, 3, 3).holds([9, 5, 5, 5])
+    def holds(token_ids: list[int], smallest: int = 1) -> bool:
+        return Repetitions(RepetitionRule(smallest=smallest, largest=3, min_count=3)).add(token_ids)
+
+    assert holds([5, 5, 5]) and holds([9, 1, 2, 1, 2, 1, 2]) and holds([1, 2, 3] * 3)
+    assert not holds([5, 5]) and not holds([1, 2, 1, 2, 1]) and not holds([1, 2, 3, 4] * 3)
+    assert not holds([9, 5, 5, 5], smallest=2)
 
 
 def test_the_rule_by_its_definition() -> None:
@@ -85,7 +88,8 @@ def test_the_rule_by_its_definition() -> None:
     held = 0
     for _ in range(200):
         smallest = rng.randint(1, 3)
-        rule = RepetitionRule(smallest, smallest + rng.randint(0, 4), rng.randint(2, 4))
+        largest, min_count = smallest + rng.randint(0, 4), rng.randint(2, 4)
+        rule = RepetitionRule(smallest=smallest, largest=largest, min_count=min_count)
         state, tokens = Repetitions(rule), list[int]()
         for _ in range(40):
             group = rng.choices([1, 2], k=rng.randint(0, 3))
@@ -95,7 +99,7 @@ def test_the_rule_by_its_definition() -> None:
                 len(tokens) >= need and tokens[-need:-size] == tokens[len(tokens) - need + size :]
                 for size, need in needs
             )
-            assert state.add(group) == rule.holds(tokens) == expected
+            assert state.add(group) == Repetitions(rule).add(tokens) == expected
             held += expected
     assert 500 < held < 7500
 

@@ -1,0 +1,146 @@
+"""Turn the prompts of a task into engine work: tokens, final sampling parameters, compiled grammar, generation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from jaxserve.api.generate.generation import Generation, PromptTask, Usage
+from jaxserve.api.generate.grammars import chat_grammar, compiled
+from jaxserve.api.generate.modes import with_beam_search, with_repetition_rule, with_session
+from jaxserve.api.generate.prompts import check_length, session_context, text_tokens
+from jaxserve.api.generate.rendering import RenderedChat, rendered_chat
+from jaxserve.api.generate.turn import RawInputParser, Turn
+from jaxserve.api.shared.keys import Caller
+from jaxserve.api.shared.state import ServerState
+from jaxserve.api.tasks.constraints import Constraint
+from jaxserve.api.tasks.details import check_sizes
+from jaxserve.api.tasks.task import ChatPrompt, Continuation, RequestOptions, TextPrompt
+from jaxserve.errors import InvalidValueError
+from jaxserve.text.events import OutputParser
+from jaxserve.types.sampling import GrammarSpec, SamplingParams, ThinkingBudget
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """The engine work of a conversation.
+
+    prompt_text: the rendered conversation. make_turn: returns the reader of one choice
+    """
+
+    generation: Generation
+    prompt_text: str
+    make_turn: Callable[[], Turn]
+
+    @property
+    def prompt(self) -> PromptTask:
+        return self.generation.prompts[0]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans one HTTP request. Its methods raise a RequestError for everything that can be wrong with it."""
+
+    state: ServerState
+    caller: Caller
+    options: RequestOptions
+
+    async def texts(self, prompts: Sequence[TextPrompt]) -> Generation:
+        """Plan texts to continue. Prompts with the same constraint share its grammar."""
+        grammars: dict[Constraint | None, GrammarSpec | None] = {}
+        tasks = []
+        for prompt in prompts:
+            if prompt.constraint not in grammars:
+                grammars[prompt.constraint] = await compiled(prompt.constraint, self.state)
+            token_ids = self._context(prompt, await text_tokens(prompt, self.state), prompt.param)
+            params = self._params(prompt, token_ids, grammars[prompt.constraint])
+            tasks.append(self._with_mode(prompt, PromptTask(token_ids, params, request_id=prompt.request_id)))
+        return Generation(self.state, self.options, tasks, self.caller)
+
+    async def chat(self, prompt: ChatPrompt) -> ChatPlan:
+        """Plan a conversation to answer."""
+        rendered = await rendered_chat(prompt, self.state)
+        token_ids = self._context(prompt, rendered.token_ids, "messages")
+        params = self._params(prompt, token_ids, await chat_grammar(prompt, rendered, self.state))
+        tokenizer, has_tools = self.state.engine.tokenizer, prompt.tools.mode != "none"
+        params = msgspec.structs.replace(
+            params,
+            visible_token_ids=self.state.parsers.visible_token_ids(tokenizer, tools=has_tools),
+            thinking=self._thinking_budget(prompt, rendered, params),
+        )
+        task = self._with_mode(prompt, PromptTask(token_ids, params))
+        generation = Generation(self.state, self.options, [task], self.caller)
+        return ChatPlan(generation, rendered.text, self._turns(prompt, rendered, generation.usage))
+
+    def _context(self, prompt: Continuation, token_ids: list[int], param: str) -> list[int]:
+        token_ids = session_context(token_ids, prompt.mode.session, self.state, self.caller)
+        check_length(token_ids, self.state.engine.info, param)
+        return token_ids
+
+    def _params(self, prompt: Continuation, token_ids: list[int], grammar: GrammarSpec | None) -> SamplingParams:
+        """Limit the output to the rest of the context. The engine samples at least one token; for 0 it is dropped."""
+        info, params = self.state.engine.info, prompt.sampling
+        room = info.max_model_len - len(token_ids)
+        limit = room if params.max_tokens is None else max(1, min(params.max_tokens, room))
+        min_tokens = min(params.min_tokens, limit)
+        params = msgspec.structs.replace(params, max_tokens=limit, min_tokens=min_tokens, grammar=grammar)
+        check_sizes(params, prompt.experts_from, len(token_ids), info)
+        return params
+
+    def _with_mode(self, prompt: Continuation, task: PromptTask) -> PromptTask:
+        task = with_repetition_rule(with_beam_search(task, prompt.mode, self.state), prompt.mode.repetition)
+        return with_session(task, prompt.mode, self.options.request_id, self.state, self.caller)
+
+    def _thinking_budget(
+        self, prompt: ChatPrompt, rendered: RenderedChat, params: SamplingParams
+    ) -> ThinkingBudget | None:
+        tags = self.state.parsers.think_tags
+        if prompt.thinking_budget is None:
+            return None
+        if tags is None:
+            message = "thinking_token_budget: this model does not think between tags."
+            raise InvalidValueError(message, param="thinking_token_budget")
+        if params.experts:
+            message = "thinking_token_budget does not go with return_routed_experts."
+            raise InvalidValueError(message, param="return_routed_experts")
+        offered = prompt.tools.tool_set
+        return ThinkingBudget(
+            tokens=prompt.thinking_budget,
+            family=self.state.parsers.reasoning or "",
+            inside=tags.opened_by(rendered.text, prompt.continued),
+            tools=() if offered is None else offered.names,
+            end_token_ids=self._end_of_thinking(tags.end, params.grammar),
+        )
+
+    def _end_of_thinking(self, end: str, grammar: GrammarSpec | None) -> tuple[int, ...]:
+        """Return the tokens that end the reasoning of a model that exceeds its budget.
+
+        A grammar begins directly after the token ids of the closing tag, so nothing may follow them.
+        """
+        encode = self.state.engine.tokenizer.encode
+        if grammar is None or not grammar.begin_after:
+            return tuple(encode(f"\n{end}\n\n", add_special_tokens=False))
+        ids = tuple(encode(f"\n{end}", add_special_tokens=False))
+        return ids if ids[-len(grammar.begin_after) :] == grammar.begin_after else grammar.begin_after
+
+    def _turns(self, prompt: ChatPrompt, rendered: RenderedChat, usage: Usage) -> Callable[[], Turn]:
+        tools, offered = prompt.tools, prompt.tools.tool_set
+        if offered is not None:
+            offered = replace(offered, on_unoffered=self.state.metrics.unoffered_calls.inc)
+
+        def make() -> Turn:
+            """Make the reader of one choice."""
+            parser: OutputParser = self.state.parsers.make(
+                tools=None if tools.raw_input is not None else offered,
+                prompt=rendered.text,
+                continued=prompt.continued,
+                separate_reasoning=prompt.separate_reasoning,
+                fallback_tool="json" if tools.mode == "required" else None,
+            )
+            if tools.raw_input is not None:
+                parser = RawInputParser(tools.raw_input, parser)
+            return Turn(parser, usage, parallel=tools.parallel)
+
+        return make

@@ -1,0 +1,101 @@
+"""Read one choice of a conversation as events: its text parsed, its reasoning counted, its calls limited.
+
+Every wire form of a conversation is written from these events.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from jaxserve.api.generate.generation import Usage
+from jaxserve.text.events import (
+    ContentDelta,
+    Event,
+    OutputParser,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from jaxserve.text.output.sequence_text import RequestOutput
+
+
+class Turn:
+    """The state of one choice.
+
+    parallel: False ends the output after its first call
+    ended: nothing follows. A turn may end before its engine output does.
+    """
+
+    def __init__(self, parser: OutputParser, usage: Usage, *, parallel: bool = True) -> None:
+        self.num_calls = 0
+        self.ended = False
+        self._parser = parser
+        self._usage = usage
+        self._parallel = parallel
+        self._thinking = False
+        self._unsure_tokens = 0  # tokens not yet in an event: of the reasoning, or of what follows it
+
+    def read(self, output: RequestOutput) -> list[Event]:
+        """Return the events that `output` completes."""
+        events = self._parser.feed(output.text) if output.text else []
+        if output.finish_reason is not None:
+            events += self._parser.finish()
+            self.ended = True
+        elif len(events) == 1 and type(events[0]) is ContentDelta and not self._thinking:
+            self._unsure_tokens = 0  # the common case
+            return events
+        self._count_reasoning(events, len(output.token_ids))
+        return self._limited(events)
+
+    def _limited(self, events: list[Event]) -> list[Event]:
+        """Count the calls; without parallel calls, drop what follows the first."""
+        for number, event in enumerate(events):
+            if isinstance(event, ToolCallStart):
+                self.num_calls += 1
+            elif isinstance(event, ToolCallEnd) and not self._parallel:
+                self.ended = True
+                return events[: number + 1]
+        return events
+
+    def _count_reasoning(self, events: list[Event], num_tokens: int) -> None:
+        """Count tokens of the reasoning and its tags. A token without an event is counted with the next event."""
+        self._unsure_tokens += num_tokens
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                self._thinking = True
+                self._usage.reasoning_tokens += self._unsure_tokens
+            elif self._thinking:
+                self._thinking = False
+                self._usage.reasoning_tokens += max(0, self._unsure_tokens - num_tokens)
+            self._unsure_tokens = 0
+
+
+class RawInputParser:
+    """Parse an output that, after its reasoning, is only the input of one custom tool."""
+
+    def __init__(self, name: str, reasoning: OutputParser) -> None:
+        self._name = name
+        self._reasoning = reasoning
+        self._begun = False
+
+    def feed(self, delta: str) -> list[Event]:
+        return self._through(self._reasoning.feed(delta))
+
+    def finish(self) -> list[Event]:
+        events = self._through(self._reasoning.finish())
+        return [*events, *(() if self._begun else [self._start()]), ToolCallEnd(0)]
+
+    def _through(self, events: list[Event]) -> list[Event]:
+        out: list[Event] = []
+        for event in events:
+            if isinstance(event, ContentDelta):
+                out += [] if self._begun else [self._start()]
+                out.append(ToolCallDelta(0, event.text))
+            else:
+                out.append(event)
+        return out
+
+    def _start(self) -> ToolCallStart:
+        self._begun = True
+        return ToolCallStart(0, f"call_{secrets.token_hex(12)}", self._name, custom=True)

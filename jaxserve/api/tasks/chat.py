@@ -1,0 +1,165 @@
+"""Read a task from the body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.api.protocol.chat import ChatCompletionRequest, Message, Thinking
+from jaxserve.api.shared.state import ServerState
+from jaxserve.api.tasks.constraints import constraint
+from jaxserve.api.tasks.fields import generation_mode, output_options, request_options, truncation
+from jaxserve.api.tasks.sampling import sampling_params
+from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, OutputOptions, RequestOptions
+from jaxserve.api.tasks.tools import tool_use
+from jaxserve.errors import InvalidValueError, UnsupportedParameterError
+
+_TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
+_MEDIA_PARTS = frozenset(
+    {"image_url", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "audio"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What the answer to a conversation shows, and in which form.
+
+    legacy_calls: function_call instead of tool_calls, because the request used functions
+    echo: text of the last message, returned before the output
+    reasoning_fields: names of the reasoning in every message and delta
+    """
+
+    output: OutputOptions
+    legacy_calls: bool = False
+    echo: str = ""
+    include_reasoning: bool = True
+    stream_reasoning: bool = True
+    reasoning_fields: tuple[str, ...] = ("reasoning_content",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTask:
+    """All that a body of chat/completions asks for."""
+
+    prompt: ChatPrompt
+    request: RequestOptions
+    options: ChatOptions
+
+
+def chat_task(body: ChatCompletionRequest, state: ServerState) -> ChatTask:
+    """Read and check a body. Raises a RequestError that names the field."""
+    check_messages(body.messages)
+    _check(body)
+    options = ChatOptions(
+        output=output_options(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None),
+        legacy_calls=bool(body.functions),
+        echo=last_text(body.messages) if body.echo else "",
+        include_reasoning=body.include_reasoning is not False,
+        stream_reasoning=body.stream_reasoning is not False,
+        reasoning_fields=state.reasoning_fields,
+    )
+    return ChatTask(prompt=_prompt(body, state), request=request_options(body, "chatcmpl"), options=options)
+
+
+def _prompt(body: ChatCompletionRequest, state: ServerState) -> ChatPrompt:
+    tools = tool_use(body)
+    messages = ChatMessages(
+        make=template_messages(body.messages),
+        size=body.size,
+        tools=tools.shown,
+        documents=body.documents,
+        variables=_template_variables(body),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    return ChatPrompt(
+        messages=messages,
+        token_ids=body.input_ids,
+        continued=last_text(body.messages) if body.continue_final_message else "",
+        add_special_tokens=bool(body.add_special_tokens),
+        sampling=sampling_params(body, state, max_tokens=max_tokens, logprobs=logprobs),
+        constraint=constraint(body, state.engine.tokenizer),
+        mode=generation_mode(body),
+        truncation=truncation(body),
+        experts_from=body.routed_experts_start_len,
+        tools=tools,
+        thinking_budget=body.thinking_token_budget,
+        separate_reasoning=body.separate_reasoning is not False,
+    )
+
+
+def _check(body: ChatCompletionRequest) -> None:
+    if not body.messages and body.input_ids is None:
+        raise InvalidValueError("messages is empty.", param="messages")
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidValueError("top_logprobs needs logprobs: true.", param="top_logprobs")
+    for modality in body.modalities or ():
+        if modality != "text":
+            raise UnsupportedParameterError(f"modalities: {modality!r} cannot be made.", param="modalities")
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Check what the types cannot express. Raises a RequestError that names the message."""
+    for number, message in enumerate(messages):
+        param = f"messages.{number}.content"
+        if isinstance(message.content, list):
+            _check_parts(message, param)
+        elif message.content is None and message.role in ("system", "developer", "user", "tool"):
+            raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
+        if message.role == "tool" and message.tool_call_id is None:
+            param = f"messages.{number}.tool_call_id"
+            raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
+
+
+def _check_parts(message: Message, param: str) -> None:
+    assert isinstance(message.content, list)
+    for number, part in enumerate(message.content):
+        where = f"{param}.{number}"
+        if part.type in _MEDIA_PARTS:
+            message_text = f"{where}: a part of type {part.type!r} cannot be given to this model, it takes text only."
+            raise UnsupportedParameterError(message_text, param=where)
+        if part.type not in _TEXT_PARTS:
+            raise InvalidValueError(f"{where}.type: {part.type!r} is no type of part.", param=f"{where}.type")
+        if part.text is None and part.refusal is None:
+            raise InvalidValueError(f"{where}.text is missing.", param=f"{where}.text")
+
+
+def template_messages(messages: Sequence[Message]) -> Callable[[], list[dict[str, Any]]]:
+    """Return a function that converts the messages for the chat template."""
+    return lambda: [message.model_dump(exclude_unset=True) for message in messages]
+
+
+def last_text(messages: Sequence[Message]) -> str:
+    """Return the text of the last message; empty if there is none."""
+    if not messages:
+        return ""
+    content = messages[-1].content
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
+
+
+def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
+    """Return the template variables of the body other than messages and tools."""
+    variables: dict[str, Any] = {}
+    effort = body.reasoning_effort
+    if body.reasoning is not None:
+        effort = body.reasoning.effort if effort is None else effort
+        if body.reasoning.enabled is not None:
+            variables |= thinking(body.reasoning.enabled)
+    wish = body.thinking.type if isinstance(body.thinking, Thinking) else body.thinking
+    if wish not in (None, "adaptive"):
+        variables |= thinking(wish in (True, "enabled"))
+    if effort == "none":
+        variables |= thinking(False)
+    elif effort is not None:
+        variables["reasoning_effort"] = effort
+    given = {"verbosity": body.verbosity, "task": body.task}
+    variables |= {name: value for name, value in given.items() if value is not None}
+    return variables | (body.chat_template_kwargs or {})
+
+
+def thinking(on: bool) -> dict[str, bool]:
+    """Return the template variables that turn reasoning on or off: templates use either name."""
+    return {"enable_thinking": on, "thinking": on}

@@ -1,0 +1,48 @@
+"""A turn reads one choice of a conversation as events."""
+
+from jaxserve.api.generate.generation import Usage
+from jaxserve.api.generate.turn import Turn
+from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import FinishReason
+
+FIRST: list[Event] = [ToolCallStart(0, "a", "f"), ToolCallDelta(0, "{}"), ToolCallEnd(0)]
+SECOND: list[Event] = [ToolCallStart(1, "b", "f"), ToolCallDelta(1, "{}"), ToolCallEnd(1)]
+
+
+class Scripted:
+    """A parser that returns the events of each output in turn."""
+
+    def __init__(self, *events: list[Event]) -> None:
+        self._events = list(events)
+
+    def feed(self, delta: str) -> list[Event]:
+        return list(self._events.pop(0))
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+def output(tokens: int = 1, reason: FinishReason | None = None) -> RequestOutput:
+    return RequestOutput("r", 0, text="x", token_ids=[1] * tokens, finish_reason=reason)
+
+
+def test_without_parallel_calls_nothing_follows_the_first_even_in_the_same_output() -> None:
+    turn = Turn(Scripted([*FIRST, *SECOND, ContentDelta("more")]), Usage(), parallel=False)
+    assert turn.read(output()) == FIRST
+    assert turn.ended and turn.num_calls == 1
+
+
+def test_parallel_calls_are_counted() -> None:
+    turn = Turn(Scripted(FIRST, SECOND), Usage())
+    assert turn.read(output()) + turn.read(output()) == [*FIRST, *SECOND]
+    assert turn.num_calls == 2 and not turn.ended
+
+
+def test_tokens_of_the_reasoning_and_its_tags_are_counted() -> None:
+    usage = Usage()
+    turn = Turn(Scripted([], [ReasoningDelta("a")], [], [ContentDelta("b")], [ContentDelta("c")]), usage)
+    for tokens in (1, 2, 1, 1):  # the opening tag, two tokens of the reasoning, the closing tag, text
+        turn.read(output(tokens))
+    turn.read(output(1, FinishReason.STOP))
+    assert usage.reasoning_tokens == 4 and turn.ended
