@@ -1,6 +1,7 @@
 """The limits on the fields of a request: one table for every route, shown in the OpenAPI document.
 
-Each name is a type with its range. api/tasks/sampling.py and api/generate/prompts.py check what depends on the model (vocabulary, context).
+Each name is a type with its range. api/tasks/sampling.py and api/generate/prompts.py check what depends on the model
+(vocabulary, context).
 """
 
 from __future__ import annotations
