@@ -13,8 +13,8 @@ import openai
 import pytest
 import uvloop
 
+from docgen.errors import entries
 from jaxserve.api.app import create_app
-from jaxserve.api.error_index import entries
 from jaxserve.cli.launch import Server, http_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from docgen.flags import reference
 from jaxserve.cli.options.flag_answers import Key, NoEffect, Refused
 from jaxserve.cli.options.flags import find_flag, key_flags, parse_flags
-from jaxserve.cli.options.flags_reference import reference
 from jaxserve.cli.options.foreign_flags import ROWS
 from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config, known_keys

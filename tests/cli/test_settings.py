@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from docgen.configuration import reference
 from jaxserve.cli.config import dump
 from jaxserve.cli.launch import warn_if_open
 from jaxserve.cli.main import main
-from jaxserve.cli.options.config_reference import reference
 from jaxserve.cli.options.help import launch_help
 from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config, known_keys
@@ -223,5 +223,5 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_page_of_the_keys_is_up_to_date() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference(), "run: python -m jaxserve.cli.options.config_reference > docs/configuration.md"
+    assert page == reference(), "run: python -m docgen.configuration > docs/configuration.md"
     assert all(f"| `{key}` |" in page for key in known_keys())

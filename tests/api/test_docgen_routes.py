@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from docgen.routes import reference
 from jaxserve.api.app import create_app
-from jaxserve.api.docs.reference import reference
 from jaxserve.config import Config
 from jaxserve.store import SqliteStore
 
@@ -14,7 +14,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "routes.md"
 
 
 def test_the_document_is_up_to_date() -> None:
-    assert DOCUMENT.read_text() == reference(), "run: python -m jaxserve.api.docs.reference > docs/routes.md"
+    assert DOCUMENT.read_text() == reference(), "run: python -m docgen.routes > docs/routes.md"
 
 
 def test_every_route_is_in_it(tmp_path: Path) -> None:

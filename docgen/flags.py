@@ -1,6 +1,6 @@
 """Write docs/flags.md from the table of other servers' flags.
 
-python -m jaxserve.cli.options.flags_reference > docs/flags.md
+python -m docgen.flags > docs/flags.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jaxserve.cli.options.foreign_flags import ROWS
 
 _HEAD = """# Flags of vLLM and SGLang
 
-Made by `python -m jaxserve.cli.options.flags_reference`; a test holds it to the code.
+Made by `python -m docgen.flags`; a test holds it to the code.
 
 `jaxserve launch` (or `serve`) knows the launch flags of vLLM 0.32 and SGLang 0.5.23. Each is in one of the three tables
 below. A flag is spelled with `-` or `_`, as `--flag value` or `--flag=value`; `--no-flag` is the opposite of a switch.

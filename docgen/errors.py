@@ -1,6 +1,6 @@
 """Write docs/errors.md: every error that a client can get, read from the code that raises it.
 
-python -m jaxserve.api.error_index > docs/errors.md
+python -m docgen.errors > docs/errors.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxserve.errors import ContextLengthError, HTTPError
 _HEAD = """\
 # Errors
 
-Made by `python -m jaxserve.api.error_index` from the code that raises them. Tests hold its sections to the code, and
+Made by `python -m docgen.errors` from the code that raises them. Tests hold its sections to the code, and
 every error that they provoke to it.
 
 Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. After a stream has begun it
@@ -89,7 +89,7 @@ def entries() -> dict[Entry, list[str]]:
     found: dict[Entry, set[str]] = {Entry(each.status, each.type, each.code): set() for each in classes.values()}
     for entry, words in _COMPUTED:
         found.setdefault(entry, set()).add(words)
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+    for path in sorted((Path(__file__).parents[1] / "jaxserve").rglob("*.py")):
         for name, code, words in _calls(ast.parse(path.read_text(encoding="utf-8")), classes):
             known = classes[name]
             found.setdefault(Entry(known.status, known.type, code or known.code), set()).update(words)

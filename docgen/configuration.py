@@ -1,6 +1,6 @@
 """Write docs/configuration.md from the configuration tree.
 
-python -m jaxserve.cli.options.config_reference > docs/configuration.md
+python -m docgen.configuration > docs/configuration.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve.config_keys import ApiKey
 _HEAD = """\
 # Configuration
 
-Made by `python -m jaxserve.cli.options.config_reference`; a test holds it to the code.
+Made by `python -m docgen.configuration`; a test holds it to the code.
 
 Every key can be set in a YAML file (`--config FILE`), in the environment and by a flag. A flag wins over the
 environment, the environment over the file, and the file over the default. `null` unsets a key whose type includes it;

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.error_index import FIXES, entries, index
+from docgen.errors import FIXES, entries, index
 
 from .conftest import LiveServer, check_indexed
 
@@ -19,7 +19,7 @@ def sections(text: str) -> list[str]:
 
 def test_the_document_is_up_to_date() -> None:
     written = DOCUMENT.read_text(encoding="utf-8")
-    assert sections(written) == sections(index()), "run: python -m jaxserve.api.error_index > docs/errors.md"
+    assert sections(written) == sections(index()), "run: python -m docgen.errors > docs/errors.md"
 
 
 def test_every_error_says_what_to_do() -> None:

@@ -1,6 +1,6 @@
 """Write docs/routes.md from the models that validate requests.
 
-python -m jaxserve.api.docs.reference > docs/routes.md
+python -m docgen.routes > docs/routes.md
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 _ROUTES = """\
 # Routes
 
-Made by `python -m jaxserve.api.docs.reference`; a test holds it to the code.
+Made by `python -m docgen.routes`; a test holds it to the code.
 
 | route | what |
 |---|---|
