@@ -1,9 +1,9 @@
-"""Time of decode attention alone: write and attend of some layers, at rows x context x width of the page table.
+"""Time decode attention alone: write and attend of some layers, at rows x context x width of the page table.
 
     python -m benchmarks.attention 32x160 1x8192 8x512x1024 [--backend xla] [--layers 16]
 
-Pages lie in random order in the pool. The third number is the page table's width in pages, by default what the context
-needs; a backend that keeps its contract takes the same time whatever it is.
+Pages are in random order in the pool. The third number is the page table's width in pages, by default what the context
+needs. By the contract of backends it must not change the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Caches = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a layer; the default is bench.make_model's 189M model."""
+    """The sizes of a layer; the default is make_model's 189M model."""
 
     query: int = 16
     kv: int = 4
@@ -39,13 +39,13 @@ class Case:
 
     @classmethod
     def parse(cls, text: str, page_size: int) -> Case:
-        """ "32x160" or "32x160x1024". Raises ValueError."""
+        """Parse "32x160" or "32x160x1024". Raises ValueError."""
         rows, context, *table = map(int, text.split("x"))
         return cls(rows, context, max(-(-context // page_size), *table, 1))
 
 
 def attention_seconds(backend: Backend, case: Case, heads: Heads, *, layers: int = 16, repeats: int = 9) -> float:
-    """The best of `repeats` steps, each one token a row in every layer, float32."""
+    """Return the fastest of `repeats` steps of one token per row in every layer, in float32."""
     rng = np.random.default_rng(0)
     metadata, num_pages = _metadata(case, heads.page_size, rng)
     shape = backend.cache_shape(num_pages, heads.page_size, heads.kv, heads.dim)
@@ -54,9 +54,7 @@ def attention_seconds(backend: Backend, case: Case, heads: Heads, *, layers: int
     spec = AttentionSpec(heads.dim**-0.5, heads.kv)
 
     def step(caches: Caches, q: jax.Array, new: jax.Array, metadata: AttentionMetadata) -> tuple[Caches, jax.Array]:
-        """Write and attend in every layer for one token per row: q [rows, heads, head size], new likewise for K and
-        V.
-        """
+        """Write K and V `new` [rows, kv heads, head size] and attend with q [rows, heads, head size] in every layer."""
         written = []
         for cache in caches:
             cache = backend.write(cache, new, new, metadata.slot_mapping)
@@ -75,7 +73,7 @@ def attention_seconds(backend: Backend, case: Case, heads: Heads, *, layers: int
 
 
 def _metadata(case: Case, page_size: int, rng: np.random.Generator) -> tuple[AttentionMetadata, int]:
-    """Metadata of one decode step, and the number of pages in the pool."""
+    """Return the metadata of one decode step, and the number of pages in the pool."""
     pages = -(-case.context // page_size)
     num_pages = case.rows * pages
     table = np.zeros((case.rows, case.table), np.int32)

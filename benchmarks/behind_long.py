@@ -1,10 +1,10 @@
-"""Time to first token of a short request behind long prompts, at any OpenAI-compatible server.
+"""Measure the time to first token of a short request behind long prompts, at any OpenAI-compatible server.
 
     python -m benchmarks.behind_long --base-url http://127.0.0.1:8000 --label fcfs --long 1 4 16 --long-len 8000
 
-For each number of long prompts, `--repeats` times: the long prompts are sent together, the short request `--after`
-seconds later, and all are read to their end. A row has the median, the least and the greatest time to first token of
-the short request, and the median with no long prompt before it. The label names the row, as the server's policy.
+For each number of long prompts, `--repeats` times: sends the long prompts together, the short request `--after` seconds
+later, and reads all to their end. A row has the median, minimum and maximum time to first token of the short request,
+and the median without long prompts. --label names the row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADER = "| server | long prompts | short alone, ms | behind them, ms | least | 
 
 
 def requests_of(num_long: int, options: argparse.Namespace, seed: int) -> list[LoadRequest]:
-    """The long prompts at once and then the short request; no two prompts begin alike."""
+    """Return the long prompts, which are sent at once, then the short request. No two prompts share a prefix."""
     vocab = {"vocab_size": options.vocab_size}
     short = random_workload(1, input_len=options.short_len, output_len=options.short_output, seed=2 * seed + 1, **vocab)
     if not num_long:
@@ -36,7 +36,7 @@ def requests_of(num_long: int, options: argparse.Namespace, seed: int) -> list[L
 
 
 def first_token_seconds(target: Target, requests: list[LoadRequest]) -> float:
-    """Of the last request. Raises ConfigError if any of them failed."""
+    """Return the time to first token of the last request. Raises ConfigError if any of them failed."""
     timings, _ = asyncio.run(run_load(target, requests, concurrency=None))
     for timing in timings:
         if timing.error is not None:
@@ -45,7 +45,7 @@ def first_token_seconds(target: Target, requests: list[LoadRequest]) -> float:
 
 
 def measure(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record for each number of long prompts, times in milliseconds."""
+    """Return one record per number of long prompts, with times in milliseconds."""
 
     def times(num_long: int, offset: int) -> list[float]:
         seeds = range(offset, offset + options.repeats)
@@ -71,16 +71,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
     parser.add_argument("--api-key")
-    parser.add_argument("--label", default="server", help="names the rows, as jaxserve fcfs, or vllm")
+    parser.add_argument("--label", default="server", help="name of the rows, for example jaxserve fcfs")
     parser.add_argument("--long", type=int, nargs="+", default=[1, 4, 16], help="long prompts before the short request")
     parser.add_argument("--long-len", type=int, default=8000, help="tokens of a long prompt")
     parser.add_argument("--short-len", type=int, default=32, help="tokens of the short prompt")
     parser.add_argument("--short-output", type=int, default=4, help="tokens of the short answer")
     parser.add_argument("--after", type=float, default=0.3, help="seconds from the long prompts to the short request")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0, help="another one for each run against the same server")
+    parser.add_argument("--seed", type=int, default=0, help="take another one for each run against the same server")
     parser.add_argument("--vocab-size", type=int, default=1000, help="random prompts use ids below it")
-    parser.add_argument("--token-ids", action="store_true", help="ask for token ids: a token without text counts then")
+    parser.add_argument("--token-ids", action="store_true", help="request token ids: a token without text counts")
     parser.add_argument("--json", action="store_true", help="print the records and the environment as well")
     options = parser.parse_args(arguments)
     model = asyncio.run(find_model(options.base_url, options.api_key))

@@ -1,12 +1,12 @@
-"""What a running batch costs online requests, and how much of the idle capacity it uses.
+"""Measure what a running batch costs online requests, and how much of the idle capacity it uses.
 
     python -m benchmarks.beside_batch --base-url http://127.0.0.1:8000 --rate 6 --seconds 24 --rounds 3
 
-Each round: a batch alone, at a server that has had no online request for half a minute (the batch takes larger steps
-then), online requests alone, and both together. So a drift of the machine meets all three. The p99 is one of all rounds
-together: take rounds, rate and seconds such that it is not that of the slowest few requests. Reported are the
-online time to first token with and without the batch, where its mean goes by the server's own histograms (what is left
-is the client's and the network's), and the share of the capacity left by the online requests that the batch used.
+Each round has three phases: a batch alone, online requests alone, and both, so that a drift of the machine affects all.
+The first phase begins after half a minute without online requests, because the batch then takes larger steps. The p99
+is that of all rounds together; with few requests it is that of the slowest few. The report has the online time to first
+token with and without the batch, the parts of its mean by the server's histograms (the rest is the client and the
+network), and the share of the capacity left by online requests that the batch used.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import numpy as np
 
 from jaxserve.bench.load import Target, Timing, find_model, root_url, run_load
 from jaxserve.bench.report import environment
-from jaxserve.bench.workload import LoadRequest, poisson, random_workload
+from jaxserve.bench.workload import LoadRequest, poisson, random_prompt, random_workload
 from jaxserve.scheduler.background import ONLINE_MEMORY
 
-SETTLE_SECONDS = 3.0  # a batch runs so long before anything is measured beside it
+SETTLE_SECONDS = 3.0  # from the start of a batch to the measurement
 QUIET_SECONDS = ONLINE_MEMORY + 1.0  # without online requests, after which the server expects none
 _STAGES = {
     "queue": "jaxserve:request_queue_time_seconds",
@@ -41,7 +41,7 @@ _STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One workload for online requests and lines alike."""
+    """The workload of online and batch requests."""
 
     input_len: int
     output_len: int
@@ -61,9 +61,9 @@ class BatchClient:
         self._http = httpx2.Client(base_url=f"{base_url}/v1", headers=headers, timeout=600)
         self._id = ""
 
-    def start(self, lines: int, shape: Shape, seed: int) -> None:
-        """Upload a batch of `lines` requests and wait until the first one has finished."""
-        data = b"".join(self._line(number, shape, seed) for number in range(lines))
+    def start(self, count: int, shape: Shape, seed: int) -> None:
+        """Upload a batch of `count` requests and wait until the first one has finished."""
+        data = b"".join(self._line(number, shape, seed) for number in range(count))
         parts = {"file": ("lines.jsonl", data)}
         file = self._http.post("/files", data={"purpose": "batch"}, files=parts).raise_for_status().json()
         body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -72,16 +72,9 @@ class BatchClient:
             time.sleep(0.1)
 
     def _line(self, number: int, shape: Shape, seed: int) -> bytes:
-        rng = random.Random(f"{seed}-{number}")
-        low = min(256, shape.vocab_size // 2)
-        prompt = [rng.randrange(low, shape.vocab_size) for _ in range(shape.input_len)]
-        body = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": shape.output_len,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        prompt = random_prompt(random.Random(f"{seed}-{number}"), shape.input_len, shape.vocab_size)
+        body = {"model": self._model, "prompt": prompt, "max_tokens": shape.output_len}
+        body |= {"temperature": 0, "ignore_eos": True}
         line = {"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body}
         return json.dumps(line).encode() + b"\n"
 
@@ -103,7 +96,7 @@ class BatchClient:
 
 @dataclass
 class Phases:
-    """What the online requests of all rounds saw, and the tokens a second of each kind of phase."""
+    """The timings of the online requests of all rounds, and the tokens per second of each kind of phase."""
 
     target: Target
     shape: Shape
@@ -115,13 +108,12 @@ class Phases:
     batch_rate: list[float] = field(default_factory=list)
 
     def online(self, phase: str, seed: int) -> tuple[int, float]:
-        """Send the online requests of a phase, with prompts that no other phase uses; return their number and the
-        seconds.
+        """Send the online requests of a phase, with prompts that no other phase uses.
 
-        Raises SystemExit if one fails.
+        Returns their number and the seconds. Raises SystemExit if one fails.
         """
         count = max(1, round(self.options.rate * self.options.seconds))
-        requests = poisson(self.shape.requests(count, seed), self.options.rate, seed=seed // 2)  # alone as beside
+        requests = poisson(self.shape.requests(count, seed), self.options.rate, seed=seed // 2)  # same times in both
         before = self._sums()
         timings, seconds = asyncio.run(run_load(self.target, requests, concurrency=None))
         for timing in timings:
@@ -133,7 +125,7 @@ class Phases:
         return count, seconds
 
     def _sums(self) -> dict[str, float]:
-        """Seconds that the server counts for online requests, by stage; NaN where the server is another one."""
+        """Return the seconds of online requests by stage; NaN if the server has no such metric."""
         headers = {"Authorization": f"Bearer {self.target.api_key}"} if self.target.api_key else {}
         text = httpx2.get(f"{self.target.base_url}/metrics", headers=headers).text
         found = {name: re.search(rf"^{metric}_sum ([0-9.e+-]+)$", text, re.M) for name, metric in _STAGES.items()}
@@ -141,7 +133,7 @@ class Phases:
 
     @contextlib.contextmanager
     def _batch(self, seed: int) -> Iterator[BatchClient]:
-        """A running batch."""
+        """Run a batch meanwhile."""
         batch = BatchClient(self.target.base_url, self.target.model, self.target.api_key)
         batch.start(self.options.lines, self.shape, seed)
         try:
@@ -218,15 +210,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
     parser.add_argument("--api-key")
-    parser.add_argument("--rate", type=float, default=6.0, help="online requests a second")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=24.0,
-        help="of each phase",
-    )
+    parser.add_argument("--rate", type=float, default=6.0, help="online requests per second")
+    parser.add_argument("--seconds", type=float, default=24.0, help="seconds per phase")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lines", type=int, default=5000, help="of each batch")
+    parser.add_argument("--lines", type=int, default=5000, help="requests per batch")
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--vocab-size", type=int, default=1000, help="random prompts use ids below it")

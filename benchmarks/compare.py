@@ -1,11 +1,11 @@
-"""Two servers on the same model directory, measured in turn in one run: ratios with minimum, median and maximum.
+"""Compare two servers on the same model directory, measured in turn: ratios with minimum, median and maximum.
 
     python -m benchmarks.compare MODEL_DIR --peer VLLM_ENVIRONMENT [--concurrency 1 8 32] [--rounds 3]
 
-Each round starts jaxserve, loads it at every concurrency, stops it, and does the same with vLLM; the order changes
-from round to round, so that a drift of the machine hits both. Only one server runs at a time. With `--json FILE` the
-rounds that FILE holds already count too, so that a comparison can be made in pieces. Beside the figures stand the
-floors of the machine, measured before the first server starts (floors.py), and the share of them that each reaches.
+Each round starts jaxserve, measures it at every concurrency, stops it, and does the same with vLLM. The order changes
+between rounds, so that a drift of the machine affects both. Only one server runs at a time. With `--json FILE` the
+rounds in FILE count too, so that a comparison can be made in several calls. floors.py measures the machine before the
+first server starts; the share of its floors that each server reaches is printed too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ START_TIMEOUT = 600.0  # seconds
 
 @dataclass(frozen=True)
 class Server:
-    """How to start one server. `command` gets the port appended by `start`."""
+    """How to start one server. `running` appends host and port to `command`."""
 
     name: str
     command: tuple[str, ...]
@@ -50,12 +50,12 @@ class Server:
 
 def jaxserve_server(model: Path, max_len: int) -> Server:
     command = python_command("jaxserve", "launch", "--model", str(model), "--dtype", "float32")
-    store = Path(tempfile.gettempdir()) / "jaxserve-compare"  # its own: another server may use the default one
+    store = Path(tempfile.gettempdir()) / "jaxserve-compare"  # another server may use the default store
     return Server("jaxserve", (*command, "--max-model-len", str(max_len), "--store.path", str(store)), {})
 
 
 def vllm_server(model: Path, max_len: int, environment_dir: Path) -> Server:
-    """vLLM on a CPU, from the virtual environment that has it."""
+    """Return vLLM for a CPU, from its virtual environment."""
     binaries = environment_dir / "bin"
     command = (str(binaries / "vllm"), "serve", str(model), "--dtype", "float32", "--max-model-len", str(max_len))
     variables = {
@@ -68,7 +68,7 @@ def vllm_server(model: Path, max_len: int, environment_dir: Path) -> Server:
 
 @contextlib.contextmanager
 def running(server: Server, log: Path) -> Iterator[str]:
-    """The server's URL while it runs; its whole process group is ended afterwards."""
+    """Run a server and yield its URL. Ends its whole process group afterwards."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -110,7 +110,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def measure(url: str, concurrency: int, options: argparse.Namespace) -> LoadReport:
-    """One load at one concurrency, after a warm-up of the same shape."""
+    """Measure one server at one concurrency, after a warm-up of the same shape."""
     model = asyncio.run(find_model(url))
     target = Target(url, model)
     lengths = {"input_len": options.input_len, "output_len": options.output_len, "vocab_size": options.vocab_size}
@@ -124,7 +124,7 @@ def measure(url: str, concurrency: int, options: argparse.Namespace) -> LoadRepo
 def compare(
     servers: Sequence[Server], options: argparse.Namespace, records: list[dict[str, object]], save: Callable[[], None]
 ) -> None:
-    """Add to `records`, one by one, each (round, server, concurrency); rounds count on from theirs."""
+    """Append a record per round, server and concurrency. Round numbers continue those of `records`."""
     first = 1 + max((int(str(record["round"])) for record in records), default=-1)
     log = Path(tempfile.gettempdir()) / "jaxserve-compare.log"
     for turn in range(first, first + options.rounds):
@@ -141,7 +141,7 @@ def compare(
 
 
 def ratios(records: Sequence[dict[str, object]], ours: str, peer: str) -> dict[int, tuple[float, float, float]]:
-    """Concurrency to (minimum, median, maximum) over rounds of our output rate over the peer's."""
+    """Return {concurrency: (minimum, median, maximum)} over rounds of our output rate divided by the peer's."""
     rates = {(r["round"], r["server"], r["concurrency"]): float(str(r["output_rate"])) for r in records}
     found: dict[int, list[float]] = {}
     for (turn, server, concurrency), rate in rates.items():
@@ -151,7 +151,7 @@ def ratios(records: Sequence[dict[str, object]], ours: str, peer: str) -> dict[i
 
 
 def floor_rate(machine: Machine, model: ModelSize, concurrency: int, options: argparse.Namespace) -> float:
-    """Output tokens a second if every step took its floor: prompts first, then `concurrency` rows decode together."""
+    """Return output tokens per second if every step took its floor: first the prompts, then `concurrency` rows."""
     prefill = prefill_floor(machine, model, concurrency * options.input_len)
     step = decode_floor(machine, model, concurrency, options.input_len + options.output_len // 2)
     return concurrency * options.output_len / (prefill + options.output_len * step)
@@ -160,12 +160,12 @@ def floor_rate(machine: Machine, model: ModelSize, concurrency: int, options: ar
 def show_floors(
     records: Sequence[dict[str, object]], machine: Machine, model: ModelSize, options: argparse.Namespace
 ) -> None:
-    """A line for each server and concurrency: medians over the rounds beside the floor."""
+    """Print the medians over the rounds and the floor, for each server and concurrency."""
     print(f"machine: {machine.bandwidth / 1e9:.1f} GB/s, {machine.rate / 1e9:.0f} GFLOP/s (float32, the best product)")
     for concurrency in sorted({int(str(record["concurrency"])) for record in records}):
         floor = floor_rate(machine, model, concurrency, options)
         step = decode_floor(machine, model, concurrency, options.input_len + options.output_len // 2) * 1e3
-        print(f"at {concurrency:3}: floor {floor:.1f} tokens/s, {step:.1f} ms a decode step")
+        print(f"at {concurrency:3}: floor {floor:.1f} tokens/s, {step:.1f} ms per decode step")
         for name in sorted({str(record["server"]) for record in records}):
             own = [r for r in records if r["server"] == name and r["concurrency"] == concurrency]
             rate = statistics.median(float(str(r["output_rate"])) for r in own)
@@ -181,7 +181,7 @@ def _median(spread: object) -> float:
 
 
 def _earlier(path: Path | None) -> list[dict[str, object]]:
-    """The records of a file that an earlier call wrote."""
+    """Return the records that an earlier call wrote."""
     return json.loads(path.read_bytes())["records"] if path is not None and path.exists() else []
 
 
@@ -203,7 +203,7 @@ def main() -> None:
     if options.peer is not None:
         servers.append(vllm_server(options.model, options.max_len, options.peer))
     records = _earlier(options.json)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception: the server that runs is ended with us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that the running server is ended too
 
     def save() -> None:
         if options.json is not None:

@@ -1,7 +1,6 @@
-"""What the engine costs around the model: host work a decode step, dispatches, prefix hits, stalls, compilations.
+"""The measurements of benchmarks.engine_report: host work per decode step, dispatches, prefix hits, stalls, copies.
 
-Owns the measurements of benchmarks.engine_report; every one is a function from an engine (or a number of rows) to a
-record. Speed of the model itself is offline.py's and of the whole server load.py's.
+Each is a function from an engine, or from a number of rows, to a record.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ROWS = (1, 16, 64, 256, 1024, 2048)
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """Microseconds of one decode step on the host; jax's own dispatch is not in it."""
+    """Microseconds of one decode step on the host, without jax's dispatch."""
 
     rows: int
     scheduler: float
@@ -37,7 +36,7 @@ class HostWork:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Means over the steps in which exactly `rows` requests decoded."""
+    """Means over the steps in which exactly `rows` requests decode."""
 
     rows: int
     steps: int
@@ -47,7 +46,7 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class ContextCost:
-    """A decode step of one row over `context` tokens, while its page table has room for `table_tokens`."""
+    """A decode step of one row over `context` tokens. Its page table has room for `table_tokens`."""
 
     context: int
     table_tokens: int
@@ -81,7 +80,7 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The longest gap between two tokens of running streams, without and with a long prompt arriving among them."""
+    """The longest gap between two tokens of running streams, without and with a long prompt that arrives."""
 
     streams: int
     prompt_tokens: int
@@ -91,6 +90,7 @@ class Stall:
 
 
 def host_work(num_rows: int) -> HostWork:
+    """Measure a decode step of `num_rows` rows."""
     cost = measure_host_cost(num_rows)
     return HostWork(num_rows, decode_step_seconds(num_rows) * 1e6, cost.pack * 1e6, cost.unpack * 1e6)
 
@@ -121,8 +121,10 @@ def decode_cost(engine: Engine, rows: int, *, steps: int = 40) -> DecodeCost:
 
 
 def context_cost(engine: Engine, context: int, *, steps: int = 20) -> ContextCost:
-    """Median of `steps` decode steps behind a prompt of `context` tokens. Longer prompts begin with the shorter ones,
-    so that in the order of their lengths each computes only what the one before left."""
+    """Time `steps` decode steps after a prompt of `context` tokens; return the median.
+
+    A longer prompt begins with the shorter ones, so that in ascending order most of each is in the prefix cache.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=steps + 2, ignore_eos=True)
     engine.add_request(random_prompt(engine, context, seed=0), params)
     while not engine.step():
@@ -136,13 +138,13 @@ def context_cost(engine: Engine, context: int, *, steps: int = 20) -> ContextCos
 
 
 def deterministic_cost(plain: Engine, deterministic: Engine, rows: int, *, rounds: int = 3) -> DeterministicCost:
-    """Two engines of one model in turn; the quickest of the rounds, since a neighbour's work can only slow one down."""
+    """Measure two engines of one model in turn. Returns the fastest round, since other work can only slow one down."""
     steps = [(decode_cost(plain, rows).step_ms, decode_cost(deterministic, rows).step_ms) for _ in range(rounds)]
     return DeterministicCost(rows, min(a for a, _ in steps), min(b for _, b in steps))
 
 
 def prefix_hit(engine: Engine, prompt_tokens: int) -> PrefixHit:
-    """One prompt twice, with an empty prefix cache and with its own pages in it."""
+    """Run one prompt twice: with an empty prefix cache, and with its pages in it."""
     engine.core.flush_prefix_cache()
     prompt = random_prompt(engine, prompt_tokens, seed=prompt_tokens)
     cold, _ = _first_token(engine, prompt)
@@ -161,7 +163,7 @@ def _first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
 
 
 def stall(engine: Engine, *, streams: int, prompt_tokens: int) -> Stall:
-    """`streams` requests decode; then a long prompt arrives among them."""
+    """Decode `streams` requests, then add a long prompt."""
     engine.core.flush_prefix_cache()
     length = 2 * math.ceil(prompt_tokens / engine.info.max_num_batched_tokens) + 60
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
@@ -186,11 +188,11 @@ def _longest_gap(engine: Engine, steps: int) -> float:
         began = time.perf_counter()
         engine.step()
         gaps.append(time.perf_counter() - began)
-    return max(gaps[4:])  # the first ones hold the prefill
+    return max(gaps[4:])  # the first ones include the prefill
 
 
 def cache_copies(engine: Engine) -> dict[str, int]:
-    """Copies of a whole KV array in the text of each decode program: 0 where the update is in place."""
+    """Count the copies of a whole KV array in each decode program. 0 means that the update is in place."""
     shape = engine.runner.caches[0].shape
     pattern = re.compile(rf"\[{','.join(map(str, shape))}\]\S* copy\(")
     return {

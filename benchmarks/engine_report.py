@@ -1,4 +1,4 @@
-"""What the engine costs around the model, as a table and a JSON line.
+"""Print the cost of the engine around the model, as text and as a JSON line.
 
 python -m benchmarks.engine_report [--rows 64 256 ...] [--decode-rows 1 8 32] [-- FLAGS OF LAUNCH]
 """
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import orjson
-
 from benchmarks import engine as engine_costs
-from jaxserve.bench.report import environment
+from jaxserve.bench.report import write_json
+from jaxserve.cli.bench import launch_flags
 from jaxserve.cli.options.settings import load_config
 from jaxserve.engine.engine import Engine
 
@@ -23,12 +22,12 @@ from jaxserve.engine.engine import Engine
 def main(words: Sequence[str]) -> int:
     """Measure and print the report; return the exit code."""
     parser = argparse.ArgumentParser(prog="benchmarks.engine_report", description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=list(engine_costs.ROWS), help="of the host work")
-    parser.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8, 32], help="on the device")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of the prefix hit and of the stall")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[], help="tokens behind which a row decodes")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(engine_costs.ROWS), help="rows for the host work")
+    parser.add_argument("--decode-rows", type=int, nargs="+", default=[1, 8, 32], help="rows of the decode steps")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of the prefix hit and the stall")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[], help="context lengths of one decoding row")
     parser.add_argument(
-        "--deterministic-rows", type=int, nargs="+", default=[], help="cost of runtime.deterministic at"
+        "--deterministic-rows", type=int, nargs="+", default=[], help="rows for the cost of runtime.deterministic"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch")
@@ -40,10 +39,10 @@ def _engine(options: argparse.Namespace) -> int:
     print(f"{'rows':>6}{'scheduler us':>14}{'pack us':>10}{'unpack us':>11}{'total us':>10}")
     for work in host:
         print(f"{work.rows:6}{work.scheduler:14.1f}{work.pack:10.1f}{work.unpack:11.1f}{work.total:10.1f}")
-    engine = Engine(config=load_config(_flags(options), os.environ))
+    engine = Engine(config=load_config(launch_flags(options), os.environ))
     decode = [engine_costs.decode_cost(engine, rows) for rows in options.decode_rows]
     for cost in decode:
-        print(f"decode of {cost.rows} rows: {cost.step_ms:.3f} ms a step, {cost.dispatches:.2f} dispatches a step")
+        print(f"decode of {cost.rows} rows: {cost.step_ms:.3f} ms per step, {cost.dispatches:.2f} dispatches per step")
     hit = engine_costs.prefix_hit(engine, options.prompt_tokens)
     print(
         f"prefix hit of {hit.cached_tokens} of {hit.prompt_tokens} tokens: first token after {hit.warm_ms:.1f} ms "
@@ -51,7 +50,7 @@ def _engine(options: argparse.Namespace) -> int:
     )
     contexts = [engine_costs.context_cost(engine, context) for context in sorted(options.contexts)]
     for cost in contexts:
-        print(f"decode over {cost.context} of at most {cost.table_tokens} tokens: {cost.step_ms:.2f} ms a step")
+        print(f"decode over {cost.context} of at most {cost.table_tokens} tokens: {cost.step_ms:.2f} ms per step")
     stall = engine_costs.stall(engine, streams=16, prompt_tokens=options.prompt_tokens)
     print(
         f"a prompt of {stall.prompt_tokens} tokens among {stall.streams} streams: longest gap "
@@ -67,29 +66,22 @@ def _engine(options: argparse.Namespace) -> int:
     records |= {"stall": asdict(stall), "cache_copies": copies, "compiles": compiles}
     records |= {"contexts": [asdict(cost) for cost in contexts]}
     records |= {"deterministic": [asdict(cost) for cost in strict]}
-    line = {"model": engine.info.served_names[0], "environment": environment(), **records}
-    print(orjson.dumps(line).decode())
-    if options.json is not None:
-        options.json.write_bytes(orjson.dumps(line))
+    write_json({"model": engine.info.served_names[0], **records}, options.json)
     return 0
 
 
 def _deterministic_costs(plain: Engine, options: argparse.Namespace) -> list[engine_costs.DeterministicCost]:
     if not options.deterministic_rows:
         return []
-    flags = [*_flags(options), "--runtime.deterministic", "true"]
+    flags = [*launch_flags(options), "--runtime.deterministic", "true"]
     strict = Engine(config=load_config(flags, os.environ))
     costs = [engine_costs.deterministic_cost(plain, strict, rows) for rows in options.deterministic_rows]
     for cost in costs:
         print(
-            f"deterministic mode at {cost.rows} rows: {cost.deterministic_ms:.2f} ms a step instead of "
+            f"deterministic mode at {cost.rows} rows: {cost.deterministic_ms:.2f} ms per step instead of "
             f"{cost.plain_ms:.2f}, {cost.factor:.2f} times"
         )
     return costs
-
-
-def _flags(options: argparse.Namespace) -> list[str]:
-    return options.flags[1:] if options.flags[:1] == ["--"] else options.flags
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What a machine allows: memory bandwidth and matrix rate as products reach them, and the least time a step can take.
-
-Owns the measurement of both and the arithmetic of the floors. Knows a model by its sizes only.
-"""
+"""Measure the memory bandwidth and the matrix rate of a machine, and compute the least time of a step from them."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes a second read by a matrix-vector product, operations a second of a square float32 product."""
+    """Bytes per second of a matrix-vector product, and operations per second of a square float32 product."""
 
     bandwidth: float
     rate: float
@@ -34,15 +31,15 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """parameters: that a step reads, so a table of embeddings counts only where it is the head too."""
+    """parameters: those that a step reads; an embedding counts only if it is also the head."""
 
     parameters: int
-    kv_values: int  # numbers that a token leaves in the cache
+    kv_values: int  # numbers per token in the KV cache
     itemsize: int = 4
 
 
 def measure_machine() -> Machine:
-    """The best of XLA's products and, on a CPU, ours, and of some repeats: other work can only lower them."""
+    """Return the best rates of XLA's products and, on a CPU, of the C kernels. Other work can only lower them."""
     matrix, vector = jnp.ones((_READ_BYTES // 4 // _SQUARE, _SQUARE), jnp.float32), jnp.ones((1, _SQUARE), jnp.float32)
     square = jnp.ones((_SQUARE, _SQUARE), jnp.float32)
     forms = {"xla": (lambda x, w: w @ x[0], lambda x, w: x @ w)}
@@ -66,7 +63,7 @@ def _best(function: Callable[..., jax.Array], *args: jax.Array) -> float:
 
 
 def model_size(directory: Path) -> ModelSize:
-    """Of a model directory, for float32."""
+    """Return the size of a model in float32."""
     config = read_config(directory)
     parameters = build(config, jnp.dtype("float32")).num_parameters
     if not config.tie_word_embeddings:
@@ -75,7 +72,9 @@ def model_size(directory: Path) -> ModelSize:
 
 
 def decode_floor(machine: Machine, model: ModelSize, rows: int, context: int) -> float:
-    """Seconds of a step of `rows` tokens, each over `context` tokens: weights or arithmetic, then the cache."""
+    """Return the least seconds of a step of `rows` tokens over `context` tokens each: the longer of weights and
+    arithmetic, plus the KV cache.
+    """
     weights = model.parameters * model.itemsize / machine.bandwidth
     arithmetic = 2 * model.parameters * rows / machine.rate
     cache = rows * context * model.kv_values * model.itemsize / machine.bandwidth
@@ -83,5 +82,5 @@ def decode_floor(machine: Machine, model: ModelSize, rows: int, context: int) ->
 
 
 def prefill_floor(machine: Machine, model: ModelSize, tokens: int) -> float:
-    """Seconds of the arithmetic of `tokens` prompt tokens; attention's own is left out."""
+    """Return the least seconds of `tokens` prompt tokens: their products, without attention."""
     return 2 * model.parameters * tokens / machine.rate

@@ -1,4 +1,4 @@
-"""How long a loop is held, written down by its own process where another one can read it."""
+"""Record in files how long a process's loop is busy, for another process to read."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-SLOW = 0.02  # seconds; what is longer is written down with its time
+SLOW = 0.02  # seconds; a longer sample is recorded with its time
 FLUSH = 0.5  # seconds between two writes
 
 
 class Slow(NamedTuple):
-    """at: time.monotonic() of its end; one clock for all processes of a machine."""
+    """A long sample. at: time.monotonic() of its end, the same clock in all processes of a machine."""
 
     at: float
     seconds: float
 
 
 class HeldLog:
-    """Appends to NAME.f32, all samples in seconds, and NAME.jsonl, those over SLOW. The process may be killed."""
+    """Appends all samples in seconds to NAME.f32, and those over SLOW to NAME.jsonl. The process may be killed."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._samples = (directory / f"{name}.f32").open("ab", buffering=0)
@@ -48,10 +48,9 @@ class HeldLog:
 
 
 class Turns:
-    """Host seconds of the turns of an engine's loop: what is spent in the device's calls is taken off.
+    """Measures the host seconds of each turn of an engine's loop, without the calls to the device.
 
-    A turn ends with `step`. It begins at the end of the one before, or, where nothing was left to do then, with the
-    first message.
+    A turn ends with `step`. It begins at the end of the previous turn, or at the first message if there was no work.
     """
 
     def __init__(self, clock: Callable[[], float], add: Callable[[float], None]) -> None:
@@ -77,7 +76,7 @@ class Turns:
 
 
 class TimedRunner:
-    """A Runner whose calls, and those of its steps, are the device's."""
+    """A Runner whose calls count as device time."""
 
     def __init__(self, inner: Any, turns: Turns) -> None:
         self._inner, self._turns = inner, turns
@@ -90,11 +89,13 @@ class TimedRunner:
 
 
 class TimedStep:
+    """A step whose calls count as device time."""
+
     def __init__(self, inner: Any, turns: Turns) -> None:
         self._inner, self._turns = inner, turns
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
-        """Call the inner step's `sample`, timed as device work. bitmask: uint32 [rows, words]."""
+        """Call the inner step's `sample`, as device time. bitmask: uint32 [rows, words]."""
         self._turns.on_device(self._inner.sample, bitmask, late)
 
     def result(self) -> Any:
@@ -102,7 +103,7 @@ class TimedStep:
 
 
 def watch_core(core: Any, turns: Turns) -> None:
-    """Measure the turns of a loop around an EngineCore: its `add`, `abort` and `step` are called by that loop alone."""
+    """Measure the turns of the loop that calls `add`, `abort` and `step` of an EngineCore."""
 
     def before(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keys: Any) -> Any:
@@ -124,7 +125,7 @@ def watch_core(core: Any, turns: Turns) -> None:
 
 
 def read_samples(directory: Path, name: str) -> np.ndarray:
-    """float32 [N], seconds."""
+    """Return all samples, float32 [N] in seconds."""
     path = directory / f"{name}.f32"
     return np.fromfile(path, np.float32, count=path.stat().st_size // 4) if path.exists() else np.zeros(0, np.float32)
 

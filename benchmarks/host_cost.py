@@ -1,6 +1,6 @@
-"""What a decode step costs the host in the runtime: packing its rows and unpacking its tokens.
+"""Measure the host work of a decode step in the runtime: packing its rows and unpacking its tokens.
 
-Measures the very functions that the runner calls, on made-up rows; the device is not part of it.
+Calls the functions that the runner calls, on made-up rows and without the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROWS = (1, 16, 64, 256, 1024, 2048)
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds a decode step, the best of the repeats."""
+    """Seconds per decode step, the least of the repeats."""
 
     rows: int
     pack: float
@@ -28,7 +28,7 @@ class HostCost:
 
 
 def measure_host_cost(num_rows: int, *, page_size: int = 16, repeats: int = 30) -> HostCost:
-    """Of a decode step of `num_rows` rows, one in `page_size` of which takes a new page."""
+    """Measure a decode step of `num_rows` rows, of which one in `page_size` takes a new page."""
     rows = [_decode_row(slot, page_size) for slot in range(num_rows)]
     sampled = Sampled(jnp.ones((num_rows, 2), jnp.int32), jnp.zeros((num_rows, 42), jnp.int32))
     pack, unpack = [], []

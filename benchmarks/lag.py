@@ -1,13 +1,13 @@
-"""How long requests with stretched fields hold the loops that all tenants share.
+"""Measure how long requests with stretched fields block the loops that all tenants share.
 
     python -m benchmarks.lag --seconds 3600 --json lag.json [--launch "--scheduler.max-num-seqs 16"]
-    python -m benchmarks.lag --seed 0 --only 4711,4712            # the requests that a report names, again
+    python -m benchmarks.lag --seed 0 --only 4711,4712            # repeat requests of a report
 
-Starts a server of its own with the demo model and sends it one request after the other, --clients at a time, while
-another tenant streams. Reported are, in milliseconds, by how much the event loop of the API process comes late, and how
-long the engine's loop works between two steps without what the device takes; and by name the requests during which
-either was held longest. Exit code 1: over a limit (50 ms at the 99.9th percentile, 250 ms at most), an answer of 5xx,
-none at all, a restart, or another tenant's text that changed. Ends early when the server does.
+Starts a server with the demo model and sends it requests, --clients at a time, while another tenant streams. The report
+has, in milliseconds, how late the event loop of the API process wakes a task, and how long the engine's loop works
+between two steps without the device. It names the requests during which either was longest. The exit code is 1 after an
+exceeded limit (50 ms at the 99.9th percentile, 250 ms at most), a status 5xx, a missing answer, a restart, or a changed
+text of the other tenant. Ends early if the server does.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from benchmarks.stretched import Stretched, stretched
 from jaxserve.bench.report import environment
 
 P999, MOST = 50.0, 250.0  # milliseconds
-ROOT = Path(__file__).parent.parent  # of this folder, which the server's processes import too
+ROOT = Path(__file__).parent.parent  # import path of this folder, also for the server's processes
 LOOPS = ("api", "engine")
 TIMEOUT = 120.0  # seconds for an answer
-REMEMBERED = 2.0  # seconds that a request may hold a loop behind its answer, as when it is taken down
+AFTERMATH = 2.0  # seconds after its answer in which a request may still block a loop
 CONTROL = {"model": "demo", "prompt": "The capital of France is", "temperature": 0, "max_tokens": 48}
 START_TIMEOUT = 900.0
 
 
 @dataclass
 class Sent:
-    """One request, and the longest time in milliseconds that each loop was held while it was there."""
+    """One request, and the longest time in milliseconds that each loop was blocked meanwhile."""
 
     number: int
     path: str
@@ -91,7 +91,7 @@ def started(directory: Path, flags: Sequence[str]) -> Iterator[tuple[str, subpro
 
 
 class Tenant(threading.Thread):
-    """Another tenant, who streams the same greedy text again and again."""
+    """Another tenant, which streams the same greedy text repeatedly."""
 
     def __init__(self, url: str) -> None:
         super().__init__(name="tenant", daemon=True)
@@ -139,13 +139,12 @@ class Clients:
         try:
             for thread in threads:
                 thread.join()
-        except KeyboardInterrupt:  # what was measured so far is reported
+        except KeyboardInterrupt:  # report the measurements so far
             self._over.set()
-
         self.restarts = self._restarts()
 
     def _restarts(self) -> float | None:
-        """By the server's own count."""
+        """Return the server's count of engine restarts; None if it does not answer."""
         with contextlib.suppress(httpx2.HTTPError):
             if found := re.search(
                 r"^jaxserve:engine_restarts_total (\S+)", httpx2.get(f"{self._url}/metrics").text, re.M
@@ -184,11 +183,11 @@ def spread(samples: np.ndarray) -> dict[str, Any]:
 
 
 def blame(sent: Sequence[Sent], directory: Path) -> None:
-    """Write to each request the longest times that overlap it. Several clients, and the other tenant, share them."""
+    """Set the longest overlapping samples of each request. Concurrent requests share a sample."""
     for loop in LOOPS:
         for slow in read_slow(directory, loop):
             for each in sent:
-                if each.began < slow.at and slow.at - slow.seconds < (each.ended or slow.at) + REMEMBERED:
+                if each.began < slow.at and slow.at - slow.seconds < (each.ended or slow.at) + AFTERMATH:
                     near = slow.at - slow.seconds < (each.ended or slow.at)
                     name = loop if near else f"{loop}_after"
                     each.held_ms[name] = max(each.held_ms.get(name, 0.0), round(slow.seconds * 1e3, 1))
@@ -196,10 +195,10 @@ def blame(sent: Sequence[Sent], directory: Path) -> None:
 
 def worst(sent: Sequence[Sent], loop: str, count: int) -> list[dict[str, Any]]:
     found = sorted((each for each in sent if loop in each.held_ms), key=lambda each: -each.held_ms[loop])
-    return [told(each) for each in found[:count]]
+    return [summary(each) for each in found[:count]]
 
 
-def told(sent: Sent) -> dict[str, Any]:
+def summary(sent: Sent) -> dict[str, Any]:
     shown = asdict(sent)
     seconds = max(0.0, shown.pop("ended") - shown.pop("began"))
     return shown | {"seconds": round(seconds, 3)}
@@ -210,7 +209,7 @@ def report(clients: Clients, tenant: Tenant, directory: Path, options: argparse.
     sent = clients.sent
     blame(sent, directory)
     loops = {loop: spread(read_samples(directory, loop)) for loop in LOOPS}
-    failed = [told(each) for each in sent if each.status >= 500 or not each.status]
+    failed = [summary(each) for each in sent if each.status >= 500 or not each.status]
     over = [
         f"{loop}: {point} {numbers[point]} ms is over {limit:.0f}"
         for loop, numbers in loops.items()
@@ -267,16 +266,21 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--clients", type=int, default=1, help="more load, and less telling names")
+    parser.add_argument(
+        "--clients",
+        type=int,
+        default=1,
+        help="threads that send requests",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--only",
         type=lambda text: [int(word) for word in text.split(",")],
         help="numbers of requests, separated by commas",
     )
-    parser.add_argument("--worst", type=int, default=10, help="how many requests of each kind are named")
+    parser.add_argument("--worst", type=int, default=10, help="number of requests to name per loop")
     parser.add_argument("--launch", default="", help="flags of `jaxserve launch` for the server")
-    parser.add_argument("--json", type=Path, help="where the report is written as well")
+    parser.add_argument("--json", type=Path, help="file for the report")
     return parser.parse_args()
 
 

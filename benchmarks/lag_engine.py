@@ -1,4 +1,4 @@
-"""The engine process of benchmarks.lag: the usual one, which writes down how long the host works for each step."""
+"""The engine process of benchmarks.lag: the usual one, which also records the host time of each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.engine.child import Send, main
 from jaxserve.engine.factory import build_engine
 from jaxserve.engine.server import BuiltEngine
 
-DIRECTORY = "LAG_DIRECTORY"  # an environment variable
+DIRECTORY = "LAG_DIRECTORY"  # environment variable
 
 
 def build(config: Config, send: Send) -> BuiltEngine:

@@ -1,6 +1,6 @@
-"""The server of benchmarks.lag: `jaxserve launch`, which writes down how long its loops are held.
+"""The server of benchmarks.lag: `jaxserve launch`, which also records how long its loops are busy.
 
-Prints its address when it is ready. Ends when its stdin does.
+Prints its address when it is ready. Ends when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxserve.cli.options.settings import load_config
 from jaxserve.client.link import ProcessLink
 from jaxserve.errors import JaxserveError
 
-PAUSE = 0.001  # seconds between two looks
+PAUSE = 0.001  # seconds between two samples
 
 
 async def measure(log: HeldLog) -> None:
-    """How much later than asked for the loop comes back to a task."""
+    """Record by how much the loop wakes a sleeping task too late."""
     while True:
         began = time.perf_counter()
         await asyncio.sleep(PAUSE)

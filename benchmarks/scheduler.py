@@ -1,9 +1,9 @@
-"""What the scheduler costs: microseconds of one decode step, for a number of rows. No device and no model.
+"""Measure the scheduler: microseconds of CPU time per decode step, without a device or a model.
 
     python -m benchmarks.scheduler
 
-A step is `schedule` and `update`, one ahead of the other as the engine runs them, on requests that only decode. CPU
-time of the thread, so that other work on the machine does not count.
+A step is `schedule` of the next step, then `update` of the previous one, as in the engine. All requests only decode.
+The CPU time of the thread excludes other work on the machine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ ROWS = (1, 16, 64, 256, 1024, 2048)
 _PAGE_SIZE = 16
 _PROMPT = 32  # tokens
 _WINDOW = 64  # tokens
-_EOS = 0  # a token that the fake answers never hold
+_EOS = 0  # a token that the fake results never contain
 
 
 def decode_step_seconds(num_rows: int, num_steps: int = 200, window: int | None = None) -> float:
-    """Median CPU seconds of a step in which `num_rows` requests decode; one row in 16 takes a new page, and with layers
-    that see a window of so many tokens gives one back."""
+    """Return the median CPU seconds of a step in which `num_rows` requests decode.
+
+    One row in 16 takes a new page. With layers of a sliding window of `window` tokens it also frees one.
+    """
     scheduler = _decoding_scheduler(num_rows, num_steps + 8, window)
     previous = _schedule(scheduler)
     seconds = []
@@ -46,13 +48,13 @@ def decode_step_seconds(num_rows: int, num_steps: int = 200, window: int | None 
 
 
 def fake_tokens(output: SchedulerOutput) -> SampledTokens:
-    """An answer that ends no request: token 1 for every row."""
+    """Return results that end no request: token 1 for every row."""
     rows = len(output.rows)
     return SampledTokens(np.ones((rows, 1), np.int32), np.ones(rows, np.int32), np.zeros(rows, np.uint8))
 
 
 def _decoding_scheduler(num_rows: int, num_steps: int, window: int | None) -> Scheduler:
-    """A scheduler whose `num_rows` requests have computed their prompts and have room for `num_steps` more tokens."""
+    """Return a scheduler with `num_rows` requests after their prefill, which have room for `num_steps` more tokens."""
     length = _PROMPT + 2 * num_rows + num_steps
     config = SchedulerConfig(
         num_pages=num_rows * (length // _PAGE_SIZE + 2),
@@ -65,7 +67,7 @@ def _decoding_scheduler(num_rows: int, num_steps: int, window: int | None) -> Sc
     )
     scheduler = Scheduler(config, (_EOS,))
     for i in range(num_rows):
-        # lengths differ so that page borders do not all fall into one step, prompts so that none is shared
+        # different lengths spread the new pages over the steps; different prompts share no prefix
         prompt = [i + 2] * (_PROMPT - i % _PAGE_SIZE)
         params = SamplingParams(max_tokens=length - _PROMPT, ignore_eos=False)
         scheduler.add(Request(f"r{i}", prompt, params, 0.0, seed=i, max_tokens=length - _PROMPT))
@@ -83,11 +85,12 @@ def _schedule(scheduler: Scheduler) -> SchedulerOutput:
 
 
 def main(rows: Iterable[int] = ROWS) -> None:
+    """Print a line per number of rows."""
     for num_rows in rows:
         seconds, windowed = decode_step_seconds(num_rows), decode_step_seconds(num_rows, window=_WINDOW)
         print(
-            f"{num_rows:5d} rows  {seconds * 1e6:8.1f} us a step  {seconds / num_rows * 1e6:6.2f} us a row; "
-            f"with windowed layers {windowed * 1e6:8.1f} us a step"
+            f"{num_rows:5d} rows  {seconds * 1e6:8.1f} us per step  {seconds / num_rows * 1e6:6.2f} us per row; "
+            f"with windowed layers {windowed * 1e6:8.1f} us per step"
         )
 
 

@@ -1,4 +1,4 @@
-"""Requests whose fields are those of the routes' own schemas, with sizes, depths and types stretched."""
+"""Make requests with the fields of the routes' schemas, in unusual sizes, depths and types."""
 
 from __future__ import annotations
 
@@ -26,18 +26,23 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, str]]] = {
     "/tokenize": (TokenizeRequest, {"prompt": '"Hi"'}),
     "/detokenize": (DetokenizeRequest, {"tokens": "[5]"}),
 }
-OUTPUT_LENGTHS = ("max_tokens", "max_completion_tokens", "ignore_eos", "min_tokens")  # not stretched: time, not cost
+OUTPUT_LENGTHS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "ignore_eos",
+    "min_tokens",
+)  # never stretched
 SMALL = (1, 30, 1000)
 SIZES = (*SMALL, 20_000, 100_000, 400_000)
 DEPTHS = (2, 150, 199, 5000, 100_000)
 WORDS = ("a", "word ", "a b.", "\\n", "\\u00e9", "<|im_start|>", "[{,:", "日本", "\\\\", "1")
 ATOMS = ("null", "true", "0", "-1", "1e99", "1e400", "5", '"a"', '""', "{}", "[]", "9" * 5000)
-MAX_VALUE = 3_000_000  # characters of a list or an object, about
+MAX_VALUE = 3_000_000  # characters of a list or an object, roughly
 PART = '{{"role":"user","type":"text","name":"a","function":{{"name":"f","arguments":{0}}},"content":{0},"text":{0}}}'
 
 
 class Stretched(NamedTuple):
-    """changed: the fields that are not those of the smallest request, for reports."""
+    """A request. changed: the fields that differ from the smallest request, for reports."""
 
     path: str
     changed: tuple[str, ...]
@@ -45,7 +50,7 @@ class Stretched(NamedTuple):
 
 
 def stretched(rng: random.Random) -> Stretched:
-    """A request with one or two of its route's fields stretched, at times beside many unknown ones."""
+    """Return a request with one or two stretched fields; one in ten has many unknown fields too."""
     path = rng.choice(sorted(ROUTES))
     model, fields = ROUTES[path]
     names = {field.alias or name for name, field in model.model_fields.items()} - {*OUTPUT_LENGTHS, "model"}
@@ -53,8 +58,8 @@ def stretched(rng: random.Random) -> Stretched:
     changed = {rng.choice(known): _value(rng) for _ in range(rng.choice((1, 2)))}
     extra = {f"field_{number}": "0" for number in range(rng.choice(SIZES))} if rng.randrange(10) == 0 else {}
     parts = [f'"{name}":{value}' for name, value in (fields | changed | extra).items()]
-    told = (*changed, f"{len(extra)} unknown fields") if extra else tuple(changed)
-    return Stretched(path, told, ("{" + ",".join(parts) + "}").encode())
+    shown = (*changed, f"{len(extra)} unknown fields") if extra else tuple(changed)
+    return Stretched(path, shown, ("{" + ",".join(parts) + "}").encode())
 
 
 def _value(rng: random.Random) -> str:

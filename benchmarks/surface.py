@@ -1,11 +1,11 @@
-"""What the OpenAI surface costs on top of the engine: HTTP streams, and outputs under a JSON schema.
+"""Measure the cost of the API on top of the engine: HTTP streams, and outputs under a JSON schema.
 
     python -m benchmarks.surface http [--streams 500] [--output-len 64] [--model DIR]
     python -m benchmarks.surface schema [--rows 32] [--rounds 5] [--model DIR]
 
-`http`: the same streams through a server and through the engine in process. The engine has the first half of the
-cores in both cases; the API process and the clients share the rest, so that they take no time from the engine.
-`schema`: tokens a second of rows that decode freely and of rows under a schema, in turns.
+`http`: the same streams through a server and through the engine in process. In both cases the engine runs on the first
+half of the cores, and the API process and the clients on the rest, so that they take no time from the engine.
+`schema`: tokens per second of rows without and with a schema, in turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TypeVar
 import orjson
 
 from benchmarks.compare import Server, running
-from jaxserve.bench.report import environment
+from jaxserve.bench.report import write_json
 from jaxserve.engine.engine import Engine
 from jaxserve.grammar.translate import schema_spec
 from jaxserve.transport.child_process import child_environment, python_command
@@ -39,13 +39,13 @@ PROMPT_TOKENS = 16
 CITY = {"type": "string", "maxLength": 12}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 RECORD = {"type": "object", "properties": {"city": CITY, "n": NUMBER}, "required": ["city", "n"]}
-# more records than any output has room for, so that every row decodes to its length
+# more records than fit into an output, so that every row decodes to its length
 SCHEMA = {"type": "array", "minItems": 500, "items": RECORD | {"additionalProperties": False}}
 
 
 @dataclass(frozen=True, slots=True)
 class Constrained:
-    """Tokens a second of `rows` rows, medians over rounds; `ratio` is the median of each round's own ratio."""
+    """Tokens per second of `rows` rows, medians over rounds. ratio: median of the ratios of the rounds."""
 
     rows: int
     free: float
@@ -55,7 +55,7 @@ class Constrained:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Tokens a second through HTTP and in process, and where the CPU time of the HTTP run went (us a token)."""
+    """Tokens per second through HTTP and in process, and the CPU microseconds per token of the HTTP run."""
 
     streams: int
     http: float
@@ -67,7 +67,7 @@ class Streams:
 
 
 def constrained(engine: Engine, rows: int, *, rounds: int = 5, steps: int = 150) -> Constrained:
-    """Both kinds decode in turns, so that a drift of the machine hits both."""
+    """Decode rows without and with a schema in turns, so that a drift of the machine affects both."""
     spec = schema_spec(SCHEMA)
     _decode_rate(engine, rows, steps=10, grammar=spec)  # compiles the grammar
     pairs = [(_decode_rate(engine, rows, steps, None), _decode_rate(engine, rows, steps, spec)) for _ in range(rounds)]
@@ -76,7 +76,7 @@ def constrained(engine: Engine, rows: int, *, rounds: int = 5, steps: int = 150)
 
 
 def _decode_rate(engine: Engine, rows: int, steps: int, grammar: GrammarSpec | None) -> float:
-    """Tokens a second while all rows decode."""
+    """Return the tokens per second while all rows decode."""
     for i in range(rows):
         params = SamplingParams(seed=i, max_tokens=steps + 16, ignore_eos=grammar is None, grammar=grammar)
         engine.add_request(_prompt(i), params)
@@ -99,7 +99,7 @@ def _prompt(number: int) -> list[int]:
 
 
 def in_process_rate(engine: Engine, streams: int, output_len: int, rounds: int) -> float:
-    """Tokens a second from the first request to the last token, text included; median of some rounds."""
+    """Return the tokens per second from the first request to the last token, with detokenization; median of rounds."""
 
     def run(count: int) -> float:
         began = time.perf_counter()
@@ -136,7 +136,7 @@ def stream_rate(port: int, streams: int, output_len: int) -> float:
                 key.fileobj.close()
                 left -= 1
     seconds = time.perf_counter() - began
-    if chunks < streams * output_len * 0.9:  # half a character makes no chunk; an error makes none at all
+    if chunks < streams * output_len * 0.9:  # a token without a whole character makes no chunk
         raise RuntimeError(f"{chunks} chunks instead of {streams * output_len}")
     return streams * output_len / seconds
 
@@ -149,7 +149,7 @@ def _http_request(prompt: list[int], seed: int, output_len: int) -> bytes:
 
 
 def http_streams(model: str | None, streams: int, output_len: int, rounds: int) -> Streams:
-    """Raises RuntimeError where a stream broke off."""
+    """Measure both ways. Raises RuntimeError if a stream breaks off."""
     cores = sorted(os.sched_getaffinity(0))
     engine_cores, other_cores = cores[: max(1, len(cores) // 2)], cores[len(cores) // 2 :]
     words = [str(streams), str(output_len)]
@@ -176,7 +176,7 @@ def http_streams(model: str | None, streams: int, output_len: int, rounds: int) 
 
 
 def _on(cores: Sequence[int], work: Callable[[], T]) -> T:
-    """Run `work`, which starts a process, on some cores."""
+    """Run `work`, which starts a process, on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -196,7 +196,7 @@ def _child(*words: str) -> str:
 
 
 def _processes(url: str) -> tuple[int, int]:
-    """(API process, engine process) of the server at `url`, found below this process."""
+    """Return the ids of the API process and the engine process of the server at `url`, a child of this process."""
     api = _children(os.getpid(), "jaxserve launch")
     engine = _children(api, "jaxserve.engine.process")
     return api, engine
@@ -216,7 +216,7 @@ def _pin(pid: int, cores: Sequence[int]) -> None:
 
 
 def _cpu(pid: int) -> float:
-    """CPU seconds of a process so far, user and system."""
+    """Return the CPU seconds of a process so far, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -249,15 +249,15 @@ def main(words: Sequence[str] | None = None) -> int:
 def _http(options: argparse.Namespace) -> int:
     found = http_streams(options.model, options.streams, options.output_len, options.rounds)
     print(f"{found.streams} streams: {found.http} tokens/s by HTTP, {found.in_process} in process: {found.ratio:.2f}")
-    print(f"CPU a token of the HTTP run: engine {found.engine_us}, API {found.api_us}, client {found.client_us} us")
-    print(orjson.dumps({"environment": environment(), **asdict(found)}).decode())
+    print(f"CPU per token of the HTTP run: engine {found.engine_us}, API {found.api_us}, client {found.client_us} us")
+    write_json(asdict(found), None)
     return 0
 
 
 def _schema(options: argparse.Namespace) -> int:
     found = constrained(Engine(options.model), options.rows, rounds=options.rounds)
     print(f"{found.rows} rows: {found.free} tokens/s free, {found.schema} under a schema: {found.ratio:.2f}")
-    print(orjson.dumps({"environment": environment(), **asdict(found)}).decode())
+    write_json(asdict(found), None)
     return 0
 
 

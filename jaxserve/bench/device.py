@@ -1,13 +1,12 @@
-"""The device suite: what the kernels, the steps and the engine reach on this machine, beside the roofline.
+"""The device suite: times of kernels, steps and the engine on this device, compared with the roofline.
 
     python -m jaxserve.bench.device [--tiny] [--seconds 540] [--out DIR] [--only SECTION,...]
 
-Owns the order of the sections, the time, and the results: DIR/device.json is written after every row. Started again
-with the same DIR it goes on with the rows that are missing. Every section runs in a process of its own, so that a
-crash costs one section, the memory is free for the next, and a start of the engine is a real start.
-What is measured, and how, is device_kernels.py's and device_engine.py's.
+Writes DIR/device.json after every row. With the same DIR it measures only the rows that are missing. Every section runs
+in a new process, so that a crash ends one section only, memory is free for the next, and a start of the engine is real.
+device_kernels.py and device_engine.py hold the measurements.
 
---tiny runs everything in toy sizes, kernels in Pallas' interpreter: a check of the suite, not a measurement.
+--tiny runs everything in tiny sizes, with kernels in Pallas' interpreter. It checks the suite and measures nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from jaxserve.bench.device_rows import Bench, Options, Results, Row, describe
 from jaxserve.transport.child_process import child_environment, python_command
 
 RESULTS = "device.json"
-PREFIX = "ROW "  # of a child's lines that are rows
-# In the order of what is worth most if the time runs out.
+ROW_PREFIX = "ROW "  # of a child's lines that are rows
+# the most valuable first, because the time may run out
 SECTIONS = (
     "ceilings",
     "numerics",
@@ -44,7 +43,7 @@ SECTIONS = (
 
 
 def run_section(section: str, options: Options, results: Results, emit: Callable[[Row], None]) -> None:
-    """All cells of a section, in this process, on its devices."""
+    """Run all cells of a section in this process."""
     from jaxserve.bench import device_engine, device_kernels  # noqa: PLC0415  the parent never touches a device
 
     bench = Bench(section, options, results, emit)
@@ -56,19 +55,23 @@ def run_section(section: str, options: Options, results: Results, emit: Callable
 
 
 def _run_child(section: str, options: Options, show: Callable[[str], None]) -> None:
-    """A section in a process of its own; it writes its rows itself. Ended when the time is over."""
+    """Run a section in a new process, which writes its rows. End it when the time is over."""
     command = python_command("jaxserve.bench.device", "--section", section, "--out", str(options.out))
     command += ["--until", str(options.until), *(["--tiny"] if options.tiny else [])]
     with subprocess.Popen(
         command, env=child_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as child:
-        # The child stops by itself between two cells; a cell that hangs is ended from here.
+        # The child checks the time between two cells. The timer ends a cell that hangs.
         end = threading.Timer(max(1.0, options.until - time.time() + 5), os.killpg, (child.pid, signal.SIGKILL))
         end.start()
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                show(describe(json.loads(line.removeprefix(PREFIX))) if line.startswith(PREFIX) else line.rstrip())
+                show(
+                    describe(json.loads(line.removeprefix(ROW_PREFIX)))
+                    if line.startswith(ROW_PREFIX)
+                    else line.rstrip()
+                )
         finally:
             end.cancel()
     if child.returncode != 0:
@@ -81,7 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--out", type=Path, default=Path("device-suite"))
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # used by the child process
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
@@ -89,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = Options(given.out.resolve(), given.tiny, given.until or time.time() + given.seconds)
     if given.section is not None:
         results = Results(options.out / RESULTS, tiny=options.tiny)
-        run_section(given.section, options, results, lambda row: print(PREFIX + json.dumps(row), flush=True))
+        run_section(given.section, options, results, lambda row: print(ROW_PREFIX + json.dumps(row), flush=True))
         return 0
     wanted = given.only.split(",")
     if unknown := set(wanted) - set(SECTIONS):

@@ -1,20 +1,17 @@
-"""The device suite's engine: start, whole steps and offline workloads, on random weights in a model's true shape.
+"""The engine part of the device suite: start, single steps and offline workloads, on random weights.
 
-Owns the shapes, the batches of the steps and the workloads, with the figures that others publish beside them. A step
-is the engine's own compiled program on a state in which every row has a given context; a workload is the in-process
-engine, host work and all.
+Defines the model shapes, the batches of the steps, and the workloads with published figures of others. A step runs the
+engine's compiled program on a state in which every row has a given context. A workload runs the engine in process.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +21,23 @@ import numpy as np
 
 from jaxserve.bench.device_kernels import machine_of
 from jaxserve.bench.device_rows import Bench, Row
-from jaxserve.bench.make_model import TOKENIZER_FILES
 from jaxserve.bench.offline import run_offline
+from jaxserve.bench.tokenizer_files import copy_tokenizer
 from jaxserve.bench.workload import random_workload
 from jaxserve.engine.engine import Engine
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
 
-PROMPT = 30  # tokens of each prompt of the workloads, as in SGLang's published runs
+PROMPT = 30  # tokens per prompt of the workloads, as in SGLang's published runs
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`count` requests at once, of `tokens` output tokens each. `published`: SGLang on an H100, tokens a second."""
+    """`count` requests at once, of `tokens` output tokens each.
+
+    published: tokens per second of SGLang on an H100
+    estimate: seconds that the workload takes
+    """
 
     count: int
     tokens: int
@@ -97,19 +98,9 @@ _TINY = {
 
 
 def engine_cells(bench: Bench, model: str) -> None:
-    """Start, decode steps, prefills and workloads in one engine: its start is too long for more than one."""
-    steps = [
-        (1, 305),
-        (100, 305),
-        (500, 305),
-        (8, 305),
-        (32, 305),
-        (1, 4096),
-        (100, 60),
-        (100, 550),
-        (500, 60),
-        (500, 550),
-    ]
+    """Measure the start, decode steps, prefills and workloads of one engine."""
+    steps = [(rows, 305) for rows in (1, 100, 500, 8, 32)] + [(1, 4096)]
+    steps += [(rows, context) for rows in (100, 500) for context in (60, 550)]
     prefills = [2048, 512, 8192]
     workloads = WORKLOADS
     if bench.tiny:
@@ -128,13 +119,13 @@ def engine_cells(bench: Bench, model: str) -> None:
 
 
 def restart(bench: Bench, model: str) -> None:
-    """A second start, from the compile cache that the first one left."""
+    """Measure a second start, with the compile cache of the first."""
     if bench.wants("warm start", 40):
         start(bench, model)
 
 
 def small_pool(bench: Bench, model: str) -> None:
-    """More requests than the pool holds at once: the scheduler's work, not the device's."""
+    """Measure more requests than the pool of pages holds at once."""
     workload = Workload(8, 8) if bench.tiny else SMALL_POOL
     if bench.wants(_name(workload), workload.estimate + 60):
         pool = {} if bench.tiny else {"num_pages": SMALL_POOL_TOKENS // 16}
@@ -147,7 +138,7 @@ def _name(workload: Workload) -> str:
 
 
 def start(bench: Bench, model: str) -> Engine:
-    """An engine, and a row of its start: cold if the compile cache was empty, else warm."""
+    """Start an engine and record a row: cold start if the compile cache was empty, else warm start."""
     cache = _compile_cache(bench, model)
     name = "warm start" if cache.exists() and any(cache.iterdir()) else "cold start"
     started = time.perf_counter()
@@ -165,7 +156,7 @@ def start(bench: Bench, model: str) -> Engine:
 
 
 def _engine(bench: Bench, model: str, **keys: Any) -> Engine:
-    """Random weights in the model's true shape."""
+    """Return an engine with random weights in the model's shape."""
     limits: dict[str, Any] = {"max_model_len": 16384, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
     if bench.tiny:
         limits = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_pages": 32}
@@ -180,15 +171,12 @@ def _compile_cache(bench: Bench, model: str) -> Path:
 
 
 def _directory(bench: Bench, model: str) -> Path:
-    """A checkpoint directory without weights: config.json and the embedded demo's tokenizer."""
+    """Make a model directory without weights: config.json and the demo model's tokenizer."""
     directory = bench.options.out / model
     directory.mkdir(parents=True, exist_ok=True)
     config = MODELS[model] | (_TINY if bench.tiny else {"dtype": "bfloat16"})
     (directory / "config.json").write_text(json.dumps(config))
-    with as_file(files("jaxserve") / "assets" / "demo") as demo:
-        for name in TOKENIZER_FILES:
-            if (demo / name).exists():
-                shutil.copyfile(demo / name, directory / name)
+    copy_tokenizer(directory)
     return directory
 
 
@@ -196,7 +184,7 @@ def _directory(bench: Bench, model: str) -> Path:
 
 
 def _decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> Row:
-    """The compiled step at `rows` rows of `context` tokens, which grows by a token a step; nothing is read back."""
+    """Time decode steps of `rows` rows, whose context grows from `context` by one token per step."""
     runner = engine.runner
     steps, runs = (2, 1) if bench.tiny else (20, 5)
     page_size = engine.info.page_size
@@ -212,7 +200,7 @@ def _decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> Row:
     runner.state = runner.state.replace(page_table=jnp.asarray(table), position=jnp.asarray(position))
     decode_rows = [ScheduledRow(f"r{slot}", slot, context - 1, 1, True, [], pages, []) for slot in range(rows)]
     output = SchedulerOutput(0, decode_rows, rows, [])
-    for _ in range(3):  # XLA captures its graphs
+    for _ in range(3):  # XLA captures its graphs in the first calls
         runner.execute(output).result()
     seconds = []
     for _ in range(runs):
@@ -226,7 +214,7 @@ def _decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> Row:
 
 
 def _weight_bytes(engine: Engine) -> int:
-    """Of the weights that a step reads: all but an embedding that is not also the head."""
+    """Return the bytes of the weights that a step reads: all but an untied embedding."""
     specs = engine.runner.structure.specs
     sizes = {spec.name: leaf.nbytes for spec, leaf in zip(specs, engine.runner.leaves, strict=True)}
     untied = not engine.runner.structure.config.tie_word_embeddings
@@ -234,7 +222,9 @@ def _weight_bytes(engine: Engine) -> int:
 
 
 def _step_floor(bench: Bench, engine: Engine, tokens: int, context: int) -> float:
-    """Seconds: weights once or the products of all tokens, whichever is longer, and K and V of the context."""
+    """Return the least seconds of a step: the longer of reading the weights and their products, plus reading the
+    KV cache.
+    """
     weights = _weight_bytes(engine)
     machine = machine_of(bench)
     itemsize = engine.runner.leaves[0].dtype.itemsize
@@ -243,7 +233,7 @@ def _step_floor(bench: Bench, engine: Engine, tokens: int, context: int) -> floa
 
 
 def _prefill(bench: Bench, engine: Engine, tokens: int) -> Row:
-    """One fresh prompt in one chunk, to its first token."""
+    """Time one prompt in one chunk, to its first token."""
     runner = engine.runner
     num_pages = -(-tokens // engine.info.page_size)
     if num_pages > engine.info.num_pages or tokens > runner.buckets.max_tokens:
@@ -268,7 +258,7 @@ def _prefill(bench: Bench, engine: Engine, tokens: int) -> Row:
 
 
 def _reset(engine: Engine) -> None:
-    """Slots as after the start: the steps above used them behind the scheduler's back."""
+    """Clear the slots, which the steps above used without the scheduler."""
     runner = engine.runner
     runner.state = jax.tree.map(jnp.zeros_like, runner.state)
 
@@ -276,23 +266,11 @@ def _reset(engine: Engine) -> None:
 def _run_workload(engine: Engine, workload: Workload) -> Row:
     requests = random_workload(workload.count, input_len=PROMPT, output_len=workload.tokens, vocab_size=1000)
     report = run_offline(engine, requests)
-    published = (
-        {}
-        if workload.published is None
-        else {
-            "sglang_h100_tok_s": workload.published,
-            "over_sglang": report.output_rate / workload.published,
-        }
-    )
-    return {
-        "tok_s": report.output_rate,
-        "seconds": report.seconds,
-        "step_ms": report.step_ms,
-        "host_us": report.host_us,
-        "preemptions": report.preemptions,
-        "compiles": report.compiles,
-        **published,
-    }
+    row: Row = {"tok_s": report.output_rate}
+    row |= {name: getattr(report, name) for name in ("seconds", "step_ms", "host_us", "preemptions", "compiles")}
+    if workload.published is not None:
+        row |= {"sglang_h100_tok_s": workload.published, "over_sglang": report.output_rate / workload.published}
+    return row
 
 
 SECTIONS: dict[str, Callable[[Bench, str], None]] = {

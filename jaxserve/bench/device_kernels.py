@@ -1,7 +1,7 @@
-"""The device suite's kernels: ceilings of the machine, numerics against the reference, times beside the roofline.
+"""The kernel part of the device suite: rates of the device, numerics against the reference, times against the roofline.
 
-Owns the grids, the batches made up for them and the counting of bytes and operations. Times are the median of
-several runs of chained calls with one wait at the end, after three calls that let XLA capture its graphs.
+Defines the grids and their batches, and counts bytes and operations. A time is the median of several runs; a run chains
+calls and waits once at the end. Three calls before them let XLA capture its graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPE = jnp.bfloat16
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's attention."""
+    """The sizes of a layer's attention."""
 
     kv_heads: int = 8
     group: int = 4
@@ -52,24 +52,24 @@ class Heads:
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes and operations a second, as measured here."""
+    """Measured bytes and operations per second."""
 
     bandwidth: float
     flops: float
 
     def floor(self, num_bytes: float, operations: float) -> float:
-        """Seconds."""
+        """Return the least seconds for these bytes and operations."""
         return max(num_bytes / self.bandwidth, operations / self.flops)
 
 
 def machine_of(bench: Bench) -> Machine:
-    """From the section `ceilings`; without it, of an H200 as others measured it."""
+    """Return the rates of the section `ceilings`; without it, published ones of an H200."""
     bandwidth, flops = bench.results.get("ceilings", "copy", "GBps"), bench.results.get("ceilings", "matmul", "TFLOPs")
     return Machine((bandwidth or 4300.0) * 1e9, (flops or 790.0) * 1e12)
 
 
 def clock(function: Callable[..., Any], *args: Any, tiny: bool, chained: int = 20, runs: int = 5) -> float:
-    """Seconds a call."""
+    """Return the seconds per call."""
     chained, runs = (1, 1) if tiny else (chained, runs)
     for _ in range(1 if tiny else 3):
         jax.block_until_ready(function(*args))
@@ -83,7 +83,7 @@ def clock(function: Callable[..., Any], *args: Any, tiny: bool, chained: int = 2
 
 
 def ceilings(bench: Bench) -> None:
-    """Rates of the machine: a copy that reads and writes, a large matrix product, an empty dispatch."""
+    """Measure the rates of the device: a copy, a large matrix product, an empty dispatch."""
     size = 1 << (16 if bench.tiny else 30)
     width = 64 if bench.tiny else 8192
 
@@ -115,7 +115,9 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def batch(rows: Sequence[tuple[int, int]], heads: Heads) -> tuple[jax.Array, AttentionMetadata, int]:
-    """q [T, N, D], metadata and the number of pages of a batch of rows (q_len, kv_len), pages in random order."""
+    """Return q [T, N, D], metadata and the number of pages of a batch of rows (q_len, kv_len). Pages are in random
+    order.
+    """
     q_lens, kv_lens = np.array(rows, np.int32).T
     pages = -(-kv_lens // heads.page_size)
     table = np.zeros((len(rows), int(pages.max())), np.int32)
@@ -132,7 +134,7 @@ def batch(rows: Sequence[tuple[int, int]], heads: Heads) -> tuple[jax.Array, Att
 
 
 def kernels(bench: Bench) -> dict[str, Backend]:
-    """The backends of this device; on a CPU all of them, interpreted."""
+    """Return the backends of this device; on a CPU all of them, interpreted."""
     platform = jax.default_backend()
     if platform == "gpu":
         return {name: get_backend(name, platform) for name in ("triton", "mosaic_gpu")}
@@ -147,7 +149,7 @@ def kernels(bench: Bench) -> dict[str, Backend]:
 
 
 def numerics(bench: Bench) -> None:
-    """Every kernel against the float32 reference, over head sizes, options and ragged lengths."""
+    """Compare every kernel with the float32 reference, over head sizes, options and ragged lengths."""
     edges = [(1, n) for n in (1, 15, 16, 17, 63, 64, 65, 300)]
     mixed = [(1, 40), (1, 129), (5, 5), (33, 70), (130, 300)]
     if bench.tiny:
@@ -187,7 +189,7 @@ def _compare(backend: Backend, rows: list[tuple[int, int]], heads: Heads) -> Row
 
 
 def attention(bench: Bench) -> None:
-    """Attention of one layer of Llama-3.1-8B over a grid of batches, for every kernel in its default tuning."""
+    """Time attention of one layer of Llama-3.1-8B over a grid of batches, for every kernel in its default tuning."""
     grid = {
         "decode 32 x 4096": [(1, 4096)] * 32,
         "decode 1 x 4096": [(1, 4096)],
@@ -217,17 +219,21 @@ def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]],
     context = sum(kv for _, kv in rows)
     num_bytes = 2 * (2 * context * heads.kv_heads * heads.head_dim + 2 * q.size)
     operations = 4 * width * sum(n * (kv - n) + n * (n + 1) / 2 for n, kv in rows)
-    floor = machine_of(bench).floor(num_bytes, operations)
+    return _rates(bench, seconds, num_bytes, operations)
+
+
+def _rates(bench: Bench, seconds: float, num_bytes: float, operations: float) -> Row:
+    """Return a row with the time, the rates and the share of the roofline."""
     return {
         "us": seconds * 1e6,
         "GBps": num_bytes / seconds / 1e9,
         "TFLOPs": operations / seconds / 1e12,
-        "of_roofline": floor / seconds,
+        "of_roofline": machine_of(bench).floor(num_bytes, operations) / seconds,
     }
 
 
 def tune(bench: Bench) -> None:
-    """Decode attention over the kernels' sizes: what their defaults should be."""
+    """Time decode attention over the kernels' tuning parameters."""
     cells = {"32 x 4096": (32, 4096), "100 x 305": (100, 305), "1 x 4096": (1, 4096)}
     heads = Heads()
     if bench.tiny:
@@ -260,7 +266,7 @@ def _variants(bench: Bench) -> dict[str, Backend]:
 
 
 def write(bench: Bench) -> None:
-    """The write of one layer's K and V: in place, and its time."""
+    """Time the write of one layer's K and V, and check that it is in place."""
     heads = Heads(2, 2, 32) if bench.tiny else Heads()
     for count in (2,) if bench.tiny else (1, 100, 500, 2048):
         for kernel, backend in kernels(bench).items():
@@ -292,7 +298,7 @@ def _time_write(bench: Bench, backend: Backend, count: int, heads: Heads) -> Row
 
 
 def linear_layers(bench: Bench) -> None:
-    """The products of Llama-3.1-8B at every number of rows; weights rotate, so that no cache holds them."""
+    """Time the products of Llama-3.1-8B. Several weights take turns, so that no cache holds them."""
     shapes = {
         "qkv": (6144, 4096),
         "o": (4096, 4096),
@@ -314,13 +320,7 @@ def _time_linear(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
     x = normal(9, rows, width)
     forward = jax.jit(lambda x, weights: [linear(x, w) for w in weights])
     seconds = clock(forward, x, weights, tiny=bench.tiny, chained=10) / len(weights)
-    num_bytes, operations = 2 * out * width, 2 * rows * out * width
-    return {
-        "us": seconds * 1e6,
-        "GBps": num_bytes / seconds / 1e9,
-        "TFLOPs": operations / seconds / 1e12,
-        "of_roofline": machine_of(bench).floor(num_bytes, operations) / seconds,
-    }
+    return _rates(bench, seconds, 2 * out * width, 2 * rows * out * width)
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {

@@ -1,4 +1,4 @@
-"""Rows of the device suite: what was measured so far, in a file that survives a cut, and how a section adds to it."""
+"""The rows of the device suite, in a file that is rewritten after each row, and how a section adds one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = ("us", "ms", "tok_s", "seconds", "GBps", "TFLOPs", "of_roofline", "rel_e
 
 @dataclass(frozen=True)
 class Options:
-    """Of a run, in the parent and in its children."""
+    """Options of a run, the same in the parent and its child processes."""
 
     out: Path
     tiny: bool
@@ -27,7 +27,7 @@ class Options:
 
 
 class Results:
-    """The rows so far, by section and name; a row replaces an earlier one that failed."""
+    """The rows so far by section and name. A new row replaces one that failed."""
 
     def __init__(self, path: Path, *, tiny: bool) -> None:
         self._path = path
@@ -49,12 +49,12 @@ class Results:
         return "error" not in self.rows.get((section, name), {"error": ""})
 
     def get(self, section: str, name: str, key: str) -> Any:
-        """A figure of an earlier row; None where there is none."""
+        """Return a figure of an earlier row, or None."""
         return self.rows.get((section, name), {}).get(key)
 
 
 class Bench:
-    """A section's way to run its cells: skips what is done, stops in time, records what fails and goes on."""
+    """Runs the cells of a section: skips those that are done, stops in time, records an error and goes on."""
 
     def __init__(self, section: str, options: Options, results: Results, emit: Callable[[Row], None]) -> None:
         self.section, self.options, self.results = section, options, results
@@ -73,9 +73,7 @@ class Bench:
         return not self.results.done(self.section, name) and self.seconds_left > estimate
 
     def cell(self, name: str, estimate: float, measure: Cell) -> None:
-        """Measure one row, unless it is already present or the time is too short, and record its result or its
-        error.
-        """
+        """Measure one row and record its result or error, unless it exists or less than `estimate` seconds are left."""
         if not self.wants(name, estimate):
             return
         row: Row = {"section": self.section, "name": name}
@@ -88,7 +86,7 @@ class Bench:
 
 
 def describe(row: Row) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     figures = "  ".join(f"{key}={_short(row[key])}" for key in SHOWN if row.get(key) is not None)
     return f"{row['section']:18} {row['name']:44} {figures}"
 

@@ -1,7 +1,4 @@
-"""The load generator: sends a workload to any OpenAI-compatible server and times every token.
-
-Speaks HTTP and server-sent events only, so that the same client measures jaxserve and its peers.
-"""
+"""The load generator: sends a workload to any OpenAI-compatible server and records the time of every token."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ TIMEOUT = 600.0  # seconds without a byte
 
 @dataclass(slots=True)
 class Timing:
-    """What one request saw, in seconds since the start of the run."""
+    """The times of one request, in seconds since the start of the run."""
 
     sent: float
-    token_times: list[float] = field(default_factory=list)  # of each chunk that brought text or tokens
+    token_times: list[float] = field(default_factory=list)  # of each chunk with text or tokens
     output_tokens: int = 0
     prompt_tokens: int = 0
     ended: float = 0.0
@@ -40,7 +37,7 @@ class Timing:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per output token after the first."""
+        """Mean seconds per output token after the first; None for fewer than two tokens."""
         if self.output_tokens < 2 or not self.token_times:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
@@ -55,11 +52,11 @@ class Target:
     api_key: str | None = None
     chat: bool = False
     ignore_eos: bool = True
-    token_ids: bool = False  # ask for them: a token whose text is empty or held back is then seen when it comes
+    token_ids: bool = False  # request token ids, so that a token without text is timed too
 
 
 def root_url(text: str) -> str:
-    """A server's address without /v1: people give --base-url as OpenAI's clients want it."""
+    """Return a server's address without the /v1 that OpenAI's clients need."""
     return text.rstrip("/").removesuffix("/v1")
 
 
@@ -80,7 +77,10 @@ async def run_load(
     concurrency: int | None,
     on_done: Callable[[Timing], None] = lambda timing: None,
 ) -> tuple[list[Timing], float]:
-    """Send all requests, at most `concurrency` at once and not before their time; timings and seconds in all."""
+    """Send all requests, at most `concurrency` at once and none before its time.
+
+    Returns the timings and the seconds in total.
+    """
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     gate = asyncio.Semaphore(concurrency or len(requests) or 1)
     start = time.perf_counter()
@@ -112,7 +112,7 @@ async def _send(client: httpx2.AsyncClient, target: Target, request: LoadRequest
         timing.error = f"{type(error).__name__}: {error}"
     timing.ended = time.perf_counter() - start
     if timing.error is None and not timing.token_times:
-        timing.error = "no token came"
+        timing.error = "no token arrived"
     return timing
 
 

@@ -1,7 +1,4 @@
-"""Offline throughput: the engine in process on a workload of random prompts, with no HTTP.
-
-Owns the run and its figures; what is printed beside them is report.py's.
-"""
+"""Offline throughput: run a workload on the engine in process, without HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from jaxserve.types.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class OfflineReport:
-    """Of one run. Rates are a second; `step_ms` and `host_us` are means over its steps."""
+    """The figures of one run. Rates are tokens per second; `step_ms` and `host_us` are means over its steps."""
 
     requests: int
     seconds: float

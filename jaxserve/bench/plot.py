@@ -1,4 +1,4 @@
-"""A picture of a run: time to first token and time per output token over the run. Needs the extra `bench`."""
+"""Plot the time to first token and the time per output token over a run. Needs the extra `bench`."""
 
 from __future__ import annotations
 

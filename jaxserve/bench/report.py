@@ -1,4 +1,4 @@
-"""From timings to figures: percentiles, throughput, goodput; a table for people and one JSON line for machines."""
+"""Summarize timings: percentiles, throughput, goodput; as a table and as JSON. Describe the environment."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from jaxserve.bench.load import Timing
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of a sample, in milliseconds."""
+    """Statistics of a sample in milliseconds."""
 
     mean: float
     median: float
@@ -38,12 +40,12 @@ class LoadReport:
     completed: int
     failed: int
     seconds: float
-    request_rate: float  # completed a second
+    request_rate: float  # completed per second
     prompt_tokens: int
     output_tokens: int
-    output_rate: float  # tokens a second
-    total_rate: float  # prompt and output tokens a second
-    goodput: float | None  # requests a second within the limits, if limits were given
+    output_rate: float  # tokens per second
+    total_rate: float  # prompt and output tokens per second
+    goodput: float | None  # requests per second within the limits; None without limits
     ttft_ms: Spread | None
     tpot_ms: Spread | None
     itl_ms: Spread | None  # gaps between two chunks
@@ -54,7 +56,7 @@ class LoadReport:
 def summarize(
     timings: Sequence[Timing], seconds: float, *, ttft_limit: float | None = None, tpot_limit: float | None = None
 ) -> LoadReport:
-    """Limits in seconds; a request counts for goodput if it is within both."""
+    """Summarize a run. A request counts for goodput if it is within both limits, in seconds."""
     good = [t for t in timings if t.error is None]
     output = sum(t.output_tokens for t in good)
     prompt = sum(t.prompt_tokens for t in good)
@@ -83,7 +85,7 @@ def _within(value: float | None, limit: float | None) -> bool:
 
 
 def table(report: LoadReport) -> str:
-    """The report as aligned lines."""
+    """Return the report as aligned lines."""
     lines = [
         f"completed {report.completed}, failed {report.failed}, in {report.seconds:.2f} s",
         f"output {report.output_rate:.1f} tokens/s, total {report.total_rate:.1f} tokens/s, "
@@ -106,7 +108,7 @@ def table(report: LoadReport) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What every figure needs beside it: versions and machine."""
+    """Return the versions and the machine, to print beside every figure."""
     packages = {}
     for name in ("jaxserve", "jax", "jaxlib", "flax", "numpy"):
         try:
@@ -120,6 +122,14 @@ def environment() -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
     }
+
+
+def write_json(record: dict[str, Any], path: Path | None, details: dict[str, Any] | None = None) -> None:
+    """Print a record with the environment as one JSON line, and write it to `path` together with `details`."""
+    record = {"environment": environment()} | record
+    print(orjson.dumps(record).decode())
+    if path is not None:
+        path.write_bytes(orjson.dumps(record | (details or {})))
 
 
 def _processor() -> str:

@@ -1,6 +1,6 @@
-"""What a benchmark sends: prompts, output lengths and arrival times, all from a seed.
+"""Workloads: prompts, output lengths and arrival times, drawn from a seed.
 
-Owns the three kinds of workload (random token ids, a text file, a trace of a production service). Knows no server.
+There are three kinds: random token ids, a text file, and a trace of a production service.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import csv
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
@@ -18,7 +19,7 @@ from jaxserve.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request of a workload. `at`: seconds after the start at which it is sent, or None for closed loop."""
+    """One request of a workload. at: seconds from the start until it is sent; None: as soon as concurrency allows."""
 
     prompt: str | list[int]
     num_prompt_tokens: int | None  # None: only the server knows
@@ -29,7 +30,7 @@ class LoadRequest:
 def random_workload(
     count: int, *, input_len: int, output_len: int, vocab_size: int, spread: float = 0.0, seed: int = 0
 ) -> list[LoadRequest]:
-    """Prompts of random token ids. `spread` 0.5 draws lengths from half to one and a half of the given ones."""
+    """Make prompts of random token ids. With `spread` 0.5 lengths are drawn from 0.5 to 1.5 times the given ones."""
     rng = random.Random(seed)
 
     def length(mean: int) -> int:
@@ -38,10 +39,13 @@ def random_workload(
     requests = []
     for _ in range(count):
         n = length(input_len)
-        # the lowest ids are special tokens in many vocabularies
-        prompt = [rng.randrange(min(256, vocab_size // 2), vocab_size) for _ in range(n)]
-        requests.append(LoadRequest(prompt, n, length(output_len)))
+        requests.append(LoadRequest(random_prompt(rng, n, vocab_size), n, length(output_len)))
     return requests
+
+
+def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]:
+    """Return random token ids, without the lowest ones, which are special tokens in many vocabularies."""
+    return [rng.randrange(min(256, vocab_size // 2), vocab_size) for _ in range(length)]
 
 
 def dataset_workload(path: Path, count: int, *, output_len: int, seed: int = 0) -> list[LoadRequest]:
@@ -70,13 +74,16 @@ def _prompt_of(line: str) -> str | None:
 def trace_workload(
     path: Path, count: int, *, vocab_size: int, speed: float = 1.0, max_len: int, seed: int = 0
 ) -> list[LoadRequest]:
-    """Arrival times and lengths of a CSV trace (TIMESTAMP, ContextTokens, GeneratedTokens), prompts at random."""
+    """Read arrival times and lengths from a CSV trace (TIMESTAMP, ContextTokens, GeneratedTokens).
+
+    Prompts are random token ids. speed: divides the times. max_len: limit of prompt plus output tokens
+    """
     rng = random.Random(seed)
     requests: list[LoadRequest] = []
     for at, prompt_len, output_len in _trace_rows(path):
         prompt_len = max(1, min(prompt_len, max_len - 2))
         output_len = max(1, min(output_len, max_len - prompt_len - 1))
-        prompt = [rng.randrange(min(256, vocab_size // 2), vocab_size) for _ in range(prompt_len)]
+        prompt = random_prompt(rng, prompt_len, vocab_size)
         requests.append(LoadRequest(prompt, prompt_len, output_len, at / speed))
         if len(requests) == count:
             break
@@ -93,11 +100,7 @@ def _trace_rows(path: Path) -> Iterator[tuple[float, int, int]]:
 
 
 def poisson(requests: list[LoadRequest], rate: float, *, seed: int = 0) -> list[LoadRequest]:
-    """The same requests arriving at `rate` a second, with exponential gaps."""
+    """Return the requests with arrival times: `rate` per second, with exponential gaps."""
     rng = random.Random(seed)
-    at = 0.0
-    timed = []
-    for request in requests:
-        timed.append(LoadRequest(request.prompt, request.num_prompt_tokens, request.max_tokens, at))
-        at += rng.expovariate(rate)
-    return timed
+    times = accumulate((rng.expovariate(rate) for _ in requests[1:]), initial=0.0)
+    return [replace(request, at=at) for request, at in zip(requests, times, strict=False)]

@@ -1,4 +1,4 @@
-"""`jaxserve bench serve|offline`: measure a server, or the engine in process."""
+"""`jaxserve bench serve|offline`: measure a server, or the engine in this process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import orjson
 from rich.console import Console
 from rich.progress import track
 
 from jaxserve.bench.load import Target, Timing, find_model, root_url, run_load
 from jaxserve.bench.offline import run_offline
 from jaxserve.bench.plot import plot
-from jaxserve.bench.report import environment, summarize, table
+from jaxserve.bench.report import summarize, table, write_json
 from jaxserve.bench.workload import LoadRequest, dataset_workload, poisson, random_workload, trace_workload
 from jaxserve.cli.options.settings import load_config
 from jaxserve.engine.engine import Engine
@@ -24,6 +23,7 @@ from jaxserve.errors import ConfigError
 
 
 def run(words: Sequence[str]) -> int:
+    """Run the command `bench`. Raises ConfigError."""
     options = _parser().parse_args(words)
     return options.run(options)
 
@@ -31,63 +31,48 @@ def run(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxserve bench", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    serve = commands.add_parser("serve", help="load a server that speaks OpenAI's API")
+    serve = commands.add_parser("serve", help="measure a server with OpenAI's API")
     serve.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
     serve.add_argument("--model", help="default: the first one served")
     serve.add_argument("--api-key")
     serve.add_argument("--chat", action="store_true", help="use chat/completions; needs --dataset")
-    serve.add_argument("--stop-at-eos", action="store_true", help="default: every request runs to its length")
-    serve.add_argument("--num-prompts", type=int, default=64)
-    serve.add_argument("--input-len", type=int, default=128, help="prompt tokens of the random workload")
-    serve.add_argument("--output-len", type=int, default=64)
-    serve.add_argument("--spread", type=float, default=0.0, help="0.5: lengths from half to one and a half")
-    serve.add_argument("--vocab-size", type=int, default=1000, help="random prompts use ids below it")
-    serve.add_argument("--dataset", type=Path, help="JSONL with prompts, instead of random ones")
-    serve.add_argument("--trace", type=Path, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens")
+    serve.add_argument("--stop-at-eos", action="store_true", help="default: every request runs to --output-len")
+    serve.add_argument("--vocab-size", type=int, default=1000, help="random prompts use token ids below it")
+    serve.add_argument("--dataset", type=Path, help="JSONL file with prompts, instead of random ones")
+    serve.add_argument("--trace", type=Path, help="CSV file with TIMESTAMP, ContextTokens, GeneratedTokens")
     serve.add_argument("--trace-speed", type=float, default=1.0)
-    serve.add_argument("--max-len", type=int, default=2048, help="longest prompt and output of a trace")
-    serve.add_argument("--concurrency", type=int, help="requests in flight at most")
-    serve.add_argument("--request-rate", type=float, help="arrivals a second; default: all at once")
-    serve.add_argument("--warmup", type=int, default=0, help="requests sent before the measured ones")
-    serve.add_argument("--ttft-limit", type=float, help="ms, for goodput")
-    serve.add_argument("--tpot-limit", type=float, help="ms, for goodput")
-    serve.add_argument("--seed", type=int, default=0)
-    serve.add_argument("--json", type=Path, help="write the report and every timing")
-    serve.add_argument("--plot", type=Path, help="write a PNG of the latencies (extra: bench)")
+    serve.add_argument("--max-len", type=int, default=2048, help="maximum tokens of prompt plus output of a trace")
+    serve.add_argument("--concurrency", type=int, help="maximum number of requests in flight")
+    serve.add_argument("--request-rate", type=float, help="requests per second; default: all at once")
+    serve.add_argument("--warmup", type=int, default=0, help="number of requests sent before the measurement")
+    serve.add_argument("--ttft-limit", type=float, help="limit for goodput in ms")
+    serve.add_argument("--tpot-limit", type=float, help="limit for goodput in ms")
+    serve.add_argument("--plot", type=Path, help="PNG file for the latencies (extra: bench)")
     serve.set_defaults(run=_serve)
     offline = commands.add_parser("offline", help="run a workload in process, without HTTP")
-    offline.add_argument("--num-prompts", type=int, default=32)
-    offline.add_argument("--input-len", type=int, default=128)
-    offline.add_argument("--output-len", type=int, default=64)
-    offline.add_argument("--spread", type=float, default=0.0)
-    offline.add_argument("--seed", type=int, default=0)
-    offline.add_argument("--json", type=Path)
     offline.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch, e.g. -- --model DIR")
     offline.set_defaults(run=_offline)
+    for command, count in ((serve, 64), (offline, 32)):
+        command.add_argument("--num-prompts", type=int, default=count)
+        command.add_argument("--input-len", type=int, default=128, help="tokens per random prompt")
+        command.add_argument("--output-len", type=int, default=64, help="tokens per output")
+        command.add_argument("--spread", type=float, default=0.0, help="0.5: lengths from 0.5 to 1.5 times these")
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--json", type=Path, help="file for the report; of serve also every timing")
     return parser
 
 
-def _flags(options: argparse.Namespace) -> list[str]:
+def launch_flags(options: argparse.Namespace) -> list[str]:
+    """Return the flags of launch that follow `--`."""
     return options.flags[1:] if options.flags[:1] == ["--"] else options.flags
 
 
 def _offline(options: argparse.Namespace) -> int:
-    engine = Engine(config=load_config(_flags(options), os.environ))
-    requests = random_workload(
-        options.num_prompts,
-        input_len=options.input_len,
-        output_len=options.output_len,
-        vocab_size=engine.info.vocab_size,
-        spread=options.spread,
-        seed=options.seed,
-    )
-    report = asdict(run_offline(engine, requests))
+    engine = Engine(config=load_config(launch_flags(options), os.environ))
+    report = asdict(run_offline(engine, _random_workload(options, engine.info.vocab_size)))
     for name, value in report.items():
         print(f"{name:16} {value}")
-    line = {"model": engine.info.served_names[0], "environment": environment(), "report": report}
-    print(orjson.dumps(line).decode())
-    if options.json is not None:
-        options.json.write_bytes(orjson.dumps(line))
+    write_json({"model": engine.info.served_names[0], "report": report}, options.json)
     return 0
 
 
@@ -100,14 +85,11 @@ def _serve(options: argparse.Namespace) -> int:
     if options.warmup:
         asyncio.run(run_load(target, requests[: options.warmup], concurrency=options.concurrency))
     timings, seconds = asyncio.run(_with_progress(target, requests, options.concurrency))
-    report = summarize(
-        timings, seconds, ttft_limit=_seconds(options.ttft_limit), tpot_limit=_seconds(options.tpot_limit)
-    )
+    limits = {"ttft_limit": _seconds(options.ttft_limit), "tpot_limit": _seconds(options.tpot_limit)}
+    report = summarize(timings, seconds, **limits)
     print(table(report))
-    line = {"model": model, "environment": environment(), "report": asdict(report)}
-    print(orjson.dumps(line).decode())
-    if options.json is not None:
-        options.json.write_bytes(orjson.dumps(line | {"timings": [asdict(t) for t in timings]}))
+    timed = {"timings": [asdict(timing) for timing in timings]}
+    write_json({"model": model, "report": asdict(report)}, options.json, timed)
     if options.plot is not None:
         plot(timings, options.plot)
     return 1 if report.failed else 0
@@ -139,15 +121,19 @@ def _workload(options: argparse.Namespace) -> list[LoadRequest]:
             options.dataset, options.num_prompts, output_len=options.output_len, seed=options.seed
         )
     else:
-        requests = random_workload(
-            options.num_prompts,
-            input_len=options.input_len,
-            output_len=options.output_len,
-            vocab_size=options.vocab_size,
-            spread=options.spread,
-            seed=options.seed,
-        )
+        requests = _random_workload(options, options.vocab_size)
     return poisson(requests, options.request_rate, seed=options.seed) if options.request_rate else requests
+
+
+def _random_workload(options: argparse.Namespace, vocab_size: int) -> list[LoadRequest]:
+    return random_workload(
+        options.num_prompts,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        vocab_size=vocab_size,
+        spread=options.spread,
+        seed=options.seed,
+    )
 
 
 def _seconds(milliseconds: float | None) -> float | None:

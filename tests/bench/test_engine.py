@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engine as bench
-from jaxserve.bench.make_model import Shape, make_model
+from benchmarks.make_model import Shape, make_model
 from jaxserve.engine.engine import Engine
 
 

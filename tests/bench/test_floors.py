@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import floors
 from benchmarks.floors import Machine, ModelSize, decode_floor, measure_machine, model_size, prefill_floor
-from jaxserve.bench.make_model import Shape
+from benchmarks.make_model import Shape
 
 MACHINE = Machine(bandwidth=100.0, rate=1000.0)
 MODEL = ModelSize(parameters=50, kv_values=2)

@@ -28,7 +28,7 @@ def test_a_limit_that_none_keeps_means_no_goodput(url: str) -> None:
     assert summarize(timings, seconds, ttft_limit=0.0).goodput == 0
 
 
-@pytest.mark.parametrize(("token_ids", "error"), [(True, None), (False, "no token came")])
+@pytest.mark.parametrize(("token_ids", "error"), [(True, None), (False, "no token arrived")])
 def test_a_token_without_text_is_seen_when_ids_are_asked_for(url: str, token_ids: bool, error: str | None) -> None:
     target = Target(url, "m", token_ids=token_ids)
     (timing,), _ = asyncio.run(run_load(target, [LoadRequest("silent", None, 3)], concurrency=None))

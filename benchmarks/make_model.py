@@ -1,6 +1,6 @@
-"""Make a model directory of random weights in the published form, with a real tokenizer: what benchmarks serve.
+"""Make a model directory with random weights and a real tokenizer, in the published form.
 
-    python -m jaxserve.bench.make_model DIR [--hidden 1024 --layers 16 ...] [--tokenizer TOKENIZER_DIR]
+    python -m benchmarks.make_model DIR [--hidden 1024 --layers 16 ...] [--tokenizer TOKENIZER_DIR]
 
 The default is a Llama of about 190M parameters. Any server that reads Hugging Face directories can serve it.
 """
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+from jaxserve.bench.tokenizer_files import copy_tokenizer
+
 STDDEV = 0.02
 
 
@@ -40,7 +39,7 @@ class Shape:
         return self.hidden // self.heads
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor of the checkpoint."""
+        """Yield the name and shape of every tensor of the checkpoint."""
         d, kv = self.hidden, self.kv_heads * self.head_dim
         yield "model.embed_tokens.weight", (self.vocab, d)
         for i in range(self.layers):
@@ -57,7 +56,7 @@ class Shape:
         yield "model.norm.weight", (d,)
 
     def config(self, dtype: str) -> dict[str, object]:
-        """The config.json of it."""
+        """Return its config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -80,30 +79,20 @@ class Shape:
 
 
 def make_model(directory: Path, shape: Shape, *, dtype: str = "float32", tokenizer: Path | None = None) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files into `directory`."""
+    """Write config.json, model.safetensors and the files of a tokenizer, by default the demo model's."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape.config(dtype), indent=2))
     rng = np.random.default_rng(0)
     target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     tensors = {name: _draw(rng, size).astype(target) for name, size in shape.tensors()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    if tokenizer is not None:
-        _copy_tokenizer(tokenizer, directory)
-        return
-    with as_file(files("jaxserve") / "assets" / "demo") as demo:
-        _copy_tokenizer(demo, directory)
+    copy_tokenizer(directory, tokenizer)
 
 
 def _draw(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
     if len(size) == 1:
         return np.ones(size, np.float32)
     return rng.standard_normal(size, dtype=np.float32) * np.float32(STDDEV)
-
-
-def _copy_tokenizer(source: Path, directory: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, directory / name)
 
 
 def main() -> None:
