@@ -54,28 +54,28 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 |---|---|
 | `POST /v1/chat/completions` | answer a conversation; a stream with `stream: true` |
 | `POST /v1/completions` | continue prompts |
-| `POST /v1/embeddings` | vectors of texts, of an encoder or of a decoder's last token |
+| `POST /v1/embeddings` | embed texts, with an encoder or a decoder's last hidden state |
 | `GET /v1/models`, `GET /v1/models/{id}` | the served names |
 | `POST /v1/files`, `GET /v1/files` | upload a file, list the files |
-| `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | a file: facts, bytes, its end |
-| `POST /v1/batches`, `GET /v1/batches` | start a batch, list the batches (docs/batches.md) |
-| `GET /v1/batches/{id}`, `POST /v1/batches/{id}/cancel` | a batch |
+| `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | metadata and content of a file; delete it |
+| `POST /v1/batches`, `GET /v1/batches` | start a batch, list the batches ([batches.md](batches.md)) |
+| `GET /v1/batches/{id}`, `POST /v1/batches/{id}/cancel` | show or cancel a batch |
 | `POST /generate` | SGLang's native form, with `meta_info` |
-| `POST /open_session`, `POST /close_session` | SGLang's sessions: `session_params` goes on in one |
-| `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | the tokenizer; also under `/v1` (the first two) |
-| `GET /model_info`, `GET /server_info`, `GET /version` | what runs here; also `/get_model_info`, `/get_server_info` |
-| `GET /health` | 200 while requests are taken and the engine ticks; else 503, phase, progress and `store` |
-| `GET /health_generate` | 200 once the engine has made a token for the probe or others; 503 if not within 20 s |
+| `POST /open_session`, `POST /close_session` | SGLang's sessions, which `session_params` continues |
+| `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | use the tokenizer; the first two also under `/v1` |
+| `GET /model_info`, `GET /server_info`, `GET /version` | describe the server; also `/get_model_info`, `/get_server_info` |
+| `GET /health` | 200 while requests are accepted and the engine runs; else 503 with phase, progress and `store` |
+| `GET /health_generate` | 200 after the engine has made a token for any request; 503 if not within 20 s |
 | `GET /live` | 200 while the process answers |
 | `GET /metrics` | Prometheus |
-| `GET /docs`, `GET /openapi.json` | this, with the shapes of the answers; needs nothing from elsewhere |
-| `POST /flush_cache`, `POST /abort_request` | admin: with the admin key only, off without one |
+| `GET /docs`, `GET /openapi.json` | this page with the responses, and as JSON |
+| `POST /flush_cache`, `POST /abort_request` | need the admin key (`server.admin_api_key`); disabled without one |
 
-Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. A null is an absent field.
-An unknown field is accepted and logged once; a field of OpenAI's, SGLang's or vLLM's API that is not offered is a 400
-that names it (the last table). Sampling fields that are not set take the value of the model's generation_config.json.
-`max_tokens` over the rest of the context is clamped to it; a prompt that leaves no room is a 400. JSON nested deeper
-than 200 levels is refused.
+Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. Null means that a field is
+absent. An unknown field is accepted and logged once. A field of OpenAI's, SGLang's or vLLM's API that is not supported is
+a 400 that names it (see the last table). Sampling fields that are not set have the value of the model's
+generation_config.json. `max_tokens` is limited to the rest of the context; a prompt that leaves no room is a 400. JSON
+nested deeper than 200 levels is refused.
 """
 
 
@@ -84,10 +84,10 @@ _LISTS = """\
 
 | field | type and limits | meaning |
 |---|---|---|
-| `after` | string | the id of the last entry seen |
-| `limit` | integer ≥ 1 ≤ 10000 (files), ≤ 100 (batches) | entries of a page; default 10000 (files), 20 (batches) |
-| `order` | asc or desc (files) | by time of creation; default desc |
-| `purpose` | string (files) | only these |
+| `after` | string | id of the last entry of the previous page |
+| `limit` | integer ≥ 1 ≤ 10000 (files), ≤ 100 (batches) | entries per page; default 10000 (files), 20 (batches) |
+| `order` | asc or desc (files) | order by creation time; default desc |
+| `purpose` | string (files) | only files with this purpose |
 """
 
 PARTS: tuple[type[BaseModel], ...] = (
@@ -99,7 +99,7 @@ PARTS: tuple[type[BaseModel], ...] = (
 
 
 def reference() -> str:
-    """Build the whole document."""
+    """Return the whole page."""
     sections = [
         _ROUTES,
         _section("Fields of chat/completions and completions", SamplingFields),
@@ -140,8 +140,8 @@ def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None
 def _unsupported() -> str:
     rows = [f"| `{name}` | {why} |" for name, why in sorted(UNSUPPORTED.items())]
     reason = (
-        "Each of them says something only beside what is not offered: media, hosted tools, tensors, templates and\n"
-        "code from clients, adapters, an engine in several parts. A null, false or empty value passes."
+        "These fields belong to features that are not supported: media, hosted tools, tensors, templates and code from\n"
+        "clients, adapters, a distributed engine. A null, false or empty value is accepted."
     )
     heading = ["## Known fields that are refused", "", reason, "", "| field | why |", "|---|---|"]
     return "\n".join([*heading, *rows, ""])

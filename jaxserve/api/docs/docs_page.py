@@ -1,4 +1,4 @@
-"""GET /docs: the OpenAPI document as one static page. It loads nothing, so it works without a network."""
+"""GET /docs: the OpenAPI document as one static page, which works without a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ summary { cursor: pointer; padding: .2em 0 } table { border-spacing: 0; font-siz
 
 
 def install_docs(app: FastAPI) -> None:
-    """Add the route. The page is rendered once, at the first request."""
+    """Add the route. The page is rendered at the first request."""
     pages: list[str] = []
 
     async def docs(request: Request) -> HTMLResponse:
@@ -40,8 +40,8 @@ def render(document: Json) -> str:
     ]
     shapes = [_schema(name, schema) for name, schema in sorted(document["components"]["schemas"].items())]
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-    body = [f"<h1>{escape(title)}</h1>", '<p>The same for machines: <a href="openapi.json">openapi.json</a>.</p>']
-    body += ["<h2>Routes</h2>", *operations, "<h2>Bodies and answers</h2>", *shapes]
+    body = [f"<h1>{escape(title)}</h1>", '<p>The same as JSON: <a href="openapi.json">openapi.json</a>.</p>']
+    body += ["<h2>Routes</h2>", *operations, "<h2>Requests and responses</h2>", *shapes]
     return f"{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>"
 
 

@@ -1,6 +1,7 @@
 """Build the OpenAPI document.
 
-FastAPI cannot infer the models: bodies are parsed by body.py and answers are plain dicts. Routes declare both here.
+FastAPI cannot infer the models, since body.py parses bodies and responses are plain dicts. Routes declare both with
+`documented`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def documented(
 ) -> dict[str, Any]:
     """Return keyword arguments for a route decorator.
 
-    answer: model of a status 200 answer; with `many`, a list of it is also possible
-    events: model of the data of a streamed answer's events
+    answer: model of a response of status 200; with `many`, a list of it is possible too
+    events: model of the data of a stream's events
     """
     shape = _schema(answer)
     whole = {"anyOf": [shape, {"type": "array", "items": shape}]} if many else shape
@@ -66,13 +67,13 @@ def _schema(model: type[BaseModel]) -> dict[str, Any]:
 
 _ERROR_CONTENT = {"application/json": {"schema": _schema(answers.Error)}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "A mistake in the request; `param` names the field.", "content": _ERROR_CONTENT},
-    "5XX": {"description": "Ours, or not ready (503 with Retry-After).", "content": _ERROR_CONTENT},
+    "4XX": {"description": "An error in the request; `param` names the field.", "content": _ERROR_CONTENT},
+    "5XX": {"description": "A server error, or it is not ready (503, Retry-After).", "content": _ERROR_CONTENT},
 }
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Show the declared models in /openapi.json and /docs."""
+    """Build /openapi.json from the declared models."""
 
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:
