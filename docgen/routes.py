@@ -57,13 +57,13 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 | `POST /v1/embeddings` | embed texts, with an encoder or a decoder's last hidden state |
 | `GET /v1/models`, `GET /v1/models/{id}` | the served names |
 | `POST /v1/files`, `GET /v1/files` | upload a file, list the files |
-| `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | metadata and content of a file; delete it |
+| `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | a file's metadata or content; delete it |
 | `POST /v1/batches`, `GET /v1/batches` | start a batch, list the batches ([batches.md](batches.md)) |
 | `GET /v1/batches/{id}`, `POST /v1/batches/{id}/cancel` | show or cancel a batch |
 | `POST /generate` | SGLang's native form, with `meta_info` |
 | `POST /open_session`, `POST /close_session` | SGLang's sessions, which `session_params` continues |
 | `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | use the tokenizer; the first two also under `/v1` |
-| `GET /model_info`, `GET /server_info`, `GET /version` | describe the server; also `/get_model_info`, `/get_server_info` |
+| `GET /model_info`, `GET /server_info`, `GET /version` | the server's facts; also `/get_model_info`, `/get_server_info` |
 | `GET /health` | 200 while requests are accepted and the engine runs; else 503 with phase, progress and `store` |
 | `GET /health_generate` | 200 after the engine has made a token for any request; 503 if not within 20 s |
 | `GET /live` | 200 while the process answers |
@@ -72,8 +72,8 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 | `POST /flush_cache`, `POST /abort_request` | need the admin key (`server.admin_api_key`); disabled without one |
 
 Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. Null means that a field is
-absent. An unknown field is accepted and logged once. A field of OpenAI's, SGLang's or vLLM's API that is not supported is
-a 400 that names it (see the last table). Sampling fields that are not set have the value of the model's
+absent. An unknown field is accepted and logged once. A field of OpenAI's, SGLang's or vLLM's API that is not supported
+is a 400 that names it (see the last table). Sampling fields that are not set have the value of the model's
 generation_config.json. `max_tokens` is limited to the rest of the context; a prompt that leaves no room is a 400. JSON
 nested deeper than 200 levels is refused.
 """
@@ -140,8 +140,8 @@ def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None
 def _unsupported() -> str:
     rows = [f"| `{name}` | {why} |" for name, why in sorted(UNSUPPORTED.items())]
     reason = (
-        "These fields belong to features that are not supported: media, hosted tools, tensors, templates and code from\n"
-        "clients, adapters, a distributed engine. A null, false or empty value is accepted."
+        "These fields belong to features that are not supported: media, hosted tools, tensors, templates and code\n"
+        "from clients, adapters, a distributed engine. A null, false or empty value is accepted."
     )
     heading = ["## Known fields that are refused", "", reason, "", "| field | why |", "|---|---|"]
     return "\n".join([*heading, *rows, ""])
