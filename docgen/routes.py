@@ -57,13 +57,13 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 | `POST /v1/embeddings` | embed texts, with an encoder or a decoder's last hidden state |
 | `GET /v1/models`, `GET /v1/models/{id}` | the served names |
 | `POST /v1/files`, `GET /v1/files` | upload a file, list the files |
-| `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | a file's metadata or content; delete it |
+| `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | show, read or delete a file |
 | `POST /v1/batches`, `GET /v1/batches` | start a batch, list the batches ([batches.md](batches.md)) |
 | `GET /v1/batches/{id}`, `POST /v1/batches/{id}/cancel` | show or cancel a batch |
 | `POST /generate` | SGLang's native form, with `meta_info` |
 | `POST /open_session`, `POST /close_session` | SGLang's sessions, which `session_params` continues |
 | `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | use the tokenizer; the first two also under `/v1` |
-| `GET /model_info`, `GET /server_info`, `GET /version` | the server's facts; also `/get_model_info`, `/get_server_info` |
+| `GET /model_info`, `GET /server_info`, `GET /version` | what is served; also `/get_model_info`, `/get_server_info` |
 | `GET /health` | 200 while requests are accepted and the engine runs; else 503 with phase, progress and `store` |
 | `GET /health_generate` | 200 after the engine has made a token for any request; 503 if not within 20 s |
 | `GET /live` | 200 while the process answers |
