@@ -109,11 +109,6 @@ def _calls(tree: ast.Module, classes: dict[str, type[HTTPError]]) -> Iterator[tu
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        texts = {
-            node.targets[0].id: _template(node.value)
-            for node in ast.walk(function)
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        }
         for node in ast.walk(function):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes):
                 continue
@@ -121,9 +116,21 @@ def _calls(tree: ast.Module, classes: dict[str, type[HTTPError]]) -> Iterator[tu
             if codes and not isinstance(codes[0], ast.Constant):
                 continue  # in _COMPUTED
             first = node.args[0] if node.args else None
-            words = texts.get(first.id) if isinstance(first, ast.Name) else _template(first)
+            words = _text_before(node, first.id, function) if isinstance(first, ast.Name) else _template(first)
             code = codes[0].value if codes and isinstance(codes[0], ast.Constant) else None
             yield node.func.id, code, [words or "{message}"]  # type: ignore[misc]
+
+
+def _text_before(call: ast.Call, name: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Return the text of variable `name` at `call`: its last assignment, and what is added to it."""
+    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AugAssign))
+    text = ""
+    for node in sorted(nodes, key=lambda node: node.lineno):
+        target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
+        if isinstance(target, ast.Name) and target.id == name and node.lineno < call.lineno:
+            added = _template(node.value) or ""
+            text = text + added if isinstance(node, ast.AugAssign) else added
+    return text
 
 
 def _template(node: ast.expr | None) -> str | None:
