@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.api.app import BATCH_ENDPOINTS, create_app
+from jaxserve.api.batch.batch_request import engine_ready
 from jaxserve.api.batch.job import BatchSettings
-from jaxserve.api.batch.lines import engine_ready
 from jaxserve.api.batch.route_handler import route_handlers
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.shared.body_cost import max_line_bytes

@@ -310,7 +310,7 @@ def test_what_can_never_run_is_a_400_online_and_in_a_batch_at_once(client: Any, 
     (failed,) = results(client, batch.error_file_id)
     assert failed["custom_id"] == "never" and failed["response"]["status_code"] == 400
     assert failed["response"]["body"]["error"]["param"] == param
-    assert live.app.state.batches.window.lines == 0
+    assert live.app.state.batches.window.num_running == 0
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "[1, NaN]", "-1e999"])

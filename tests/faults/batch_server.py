@@ -16,7 +16,7 @@ from pathlib import Path
 
 import orjson
 
-from jaxserve.api.batch.handlers import LineAnswer
+from jaxserve.api.batch.batch_request import Answered
 from jaxserve.api.batch.job import BatchSettings
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.store import Disk, FileRecord, NewBatch, SqliteStore, Store
@@ -50,11 +50,11 @@ class LoggingHandler:
     def __init__(self, log: Path) -> None:
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer:
+    async def __call__(self, body: bytes, request_id: str, owner: str) -> Answered:
         number = int(orjson.loads(body)["prompt"][1:])
         os.write(self._log, b"%d\n" % number)
         await asyncio.sleep(random.uniform(0, 0.01))
-        return LineAnswer(400 if number % 10 == 0 else 200, orjson.dumps(expected_body(number)))
+        return Answered(400 if number % 10 == 0 else 200, orjson.dumps(expected_body(number)))
 
 
 def make_runner(store: SqliteStore, log: Path) -> BatchRunner:

@@ -29,7 +29,7 @@ class Committer:
         Raises what `save` raises, except StorageError, which is retried.
         """
         if self._closed:
-            raise RuntimeError("a line finished after its batch had been stopped")
+            raise RuntimeError("a batch request finished after its batch had been stopped")
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((result, future))
         if self._task is None:

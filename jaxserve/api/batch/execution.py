@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from jaxserve.api.batch.batch_request import RequestRunner
 from jaxserve.api.batch.committer import Committer
-from jaxserve.api.batch.lines import LineRunner
 from jaxserve.api.batch.window import Window
 from jaxserve.store import BatchLine
 from jaxserve.store.jsonl import Line, read_lines
@@ -28,7 +28,7 @@ class Input:
     max_line_bytes: int
     finished: set[int]
 
-    async def lines(self) -> AsyncIterator[Line]:
+    async def requests(self) -> AsyncIterator[Line]:
         lines = (line for line in read_lines(self.path, self.max_line_bytes) if line.number not in self.finished)
         while group := await asyncio.to_thread(_take, lines):
             for line in group:
@@ -42,8 +42,8 @@ def _take(lines: Iterator[Line]) -> list[Line]:
 class Execution:
     """Run every request of an input, each once the window has room for it."""
 
-    def __init__(self, lines: Input, runner: LineRunner, window: Window, committer: Committer) -> None:
-        self._lines = lines
+    def __init__(self, left: Input, runner: RequestRunner, window: Window, committer: Committer) -> None:
+        self._left = left
         self._runner = runner
         self._window = window
         self._committer = committer
@@ -55,7 +55,7 @@ class Execution:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                async for line in self._lines.lines():
+                async for line in self._left.requests():
                     await self._start(line, group)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
@@ -64,10 +64,10 @@ class Execution:
         assert line.data is not None, "validation refuses lines that are too long"
         size = len(line.data)
         await self._window.enter(size)
-        task = group.create_task(self._run_line(line.number, line.data))
+        task = group.create_task(self._run_request(line.number, line.data))
         # Done outside the task: a task cancelled before its first step runs none of its code.
         task.add_done_callback(lambda _: self._window.leave(size))
 
-    async def _run_line(self, number: int, data: bytes) -> None:
+    async def _run_request(self, number: int, data: bytes) -> None:
         result = await self._runner.run(number, _decode(data))
         await self._committer.commit(result)

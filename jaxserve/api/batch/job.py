@@ -13,20 +13,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.api.batch import lines
+from jaxserve.api.batch.batch_request import READY_POLL, Handlers, RequestRunner, unexecuted_line
 from jaxserve.api.batch.committer import Committer
 from jaxserve.api.batch.execution import Execution, Input
 from jaxserve.api.batch.failure_log import FailureLog
-from jaxserve.api.batch.handlers import Handlers
-from jaxserve.api.batch.lines import LineRunner, unexecuted_line
 from jaxserve.api.batch.pause import StoragePause
 from jaxserve.api.batch.window import Window
 from jaxserve.errors import StorageError
 from jaxserve.store import BatchError, BatchRecord, BatchStatus, Store, Validator
 from jaxserve.store.validation import MAX_LINES
 
-READY_POLL = 0.25  # seconds between checks whether the engine is ready, before the batch requests are validated
 STOP_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
+
+# why a request never ran, by the state of the batch: code and message
+NOT_RUN = {
+    BatchStatus.EXPIRED: (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    BatchStatus.CANCELLED: ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +83,7 @@ class BatchJob:
             BatchStatus.CANCELLING: functools.partial(self._publish, target=BatchStatus.CANCELLED),
         }
 
-    def stop_lines(self) -> None:
+    def stop_requests(self) -> None:
         """Cancel the requests in flight: the store says that the batch is being cancelled."""
         self._stop.set()
 
@@ -113,7 +119,7 @@ class BatchJob:
 
     async def _execute(self, batch: BatchRecord) -> None:
         try:
-            finished = await self._run_lines(batch)
+            finished = await self._run_requests(batch)
         except FileNotFoundError:
             return await self._fail_without_input(batch)
         if finished:
@@ -124,14 +130,14 @@ class BatchJob:
     def _expired(self, batch: BatchRecord) -> bool:
         return self._settings.clock() >= batch.expires_at
 
-    async def _run_lines(self, batch: BatchRecord) -> bool:
+    async def _run_requests(self, batch: BatchRecord) -> bool:
         """Run the remaining batch requests; return whether all have finished. Finished results are durable."""
         settings = self._settings
         left = Input(self._store.input_path(batch), settings.max_line_bytes, await self._store.finished_lines(batch.id))
         committer = Committer(functools.partial(self._store.add_results, batch.id), self.pause)
         failures = FailureLog(batch.id)
         handler = self._handlers[batch.endpoint]
-        runner = LineRunner(handler, settings.ready, failures, settings.retry_delay, batch.owner)
+        runner = RequestRunner(handler, settings.ready, failures, settings.retry_delay, batch.owner)
         execution = asyncio.create_task(self._in_turn(Execution(left, runner, self._window, committer)))
         leaving = True
         try:
@@ -158,7 +164,7 @@ class BatchJob:
             stop.cancel()
 
     async def _publish(self, batch: BatchRecord, target: BatchStatus) -> None:
-        reason = {BatchStatus.EXPIRED: lines.EXPIRED, BatchStatus.CANCELLED: lines.CANCELLED}.get(target)
+        reason = NOT_RUN.get(target)
         missing = None if reason is None else functools.partial(unexecuted_line, reason=reason)
         await self._store.publish_batch(
             batch, target, max_line_bytes=self._settings.max_line_bytes, missing_line=missing
@@ -171,5 +177,5 @@ async def _cancel(execution: asyncio.Task[None]) -> None:
     execution.cancel()
     await asyncio.wait({execution}, timeout=STOP_SECONDS)
     if not execution.done():
-        logger.error("lines of a batch did not end within %.0f s of being told", STOP_SECONDS)
+        logger.error("requests of a batch did not end within %.0f s of being cancelled", STOP_SECONDS)
         execution.add_done_callback(lambda task: task.cancelled() or task.exception())  # no caller awaits this task

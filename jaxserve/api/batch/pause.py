@@ -17,9 +17,8 @@ logger = logging.getLogger(__name__)
 class StoragePause:
     """The current delay of one batch, if it is delayed.
 
-    first_delay: seconds until the second attempt. The delay doubles up to MAX_FACTOR times that, less a random part of
-    up
-    to one half, so that the batches of a server do not all retry at once.
+    first_delay: seconds until the second attempt. The delay doubles up to MAX_FACTOR times that, less a random part
+    of up to one half, so that the batches of a server do not all retry at once.
     """
 
     def __init__(self, batch_id: str, first_delay: float) -> None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from jaxserve.api.batch.handlers import LineAnswer, LineHandler
+from jaxserve.api.batch.batch_request import Answered, RequestHandler
 from jaxserve.api.http.body import invalid_json
 from jaxserve.api.shared.body_cost import is_large
 from jaxserve.api.shared.keys import Caller, set_caller
@@ -30,7 +30,7 @@ OWN_PRIORITIES = 2**29 - 1
 BATCH_PRIORITY = BACKGROUND_PRIORITY + OWN_PRIORITIES
 
 
-def route_handlers(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[str, LineHandler]:
+def route_handlers(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[str, RequestHandler]:
     """Return a handler for each route of `app` that batch requests may name, by path."""
     return {path: RouteHandler(app, path, endpoint) for path, endpoint in endpoints.items()}
 
@@ -43,7 +43,7 @@ class RouteHandler:
         self._path = path
         self._endpoint = endpoint
 
-    async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer:
+    async def __call__(self, body: bytes, request_id: str, owner: str) -> Answered:
         state: ServerState = self._app.state.server
         await state.load_template()
         limits = state.body_limits()
@@ -55,7 +55,7 @@ class RouteHandler:
         prepared = await state.body_work.run(work, len(body)) if is_large(body) else work()
         request = Request(self._scope(request_id, owner), _one_body(prepared))
         response = await self._endpoint(request)
-        return LineAnswer(response.status_code, bytes(response.body))
+        return Answered(response.status_code, bytes(response.body))
 
     def _scope(self, request_id: str, owner: str) -> dict[str, Any]:
         scope = {

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 
-from jaxserve.api.batch.handlers import Handlers
+from jaxserve.api.batch.batch_request import Handlers
 from jaxserve.api.batch.job import BatchJob, BatchSettings
 from jaxserve.api.batch.window import Window
 from jaxserve.errors import HTTPError, StorageError, StoreDamagedError
@@ -63,7 +63,7 @@ class BatchRunner:
         """Cancel a batch as Store.cancel_batch does, and stop its requests before returning."""
         record = await self.store.cancel_batch(batch_id, owner=owner)
         if (job := self._jobs.get(batch_id)) is not None:
-            job.stop_lines()
+            job.stop_requests()
         return record
 
     def pause_of(self, batch_id: str) -> BatchError | None:

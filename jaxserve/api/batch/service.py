@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from fastapi import FastAPI
 from starlette.requests import Request
 
+from jaxserve.api.batch.batch_request import engine_ready
 from jaxserve.api.batch.job import BatchSettings
-from jaxserve.api.batch.lines import engine_ready
 from jaxserve.api.batch.route_handler import Endpoint, route_handlers
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.api.batch.window import spare_slots
@@ -28,7 +28,9 @@ def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: M
         ready=lambda: engine_ready(state.engine.check_ready),
         max_line_bytes=max_line_bytes(state.config.server),
     )
-    runner = BatchRunner(store, route_handlers(app, endpoints), settings, functools.partial(line_limit, state.engine))
+    runner = BatchRunner(
+        store, route_handlers(app, endpoints), settings, functools.partial(request_limit, state.engine)
+    )
     app.state.batches = runner
     state.metrics.watch_gauges(lambda: _gauges(runner))
 
@@ -40,13 +42,13 @@ def _gauges(runner: BatchRunner) -> dict[str, float]:
     }
 
 
-def line_limit(engine: EngineProtocol, lines: int) -> int:
+def request_limit(engine: EngineProtocol, running: int) -> int:
     """Return how many batch requests the engine has room for beside the current online requests."""
     try:
         rows = min(engine.info.max_num_seqs, engine.info.useful_rows)
     except NotReadyError:
         return 0
-    return spare_slots(rows, max(0, engine.num_live - lines))
+    return spare_slots(rows, max(0, engine.num_live - running))
 
 
 @contextlib.asynccontextmanager

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-MAX_BYTES = 32 * 2**20  # bytes of input in flight; a larger batch request runs alone
-POLL = 0.02  # seconds after which the limit is read again, because online load changes without notice
+MAX_INPUT_BYTES = 32 * 2**20  # bytes of input in flight; a larger batch request runs alone
+LIMIT_POLL = 0.02  # seconds after which the limit is read again, because online load changes without notice
 
 
 class Window:
@@ -20,8 +20,8 @@ class Window:
     limit: returns how many may be in flight now, given how many are; called repeatedly
     """
 
-    def __init__(self, limit: Callable[[int], int], max_bytes: int = MAX_BYTES) -> None:
-        self.lines = 0
+    def __init__(self, limit: Callable[[int], int], max_bytes: int = MAX_INPUT_BYTES) -> None:
+        self.num_running = 0
         self._bytes = 0
         self._limit = limit
         self._max_bytes = max_bytes
@@ -34,19 +34,19 @@ class Window:
             while not self._fits(size):
                 self._freed.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), POLL)
-            self.lines += 1
+                    await asyncio.wait_for(self._freed.wait(), LIMIT_POLL)
+            self.num_running += 1
             self._bytes += size
 
     def leave(self, size: int) -> None:
-        self.lines -= 1
+        self.num_running -= 1
         self._bytes -= size
         self._freed.set()
 
     def _fits(self, size: int) -> bool:
-        if self.lines == 0:
+        if self.num_running == 0:
             return True
-        return self.lines < self._limit(self.lines) and self._bytes + size <= self._max_bytes
+        return self.num_running < self._limit(self.num_running) and self._bytes + size <= self._max_bytes
 
 
 def spare_slots(rows: int, num_online: int) -> int:

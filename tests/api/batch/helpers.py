@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from jaxserve.api.batch.handlers import LineAnswer
+from jaxserve.api.batch.batch_request import Answered
 from jaxserve.api.batch.job import BatchSettings
 from jaxserve.api.batch.runner import BatchRunner
 from jaxserve.store import BatchRecord, Disk, NewBatch, SqliteStore
@@ -54,7 +54,7 @@ class FakeHandler:
         self._more.set()
         self._more = asyncio.Event()
 
-    async def __call__(self, body: bytes, request_id: str, owner: str) -> LineAnswer:
+    async def __call__(self, body: bytes, request_id: str, owner: str) -> Answered:
         fields = orjson.loads(body)
         question = fields["messages"][0]["content"]
         self.calls[question] += 1
@@ -68,7 +68,7 @@ class FakeHandler:
             special = self.behave(fields)
             if asyncio.iscoroutine(special):
                 special = await special
-            return special or LineAnswer(200, answer(question))
+            return special or Answered(200, answer(question))
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

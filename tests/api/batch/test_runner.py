@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.batch.handlers import LineAnswer
+from jaxserve.api.batch.batch_request import Answered
 from jaxserve.errors import EngineDeadError, QueueFullError
 from jaxserve.store import BatchRecord, BatchStatus, Usage
 from tests.api.batch.helpers import (
@@ -58,11 +58,11 @@ def test_a_batch_runs_to_its_end(bench: Bench) -> None:
 
 
 def test_a_line_that_fails_fails_alone(bench: Bench) -> None:
-    def behave(body: dict[str, Any]) -> LineAnswer | None:
+    def behave(body: dict[str, Any]) -> Answered | None:
         number = int(body["messages"][0]["content"].split()[1])
         if number == 3:
             raise ZeroDivisionError
-        return LineAnswer(400, b'{"error":{"code":"bad"}}') if number == 5 else None
+        return Answered(400, b'{"error":{"code":"bad"}}') if number == 5 else None
 
     async def main() -> None:
         bench.handler.behave = behave
@@ -182,7 +182,7 @@ def test_cancel_midway_delivers_what_was_finished(bench: Bench, times: int) -> N
             assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
             assert sorted(output + [line["custom_id"] for line in errors]) == sorted(ids(*range(1, 2001)))
             assert (await runner.cancel(batch_id)) == batch
-            assert runner.window.lines == 0
+            assert runner.window.num_running == 0
 
     asyncio.run(main())
 

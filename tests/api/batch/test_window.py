@@ -17,7 +17,7 @@ def test_the_limit_holds_and_is_read_again() -> None:
         assert not third.done()
         limit = 3
         await third
-        assert window.lines == 3
+        assert window.num_running == 3
 
     asyncio.run(main())
 
@@ -75,7 +75,7 @@ def test_giving_up_takes_no_place() -> None:
         await asyncio.wait({waiting})
         window.leave(1)
         await asyncio.wait_for(window.enter(1), LAST_RESORT)
-        assert window.lines == 1
+        assert window.num_running == 1
 
     asyncio.run(main())
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import msgspec
 import orjson
 
 from jaxserve.api.batch.failure_log import FailureLog
-from jaxserve.api.batch.handlers import LineAnswer, LineHandler
 from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, QueueFullError, ServerError
 from jaxserve.store import BatchLine, LineResult, Usage
 
@@ -23,17 +23,33 @@ MAX_ATTEMPTS = 3  # attempts at a request that meets server errors
 READY_POLL = 0.25  # seconds between checks whether the engine is ready
 MAX_WAIT = 5.0  # maximum seconds between two attempts while the queue is full
 
-EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
-CANCELLED = ("batch_cancelled", "This request was not executed because the batch was cancelled.")
+
+class Answered(NamedTuple):
+    """The answer of a batch request. `body` is JSON without newlines."""
+
+    status: int
+    body: bytes
+
+
+class RequestHandler(Protocol):
+    """Run one request for the API key `owner`. Cancelling the call also aborts it in the engine.
+
+    Raises HTTPError if an online client would be answered with an error.
+    """
+
+    async def __call__(self, body: bytes, request_id: str, owner: str) -> Answered: ...
+
+
+Handlers = Mapping[str, RequestHandler]  # handler of each endpoint, named with the /v1 prefix
 
 
 @dataclass(frozen=True, slots=True)
-class LineRunner:
+class RequestRunner:
     """Run the requests of one batch, for one endpoint and API key. `ready` returns whether the engine accepts
     requests.
     """
 
-    handler: LineHandler
+    handler: RequestHandler
     ready: Callable[[], bool]
     failures: FailureLog
     retry_delay: float = 1.0  # seconds before the second attempt; doubles each time
@@ -47,7 +63,7 @@ class LineRunner:
         usage = read_usage(answer.body) if succeeded else Usage()
         return LineResult(number, succeeded, response_line(line.custom_id, request_id, answer), usage)
 
-    async def _answer(self, body: bytes, request_id: str) -> LineAnswer:
+    async def _answer(self, body: bytes, request_id: str) -> Answered:
         attempt = 1
         while True:
             await self._until_ready()
@@ -60,7 +76,7 @@ class LineRunner:
                 if failure.status >= 500:
                     self.failures.note(error)
                 if failure.status < 500 or attempt == MAX_ATTEMPTS:
-                    return LineAnswer(failure.status, orjson.dumps(failure.body()))
+                    return Answered(failure.status, orjson.dumps(failure.body()))
                 await asyncio.sleep(self.retry_delay * 2 ** (attempt - 1))
                 attempt += 1
 
@@ -84,7 +100,7 @@ def engine_ready(check_ready: Callable[[], None]) -> bool:
     return True
 
 
-def response_line(custom_id: str, request_id: str, answer: LineAnswer) -> bytes:
+def response_line(custom_id: str, request_id: str, answer: Answered) -> bytes:
     """Build the line of a request that was run, whatever its status."""
     body = answer.body if b"\n" not in answer.body else orjson.dumps(orjson.loads(answer.body))
     response = orjson.Fragment(

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.api.batch import lines
+from jaxserve.api.batch import batch_request
+from jaxserve.api.batch.batch_request import Answered, RequestRunner, engine_ready, read_usage, unexecuted_line
 from jaxserve.api.batch.failure_log import FailureLog
-from jaxserve.api.batch.handlers import LineAnswer
-from jaxserve.api.batch.lines import LineRunner, engine_ready, read_usage, unexecuted_line
+from jaxserve.api.batch.job import NOT_RUN
 from jaxserve.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -16,14 +16,14 @@ from jaxserve.errors import (
     RequestTimeoutError,
     ServerError,
 )
-from jaxserve.store import BatchLine, Usage
+from jaxserve.store import BatchLine, BatchStatus, Usage
 
 
 def run(outcomes: list[Any], ready: Any = lambda: True) -> tuple[dict[str, Any], bool, int]:
     """Run one line whose attempts end as told; its line of the output, success, and the attempts."""
     attempts = 0
 
-    async def handler(body: bytes, request_id: str, owner: str) -> LineAnswer:
+    async def handler(body: bytes, request_id: str, owner: str) -> Answered:
         nonlocal attempts
         attempts += 1
         outcome = outcomes.pop(0)
@@ -32,22 +32,22 @@ def run(outcomes: list[Any], ready: Any = lambda: True) -> tuple[dict[str, Any],
         return outcome
 
     line = BatchLine('id \u2028 "x"\n', "POST", "/v1/completions", b'{"a": 1}')  # type: ignore[arg-type]
-    result = asyncio.run(LineRunner(handler, ready, FailureLog("batch_1"), retry_delay=0.001).run(7, line))
+    result = asyncio.run(RequestRunner(handler, ready, FailureLog("batch_1"), retry_delay=0.001).run(7, line))
     assert result.line == 7 and b"\n" not in result.payload and not outcomes
     return json.loads(result.payload), result.succeeded, attempts
 
 
-OK = LineAnswer(200, b'{"x":1}')
+OK = Answered(200, b'{"x":1}')
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_WAIT", 0.001)
-    monkeypatch.setattr(lines, "READY_POLL", 0.001)
+    monkeypatch.setattr(batch_request, "MAX_WAIT", 0.001)
+    monkeypatch.setattr(batch_request, "READY_POLL", 0.001)
 
 
 def test_success() -> None:
-    line, succeeded, _ = run([LineAnswer(200, b'{\n"x":1}')])
+    line, succeeded, _ = run([Answered(200, b'{\n"x":1}')])
     assert succeeded and line["error"] is None and line["custom_id"] == 'id \u2028 "x"\n'
     assert line["id"].startswith("batch_req_")
     response = line["response"]
@@ -60,7 +60,7 @@ def test_a_fault_of_the_line_is_its_answer() -> None:
     assert not succeeded and attempts == 1 and line["error"] is None
     assert line["response"]["status_code"] == 400
     assert line["response"]["body"]["error"]["code"] == "context_length_exceeded"
-    assert not run([LineAnswer(404, b'{"error":{}}')])[1]
+    assert not run([Answered(404, b'{"error":{}}')])[1]
 
 
 def test_a_full_queue_or_an_engine_that_loads_never_fails_a_line() -> None:
@@ -96,7 +96,7 @@ def test_engine_ready() -> None:
 
 
 def test_a_line_that_never_ran() -> None:
-    line = json.loads(unexecuted_line("c1", lines.EXPIRED))
+    line = json.loads(unexecuted_line("c1", NOT_RUN[BatchStatus.EXPIRED]))
     assert line["id"].startswith("batch_req_")
     del line["id"]
     message = "This request could not be executed before the completion window expired."
