@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.embed import embed_before, embed_in_json
 from jaxserve.grammar.lark import LarkWriter, one_of
 from jaxserve.grammar.translate import closed
+from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, PythonCall, TaggedCall
+from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
 
 MAX_CALLS = 64  # per output
@@ -57,32 +59,6 @@ class GrammarTool:
         return closed(schema) if self.strict else schema
 
 
-class CallWriter(Protocol):
-    """Writes one call as a Lark expression. The first `skip` characters of its text have been matched already."""
-
-    def __call__(self, writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """How a model family writes calls.
-
-    open, separator, close: texts around the calls and between them
-    trigger: the text that begins calls in free text, and with which open or the call begins; "": calls begin the
-    output
-    single: the family writes one call per output
-    beside: writes the call if a JSON answer is allowed in its place; None: the usual writer
-    """
-
-    call: CallWriter
-    open: str = ""
-    separator: str = "\n"
-    close: str = ""
-    trigger: str = ""
-    single: bool = False
-    beside: CallWriter | None = None
-
-
 def tool_grammar(
     family: str | None,
     tools: Sequence[GrammarTool],
@@ -110,11 +86,10 @@ def tool_grammar(
         return None
     if is_raw_input(tools, required=required):
         return GrammarSpec(kind="lark", source=tools[0].lark or "")
-    style = _style(family, template)
-    if answer is not None and style.beside is not None:
-        style = replace(style, call=style.beside)
-    builder = _Builder(LarkWriter(special_tokens or {}), style, tools, parallel and not style.single)
-    if family == "harmony":
+    calls = _calls_of(family, template)
+    is_value = answer is not None and isinstance(calls.call, JsonCall) and not calls.trigger
+    builder = _Builder(LarkWriter(special_tokens or {}), calls, tools, parallel and not calls.single, is_value)
+    if family == HARMONY:
         start = builder.channels(required, answer)
     elif required or answer is not None:
         start = builder.required() if answer is None else f"{builder.required()} | {builder.writer.schema(answer)}"
@@ -130,10 +105,13 @@ def is_raw_input(tools: Sequence[GrammarTool], *, required: bool) -> bool:
 
 @dataclass
 class _Builder:
+    """Writes the calls of an output. is_value: calls begin like the JSON answer that may stand in their place."""
+
     writer: LarkWriter
-    style: _Format
+    format: CallFormat
     tools: Sequence[GrammarTool]
     parallel: bool
+    is_value: bool
 
     def required(self) -> str:
         """Match calls, optionally after the line breaks that follow closed reasoning."""
@@ -143,7 +121,7 @@ class _Builder:
         """Match free text with optional calls. The text before them ends with the trigger, the first characters of a
         call.
         """
-        trigger = self.style.trigger
+        trigger = self.format.trigger
         if not trigger:
             return f"{self._calls(0)} | {self.writer.rule(_NO_CALL, terminal=True)}"
         tail = self.writer.text_without([trigger])
@@ -159,30 +137,41 @@ class _Builder:
         return f"{first}? {call if required else one_of([call, final])}"
 
     def _calls(self, skip: int) -> str:
-        style, writer = self.style, self.writer
-        first = self._any_call(0 if style.open else skip)
+        form, writer = self.format, self.writer
+        first = self._any_call(0 if form.open else skip)
         more = ""
         if self.parallel:
-            again = self._any_call(0) if skip and not style.open else first
-            more = f"({writer.literal(style.separator)} {again}){{0,{MAX_CALLS - 1}}}"
-        return writer.rule(f"{writer.literal(style.open[skip:])} {first} {more} {writer.literal(style.close)}")
+            again = self._any_call(0) if skip and not form.open else first
+            more = f"({writer.literal(form.separator)} {again}){{0,{MAX_CALLS - 1}}}"
+        return writer.rule(f"{writer.literal(form.open[skip:])} {first} {more} {writer.literal(form.close)}")
 
     def _any_call(self, skip: int) -> str:
-        return self.writer.rule(one_of([self.style.call(self.writer, tool, skip) for tool in self.tools]))
+        return self.writer.rule(one_of([self._call(tool, skip) for tool in self.tools]))
+
+    def _call(self, tool: GrammarTool, skip: int) -> str:
+        """Match one call, without the first `skip` characters of its text, which have been matched already."""
+        match self.format.call:
+            case JsonCall() as call if self.is_value and tool.lark is None:
+                return _json_value(call, self.writer, tool)
+            case JsonCall() as call:
+                return _json_call(call, self.writer, tool, skip)
+            case NamedCall() as call:
+                return _named_call(call, self.writer, tool, skip)
+            case TaggedCall() as call:
+                return _tagged_call(call, self.writer, tool, skip)
+            case PythonCall():
+                return _python_call(self.writer, tool)
 
 
 _NO_CALL = r"/([^\s{\[<](.|\n)*)?/"  # an answer that cannot be mistaken for a call
 
 
-def _style(family: str | None, template: str) -> _Format:
-    name = family or "json"
-    if name == "mistral" and "[ARGS]" in template:
-        name = "mistral_named"
-    if name == "deepseek_v3" and "```json" in template:
-        name = "deepseek_fenced"
-    if name not in _FORMATS:
+def _calls_of(family: str | None, template: str) -> CallFormat:
+    if family == HARMONY:
+        return HARMONY_CALLS
+    if (name := family or "json") not in TOOL_FORMATS:
         raise InvalidSchemaError(f"calls of the family {name!r} cannot be enforced", param="tool_choice")
-    return _FORMATS[name]
+    return TOOL_FORMATS[name].calls_in(template)
 
 
 def _around(writer: LarkWriter, before: str, middle: str, after: str) -> str:
@@ -196,31 +185,17 @@ def _arguments(writer: LarkWriter, tool: GrammarTool) -> str:
     return _around(writer, '{"input": "', embed_in_json(writer, tool.lark), '"}')
 
 
-def _json_call(arguments: str, before: str = "", after: str = "") -> CallWriter:
-    """Return a writer of {"name": "f", ARGUMENTS: {...}} between two texts."""
-
-    def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
-        head = f'{before}{{"name": {json.dumps(tool.name)}, "{arguments}": '
-        return _around(writer, head[skip:], _arguments(writer, tool), "}" + after)
-
-    return call
+def _json_call(call: JsonCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
+    head = f'{call.before}{{"name": {json.dumps(tool.name)}, "{call.arguments}": '
+    return _around(writer, head[skip:], _arguments(writer, tool), "}" + call.after)
 
 
-def _json_value(arguments: str) -> CallWriter:
-    """Return a writer of {"name": "f", ARGUMENTS: {...}} as a JSON value that has an alternative.
-
-    The lexer does not backtrack from a literal that begins like the other value.
-    """
-
-    def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
-        if tool.lark is not None:
-            return _json_call(arguments)(writer, tool, skip)
-        schema = tool.arguments_schema
-        properties = {"name": {"const": tool.name}, arguments: _moved(schema, f"#/properties/{arguments}")}
-        value = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        return writer.schema({"$schema": schema["$schema"], **value} if "$schema" in schema else value)
-
-    return call
+def _json_value(call: JsonCall, writer: LarkWriter, tool: GrammarTool) -> str:
+    """Match a call as a JSON value: the lexer does not backtrack from a literal that begins like the other value."""
+    schema, arguments = tool.arguments_schema, call.arguments
+    properties = {"name": {"const": tool.name}, arguments: _moved(schema, f"#/properties/{arguments}")}
+    value = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return writer.schema({"$schema": schema["$schema"], **value} if "$schema" in schema else value)
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -237,21 +212,12 @@ def _moved(schema: Any, place: str) -> Any:
     }
 
 
-def _named_call(before: str, after: str = "") -> CallWriter:
-    """Return a writer of the name and the JSON arguments, with NAME in `before`."""
-
-    def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
-        head = before.replace("NAME", tool.name)[skip:]
-        return _around(writer, head, _arguments(writer, tool), after)
-
-    return call
-
-
-def _kimi_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
-    head = writer.literal(f"<|tool_call_begin|>functions.{tool.name}:"[skip:])
-    arguments = writer.literal("<|tool_call_argument_begin|>")
-    schema, end = _arguments(writer, tool), writer.literal("<|tool_call_end|>")
-    return writer.rule(f"{head} /[0-9]{{1,3}}/ {arguments} {schema} {end}")
+def _named_call(call: NamedCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
+    head, index, rest = call.before.partition("INDEX")
+    head = writer.literal(head.replace("NAME", tool.name)[skip:])
+    if index:
+        head = f"{head} /[0-9]{{1,3}}/ {writer.literal(rest)}"
+    return writer.rule(f"{head} {_arguments(writer, tool)} {writer.literal(call.after)}")
 
 
 def _properties(tool: GrammarTool) -> list[tuple[str, Any, bool]]:
@@ -291,7 +257,7 @@ def _parameter(writer: LarkWriter, before: str, schema: Any, after: str) -> str:
 
 
 def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str, ends: Sequence[str]) -> str | None:
-    """Match the input of a custom tool that has a grammar, written between two tags. ends: as in _tagged_call."""
+    """Match the input of a custom tool that has a grammar, written between two tags. ends: as in TaggedCall."""
     if tool.lark is not None:
         return _around(writer, before, embed_before(writer, tool.lark, after, ends), after)
     if tool.regex is not None:
@@ -299,27 +265,18 @@ def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str
     return None
 
 
-def _tagged_call(head: str, before: str, after: str, tail: str, ends: Sequence[str] = ()) -> CallWriter:
-    """Return a writer of parameters between tags. NAME, KEY and TEXT (is it a string?) are replaced in the texts.
-
-    ends: what ends a parameter for the family's parser, besides `after` without its line breaks
-    """
-    ends = (after.strip(), *ends)
-
-    def call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
-        """Write one call; see CallWriter."""
-        parts = [writer.literal(head.replace("NAME", tool.name)[skip:])]
-        for name, schema, required in _properties(tool):
-            opening = before.replace("KEY", name).replace("TEXT", json.dumps(_is_text(schema)))
-            custom = _custom_input(writer, tool, opening, after, ends)
-            parameter = custom or _parameter(writer, opening, schema, after)
-            parts.append(parameter if required else f"{parameter}?")
-        return writer.rule(" ".join([*parts, writer.literal(tail)]))
-
-    return call
+def _tagged_call(call: TaggedCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
+    ends = (call.after.strip(), *call.ends)
+    parts = [writer.literal(call.head.replace("NAME", tool.name)[skip:])]
+    for name, schema, required in _properties(tool):
+        opening = call.before.replace("KEY", name).replace("TEXT", json.dumps(_is_text(schema)))
+        custom = _custom_input(writer, tool, opening, call.after, ends)
+        parameter = custom or _parameter(writer, opening, schema, call.after)
+        parts.append(parameter if required else f"{parameter}?")
+    return writer.rule(" ".join([*parts, writer.literal(call.tail)]))
 
 
-def _python_call(writer: LarkWriter, tool: GrammarTool, skip: int = 0) -> str:
+def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
     """Match f(a=1, b="x"), with the parameters in the order of the schema."""
     parameters = _properties(tool)
     comma, empty = '", "', '""'
@@ -346,52 +303,3 @@ def _python_value(writer: LarkWriter, schema: Any) -> str:
     if isinstance(schema, dict) and schema.get("type") == "boolean":
         return '("True" | "False")'
     return writer.schema(schema)
-
-
-_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL_BEGIN, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_FENCED = _named_call(f"{_CALL_BEGIN}function{_SEPARATOR}NAME\n```json\n", f"\n```{_CALL_END}")
-_KIMI_BEGIN, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-
-_FORMATS: dict[str, _Format] = {
-    "hermes": _Format(_json_call("arguments", "<tool_call>\n", "\n</tool_call>"), trigger="<tool_call>"),
-    "qwen3_coder": _Format(
-        _tagged_call(
-            *("<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"),
-            ends=("\n<parameter=", "\n</function>"),
-        ),
-        trigger="<tool_call>",
-    ),
-    "llama3_json": _Format(_json_call("parameters"), separator="; ", beside=_json_value("parameters")),
-    "json": _Format(_json_call("parameters"), "[", ", ", "]", beside=_json_value("parameters")),
-    "mistral": _Format(_json_call("arguments"), "[TOOL_CALLS][", ", ", "]", "[TOOL_CALLS]"),
-    "mistral_named": _Format(_named_call("[TOOL_CALLS]NAME[ARGS]"), separator="", trigger="[TOOL_CALLS]"),
-    "deepseek_v3": _Format(
-        _named_call(f"{_CALL_BEGIN}NAME{_SEPARATOR}", _CALL_END), _CALLS_BEGIN, "", _CALLS_END, _CALLS_BEGIN
-    ),
-    "deepseek_fenced": _Format(_FENCED, _CALLS_BEGIN, "\n", _CALLS_END, _CALLS_BEGIN),
-    "deepseek_v32": _Format(
-        _tagged_call(
-            '<｜DSML｜invoke name="NAME">\n',
-            '<｜DSML｜parameter name="KEY" string="TEXT">',
-            "</｜DSML｜parameter>\n",
-            "</｜DSML｜invoke>\n",
-        ),
-        *("<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>", "<｜DSML｜function_calls>"),
-    ),
-    "glm45": _Format(
-        _tagged_call("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
-        trigger="<tool_call>",
-    ),
-    "kimi_k2": _Format(_kimi_call, _KIMI_BEGIN, "", _KIMI_END, _KIMI_BEGIN),
-    "pythonic": _Format(_python_call, "[", ", ", "]"),
-    "granite": _Format(_json_call("arguments"), "<|tool_call|>[", ", ", "]", "<|tool_call|>"),
-    "internlm": _Format(
-        _json_call("parameters", "<|action_start|><|plugin|>\n", "<|action_end|>"), trigger="<|action_start|>"
-    ),
-    "phi4_mini_json": _Format(_json_call("arguments"), "functools[", ", ", "]", "functools["),
-    "jamba": _Format(_json_call("arguments"), "<tool_calls>[", ", ", "]</tool_calls>", "<tool_calls>"),
-    "harmony": _Format(
-        _named_call("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>"), single=True
-    ),
-}

@@ -10,10 +10,11 @@ import pytest
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
-from jaxserve.grammar.tools import _FORMATS, GrammarTool, is_raw_input, tool_grammar
+from jaxserve.grammar.tools import GrammarTool, is_raw_input, tool_grammar
 from jaxserve.text.output.harmony import HarmonyParser
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.tools import TOOL_FAMILIES, ToolSet
+from jaxserve.text.tools import ToolSet
+from jaxserve.text.tools.registry import TOOL_FORMATS
 from jaxserve.types.sampling import GrammarSpec
 from tests.grammar.conftest import byte_tokenizer
 from tests.grammar.test_matcher import feed, mask
@@ -37,9 +38,9 @@ WEATHER = GrammarTool(
 NOW = GrammarTool("now", {"type": "object", "properties": {}}, strict=True)
 SHELL = GrammarTool("shell", custom=True, regex=r"ls -[al]{1,2} \"x\"")
 TOOLS = ToolSet(parameters={tool.name: tool.arguments_schema for tool in (WEATHER, NOW)}, custom=("shell",))
-PARSERS = TOOL_FAMILIES | {"harmony": HarmonyParser, "mistral_named": TOOL_FAMILIES["mistral"],
-                           "deepseek_fenced": TOOL_FAMILIES["deepseek_v3"]}  # fmt: skip
 TEMPLATES = {"mistral_named": ("mistral", "[ARGS]"), "deepseek_fenced": ("deepseek_v3", "```json")}
+PARSERS = {name: form.parser for name, form in TOOL_FORMATS.items()} | {"harmony": HarmonyParser}
+PARSERS |= {name: TOOL_FORMATS[family].parser for name, (family, _) in TEMPLATES.items()}
 
 
 def grammar(
@@ -78,7 +79,7 @@ def check_calls(output: ParsedOutput) -> None:
             jsonschema.validate(json.loads(call.arguments), TOOLS.parameters[call.name])
 
 
-@pytest.mark.parametrize("name", _FORMATS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_required_outputs_are_calls(factory: MatcherFactory, tokenizer: Tokenizer, name: str) -> None:
     rng, found = random.Random(name), 0
     for _ in range(12):
@@ -93,7 +94,7 @@ def test_required_outputs_are_calls(factory: MatcherFactory, tokenizer: Tokenize
     assert found >= 2
 
 
-@pytest.mark.parametrize("name", _FORMATS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_one_call_where_parallel_calls_are_off(factory: MatcherFactory, tokenizer: Tokenizer, name: str) -> None:
     rng, found = random.Random(name), 0
     for _ in range(8):

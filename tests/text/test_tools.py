@@ -8,8 +8,9 @@ import pytest
 
 from jaxserve.text.events import ToolCallDelta, merged
 from jaxserve.text.output.harmony import HarmonyParser
-from jaxserve.text.tools import TOOL_FAMILIES, ToolParser, ToolSet
+from jaxserve.text.tools import ToolParser, ToolSet
 from jaxserve.text.tools.json_tags import HermesParser
+from jaxserve.text.tools.registry import TOOL_FORMATS
 from tests.text.whole_outputs import ParsedOutput, ToolCall, parse_whole
 
 TOOLS = ToolSet(
@@ -29,7 +30,7 @@ TOOLS = ToolSet(
     },
     custom=("shell",),
 )
-FAMILIES = TOOL_FAMILIES | {"harmony": HarmonyParser}
+FAMILIES = {name: form.parser for name, form in TOOL_FORMATS.items()} | {"harmony": HarmonyParser}
 ARGS = {"city": 'Zü"rich\n', "days": 3, "tags": [1, {"a": "]}"}]}
 JSON_ARGS = json.dumps(ARGS, ensure_ascii=False)
 WEATHER, NOW = ("get_weather", ARGS), ("now", {})

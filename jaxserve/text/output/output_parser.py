@@ -21,7 +21,8 @@ from jaxserve.text.reasoning import (
     reasoning_of_template,
 )
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.text.tools import TOOL_ALIASES, TOOL_FAMILIES, ToolParser, ToolSet, tool_family_of_template
+from jaxserve.text.tools import ToolParser, ToolSet
+from jaxserve.text.tools.registry import TOOL_FORMATS, known_tool_formats, tool_format_of_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class ParserChoice:
         """
         if self.harmony:
             return _Harmony(tools, separate_reasoning)
-        family = TOOL_FAMILIES.get(self.tool or fallback_tool or "")
-        tool_parser = family(tools) if family is not None and tools is not None else None
+        form = TOOL_FORMATS.get(self.tool or fallback_tool or "")
+        tool_parser = form.parser(tools) if form is not None and tools is not None else None
         tags = self.think_tags
         if tags is None:
             return _Pipeline(None, tool_parser, True)
@@ -76,7 +77,7 @@ class ParserChoice:
         """Texts that the parsers look for; where they are special tokens, detokenizing must not skip them."""
         if self.harmony:
             return HarmonyParser.markers
-        found = TOOL_FAMILIES[self.tool].markers if tools and self.tool else ()
+        found = TOOL_FORMATS[self.tool].parser.markers if tools and self.tool else ()
         return found + (self.think_tags.markers(tools=tools) if self.think_tags else ())
 
     def visible_token_ids(self, tokenizer: Tokenizer, *, tools: bool) -> tuple[int, ...]:
@@ -88,10 +89,9 @@ class ParserChoice:
 def choose_parsers(template: str | None, *, tool: str = "auto", reasoning: str = "auto") -> ParserChoice:
     """Resolve `model.tool_parser` and `model.reasoning_parser`: a name that SGLang's or vLLM's users know, "auto"
     (by the chat template's text) or "none". Raises ConfigError naming the known ones."""
-    known_tools = {name: name for name in (*TOOL_FAMILIES, "harmony")} | TOOL_ALIASES
     known_reasoning = {name: name for name in (*REASONING_FAMILIES, "harmony")} | REASONING_ALIASES
     return ParserChoice(
-        tool=_resolve(tool, known_tools, tool_family_of_template(template or ""), "tool_parser"),
+        tool=_resolve(tool, known_tool_formats(), tool_format_of_template(template or ""), "tool_parser"),
         reasoning=_resolve(reasoning, known_reasoning, reasoning_of_template(template or ""), "reasoning_parser"),
     )
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.tools.format import CallFormat, NamedCall, ToolFormat
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -41,3 +42,19 @@ class DeepSeekParser(ToolParser):
         yield from self.reader.space()
         yield from self.reader.accept(CALL_END, drop_partial=True)
         return True
+
+
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_FENCED = NamedCall(f"{_CALL}function{_SEPARATOR}NAME\n```json\n", f"\n```{_CALL_END}")
+
+FORMATS = (
+    ToolFormat(
+        "deepseek_v3",
+        DeepSeekParser,
+        CallFormat(NamedCall(f"{_CALL}NAME{_SEPARATOR}", _CALL_END), _BEGIN, "", _END, _BEGIN),
+        signs=(_BEGIN,),
+        aliases=("deepseekv3", "deepseekv31", "deepseek_v31"),
+        variants=(("```json", CallFormat(_FENCED, _BEGIN, "\n", _END, _BEGIN)),),
+    ),
+)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.tools.format import CallFormat, JsonCall, ToolFormat
 
 
 class HermesParser(ToolParser):
@@ -66,3 +67,42 @@ class JambaParser(HermesParser):
     markers = ("<tool_calls>", "</tool_calls>")
     begin = "<tool_calls>"
     end = "</tool_calls>"
+
+
+FORMATS = (
+    ToolFormat(
+        "hermes",
+        HermesParser,
+        CallFormat(JsonCall("arguments", "<tool_call>\n", "\n</tool_call>"), trigger="<tool_call>"),
+        signs=("<tool_call>",),
+        aliases=("qwen", "qwen25", "qwen3"),
+        general=True,
+    ),
+    ToolFormat(
+        "granite",
+        GraniteParser,
+        CallFormat(JsonCall("arguments"), "<|tool_call|>[", ", ", "]", "<|tool_call|>"),
+        signs=("<|tool_call|>",),
+    ),
+    ToolFormat(
+        "internlm",
+        InternLMParser,
+        CallFormat(
+            JsonCall("parameters", "<|action_start|><|plugin|>\n", "<|action_end|>"), trigger="<|action_start|>"
+        ),
+        signs=("<|action_start|>",),
+    ),
+    ToolFormat(
+        "phi4_mini_json",
+        Phi4MiniParser,
+        CallFormat(JsonCall("arguments"), "functools[", ", ", "]", "functools["),
+        signs=("functools",),
+        aliases=("phi4_mini",),
+    ),
+    ToolFormat(
+        "jamba",
+        JambaParser,
+        CallFormat(JsonCall("arguments"), "<tool_calls>[", ", ", "]</tool_calls>", "<tool_calls>"),
+        signs=("<tool_calls>",),
+    ),
+)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.tools.format import CallFormat, NamedCall, ToolFormat
 
 SECTION_BEGIN = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
 SECTION_END = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
@@ -38,3 +39,17 @@ class KimiParser(ToolParser):
         yield from self.reader.space()
         yield from self.reader.accept(CALL_END, drop_partial=True)
         return True
+
+
+FORMATS = (
+    ToolFormat(
+        "kimi_k2",
+        KimiParser,
+        CallFormat(
+            NamedCall(f"{CALL_BEGIN}functions.NAME:INDEX{ARGUMENTS}", CALL_END),
+            *(SECTION_BEGIN[0], "", SECTION_END[0], SECTION_BEGIN[0]),
+        ),
+        signs=(SECTION_BEGIN[0],),
+        aliases=("kimi",),
+    ),
+)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.tools.format import CallFormat, JsonCall, ToolFormat
 
 
 class LlamaJsonParser(ToolParser):
@@ -50,3 +51,17 @@ class LlamaJsonParser(ToolParser):
         if started:
             self.give_up()
         return started
+
+
+FORMATS = (
+    ToolFormat(
+        "llama3_json",
+        LlamaJsonParser,
+        CallFormat(JsonCall("parameters"), separator="; "),
+        signs=("<|python_tag|>", '{"name": function name, "parameters"'),
+        aliases=("llama3", "llama4", "llama4_json"),
+        general=True,
+    ),
+    # for models without a format: calls as plain JSON, which the grammar enforces
+    ToolFormat("json", LlamaJsonParser, CallFormat(JsonCall("parameters"), "[", ", ", "]")),
+)

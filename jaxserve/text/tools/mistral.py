@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, ToolFormat
 
 TAG, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -51,3 +52,14 @@ class MistralParser(ToolParser):
         whole = yield from self.json_arguments()
         self.end_call(whole=whole)
         return True
+
+
+FORMATS = (
+    ToolFormat(
+        "mistral",
+        MistralParser,
+        CallFormat(JsonCall("arguments"), "[TOOL_CALLS][", ", ", "]", "[TOOL_CALLS]"),
+        signs=("[TOOL_CALLS]",),
+        variants=(("[ARGS]", CallFormat(NamedCall("[TOOL_CALLS]NAME[ARGS]"), separator="", trigger="[TOOL_CALLS]")),),
+    ),
+)

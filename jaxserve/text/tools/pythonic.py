@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.tools.format import CallFormat, PythonCall, ToolFormat
 
 _CALL_HEAD = re.compile(r"\s*(?P<name>[A-Za-z_][\w.]{0,127})\s*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -229,3 +230,14 @@ def _unescape(match: re.Match[str]) -> str:
     if code[0] in "xuU" and len(code) > 1:
         return chr(int(code[1:], 16))
     return _SIMPLE_ESCAPES.get(code, code if code in "\\'\"" else "\\" + code)
+
+
+FORMATS = (
+    ToolFormat(
+        "pythonic",
+        PythonicParser,
+        CallFormat(PythonCall(), "[", ", ", "]"),
+        signs=("<|python_start|>", "[func_name1("),
+        aliases=("llama4_pythonic", "toolace", "olmo3"),
+    ),
+)

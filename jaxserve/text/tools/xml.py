@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from jaxserve.text.reader import Reading
 from jaxserve.text.tools.base import ToolParser
+from jaxserve.text.tools.format import CallFormat, TaggedCall, ToolFormat
 
 
 class Qwen3CoderParser(ToolParser):
@@ -143,3 +144,48 @@ class DsmlParser(ToolParser):
                 return False
             first = False
         return self.close_parameters(first=first)
+
+
+FORMATS = (
+    ToolFormat(
+        "qwen3_coder",
+        Qwen3CoderParser,
+        CallFormat(
+            TaggedCall(
+                "<tool_call>\n<function=NAME>\n",
+                "<parameter=KEY>\n",
+                "\n</parameter>\n",
+                "</function>\n</tool_call>",
+                ends=("\n<parameter=", "\n</function>"),
+            ),
+            trigger="<tool_call>",
+        ),
+        signs=("<function=",),
+        aliases=("qwen3_xml",),
+    ),
+    ToolFormat(
+        "glm45",
+        GlmParser,
+        CallFormat(
+            TaggedCall("<tool_call>NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
+            trigger="<tool_call>",
+        ),
+        signs=("<arg_key>",),
+        aliases=("glm", "glm47"),
+    ),
+    ToolFormat(
+        "deepseek_v32",
+        DsmlParser,
+        CallFormat(
+            TaggedCall(
+                '<｜DSML｜invoke name="NAME">\n',
+                '<｜DSML｜parameter name="KEY" string="TEXT">',
+                "</｜DSML｜parameter>\n",
+                "</｜DSML｜invoke>\n",
+            ),
+            *("<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>", "<｜DSML｜function_calls>"),
+        ),
+        signs=("｜DSML｜",),
+        aliases=("deepseekv32",),
+    ),
+)
