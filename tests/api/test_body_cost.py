@@ -131,7 +131,7 @@ def test_the_document_says_the_same() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
     mib = {name: number // MIB for name, number in (("floor", MIN_BODY_BYTES), ("top", MAX_BODY_BYTES))}
     for row in (
-        f"{mib['floor']} MiB, or {BYTES_A_TOKEN} a token of the context if that is more, up to {mib['top']} MiB |",
+        f"{mib['floor']} MiB, or {BYTES_A_TOKEN} per token of the context if that is more, up to {mib['top']} MiB |",
         f"| objects | {OBJECTS} |",
         f"| objects, lists and names | {STRUCTURES} |",
         f"| values | {VALUES}, or the context and {SPARE_VALUES} if that is more |",
