@@ -110,13 +110,13 @@ def test_a_flag_is_taken(words: str, key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--enforce-eager", "no effect: every program is compiled ahead of time"),
+        ("--enforce-eager", "no effect: every program is compiled before the server is ready"),
         ("--trust-remote-code", "no effect: code of a checkpoint is never run"),
         ("--attention-backend FA3", "FA3 is not known here: auto is taken"),
         ("--enable-priority-scheduling", "a lower value is earlier here"),
-        ("--pipeline-parallel-size 1", "no effect: one is what there is"),
+        ("--pipeline-parallel-size 1", "no effect: there is one"),
         ("--no-enable-lora", "no effect: it is off"),
-        ("--compilation-config.level 3", "no effect: every program is compiled ahead of time"),
+        ("--compilation-config.level 3", "no effect: every program is compiled before the server is ready"),
     ],
 )
 def test_a_flag_without_an_effect_is_said(words: str, said: str) -> None:
@@ -130,7 +130,7 @@ def test_a_flag_without_an_effect_is_said(words: str, said: str) -> None:
         ("--enable-lora", "--enable-lora is no flag of jaxserve", "merge the adapter"),
         ("--speculative-config {}", "--speculative-config is no flag", "speculative decoding is not served"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2 is not served", "write --mesh.tensor N"),
-        ("--quantization awq", "--quantization awq is not served", "recognised by their config.json"),
+        ("--quantization awq", "--quantization awq is not served", "config.json shows whether a checkpoint is quantised"),
         ("--nnodes 2", "--nnodes 2 is not served", "one server runs on one machine"),
         ("--port", "--port needs a value", None),
         ("--port --host x", "--port needs a value", None),

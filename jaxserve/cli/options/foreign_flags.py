@@ -12,9 +12,7 @@ _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "f
 _LEVELS = {"critical": "error", "trace": "debug", "warn": "warning", "notset": "info"}
 _DEVICES = {"cuda": "gpu", "rocm": "gpu"}
 
-_GRAPHS = NoEffect(
-    "every program is compiled ahead of time, for fixed shapes; there are no graphs to size or to turn off"
-)
+_GRAPHS = NoEffect("every program is compiled before the server is ready, for fixed shapes; there are no graphs")
 _KERNELS = NoEffect("kernels are chosen by --runtime.attention and by the platform")
 _COLLECTIVES = NoEffect("XLA chooses how devices exchange data")
 _ALWAYS = NoEffect("it is always on")
@@ -35,7 +33,7 @@ _TIERS = Refused("leave it out: the prefix cache is kept in device memory only")
 _MEDIA = Refused("leave it out: models with images, audio or video are not served yet")
 _STATE = Refused("leave it out: models with a recurrent state (Mamba, linear attention) are not served yet")
 _EXPERTS = Refused("write --mesh.expert N to split the experts over N devices; they are not copied or moved")
-_PLUGIN = Refused("leave it out: the server runs no code that a flag or a request names")
+_PLUGIN = Refused("leave it out: the server runs no code from flags or requests")
 _CODE = NoEffect("code of a checkpoint is never run, and the served models need none")
 _PROXY = Refused("leave it to the proxy in front of the server")
 _WEIGHTS = Refused("leave it out: weights are read at the start, from safetensors files of the model's directory")
@@ -45,10 +43,8 @@ _MODEL_FILE = Refused("change config.json in a copy of the model's directory")
 _DEBUG = Refused("leave it out: --log-level debug and /metrics show what the engine does")
 _SLEEP = Refused("leave it out: a server holds its memory until it ends")
 _RESPONSES = Refused("leave it out: the Responses API is not served")
-_QUANTIZED = Refused(
-    "leave it out: quantised checkpoints are recognised by their config.json; none is quantised at load"
-)
-_EMBEDDER = NoEffect("an encoder is recognised by its config.json")
+_QUANTIZED = Refused("leave it out: config.json shows whether a checkpoint is quantised; no model is quantised at load")
+_EMBEDDER = NoEffect("config.json shows whether the model is an encoder")
 
 # fmt: off
 ROWS: list[tuple[str, Answer]] = [
@@ -57,7 +53,7 @@ ROWS: list[tuple[str, Answer]] = [
     ("--tokenizer --tokenizer-path", Key("model.tokenizer")),
     ("--served-model-name", Key("model.served_name", many=True)),
     ("--revision", Key("model.revision")),
-    ("--tokenizer-revision --code-revision", NoEffect("--revision counts for all files of the model")),
+    ("--tokenizer-revision --code-revision", NoEffect("--revision applies to all files of the model")),
     ("--dtype", Key("model.dtype", words=_DTYPES)),
     ("--max-model-len --context-length", Key("model.max_model_len", convert=count)),
     ("--load-format", Key("model.load_format", words={"dummy": "random", "hf": "auto"})),
@@ -66,14 +62,14 @@ ROWS: list[tuple[str, Answer]] = [
     ("--reasoning-parser", Key("model.reasoning_parser")),
     ("--trust-remote-code!", _CODE),
     ("--is-embedding!", _EMBEDDER),
-    ("--runner --task --convert", NoEffect("the kind of a model is recognised by its config.json")),
+    ("--runner --task --convert", NoEffect("config.json shows the kind of the model")),
     ("--tokenizer-mode",
      NoEffect("tokenizer.json is read", ("auto", "hf", "slow"), "leave it out: tokenizer.json is read")),
     ("--tokenizer-backend", NoEffect("tokenizer.json is read by the tokenizers library")),
     ("--model-impl",
      NoEffect("the models are jaxserve's own", ("auto",), "leave it out: the models are jaxserve's own")),
     ("--config-format --model-config-parser", NoEffect("config.json is read")),
-    ("--quantization -q", NoEffect("there is none to ask for", ("none", "null", "auto"), _QUANTIZED.fix)),
+    ("--quantization -q", NoEffect("this is the default", ("none", "null", "auto"), _QUANTIZED.fix)),
     ("--quantization-config --quantization-param-path --quantize-and-serve! --rl-quant-profile", _QUANTIZED),
     ("--modelopt-*", _QUANTIZED),
     ("--allow-deprecated-quantization! --fail-on-environ-validation!", _NOTHING),
@@ -85,12 +81,12 @@ ROWS: list[tuple[str, Answer]] = [
     ("--sampling-defaults", NoEffect("the model's generation_config.json is read", ("model",), _DEFAULTS.fix)),
     ("--override-generation-config --preferred-sampling-params", _DEFAULTS),
     ("--skip-tokenizer-init!",
-     Refused("leave it out: requests may send token ids, and the tokenizer is needed for stops")),
+     Refused("leave it out: requests may send token ids, and stop strings need the tokenizer")),
     ("--pooler-config", Refused("leave it out: pooling is read from the files of sentence-transformers")),
     ("--weight-version", _NOTHING),
     ("--enable-fp32-lm-head! --enable-tf32-matmul --enable-precise-embedding-interpolation! --use-fp64-gumbel!",
-     NoEffect("the model's dtype counts for all layers; logits and draws are float32")),
-    ("--disable-sliding-window!", Refused("leave it out: a model's sliding windows are part of its numbers")),
+     NoEffect("all layers have the model's dtype; logits and sampling are float32")),
+    ("--disable-sliding-window!", Refused("leave it out: a model needs its sliding windows")),
     ("--dllm-* --diffusion-config -dc", Refused("leave it out: diffusion models are not served")),
 
     # loading
@@ -116,12 +112,12 @@ ROWS: list[tuple[str, Answer]] = [
     ("--prefix-caching-hash-algo --prefix-match-unit --radix-eviction-policy --radix-eviction-policy-config "
      "--radix-cache-backend --enable-session-radix-cache! --prefix-cache-retention-interval --enable-unified-memory! "
      "--enable-page-major-kv-layout!",
-     NoEffect("the prefix cache is a radix tree over pages; the oldest pages go first")),
-    ("--swap-space --preemption-mode --retraction-policy", NoEffect("a preempted request is computed again later")),
+     NoEffect("the prefix cache is a radix tree of pages; the least recently used are evicted first")),
+    ("--swap-space --preemption-mode --retraction-policy", NoEffect("a preempted request is recomputed later")),
     ("--disable-hybrid-kv-cache-manager! --disable-hybrid-swa-memory! --swa-full-tokens-ratio --swa-prefix-tails "
      "--swa-bounded-replay! --enable-encoder-swa-bounded-replay! --enable-decoder-swa-bounded-replay "
      "--c128-page-size", NoEffect("--cache.num-window-pages sets the pages of layers with a sliding window")),
-    ("--cpu-offload-gb", NoEffect("nothing is moved", ("0", "0.0"), _OFFLOAD.fix)),
+    ("--cpu-offload-gb", NoEffect("nothing is offloaded", ("0", "0.0"), _OFFLOAD.fix)),
     ("--cpu-offload-params --offload-* --ple-offload-* --enable-paged-experts! --paged-experts-num-resident", _OFFLOAD),
     ("--kt-*", _OFFLOAD),
     ("--kv-offloading-* --enable-hierarchical-cache! --enable-hicache! --hicache-* --enable-hisparse! "
@@ -221,13 +217,13 @@ ROWS: list[tuple[str, Answer]] = [
     ("--eplb-* --deepep-* --elastic-ep-* --enable-elastic-* --expert-distribution-* --expert-balancedness-*", _EXPERTS),
     ("--pipeline-parallel-size -pp --pp-size --prefill-context-parallel-size -pcp --decode-context-parallel-size -dcp "
      "--dcp-size --attn-cp-size --attention-context-parallel-size",
-     NoEffect("one is what there is", ("1",), "write --mesh.tensor N: layers and contexts are not split over devices")),
+     NoEffect("there is one", ("1",), "write --mesh.tensor N: layers and contexts are not split over devices")),
     ("--pp-* --dcp-* --cp-* --enable-prefill-cp! --enable-cp-decode-attn-tp!",
      Refused("write --mesh.tensor N: layers and contexts are not split over devices")),
     ("--attn-dp-size --attention-data-parallel-size --enable-dp-attention! --enable-dp-lm-head! "
      "--enable-dp-attention-local-control-broadcast! --load-balance-method --data-parallel-* -dpa -dpb -dpe -dph -dpl "
      "-dpm -dpn -dpp -dpr --dp-*", Refused("start one server for each replica, behind a load balancer")),
-    ("--nnodes -n", NoEffect("one is what there is", ("1",), _NODES.fix)),
+    ("--nnodes -n", NoEffect("there is one node", ("1",), _NODES.fix)),
     ("--node-rank -r", NoEffect("it is the only node", ("0",), _NODES.fix)),
     ("--dist-init-addr --nccl-init-addr --master-addr --master-port --headless! --gated-launch-port --use-ray! "
      "--ray-workers-use-nsight! --worker-use-ray! --engine-use-ray!", _NODES),
@@ -236,7 +232,7 @@ ROWS: list[tuple[str, Answer]] = [
     ("--disaggregation-* --decoupled-spec-* --encoder-* --enable-pdmux! --pdmux-config-path --sm-group-num "
      "--enable-pd-role-switch! --optimistic-prefill-attempts --enable-adaptive-dispatch-to-encoder! --language-only!",
      _SPLIT),
-    ("--enable-scale-out! --tokens-only!", Refused("leave it out: POST /generate takes and gives token ids")),
+    ("--enable-scale-out! --tokens-only!", Refused("leave it out: POST /generate accepts and returns token ids")),
 
     # HTTP
     ("--host", Key("server.host")),
@@ -264,7 +260,7 @@ ROWS: list[tuple[str, Answer]] = [
     ("--disable-fastapi-docs! --enable-offline-docs!", NoEffect("/docs is one page without scripts from elsewhere")),
     ("--sse-keep-alive-interval", NoEffect("a stream begins with its first token", ("0",), "set the proxy's timeout")),
     ("--stream-interval --batch-notify-size --incremental-streaming-output!",
-     NoEffect("a stream sends what a step brought")),
+     NoEffect("a stream sends the tokens of each step at once")),
     ("--enable-request-id-headers! --enable-server-load-tracking! --enable-prompt-tokens-details! "
      "--enable-cache-report! --enable-tokenizer-info-endpoint! --enable-metrics!", _ALWAYS),
     ("--enable-force-include-usage! --stream-response-default-include-usage!",
@@ -286,15 +282,15 @@ ROWS: list[tuple[str, Answer]] = [
     ("--file-storage-path", Key("store.path")),
 
     # chat, tools, reasoning
-    ("--enable-auto-tool-choice! --enable-reasoning!", NoEffect("a parser that fits the chat template is always used")),
+    ("--enable-auto-tool-choice! --enable-reasoning!", NoEffect("the parser of the chat template is always used")),
     ("--tool-parser-plugin --reasoning-parser-plugin --io-processor-plugin --logits-processors "
      "--logits-processor-pattern --enable-custom-logit-processor! --forward-hooks", _PLUGIN),
     ("--exclude-tools-when-tool-choice-none! --tool-strict-level --reasoning-config --enable-strict-thinking! "
      "--strip-thinking-cache", Refused("send tool_choice, strict and thinking_token_budget in requests")),
-    ("--chat-template-content-format", NoEffect("the template itself shows which form of content it reads")),
+    ("--chat-template-content-format", NoEffect("the template shows which form of content it reads")),
     ("--default-chat-template-kwargs --hf-chat-template-name --completion-template --response-role", _TEMPLATE),
     ("--trust-request-chat-template! --trust-request-mm-kwargs!",
-     Refused("leave it out: requests bring no templates; name one with --chat-template")),
+     Refused("leave it out: requests have no templates; set one with --chat-template")),
     ("--grammar-backend --structured-outputs-config --guided-decoding-backend --disable-outlines-disk-cache! "
      "--constrained-json-disable-any-whitespace! --constrained-json-max-whitespace-cnt",
      NoEffect("llguidance enforces every grammar")),
@@ -326,7 +322,7 @@ ROWS: list[tuple[str, Answer]] = [
      "--msprobe-dump-config --kv-canary* --enable-layerwise-nvtx-* --profiler-config --enable-trace-replay! "
      "--spec-trace-dir", _DEBUG),
 
-    # what later versions may bring
+    # not supported yet
     ("--enable-lora! --lora-* --max-lora* --max-cpu-loras --max-loaded-loras --fully-sharded-loras! --default-mm-loras "
      "--specialize-active-lora! --enable-lora-* --enable-mixed-moe-lora-format! --enable-moe-shared-loras! "
      "--enable-tower-connector-lora! --experts-shared-outer-loras --qlora-adapter-name-or-path --uno-lora-path", _LORA),
