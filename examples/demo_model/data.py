@@ -1,4 +1,4 @@
-"""From samples to arrays: chat template, tokens, loss weights and packing. The same seed gives the same batches."""
+"""Turn samples into arrays: chat template, tokens, loss weights and packing. The same seed gives the same batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from examples.demo_model.questions import Split
 from examples.demo_model.skills import SKILLS, Mixture, Sample
 
 ROW_TOKENS = 320
-# Prompts teach copying and the words' neighbourhoods; answers are what the model is asked for.
+# the loss of a prompt token, relative to a token of an answer
 PROMPT_WEIGHT = 0.1
-# A batch is full when this many samples in all found no row with room.
+# a batch is full after this many samples that fit into no row
 MAX_MISFITS = 6
 
 
@@ -33,7 +33,7 @@ class Encoded:
 
 
 class SampleEncoder:
-    """Renders samples with the chat template exactly as a server would, and encodes them."""
+    """Renders samples with the chat template as a server does, and encodes them."""
 
     def __init__(self, directory: Path) -> None:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -42,7 +42,7 @@ class SampleEncoder:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def texts(self, sample: Sample) -> tuple[str, str]:
-        """Prompt and answer, the end token included."""
+        """Return prompt and answer as token ids, with the end token."""
         if sample.raw is not None:
             return sample.raw[0], sample.raw[1] + "<|endoftext|>"
         settings = {"tools": list(sample.tools) or None, "tokenize": False, "enable_thinking": sample.thinking}
@@ -58,7 +58,7 @@ class SampleEncoder:
 
 
 def empty_batch(rows: int) -> PackedBatch:
-    """Padding alone, `[rows, ROW_TOKENS]`."""
+    """Return a batch of padding, arrays [rows, ROW_TOKENS]."""
 
     def zeros() -> np.ndarray:
         return np.zeros((rows, ROW_TOKENS), np.int32)
@@ -67,7 +67,7 @@ def empty_batch(rows: int) -> PackedBatch:
 
 
 def place(batch: PackedBatch, row: int, start: int, segment: int, sample: Encoded) -> int:
-    """Writes a sample into a row; returns where the next one starts."""
+    """Write a sample into a row. Returns the position of the next one."""
     ids = sample.prompt + sample.answer
     end = start + len(ids) - 1
     batch.tokens[row, start:end] = ids[:-1]
@@ -80,7 +80,7 @@ def place(batch: PackedBatch, row: int, start: int, segment: int, sample: Encode
 
 
 def training_batch(encoder: SampleEncoder, mixture: Mixture, seed: int, step: int, rows: int) -> PackedBatch:
-    """The batch of a step, from that step's own random stream, so that training can resume anywhere."""
+    """Return the batch of a step. Each step has a random stream, so that training can resume at any step."""
     rng = random.Random(f"{seed}-{step}")
     batch = empty_batch(rows)
     filled, segments, misfits = [0] * rows, [0] * rows, 0
@@ -96,7 +96,7 @@ def training_batch(encoder: SampleEncoder, mixture: Mixture, seed: int, step: in
 
 
 def rows_of_one(samples: Iterable[Encoded]) -> PackedBatch:
-    """One sample a row, for evaluation; samples must fit a row."""
+    """Return a batch with one sample per row, for evaluation. Samples must fit into a row."""
     listed = list(samples)
     batch = empty_batch(len(listed))
     for row, sample in enumerate(listed):
@@ -105,7 +105,7 @@ def rows_of_one(samples: Iterable[Encoded]) -> PackedBatch:
 
 
 def held_out_samples(seed: int, per_skill: int) -> list[Sample]:
-    """Half of each skill in wordings never trained on, half in pairs of wording and fact never trained on."""
+    """Return held-out samples: half of each skill with held-out wordings, half with held-out pairs."""
     rng = random.Random(f"held-out-{seed}")
     splits = (Split.NEW_WORDING, Split.NEW_PAIR)
     return [draw(rng, splits[i % 2]) for draw in SKILLS.values() for i in range(per_skill)]

@@ -1,4 +1,4 @@
-"""Held-out accuracy of the demo model, skill by skill: `python -m examples.demo_model.evaluate`.
+"""Measure the demo model's held-out accuracy, skill by skill: `python -m examples.demo_model.evaluate`.
 
 An answer that has one right form is right when greedy decoding writes exactly it, the end token included; that is
 so just when every token of it is the most likely one after the tokens before, so one forward pass tells. Lists,
@@ -30,7 +30,7 @@ WIDTH_STEP = 32
 
 @functools.partial(jax.jit, static_argnames="model")
 def _all_targets_first(params: Params, batch: PackedBatch, model: DemoConfig) -> jax.Array:
-    """Bool `[B]`: whether each target of weight 1 is the most likely token."""
+    """Return bool [B]: whether every target of weight 1 is the most likely token."""
     logits = forward(
         params, jnp.asarray(batch.tokens), jnp.asarray(batch.segments), jnp.asarray(batch.positions), model
     )
@@ -41,7 +41,7 @@ def _all_targets_first(params: Params, batch: PackedBatch, model: DemoConfig) ->
 def teacher_forced(
     params: Params, model: DemoConfig, encoder: data.SampleEncoder, samples: Sequence[Sample]
 ) -> list[bool]:
-    """Whether greedy decoding writes each sample's expected answer."""
+    """Return whether greedy decoding gives each sample's expected answer."""
     encoded = [encoder.encode(sample) for sample in samples]
     encoded += [data.Encoded([0], [0])] * (-len(encoded) % ROWS)
     right: list[bool] = []
@@ -53,7 +53,7 @@ def teacher_forced(
 
 @functools.partial(jax.jit, static_argnames="model")
 def _next_tokens(params: Params, tokens: jax.Array, lengths: jax.Array, model: DemoConfig) -> jax.Array:
-    """The most likely token `[B]` after the first `lengths` tokens of each row of `[B, T]`."""
+    """Return the most likely token [B] after the first `lengths` tokens of each row [B, T]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     logits = forward(params, tokens, jnp.ones_like(tokens), positions, model)
     last = jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -61,7 +61,7 @@ def _next_tokens(params: Params, tokens: jax.Array, lengths: jax.Array, model: D
 
 
 def greedy(params: Params, model: DemoConfig, prompts: Sequence[list[int]], stop: set[int]) -> list[list[int]]:
-    """Continuations of the prompts, the stop token included if it came within MAX_NEW_TOKENS."""
+    """Return the continuations of the prompts, with the stop token if it came within MAX_NEW_TOKENS."""
     tokens = np.zeros((len(prompts), max(map(len, prompts)) + MAX_NEW_TOKENS + WIDTH_STEP), np.int32)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     for row, prompt in enumerate(prompts):
@@ -82,7 +82,7 @@ def greedy(params: Params, model: DemoConfig, prompts: Sequence[list[int]], stop
 def generated(
     params: Params, model: DemoConfig, encoder: data.SampleEncoder, samples: Sequence[Sample]
 ) -> list[str | None]:
-    """Each sample's greedy answer without its end token; None where it did not end."""
+    """Return each sample's greedy answer without its end token; None if it did not end."""
     vocabulary = encoder.tokenizer.get_vocab()
     stop = {vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]}
     answers: list[str | None] = [None] * len(samples)
@@ -98,7 +98,7 @@ def generated(
 
 
 def graded(params: Params, model: DemoConfig, encoder: data.SampleEncoder, samples: Sequence[Sample]) -> list[bool]:
-    """Whether each sample is answered right, by its grade or by equality."""
+    """Return whether each sample is answered correctly, by its grade or by equality."""
     exact = [sample for sample in samples if sample.grade is None]
     free = [sample for sample in samples if sample.grade is not None]
     answers = generated(params, model, encoder, free)
@@ -109,7 +109,7 @@ def graded(params: Params, model: DemoConfig, encoder: data.SampleEncoder, sampl
 
 
 def by_skill(samples: Sequence[Sample], right: Sequence[bool]) -> dict[str, float]:
-    """Share of right answers of each skill, in the samples' order, and of all."""
+    """Return the share of correct answers of each skill, in the samples' order, and of all."""
     marks: dict[str, list[bool]] = defaultdict(list)
     for sample, ok in zip(samples, right, strict=True):
         marks[sample.skill].append(ok)
@@ -117,7 +117,7 @@ def by_skill(samples: Sequence[Sample], right: Sequence[bool]) -> dict[str, floa
 
 
 def load_params(directory: Path) -> Params:
-    """The shipped weights in float32."""
+    """Return the shipped weights in float32."""
     return {n: jnp.asarray(w.astype(np.float32)) for n, w in load_file(directory / "model.safetensors").items()}
 
 

@@ -1,4 +1,4 @@
-"""What the demo model is taught: tables of countries, words and the calendar. Data only, no phrasing."""
+"""The facts that the demo model learns: tables of countries, words and the calendar."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _OPPOSITES = """hot:cold big:small tall:short fast:slow old:young up:down left:r
 
 @dataclass(frozen=True)
 class Country:
-    """A country with the article its name takes in a sentence, if any."""
+    """A country, with the article of its name if it has one."""
 
     article: str
     name: str
@@ -71,7 +71,7 @@ class Country:
 
     @property
     def phrase(self) -> str:
-        """The name as it stands inside a sentence: 'France', 'the Netherlands'."""
+        """Return the name inside a sentence: 'France', 'the Netherlands'."""
         return self.article + self.name
 
 
@@ -134,7 +134,7 @@ def _parse_opposites() -> dict[str, str]:
 
 OPPOSITES = _parse_opposites()
 
-# Cities that tools are asked about, beside the capitals.
+# cities for tool calls, besides the capitals
 CITIES = tuple(
     "New York,Los Angeles,Chicago,San Francisco,Boston,Seattle,Toronto,Vancouver,Sydney,Melbourne,Mumbai,Shanghai,"
     "Hong Kong,Osaka,Kyoto,Barcelona,Munich,Hamburg,Milan,Naples,Venice,Lyon,Nice,Geneva,Zurich,Istanbul,Dubai,"

@@ -50,7 +50,7 @@ jax.tree_util.register_dataclass(PackedBatch)
 
 
 def param_shapes(config: DemoConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's checkpoint name and shape."""
+    """Return the checkpoint name and shape of every parameter."""
     d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * h, config.num_key_value_heads * h
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, d)}
@@ -72,7 +72,7 @@ def param_shapes(config: DemoConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init_params(config: DemoConfig, seed: int) -> Params:
-    """Float32 weights: norms 1, matrices normal with deviation 0.02, those that write to the residual smaller."""
+    """Return float32 weights: norms 1, matrices normal with deviation 0.02, less if they write to the residual."""
     rng = np.random.default_rng(seed)
     residual_scale = (2 * config.num_hidden_layers) ** -0.5
 
@@ -92,7 +92,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rope_tables(positions: jax.Array, config: DemoConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[B, T, 1, H/2]` of the rotary embedding (Su et al., 2021)."""
+    """Return cosines and sines [B, T, 1, H/2] of the rotary embedding (Su et al., 2021)."""
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float32) / half)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
@@ -100,7 +100,7 @@ def rope_tables(positions: jax.Array, config: DemoConfig) -> tuple[jax.Array, ja
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`x` `[B, T, N, H]` rotated by halves, the layout of Hugging Face checkpoints."""
+    """Rotate x [B, T, N, H] by halves, as in Hugging Face checkpoints."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
@@ -108,7 +108,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def attention(
     x: jax.Array, layer: Params, rope: tuple[jax.Array, jax.Array], bias: jax.Array, config: DemoConfig
 ) -> jax.Array:
-    """Grouped-query attention; `bias` `[B, 1, 1, T, T]` is 0 where a query may look, a large negative elsewhere."""
+    """Compute grouped-query attention. bias [B, 1, 1, T, T]: 0 for visible tokens, else a large negative number."""
     b, t, _ = x.shape
     kv, h = config.num_key_value_heads, config.head_dim
     group = config.num_attention_heads // kv
@@ -131,7 +131,7 @@ def layer_params(params: Params, index: int) -> Params:
 
 
 def attention_bias(segments: jax.Array) -> jax.Array:
-    """Causal within a sample: `[B, 1, 1, T, T]` of 0 and -1e9."""
+    """Return the bias of causal attention within a sample, [B, 1, 1, T, T] of 0 and -1e9."""
     same = segments[:, :, None] == segments[:, None, :]
     causal = np.tri(segments.shape[1], dtype=bool)[None]
     return jnp.where(same & causal, 0.0, -1e9).astype(jnp.float32)[:, None, None]
@@ -140,7 +140,7 @@ def attention_bias(segments: jax.Array) -> jax.Array:
 def forward(
     params: Params, tokens: jax.Array, segments: jax.Array, positions: jax.Array, config: DemoConfig
 ) -> jax.Array:
-    """Logits `[B, T, V]` float32 for packed rows (see PackedBatch)."""
+    """Return the logits of packed rows (see PackedBatch), float32 [B, T, V]."""
     x = params["model.embed_tokens.weight"][tokens]
     rope, bias = rope_tables(positions, config), attention_bias(segments)
     for i in range(config.num_hidden_layers):
@@ -152,7 +152,7 @@ def forward(
 
 
 def loss_fn(params: Params, batch: PackedBatch, config: DemoConfig) -> jax.Array:
-    """Weighted mean cross-entropy in nats."""
+    """Return the weighted mean cross-entropy in nats."""
     logits = forward(
         params, jnp.asarray(batch.tokens), jnp.asarray(batch.segments), jnp.asarray(batch.positions), config
     )

@@ -1,4 +1,4 @@
-"""How questions are worded. Each kind of question has phrasings to train on and phrasings held out of training.
+"""The wordings of questions. Each kind of question has phrasings to train on and phrasings held out of training.
 
 Long because it is a table: nothing here but wordings.
 """
@@ -21,7 +21,7 @@ def _lines(text: str) -> tuple[str, ...]:
 
 
 def phrasings(train: str, held_out: str) -> Phrasings:
-    """Phrasings written one a line."""
+    """Parse phrasings, one per line."""
     return Phrasings(_lines(train), _lines(held_out))
 
 

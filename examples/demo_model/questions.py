@@ -1,6 +1,6 @@
-"""Questions of fact: a wording filled with a fact, and its one right answer in prose, as JSON and with reasoning.
+"""Make questions: a wording filled with a fact, with its only correct answer in prose, as JSON and with reasoning.
 
-Also owns the split: which wordings, and which pairs of wording and fact, are kept out of training.
+Also decides which wordings, and which pairs of wording and fact, are held out of training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DONT_KNOW = "I don't know."
 
 
 class Split(Enum):
-    """Where a sample comes from; the last two are held out."""
+    """The part of the data that a sample is from. The last two are held out."""
 
     TRAIN = "train"
     NEW_WORDING = "new wording"

@@ -1,4 +1,4 @@
-"""The skills: each draws one conversation with its right answer, and knows how an answer is judged."""
+"""The skills. Each draws a conversation with its correct answer, and can grade an answer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Trains the demo model and writes jaxserve/assets/demo: `python -m examples.demo_model.train`.
+"""Train the demo model and write jaxserve/assets/demo: `python -m examples.demo_model.train`.
 
-Owns the optimiser, the schedule, checkpoints and the written assets. Stopped at any time, it resumes from the
-last checkpoint when started again.
+If it is stopped, it resumes from the last checkpoint when started again.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def hf_config(model: DemoConfig, tokens: dict[str, int]) -> dict[str, object]:
 
 
 def write_assets(directory: Path, params: Params, model: DemoConfig, tokens: dict[str, int]) -> None:
-    """The model in Hugging Face form: weights in bfloat16 beside the tokenizer, which is there already."""
+    """Write the model in Hugging Face form: weights in bfloat16, into the directory of the tokenizer."""
     generation = {
         "eos_token_id": [tokens["<|im_end|>"], tokens["<|endoftext|>"]],
         "pad_token_id": tokens["<|endoftext|>"],
