@@ -1,0 +1,58 @@
+"""The documents name only what exists: linked pages and headings, modules that are run, files and tests."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+PAGES.remove(ROOT / "CHANGELOG.md")  # it may name what a later version has removed
+ROOMS = "|".join(path.name for path in (ROOT / "jaxserve").iterdir() if path.is_dir())
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    for link in re.findall(r"\]\(((?!https?:)[^)]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            yield link
+
+
+def missing(text: str) -> Iterator[str]:
+    """Modules of the repository that are run, and files and tests that are named, but do not exist."""
+    for module in re.findall(r"python -m ((?:jaxserve|benchmarks|docgen|examples|tests)\.[\w.]+)", text):
+        if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
+            yield module
+    for path in re.findall(r"`((?:jaxserve|tests|benchmarks|examples|docgen|configs)/[\w/.]+)", text):
+        if not (ROOT / path).exists():
+            yield path
+    for path in re.findall(rf"`((?:{ROOMS})/[\w/.]+\.py)`", text):
+        if not (ROOT / "jaxserve" / path).exists():
+            yield path
+    for path, name in re.findall(r"`(tests/[\w/.]+)::(\w+)`", text):
+        if f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8"):
+            yield f"{path}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [*broken_links(page, text), *missing(text)] == []
+
+
+def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One title\n")
+    assert list(broken_links(page, "[a](none.md) [b](#one-title) [c](#two) [d](https://e)")) == ["none.md", "#two"]
+    text = "python -m benchmarks.none `jaxserve/none.py` `kv/none.py` `tests/test_documents.py::test_none`"
+    assert list(missing(text)) == [
+        *("benchmarks.none", "jaxserve/none.py", "kv/none.py"),
+        "tests/test_documents.py::test_none",
+    ]
