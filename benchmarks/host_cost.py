@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxserve.runtime.sampling.sampler import Sampled
-from jaxserve.runtime.step_handle import DeviceStep
+from jaxserve.runtime.step_handle import DeviceStep, StepOutputs
 from jaxserve.runtime.step_input import PageUpdates, pack_decode
 from jaxserve.types.step import ScheduledRow
 
@@ -36,7 +36,7 @@ def measure_host_cost(num_rows: int, *, page_size: int = 16, repeats: int = 30) 
         start = time.perf_counter()
         pack_decode(rows, PageUpdates.of(rows), num_rows, num_rows, any(r.logprobs is not None for r in rows))
         packed = time.perf_counter()
-        DeviceStep(num_rows, range(num_rows), sampled, False).result()
+        DeviceStep(num_rows, range(num_rows), sampled, StepOutputs()).result()
         pack.append(packed - start)
         unpack.append(time.perf_counter() - packed)
     return HostCost(num_rows, min(pack), min(unpack))

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.engine.core import EngineCore
+from jaxserve.types.extras import StepExtras
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduler_config import SchedulerConfig
@@ -297,6 +298,7 @@ class FakeRunner:
             embeddings={
                 i: embedding_of(self._context(self.slots[row.slot])) for i, row in enumerate(rows) if row.embed
             },
+            extras=StepExtras() if any(row.extras is not None for row in rows) else None,
         )
 
     def _status(self, row: ScheduledRow, mask: np.ndarray | None) -> RowStatus:

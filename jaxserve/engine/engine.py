@@ -22,8 +22,9 @@ from jaxserve.engine.factory import build_engine
 from jaxserve.errors import HTTPError, InvalidValueError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
-from jaxserve.types.output import FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.request_seed import request_seed
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.siblings import siblings
@@ -42,11 +43,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    support: list[Support] = field(default_factory=list)  # if params.support; aligned with token_ids
-    hidden: bytes = b""  # float32 [tokens, D], little-endian, if params.hidden_states
-    prompt_hidden: bytes | None = None  # float32 [prompt tokens, D], little-endian
-    experts: bytes = b""  # int32 [tokens, L, K], little-endian, if params.experts: of the token before each
-    prompt_experts: bytes | None = None  # int32 [prompt tokens, L, K], little-endian
+    extras: TokenExtras | None = None  # of all tokens, if params.extras ask for some
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
@@ -61,11 +58,7 @@ class Completion:
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + output.logprobs
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.support += output.support or ()
-        self.hidden += output.hidden or b""
-        self.prompt_hidden = output.prompt_hidden or self.prompt_hidden
-        self.experts += output.experts or b""
-        self.prompt_experts = output.prompt_experts or self.prompt_experts
+        self.extras = TokenExtras.joined([self.extras, output.extras])
         self.finish_reason, self.matched_stop = output.finish_reason, output.matched_stop
         self.num_prompt_tokens = output.num_prompt_tokens
         self.num_cached_tokens = output.num_cached_tokens

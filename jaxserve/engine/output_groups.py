@@ -6,6 +6,7 @@ only.
 
 from __future__ import annotations
 
+from jaxserve.types.extras import TokenExtras
 from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest
 
@@ -57,12 +58,5 @@ def _prepend(before: TokenOutput, output: TokenOutput) -> None:
     output.token_ids = before.token_ids + output.token_ids
     if before.logprobs is not None:
         output.logprobs = before.logprobs + (output.logprobs or [])
-    if before.support is not None:
-        output.support = before.support + (output.support or [])
-    if before.hidden is not None:
-        output.hidden = before.hidden + (output.hidden or b"")
-    if before.experts is not None:
-        output.experts = before.experts + (output.experts or b"")
     output.prompt_logprobs = before.prompt_logprobs or output.prompt_logprobs
-    output.prompt_hidden = before.prompt_hidden or output.prompt_hidden
-    output.prompt_experts = before.prompt_experts or output.prompt_experts
+    output.extras = TokenExtras.joined([before.extras, output.extras])

@@ -10,8 +10,9 @@ import numpy as np
 
 from jaxserve.errors import InvalidValueError
 from jaxserve.scheduler.exclusions import check_allowed
+from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.request import Request
-from jaxserve.types.sampling import MAX_LOGIT_BIAS, MAX_WATCHED, EngineRequest, SamplingParams
+from jaxserve.types.sampling import MAX_LOGIT_BIAS, EngineRequest, SamplingParams
 from jaxserve.types.scheduler_config import SchedulerConfig
 
 
@@ -56,7 +57,7 @@ class RequestFactory:
         sampled = 0 if params.embed or params.max_tokens == 0 else 1
         self._config.check_fits(len(request.prompt_token_ids), sampled)
         self._check_logit_bias(params.logit_bias)
-        self._check_details(params)
+        self._check_extras(params)
         check_allowed(params, self._vocab_size)
 
     def _check_logit_bias(self, bias: dict[int, float]) -> None:
@@ -64,15 +65,15 @@ class RequestFactory:
             message = f"logit_bias takes at most {MAX_LOGIT_BIAS} token ids in [0, {self._vocab_size})"
             raise InvalidValueError(message, param="logit_bias")
 
-    def _check_details(self, params: SamplingParams) -> None:
-        if not params.detailed:
+    def _check_extras(self, params: SamplingParams) -> None:
+        if not params.extras.wanted:
             return
-        watched = params.logprob_token_ids
-        if len(watched) > MAX_WATCHED or not all(0 <= token < self._vocab_size for token in watched):
-            message = f"at most {MAX_WATCHED} token ids in [0, {self._vocab_size}) can be watched"
+        ids = params.extras.logprob_token_ids
+        if len(ids) > MAX_LOGPROB_IDS or not all(0 <= token < self._vocab_size for token in ids):
+            message = f"at most {MAX_LOGPROB_IDS} token ids in [0, {self._vocab_size}) can be given"
             raise InvalidValueError(message, param="logprob_token_ids")
         if params.logprobs is None or params.embed:
-            raise InvalidValueError("details are given with log-probabilities only", param="logprobs")
+            raise InvalidValueError("extra outputs are given with log-probabilities only", param="logprobs")
 
     def _record(self, request: EngineRequest) -> Request:
         self._check(request)

@@ -25,7 +25,7 @@ from jaxserve.runtime.compilation.buckets import EncodeBuckets
 from jaxserve.runtime.compilation.compiler import CompileCounter, Program, Progress, compile_all, compiler_options
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.runtime.step_handle import DeviceStep, Pooled
+from jaxserve.runtime.step_handle import DeviceStep, Pooled, StepOutputs
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
 
 Leaves = tuple[jax.Array, ...]
@@ -103,7 +103,7 @@ class EncoderRunner:
             self.num_dispatches += 1
             packed = pack_texts([rows[i] for i in members], *shape)
             pooled.append((members, self._by_shape[shape](self.leaves, packed)))
-        return DeviceStep(len(rows), [], None, False, pooled=pooled)
+        return DeviceStep(len(rows), [], None, StepOutputs(pooled=pooled))
 
 
 def longest_text(config: RunnerConfig, pooling: PoolingConfig) -> int:

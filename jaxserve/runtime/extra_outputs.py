@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxserve.runtime.program_set import POOL_GROUP, PROMPT_CHUNK
 from jaxserve.runtime.programs import Leaves
-from jaxserve.runtime.sampling.details import TokensOf, hidden_places, pack_watched
+from jaxserve.runtime.sampling.extras import TokensOf, hidden_tokens, pack_ids
 from jaxserve.runtime.step_handle import Pooled, PromptChunk
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.extras import ExtraParams
 from jaxserve.types.step import ScheduledRow, SlotInit
 
 
@@ -28,13 +28,13 @@ class ExtraOutputs:
     def __init__(self, compiled: Mapping[str, jax.stages.Compiled]) -> None:
         self.num_dispatches = 0
         self._compiled = compiled
-        self._prompts: dict[int, tuple[list[int], SamplingParams]] = {}  # by slot
+        self._prompts: dict[int, tuple[list[int], ExtraParams]] = {}  # by slot
 
     def admit(self, init: SlotInit) -> None:
         """Store the prompt of a new request if it wants log-probabilities of its prompt."""
         self._prompts.pop(init.slot, None)
         if init.params.prompt_logprobs is not None:
-            self._prompts[init.slot] = init.token_ids[: init.num_prompt_tokens], init.params
+            self._prompts[init.slot] = init.token_ids[: init.num_prompt_tokens], init.params.extras
 
     def clear(self) -> None:
         """Forget all prompts."""
@@ -47,8 +47,8 @@ class ExtraOutputs:
 
     def hidden_states(self, hidden: jax.Array, rows: Sequence[ScheduledRow], ends: Sequence[int]) -> list[TokensOf]:
         """Dispatch the hidden states that the rows request, from hidden [max T, D]."""
-        places = hidden_places(rows, ends)
-        groups = [places[first : first + POOL_GROUP] for first in range(0, len(places), POOL_GROUP)]
+        tokens = hidden_tokens(rows, ends)
+        groups = [tokens[first : first + POOL_GROUP] for first in range(0, len(tokens), POOL_GROUP)]
         return [
             ([row for row, _ in group], self._pool(hidden, [token for _, token in group], plain=True))
             for group in groups
@@ -74,21 +74,21 @@ class ExtraOutputs:
         results: dict[int, list[PromptChunk]] = {}
         for i, row in enumerate(rows):
             if row.prompt_logprobs is not None and row.token_ids:
-                prompt, params = self._prompts[row.slot]
+                prompt, extras = self._prompts[row.slot]
                 targets = prompt[row.start + 1 : row.start + row.num_tokens + 1]
                 first = ends[i] - row.num_tokens
                 results[i] = [
-                    self._prompt_chunk(leaves, hidden, first + done, targets[done : done + PROMPT_CHUNK], params)
+                    self._prompt_chunk(leaves, hidden, first + done, targets[done : done + PROMPT_CHUNK], extras)
                     for done in range(0, len(targets), PROMPT_CHUNK)
                 ]
         return {row: chunks for row, chunks in results.items() if chunks}
 
     def _prompt_chunk(
-        self, leaves: Leaves, hidden: jax.Array, first: int, targets: list[int], params: SamplingParams
+        self, leaves: Leaves, hidden: jax.Array, first: int, targets: list[int], extras: ExtraParams
     ) -> PromptChunk:
         packed = np.zeros((2, PROMPT_CHUNK), np.int32)
         packed[0, : len(targets)] = range(first, first + len(targets))
         packed[1, : len(targets)] = targets
         self.num_dispatches += 1
-        found, watched = self._compiled["prompt_logprobs"](leaves, hidden, packed, pack_watched(params))
-        return PromptChunk(found, len(targets), watched if params.logprob_token_ids else None)
+        found, id_logprobs = self._compiled["prompt_logprobs"](leaves, hidden, packed, pack_ids(extras))
+        return PromptChunk(found, len(targets), id_logprobs if extras.logprob_token_ids else None)

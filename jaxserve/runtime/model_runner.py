@@ -34,12 +34,12 @@ from jaxserve.runtime.programs import Caches, Leaves
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
 from jaxserve.runtime.sampling import slots
-from jaxserve.runtime.sampling.details import Asked, expert_places
+from jaxserve.runtime.sampling.extras import DeviceExtras, HeadExtras, expert_tokens
 from jaxserve.runtime.sampling.sampler import Sampled
 from jaxserve.runtime.sampling.slots import SlotState
-from jaxserve.runtime.step_handle import DeviceStep
+from jaxserve.runtime.step_handle import DeviceStep, StepOutputs
 from jaxserve.runtime.step_input import PageUpdates
-from jaxserve.types.sampling import MAX_WATCHED
+from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
 from jaxserve.types.step_times import StepTimes
 
@@ -104,7 +104,7 @@ class ModelRunner:
         self.state: SlotState = jax.tree.map(zeros, shapes.state)
         self.hidden: jax.Array = zeros(shapes.hidden)
         self._no_mask = {rows: zeros(shapes.ints(rows, shapes.mask_words)) for rows in self.buckets.head}
-        self._no_ids = {rows: zeros(shapes.ints(rows, MAX_WATCHED)) for rows in self.buckets.head}
+        self._no_ids = {rows: zeros(shapes.ints(rows, MAX_LOGPROB_IDS)) for rows in self.buckets.head}
 
     def warm_up(self) -> StepTimes:
         """Run every program of a step on dummy input, small ones first, so that no request pays the first-run cost.
@@ -219,11 +219,11 @@ class ModelRunner:
         self._admit(output.slot_inits)
         rows = output.rows
         if not rows:
-            return DeviceStep(0, [], None, False)
+            return DeviceStep(0, [], None, StepOutputs())
         asking = [row for row in rows if row.logprobs is not None]
         if output.num_decode_rows < len(rows) or self.config.deterministic:
             return self._run_extend(output)
-        if output.masked or any(row.detail for row in asking):
+        if output.masked or any(row.extras is not None for row in asking):
             return self._run_decode_hidden(output)
         return self._run_decode(output, bool(asking))
 
@@ -258,7 +258,7 @@ class ModelRunner:
         program = self._by_size["decode"][bucket]
         self._num_dispatches += 1
         self.caches, self.state, sampled = program(self.leaves, self.caches, self.state, packed)
-        return DeviceStep(len(output.rows), range(len(output.rows)), sampled, want_logprobs)
+        return DeviceStep(len(output.rows), range(len(output.rows)), sampled, StepOutputs(logprobs=want_logprobs))
 
     def _pack_decode(self, output: SchedulerOutput, bucket: int, want_logprobs: bool) -> np.ndarray:
         groups = self.steps.num_groups
@@ -294,39 +294,38 @@ class ModelRunner:
     ) -> DeviceStep:
         ends = list(itertools.accumulate(row.num_tokens for row in rows))
         sampling = [i for i, row in enumerate(rows) if row.samples and not row.embed]
-        want_logprobs = any(rows[i].logprobs is not None for i in sampling)
-        detailed = any(row.detail is not None for row in rows)
-        asked = Asked.of([rows[i] for i in sampling]) if detailed else Asked()
-        step = functools.partial(
-            DeviceStep,
-            len(rows),
+        asks_extras = any(row.extras is not None for row in rows)
+        head = HeadExtras.of([rows[i] for i in sampling]) if asks_extras else HeadExtras()
+        outputs = StepOutputs(
+            logprobs=any(rows[i].logprobs is not None for i in sampling),
             prompt=self._extra.prompt_logprobs(self.leaves, self.hidden, rows, ends),
             pooled=self._extra.pool(self.hidden, [i for i, row in enumerate(rows) if row.samples and row.embed], ends),
-            hidden=self._extra.hidden_states(self.hidden, rows, ends) if detailed else (),
             finite=finite,
-            experts=experts,
-            expert_rows=expert_places(rows, ends) if detailed and experts is not None else None,
+            extras=self._device_extras(rows, ends, head, experts) if asks_extras else None,
         )
+        step = functools.partial(DeviceStep, len(rows), sampling)
         if not sampling:
-            return step([], None, False)
-        finish = functools.partial(
-            self._head_sample,
-            [rows[i].slot for i in sampling],
-            [ends[i] - 1 for i in sampling],
-            want_logprobs,
-            asked,
-        )
+            return step(None, outputs)
+        row_slots, last_tokens = [rows[i].slot for i in sampling], [ends[i] - 1 for i in sampling]
+        finish = functools.partial(self._head_sample, row_slots, last_tokens, outputs.logprobs, head)
         if not masked:
-            return step(sampling, finish(None), want_logprobs, detailed=asked.anything)
-        self._unsampled = step(sampling, None, want_logprobs, finish=finish, detailed=asked.anything)
+            return step(finish(None), outputs)
+        self._unsampled = step(None, outputs, finish)
         return self._unsampled
+
+    def _device_extras(
+        self, rows: Sequence[ScheduledRow], ends: list[int], head: HeadExtras, experts: jax.Array | None
+    ) -> DeviceExtras:
+        hidden = self._extra.hidden_states(self.hidden, rows, ends)
+        tokens = expert_tokens(rows, ends)
+        return DeviceExtras(head=head.wanted, hidden=hidden, experts=experts, expert_tokens=tokens)
 
     def _head_sample(
         self,
         row_slots: list[int],
         token_indices: list[int],
         want_logprobs: bool,
-        asked: Asked,
+        extras: HeadExtras,
         bitmask: np.ndarray | None,
         late: Collection[int] = (),
     ) -> Sampled:
@@ -334,16 +333,16 @@ class ModelRunner:
         row_slots = [self.config.max_num_seqs if i in late else slot for i, slot in enumerate(row_slots)]
         bucket, masked = fit(self.buckets.head, len(row_slots)), bitmask is not None
         packed = step_input.pack_head(
-            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, asked.support
+            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, extras.sampling_mask
         )
         mask: jax.Array | np.ndarray = self._no_mask[bucket]
         if bitmask is not None:
             mask = np.zeros((bucket, self._programs.shapes.mask_words), np.int32)
             mask[: len(bitmask)] = bitmask
         ids: jax.Array | np.ndarray = self._no_ids[bucket]
-        if asked.watched_ids is not None:
-            ids = np.zeros((bucket, MAX_WATCHED), np.int32)
-            ids[: len(row_slots)] = asked.watched_ids
+        if extras.logprob_ids is not None:
+            ids = np.zeros((bucket, MAX_LOGPROB_IDS), np.int32)
+            ids[: len(row_slots)] = extras.logprob_ids
         program = self._by_size["head_sample"][bucket]
         self._num_dispatches += 1
         self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask, ids)

@@ -24,7 +24,7 @@ from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.vocab import Vocab
-from jaxserve.types.sampling import MAX_WATCHED
+from jaxserve.types.extras import MAX_LOGPROB_IDS
 
 PAGE_GROUP = 64  # pages per dispatch of copy, export and import
 POOL_GROUP = 32  # tokens per dispatch of pool
@@ -146,7 +146,7 @@ class ProgramSet:
     def head_sample(self, rows: int) -> Program:
         s = self.shapes
         packed, bitmask = s.ints(step_input.head_size(rows)), s.ints(rows, s.mask_words)
-        args = (s.leaves, s.state, s.hidden, packed, bitmask, s.ints(rows, MAX_WATCHED))
+        args = (s.leaves, s.state, s.hidden, packed, bitmask, s.ints(rows, MAX_LOGPROB_IDS))
         out = (s.state_shardings, s.replicated)
         return self._program(f"head_sample[{rows}]", self.steps.head_sample, args, (1,), out, weight=rows)
 
@@ -161,7 +161,7 @@ class ProgramSet:
         ]
         for name, function, shape in state_programs:
             yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.state_shardings)
-        args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_WATCHED))
+        args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_LOGPROB_IDS))
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
         yield self._program("pool", self.steps.pool, (s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
 

@@ -32,8 +32,8 @@ from jaxserve.models.pooling import normalized
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
-from jaxserve.runtime.sampling.logprobs import pack_watching
-from jaxserve.runtime.sampling.sampler import Details, Sampled, sample
+from jaxserve.runtime.sampling.logprobs import pack_logprobs_with_ids
+from jaxserve.runtime.sampling.sampler import ExtraInputs, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState, append_tokens, state_partition
 from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.runtime.step_input import (
@@ -130,17 +130,17 @@ class StepPrograms:
         hidden: jax.Array,
         packed: jax.Array,
         bitmask: jax.Array,
-        watched_ids: jax.Array,
+        logprob_ids: jax.Array,
     ) -> tuple[SlotState, Sampled]:
         """Run head and sampler for R tokens: packed int32 [head_size(R)].
 
-        bitmask: int32 [R, W], allowed tokens, read only if the packed flag is set. watched_ids: int32 [R, N], tokens
+        bitmask: int32 [R, W], allowed tokens, read only if the packed flag is set. logprob_ids: int32 [R, N], tokens
         whose log-probabilities are returned with the sampled token's.
         """
         head = unpack_head(packed)
         rows = hidden.at[head.token_indices].get(mode="clip")
-        details = Details(head.want_details, watched_ids)
-        return self._sample(self.bind(leaves), rows, state, head, bitmask, details)
+        extras = ExtraInputs(head.want_candidates, logprob_ids)
+        return self._sample(self.bind(leaves), rows, state, head, bitmask, extras)
 
     def pool(self, hidden: jax.Array, packed: jax.Array) -> jax.Array:
         """Return embeddings, or if the flag is set hidden states, of R tokens: float32 [R, D].
@@ -151,19 +151,19 @@ class StepPrograms:
         return jnp.where(packed[0] > 0, rows, normalized(rows)) if self.normalize_embeddings else rows
 
     def prompt_logprobs(
-        self, leaves: Leaves, hidden: jax.Array, packed: jax.Array, watched_ids: jax.Array
+        self, leaves: Leaves, hidden: jax.Array, packed: jax.Array, logprob_ids: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Compute the log-probabilities of C known next tokens: int32 [C, 2 + 2K], see `pack_logprobs`.
 
         hidden: [max T, D]. packed: int32 [2, C], index of a token in the step and the token that follows it.
-        watched_ids: int32 [N]; the bits of their log-probabilities are returned too, int32 [C, N].
+        logprob_ids: int32 [N]; the bits of their log-probabilities are returned too, int32 [C, N].
         """
         indices, targets = packed
         logits = self.bind(leaves).logits(hidden.at[indices].get(mode="clip"), self.linear)
-        watch = jnp.broadcast_to(watched_ids, (targets.shape[0], watched_ids.shape[0]))
+        ids = jnp.broadcast_to(logprob_ids, (targets.shape[0], logprob_ids.shape[0]))
         vocab = Vocab.of(logits.shape[1], self.mesh)
-        pack = functools.partial(pack_watching, vocab=vocab)
-        return vocab.call(pack, (vocab.columns, P(), P()), logits, targets, watch)
+        pack = functools.partial(pack_logprobs_with_ids, vocab=vocab)
+        return vocab.call(pack, (vocab.columns, P(), P()), logits, targets, ids)
 
     def export_pages(self, caches: Caches, page_ids: jax.Array) -> Caches:
         """Return pages page_ids int32 [n] of every layer in the form common to all backends, [n, page_size, 2 * KH, H].
@@ -221,13 +221,13 @@ class StepPrograms:
         state: SlotState,
         head: HeadInput,
         bitmask: jax.Array,
-        details: Details | None = None,
+        extras: ExtraInputs | None = None,
     ) -> tuple[SlotState, Sampled]:
         logits = model.logits(hidden, self.linear)
         vocab = Vocab.of(state.vocab_size, self.mesh)
         cuts = (vocab.columns, P(), state_partition(state, vocab.columns), P(), P(), P(), P())
         after = state.replace(position=state.position + 1)  # the position of the new token
-        args = (logits, head.slots, after, bitmask, head.masked, head.want_logprobs, details)
+        args = (logits, head.slots, after, bitmask, head.masked, head.want_logprobs, extras)
         sampled = vocab.call(functools.partial(sample, vocab=vocab), cuts, *args)
         return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
 

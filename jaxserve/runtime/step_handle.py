@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxserve.runtime.sampling.details import TokensOf, fetch_details, fetch_hidden, spread
+from jaxserve.runtime.sampling.extras import DeviceExtras, spread
 from jaxserve.runtime.sampling.logprobs import unpack_logprobs
 from jaxserve.runtime.sampling.sampler import Sampled
+from jaxserve.types.extras import StepExtras
 from jaxserve.types.step import RowStatus, SampledTokens
 
 Pooled = tuple[Sequence[int], jax.Array]
@@ -20,12 +23,44 @@ PromptLogprobs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 class PromptChunk(NamedTuple):
     """Log-probabilities of `num_valid` prompt tokens on the device.
 
-    packed: int32 [C, 2 + 2K] of `pack_logprobs`. watched: int32 [C, N], None if no ids are requested.
+    packed: int32 [C, 2 + 2K] of `pack_logprobs`. id_logprobs: int32 [C, N], None if no ids are requested.
     """
 
     packed: jax.Array
     num_valid: int
-    watched: jax.Array | None = None
+    id_logprobs: jax.Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutputs:
+    """What a step of R rows yields besides its tokens. Arrays are on the device.
+
+    logprobs        whether `Sampled.logprobs` are requested
+    prompt          row -> the chunks of its log-probabilities, in order
+    pooled          [(rows, embeddings [n and more, D], of these rows in order)]
+    finite          bool [R and more]: whether the hidden states of a row are; None: the sampler says it
+    extras          None: no row requests extra outputs
+    """
+
+    logprobs: bool = False
+    prompt: Mapping[int, list[PromptChunk]] = field(default_factory=dict)
+    pooled: Sequence[Pooled] = ()
+    finite: jax.Array | None = None
+    extras: DeviceExtras | None = None
+
+    def arrays(self) -> Iterator[jax.Array]:
+        """Yield the arrays to copy to the host, without those of `Sampled`."""
+        chunks = itertools.chain.from_iterable(self.prompt.values())
+        wanted = itertools.chain(
+            [self.finite],
+            *((chunk.packed, chunk.id_logprobs) for chunk in chunks),
+            (vectors for _, vectors in self.pooled),
+            () if self.extras is None else self.extras.arrays(),
+        )
+        yield from (array for array in wanted if array is not None)
+
+
+Finish = Callable[[np.ndarray, Collection[int]], Sampled]
 
 
 class DeviceStep:
@@ -33,12 +68,6 @@ class DeviceStep:
 
     sampling        the rows that got a token, ascending; sampled holds them first, in this order
     finish          of a masked step: bitmask of the sampling rows, and which of them get no token -> Sampled
-    prompt          row -> the chunks of its log-probabilities, in order
-    pooled          [(rows, embeddings on the device [n and more, D], of these rows in order)]
-    hidden          [(rows, hidden states on the device), likewise; a row may have several]
-    experts         int32 [T, L, K] on the device, of which the slices of expert_rows (row -> tokens) are asked for
-    detailed        whether `Sampled.watched` and `Sampled.support` are asked for
-    finite          bool [R and more] on the device: whether the hidden states of a row are; None: the sampler says it
     """
 
     def __init__(
@@ -46,37 +75,18 @@ class DeviceStep:
         num_rows: int,
         sampling: Sequence[int],
         sampled: Sampled | None,
-        want_logprobs: bool,
-        *,
-        finish: Callable[[np.ndarray, Collection[int]], Sampled] | None = None,
-        prompt: dict[int, list[PromptChunk]] | None = None,
-        pooled: Sequence[Pooled] = (),
-        hidden: Sequence[TokensOf] = (),
-        detailed: bool = False,
-        finite: jax.Array | None = None,
-        experts: jax.Array | None = None,
-        expert_rows: Mapping[int, slice] | None = None,
+        outputs: StepOutputs,
+        finish: Finish | None = None,
     ) -> None:
         self._num_rows = num_rows
         self._sampling = sampling
-        self._want_logprobs = want_logprobs
+        self._sampled = sampled
+        self._outputs = outputs
         self._finish = finish
         self._late: list[int] = []
-        self._prompt = prompt or {}
-        self._pooled = pooled
-        self._hidden = hidden
-        self._detailed = detailed
-        self._finite = finite
-        self._experts = experts if expert_rows else None
-        self._expert_rows = expert_rows or {}
-        _copy_async(self._finite, self._experts)
-        self._sampled = sampled
+        for array in outputs.arrays():
+            array.copy_to_host_async()
         self._copy_async()
-        for chunks in self._prompt.values():
-            for chunk in chunks:
-                _copy_async(chunk.packed, chunk.watched)
-        for _, vectors in (*pooled, *hidden):
-            vectors.copy_to_host_async()
 
     @property
     def waits_for_mask(self) -> bool:
@@ -97,10 +107,11 @@ class DeviceStep:
     def _copy_async(self) -> None:
         if self._sampled is not None:
             self._sampled.tokens.copy_to_host_async()
-            if self._want_logprobs:
+            if self._outputs.logprobs:
                 self._sampled.logprobs.copy_to_host_async()
-            if self._detailed:
-                _copy_async(self._sampled.watched, self._sampled.support)
+            if self._outputs.extras is not None:
+                for array in self._outputs.extras.sampled_arrays(self._sampled):
+                    array.copy_to_host_async()
 
     def result(self) -> SampledTokens:
         """Wait for the step and return its tokens. Rows that did not sample have num_valid 0.
@@ -112,16 +123,13 @@ class DeviceStep:
         tokens = np.zeros((self._num_rows, 2), np.int32)
         valid = np.zeros(self._num_rows, np.int32)
         logprobs: tuple[np.ndarray | None, ...] = (None,) * 4
-        details = None
         if self._sampled is not None:
             tokens[self._sampling] = np.asarray(self._sampled.tokens)[: len(self._sampling)]
             valid[self._sampling] = 1
             tokens[self._late], valid[self._late] = 0, 0
-            if self._want_logprobs:
+            if self._outputs.logprobs:
                 logprobs = self._spread_logprobs(np.asarray(self._sampled.logprobs))
-            if self._detailed:
-                details = fetch_details(self._sampled, self._sampling, self._num_rows)
-        embeddings = fetch_embeddings(self._pooled)
+        embeddings = fetch_embeddings(self._outputs.pooled)
         return SampledTokens(
             token_ids=tokens[:, :1],
             num_valid=valid,
@@ -130,39 +138,29 @@ class DeviceStep:
             ranks=logprobs[1],
             top_ids=logprobs[2],
             top_logprobs=logprobs[3],
-            prompt_logprobs={row: _join(chunks) for row, chunks in self._prompt.items()} or None,
+            prompt_logprobs={row: _join(chunks) for row, chunks in self._outputs.prompt.items()} or None,
             embeddings=embeddings,
-            details=details,
-            prompt_watched={row: w for row, chunks in self._prompt.items() if (w := _join_watched(chunks)) is not None},
-            hidden=fetch_hidden(self._hidden),
-            experts=self._fetch_experts(),
+            extras=None if self._outputs.extras is None else self._fetch_extras(self._outputs.extras),
         )
+
+    def _fetch_extras(self, extras: DeviceExtras) -> StepExtras:
+        joined = {row: _join_ids(chunks) for row, chunks in self._outputs.prompt.items()}
+        of_prompt = {row: values for row, values in joined.items() if values is not None}
+        return extras.fetch(self._sampled, self._sampling, self._num_rows, of_prompt)
 
     def _status(self, sampled: np.ndarray, embeddings: Mapping[int, np.ndarray]) -> np.ndarray:
         """Return the RowStatus of each row, uint8 [R]. sampled: int32 [R], 0 for rows without a token."""
         status = sampled.astype(np.uint8)
-        if self._finite is not None:
-            status[~np.asarray(self._finite)[: self._num_rows]] = RowStatus.NOT_FINITE
+        if self._outputs.finite is not None:
+            status[~np.asarray(self._outputs.finite)[: self._num_rows]] = RowStatus.NOT_FINITE
         for row, embedding in embeddings.items():
             if not np.isfinite(embedding).all():
                 status[row] = RowStatus.NOT_FINITE
         return status
 
-    def _fetch_experts(self) -> dict[int, np.ndarray] | None:
-        if self._experts is None:
-            return None
-        experts = np.asarray(self._experts)
-        return {row: experts[tokens] for row, tokens in self._expert_rows.items()}
-
     def _spread_logprobs(self, packed: np.ndarray) -> tuple[np.ndarray, ...]:
         rows = spread(packed, self._sampling, self._num_rows)
         return tuple(values[:, None] for values in unpack_logprobs(rows))
-
-
-def _copy_async(*arrays: jax.Array | None) -> None:
-    for array in arrays:
-        if array is not None:
-            array.copy_to_host_async()
 
 
 def fetch_embeddings(pooled: Sequence[Pooled]) -> dict[int, np.ndarray]:
@@ -175,7 +173,7 @@ def _join(chunks: list[PromptChunk]) -> PromptLogprobs:
     return unpack_logprobs(np.concatenate([np.asarray(chunk.packed)[: chunk.num_valid] for chunk in chunks]))
 
 
-def _join_watched(chunks: list[PromptChunk]) -> np.ndarray | None:
-    """Join to float32 [n, MAX_WATCHED]."""
-    found = [np.asarray(chunk.watched)[: chunk.num_valid] for chunk in chunks if chunk.watched is not None]
+def _join_ids(chunks: list[PromptChunk]) -> np.ndarray | None:
+    """Join to float32 [n, MAX_LOGPROB_IDS]."""
+    found = [np.asarray(chunk.id_logprobs)[: chunk.num_valid] for chunk in chunks if chunk.id_logprobs is not None]
     return np.concatenate(found).view(np.float32) if found else None

@@ -25,7 +25,7 @@ from jaxserve.types.step import PageTableUpdate, ScheduledRow
 
 PAGE_GROUP = 256  # page-table entries per dispatch of `set_pages`
 FROM_DEVICE = -1
-_HEADER = 2  # flags of the head: log-probabilities wanted (2: details too), bitmask valid
+_HEADER = 2  # flags of the head: log-probabilities wanted (2: candidates too), bitmask valid
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ def pack_head(
     num_slots: int,
     want_logprobs: bool,
     masked: bool,
-    want_details: bool = False,
+    want_candidates: bool = False,
 ) -> np.ndarray:
     """Pack the indices of the tokens to sample after, and their slots -> int32 [head_size(bucket)]."""
     packed = np.zeros(head_size(bucket), np.int32)
-    packed[:_HEADER] = 2 if want_details else want_logprobs, masked
+    packed[:_HEADER] = 2 if want_candidates else want_logprobs, masked
     table = packed[_HEADER:].reshape(2, bucket)
     table[0] = num_slots
     table[0, : len(slots)] = slots
@@ -191,7 +191,7 @@ class HeadInput:
     token_indices: jax.Array
     want_logprobs: jax.Array
     masked: jax.Array
-    want_details: jax.Array
+    want_candidates: jax.Array
 
 
 def set_pages(state: SlotState, packed: jax.Array) -> SlotState:

@@ -16,7 +16,7 @@ from jaxserve.scheduler.waiting_queue import WaitingQueue
 from jaxserve.scheduler.waiting_reasons import Refusals, WaitReason
 from jaxserve.types.request import Request, RequestStatus
 
-MAX_CANDIDATES = 64  # waiting requests that are looked up in the prefix cache per step
+MAX_LOOKUPS = 64  # waiting requests that are looked up in the prefix cache per step
 # of these, the shortest prompts from further back, so that a row of long prompts does not block a short one
 MAX_SHORT = 8
 MAX_SCANNED = 1024  # waiting requests that are scanned to find the short ones, at 1 us each
@@ -167,9 +167,9 @@ class Admitter:
 
 
 def _first_and_shortest(requests: list[Request]) -> list[Request]:
-    """Return at most MAX_CANDIDATES of the requests, in the same order."""
-    if len(requests) <= MAX_CANDIDATES:
+    """Return at most MAX_LOOKUPS of the requests, in the same order."""
+    if len(requests) <= MAX_LOOKUPS:
         return requests
-    later = requests[MAX_CANDIDATES - MAX_SHORT :]
+    later = requests[MAX_LOOKUPS - MAX_SHORT :]
     shortest = set(heapq.nsmallest(MAX_SHORT, later, key=lambda request: (request.priority, request.num_tokens)))
-    return requests[: MAX_CANDIDATES - MAX_SHORT] + [request for request in later if request in shortest]
+    return requests[: MAX_LOOKUPS - MAX_SHORT] + [request for request in later if request in shortest]

@@ -30,11 +30,10 @@ from jaxserve.scheduler.background import make_policy
 from jaxserve.scheduler.exclusions import nothing_allowed
 from jaxserve.scheduler.logprobs import (
     StepLogprobs,
-    add_details,
-    ask_prompt_details,
-    gather_prompt_details,
+    add_extras,
+    ask_prompt_outputs,
     gather_prompt_logprobs,
-    take_prompt_details,
+    take_prompt_outputs,
     too_many_candidates,
 )
 from jaxserve.scheduler.preemption import Preemption
@@ -103,9 +102,9 @@ class Scheduler:
         eos = () if params.ignore_eos else self._eos_token_ids
         request.stop_token_ids = frozenset((*eos, *params.stop_token_ids))
         request.max_computed_tokens = request.num_prompt_tokens + request.max_tokens - 1
-        request.detail = params if params.detailed else None
+        request.extras = params.extras if params.extras.wanted else None
         if not request.is_answered:
-            ask_prompt_details(request)
+            ask_prompt_outputs(request)
         request.queued_step = self._step
         request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
@@ -319,8 +318,8 @@ class Scheduler:
         for i, (row, request) in enumerate(zip(output.rows, requests, strict=True)):
             if row.prompt_logprobs is not None:
                 gather_prompt_logprobs(request, row, i, sampled)
-            if row.detail is not None:
-                gather_prompt_details(request, row, i, sampled)
+            if request.prompt_extras is not None and sampled.extras is not None:
+                request.prompt_extras.add(sampled.extras, i, row.start)
             if i >= first_chunk and status[i] != RowStatus.NOT_FINITE:
                 self._share_chunk(request, row)
             if samples := row.samples:
@@ -333,7 +332,7 @@ class Scheduler:
                 continue
             elif row.embed:
                 outputs.append(self._end_with_embedding(request, i, sampled, now))
-            elif row.detail is not None and (error := too_many_candidates(row, i, sampled)):
+            elif row.extras is not None and (error := too_many_candidates(row, i, sampled.extras)):
                 outputs.append(self._finish(request, FinishReason.ERROR, error=error, error_status=400))
             else:
                 new = token_ids[i]
@@ -343,7 +342,7 @@ class Scheduler:
                 result = self._accept(request, new, now)
                 if row.logprobs is not None and logprobs is not None:
                     result.logprobs = logprobs.of_row(i, result.token_ids, row.logprobs)
-                    add_details(result, row, i, sampled)
+                    add_extras(result, row, i, sampled.extras)
                 outputs.append(result)
         if self.kv.window is not None:
             self._advance_windows(self.kv.window, output.rows, requests)
@@ -410,8 +409,7 @@ class Scheduler:
         if request.is_answered:
             return
         result.num_cached_tokens = request.num_cached_tokens
-        result.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-        take_prompt_details(request, result)
+        take_prompt_outputs(request, result)
         if request.first_token is None:
             assert request.admitted is not None
             request.first_token = now

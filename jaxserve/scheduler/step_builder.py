@@ -65,7 +65,7 @@ class StepBuilder:
                     request.params.logprobs,
                     None,
                     False,
-                    request.detail,
+                    request.extras,
                 )
             )
             requests.append(request)
@@ -109,7 +109,7 @@ class StepBuilder:
             logprobs=request.params.logprobs,
             prompt_logprobs=None if request.prompt_logprobs is None else request.params.prompt_logprobs,
             embed=request.params.embed and done,
-            detail=request.detail,
+            extras=request.extras,
         )
         self.rows.append(row)
         self.requests.append(request)

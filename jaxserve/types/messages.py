@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from jaxserve.errors import InvalidValueError, JaxserveError
+from jaxserve.types.bounds import Int32
 from jaxserve.types.output import TokenOutput
-from jaxserve.types.sampling import EngineRequest, Int32
+from jaxserve.types.sampling import EngineRequest
 
 
 class MessageError(JaxserveError):

@@ -6,6 +6,8 @@ import enum
 
 import msgspec
 
+from jaxserve.types.extras import TokenExtras
+
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token, or a stop string (found by the API process)
@@ -25,17 +27,6 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     watched: list[float] = []  # of the request's logprob_token_ids, in their order
 
 
-class Support(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The candidates that one token was sampled from, after temperature, masks, top-k, top-p and min-p.
-
-    Sorted by probability, highest first. Probabilities are renormalized: over all candidates they add up to 1.
-    """
-
-    logprob: float  # of the sampled token
-    ids: list[int]
-    logprobs: list[float]
-
-
 class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """The output of one request in one step. The last output of a request has a `finish_reason`."""
 
@@ -43,12 +34,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # sent once, before or with the first token
-    support: list[Support] | None = None  # aligned with token_ids
-    # float32 [tokens, D], little-endian: the row that each token's logits were computed from
-    hidden: bytes | None = None
-    prompt_hidden: bytes | None = None  # float32 [prompt tokens, D], little-endian; sent once
-    experts: bytes | None = None  # int32 [tokens, L, K], little-endian: routed experts of the token before each
-    prompt_experts: bytes | None = None  # int32 [prompt tokens, L, K], little-endian; sent once
+    extras: TokenExtras | None = None  # if the request asks for some
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token; it is also the last of token_ids
     embedding: bytes | None = None  # float32 [D], little-endian; set with finish_reason if the request asked for it

@@ -6,8 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from jaxserve.types.extras import ExtraParams, PromptExtras
 from jaxserve.types.mask_budget import MaskBudget
 from jaxserve.types.output import FinishReason, TokenLogprobs
 from jaxserve.types.sampling import SamplingParams
@@ -73,15 +72,13 @@ class Request:
     num_read_tokens: int = 0  # of these, the leading ones that were read and are finite, so their pages may be shared
     prompt_done: bool = False  # a finite token was read since the last admission, so the pages of the prompt are valid
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # collected so far; None: not requested, or sent
-    prompt_hidden: dict[int, np.ndarray] | None = None  # as above: first position -> float32 [n, D]
-    prompt_experts: dict[int, np.ndarray] | None = None  # as above: first position -> int32 [n, L, K]
-    detail: SamplingParams | None = None  # params if they ask for extra outputs
+    prompt_extras: PromptExtras | None = None  # as above
+    extras: ExtraParams | None = None  # those of params if they ask for extra outputs
 
     @property
     def reads_whole_prompt(self) -> bool:
         """Whether an output of every prompt token was requested, so that none may come from the prefix cache."""
-        gathered = self.prompt_logprobs, self.prompt_hidden, self.prompt_experts
-        return any(each is not None for each in gathered)
+        return self.prompt_logprobs is not None or self.prompt_extras is not None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,20 +5,17 @@ msgspec Structs, because they cross the socket between the API process and the e
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
+
+from jaxserve.types.bounds import Count, Int32, Real
+from jaxserve.types.extras import ExtraParams
 
 # Requests with this or a higher number are background work (batches). Under every policy they run after all others.
 BACKGROUND_PRIORITY = 2**30
 
 MAX_LOGIT_BIAS = 4096  # logit_bias entries per request; the size of the device's array
-MAX_WATCHED = 128  # token ids whose log-probabilities a request may ask for; the size of the device's array
-
-# Bounds of the device's arrays. They are checked when a frame is decoded.
-Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Real = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]  # refuses NaN and infinity too
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +51,6 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     end_token_ids: tuple[Int32, ...]
 
 
-HiddenStates = Literal["", "last", "all"]
-
-
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters and end conditions of one request. The caller validates the values (`validated()`)."""
 
@@ -81,12 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: GrammarSpec | None = None
     embed: bool = False  # return the prompt's pooled hidden state instead of tokens
     watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # see text/watermark.py
-    # extra outputs; each needs `logprobs` of at least 0
-    logprob_token_ids: tuple[Int32, ...] = ()  # return their log-probabilities at every position
-    support: bool = False  # return the candidates that each token was sampled from
-    experts: bool = False  # return the routed experts of each token, of a MoE model
-    # return the hidden state that each token was sampled from; all: those of the prompt too
-    hidden_states: HiddenStates = ""
+    extras: ExtraParams = ExtraParams()  # extra outputs per token
     # used by the API process only
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
@@ -95,11 +84,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     visible_token_ids: tuple[Int32, ...] = ()  # special tokens to keep in the text, because an output parser needs them
     spaces_between_special_tokens: bool = True
     thinking: ThinkingBudget | None = None
-
-    @property
-    def detailed(self) -> bool:
-        """Whether extra outputs are requested. Such rows are sampled by a program of their own."""
-        return bool(self.logprob_token_ids or self.support or self.hidden_states or self.experts)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from jaxserve.types.extras import ExtraParams, StepExtras
 from jaxserve.types.sampling import SamplingParams
 
 
@@ -60,7 +61,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     embed: bool = False  # with samples: return the pooled hidden state instead of a token
-    detail: SamplingParams | None = None  # set if extra outputs are requested; then logprobs is not None
+    extras: ExtraParams | None = None  # set if extra outputs are requested; then logprobs is not None
 
 
 class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
@@ -92,17 +93,6 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Details:
-    """Extra outputs of R rows. Defined for rows with a `detail`. At most K = min(256, V) candidates per token."""
-
-    watched: np.ndarray  # float32 [R, MAX_WATCHED]
-    support_logprobs: np.ndarray  # float32 [R], of the sampled token among its candidates
-    support_counts: np.ndarray  # int32 [R], may exceed K
-    support_ids: np.ndarray  # int32 [R, K], likeliest first
-    support_top: np.ndarray  # float32 [R, K], their log-probabilities
-
-
-@dataclass(frozen=True, slots=True)
 class SampledTokens:
     """The results of a step on the host: R rows as in SchedulerOutput.rows, at most Q tokens per row.
 
@@ -121,10 +111,7 @@ class SampledTokens:
     # row.start + 1 .. row.start + n: those that the chunk's tokens predict (the last chunk of a prompt: one fewer)
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] | None = None
     embeddings: Mapping[int, np.ndarray] | None = None  # row index -> float32 [D], for rows with embed and samples
-    details: Details | None = None  # set for steps that sample a row with a detail
-    prompt_watched: dict[int, np.ndarray] | None = None  # row index -> float32 [n, MAX_WATCHED], like prompt_logprobs
-    hidden: Mapping[int, np.ndarray] | None = None  # row index -> float32 [n, D]: of all its tokens, or of the last one
-    experts: Mapping[int, np.ndarray] | None = None  # row index -> int32 [n, L, K], of all its tokens
+    extras: StepExtras | None = None  # set for steps with a row that asks for extra outputs
 
 
 class StepHandle(Protocol):

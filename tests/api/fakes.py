@@ -13,6 +13,7 @@ import jaxserve
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.extras import ExtraParams, SamplingMask, TokenExtras
 from jaxserve.types.messages import (
     Abort,
     Add,
@@ -26,7 +27,7 @@ from jaxserve.types.messages import (
     Reply,
     ToEngine,
 )
-from jaxserve.types.output import FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 
 DEMO = Path(jaxserve.__file__).parent / "assets" / "demo"
@@ -80,11 +81,24 @@ def experts_of(token_ids: list[int]) -> bytes:
     return (np.array(token_ids)[:, None, None] + 10 * np.arange(6).reshape(2, 3)).astype("<i4").tobytes()
 
 
-def support_of(token_id: int) -> Support:
+def mask_of(token_id: int) -> SamplingMask:
     """The token and, if it is odd, one other candidate."""
     other = [token_id + 1] * (token_id % 2)
     value = -0.5 if other else 0.0
-    return Support(value, [token_id, *other], [value, *(-2.0 for _ in other)])
+    return SamplingMask(value, [token_id, *other], [value, *(-2.0 for _ in other)])
+
+
+def _extras(sequence: list[int], num_prompt: int, count: int, asked: ExtraParams) -> TokenExtras:
+    """Those of the `count`th token after the prompt."""
+    extras, prompt, place = TokenExtras(), sequence[:num_prompt], num_prompt + count - 1
+    if asked.routed_experts:
+        extras.routed_experts = experts_of(sequence[place - 1 : place])
+        extras.prompt_routed_experts = experts_of(prompt) if count == 1 else None
+    if asked.hidden_states:
+        extras.hidden_states = vector_of(sequence[:place]).tobytes()
+    if asked.hidden_states == "all" and count == 1:
+        extras.prompt_hidden_states = b"".join(vector_of(prompt[: n + 1]).tobytes() for n in range(num_prompt))
+    return extras
 
 
 class FakeLink:
@@ -185,19 +199,13 @@ class FakeLink:
             if count == 1:
                 output.num_cached_tokens = len(prompt) // 16 * 16
                 output.prompt_logprobs = self._prompt_logprobs(prompt, params)
-                if params.hidden_states == "all":
-                    output.prompt_hidden = b"".join(vector_of(prompt[: n + 1]).tobytes() for n in range(len(prompt)))
             if params.logprobs is not None:
-                watched = params.logprob_token_ids
+                watched = params.extras.logprob_token_ids
                 output.logprobs = [logprobs_of(token_id, self.info.vocab_size, params.logprobs, watched)]
-            if params.support:
-                output.support = [support_of(token_id)]
-            if params.experts:
-                sequence = [*prompt, *token_ids]
-                output.experts = experts_of(sequence[len(prompt) + count - 2 : len(prompt) + count - 1])
-                output.prompt_experts = experts_of(prompt) if count == 1 else None
-            if params.hidden_states:
-                output.hidden = vector_of([*prompt, *token_ids[: count - 1]]).tobytes()
+            if params.extras.wanted:
+                output.extras = _extras([*prompt, *token_ids], len(prompt), count, params.extras)
+                if params.extras.sampling_mask:
+                    output.extras.sampling_masks = [mask_of(token_id)]
             if token_id in ends:
                 output.finish_reason, output.stop_token_id = FinishReason.STOP, token_id
             elif count == params.max_tokens:
@@ -211,7 +219,7 @@ class FakeLink:
         top = params.prompt_logprobs
         if top is None:
             return None
-        watched = params.logprob_token_ids
+        watched = params.extras.logprob_token_ids
         return [None, *(logprobs_of(token_id, self.info.vocab_size, top, watched) for token_id in prompt[1:])]
 
 

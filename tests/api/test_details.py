@@ -12,7 +12,7 @@ from jaxserve.config import Config
 from jaxserve.text.template.chat_template import ChatTemplate
 
 from .conftest import LiveServer, reply_with
-from .fakes import experts_of, logprobs_of, support_of, vector_of
+from .fakes import experts_of, logprobs_of, mask_of, vector_of
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
 TEXT: dict[str, Any] = {"model": "demo", "prompt": [7, 8, 9]}
@@ -75,7 +75,7 @@ def test_log_probabilities_of_chosen_ids_in_completions(server: LiveServer, stre
 def test_the_candidates_of_each_draw(server: LiveServer, path: str, stream: bool, mode: str | None) -> None:
     reply_with(server, TOKENS)
     meta = last_choice(server, path, stream, **MASK, sampling_logprobs_mode=mode)["meta_info"]
-    found = [support_of(token) for token in (*TOKENS, server.link.info.eos_token_ids[0])]
+    found = [mask_of(token) for token in (*TOKENS, server.link.info.eos_token_ids[0])]
     assert meta["output_token_sampling_mask"] == [each.ids for each in found]
     expected = [each.logprobs if mode == "support" else each.logprob for each in found]
     assert meta["output_token_sampling_logprobs"] == expected
@@ -89,7 +89,7 @@ def test_the_last_hidden_state(server: LiveServer, path: str, stream: bool, want
     choice = last_choice(server, path, stream, return_hidden_states=wanted, n=1)
     prompt = server.link.seen[-1].prompt_token_ids
     np.testing.assert_allclose(choice["hidden_states"], vector_of([*prompt, *TOKENS]), rtol=1e-6)
-    assert server.link.seen[-1].params.hidden_states == "last"
+    assert server.link.seen[-1].params.extras.hidden_states == "last"
     assert "hidden_states" not in last_choice(server, path, stream)
 
 

@@ -26,6 +26,7 @@ from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
+from jaxserve.types.extras import TokenExtras
 from jaxserve.types.output import TokenLogprobs
 from jaxserve.types.sampling import SamplingParams
 
@@ -80,7 +81,7 @@ def interval(count: int) -> None:
 def experts(count: int) -> None:
     found = RoutedExperts()
     for _ in range(count):
-        found.note(output(experts=bytes(400)))
+        found.note(output(extras=TokenExtras(routed_experts=bytes(400))))
 
 
 def native_incremental(count: int) -> None:

@@ -13,6 +13,7 @@ from jaxserve.config import Config
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.extras import ExtraParams
 from jaxserve.types.messages import Located
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from tests.api.fakes import DEMO, demo_info
@@ -69,7 +70,12 @@ def answered(request: EngineRequest, tokens: list[int]) -> EngineRequest:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"prompt_logprobs": 1}, {"hidden_states": "all", "logprobs": 0}, {"experts": True, "logprobs": 0}]
+    "asked",
+    [
+        {"prompt_logprobs": 1},
+        {"extras": ExtraParams(hidden_states="all"), "logprobs": 0},
+        {"extras": ExtraParams(routed_experts=True), "logprobs": 0},
+    ],
 )
 def test_an_answered_request_reads_the_prefix_cache(asked: dict[str, object]) -> None:
     """It has been given what it asked of its prompt, and no token of the prompt is computed again for it."""
@@ -82,7 +88,9 @@ def test_an_answered_request_reads_the_prefix_cache(asked: dict[str, object]) ->
     assert transcript.token_ids == tokens[2:]
     assert core.stats().computed_prompt_tokens - before < len(PROMPT)
     for output in transcript.outputs:
-        assert output.prompt_logprobs is output.prompt_hidden is output.prompt_experts is None
+        assert output.prompt_logprobs is None
+        assert output.extras is None or output.extras.prompt_hidden_states is None
+        assert output.extras is None or output.extras.prompt_routed_experts is None
         assert output.num_cached_tokens == output.queue_seconds == output.first_token_seconds == 0
 
 

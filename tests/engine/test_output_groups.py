@@ -5,7 +5,8 @@ import random
 import pytest
 
 from jaxserve.engine.output_groups import GROUP_TOKENS, OutputGroups
-from jaxserve.types.output import FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.extras import SamplingMask, TokenExtras
+from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from tests.fakes import make_request
 
@@ -22,9 +23,11 @@ def token(name: str, token_id: int, reason: FinishReason | None = None) -> Token
         request_id=name,
         token_ids=[token_id],
         logprobs=logprobs,
-        support=[Support(-1.0, [token_id], [-1.0])],
-        hidden=bytes([token_id % 256]),
-        experts=bytes([token_id % 256]),
+        extras=TokenExtras(
+            sampling_masks=[SamplingMask(-1.0, [token_id], [-1.0])],
+            hidden_states=bytes([token_id % 256]),
+            routed_experts=bytes([token_id % 256]),
+        ),
         finish_reason=reason,
     )
 
@@ -36,8 +39,9 @@ def test_the_first_output_passes_and_the_last_brings_what_was_held() -> None:
     (last,) = groups.take([token("a", 3, FinishReason.LENGTH)])
     assert (last.token_ids, last.finish_reason) == ([1, 2, 3], FinishReason.LENGTH)
     assert [entry.token_id for entry in last.logprobs or []] == [1, 2, 3]
-    assert [entry.ids for entry in last.support or []] == [[1], [2], [3]]
-    assert last.hidden == last.experts == bytes([1, 2, 3])
+    assert last.extras is not None
+    assert [mask.ids for mask in last.extras.sampling_masks or []] == [[1], [2], [3]]
+    assert last.extras.hidden_states == last.extras.routed_experts == bytes([1, 2, 3])
     assert len(groups) == 0
 
 
@@ -58,7 +62,8 @@ def test_an_end_without_a_token_brings_what_was_held() -> None:
     for i in range(3):
         groups.take([token("a", i)])
     (last,) = groups.take([TokenOutput(request_id="a", finish_reason=FinishReason.ABORT)])
-    assert (last.token_ids, last.hidden, len(last.logprobs or [])) == ([1, 2], bytes([1, 2]), 2)
+    assert (last.token_ids, len(last.logprobs or [])) == ([1, 2], 2)
+    assert last.extras is not None and last.extras.hidden_states == bytes([1, 2])
 
 
 def test_any_mixture_of_requests_keeps_its_tokens_in_order() -> None:
@@ -82,8 +87,7 @@ def test_any_mixture_of_requests_keeps_its_tokens_in_order() -> None:
 
 def test_every_field_of_an_output_is_joined() -> None:
     """A field that is new must be thought of in `_prepend`, or be one that only a first or a last output has."""
-    joined = {"token_ids", "logprobs", "support", "hidden", "prompt_logprobs", "prompt_hidden"}
-    joined |= {"experts", "prompt_experts"}
+    joined = {"token_ids", "logprobs", "prompt_logprobs", "extras"}
     first = {"queue_seconds", "first_token_seconds"}
     last = {"finish_reason", "stop_token_id", "embedding", "num_cached_tokens", "num_preemptions"}
     last |= {"error", "error_status", "error_param"}

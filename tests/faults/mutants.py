@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     Mutant(
         "numbers of a frame are not checked",
-        "jaxserve/types/sampling.py",
+        "jaxserve/types/bounds.py",
         "Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]",
         "Count = int",
         "tests/types/test_messages.py::test_numbers_that_no_array_takes_are_refused",

@@ -28,8 +28,8 @@ from jaxserve.models.loading.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime.program_set import PROMPT_CHUNK
 from jaxserve.runtime.sampling.draw import LANES
-from jaxserve.runtime.sampling.logprobs import MAX_SUPPORT, TOP_LOGPROBS
-from jaxserve.types.sampling import MAX_WATCHED
+from jaxserve.runtime.sampling.logprobs import TOP_LOGPROBS
+from jaxserve.types.extras import MAX_CANDIDATES, MAX_LOGPROB_IDS
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
 from tests.models.families import CASES
@@ -148,7 +148,7 @@ def test_on_eight_devices(form: str, tmp_path: Path) -> None:
     assert all(result["converted"].values()), result["converted"]
     if form == "short":
         check_decode(result["programs"]["decode[1]"])
-        check_head(result["programs"]["head_sample[1]"], rows=1, told=MAX_SUPPORT)
+        check_head(result["programs"]["head_sample[1]"], rows=1, told=MAX_CANDIDATES)
         check_head(result["programs"]["prompt_logprobs"], rows=PROMPT_CHUNK, told=TOP_LOGPROBS)
 
 
@@ -178,7 +178,7 @@ def check_head(program: str, *, rows: int, told: int) -> None:
     many candidates as are told; never a row or a device's part of it, a weight or a cache."""
     found = collectives(program)
     assert found.keys() <= {"all-reduce", "all-gather"}
-    widths = (1, LANES, MAX_WATCHED)
+    widths = (1, LANES, MAX_LOGPROB_IDS)
     allowed = {(4, rows)} | {(4, rows, width) for width in widths} | {(rows, 4 * k) for k in (TOP_LOGPROBS, told)}
     assert found["all-gather"] and set(found["all-gather"]) <= allowed
     assert 4 * max(*widths, told) < WIDE["vocab_size"] and max(widths) < WIDE["vocab_size"] // 4

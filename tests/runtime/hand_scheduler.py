@@ -73,7 +73,7 @@ class HandScheduler:
         return ScheduledRow(
             str(seq.slot), seq.slot, start, count, samples, literal, first, new,
             masked, seq.params.logprobs, seq.params.prompt_logprobs,
-            detail=seq.params if seq.params.detailed else None,
+            extras=seq.params.extras if seq.params.extras.wanted else None,
         )  # fmt: skip
 
     def execute(self, rows: list[ScheduledRow]) -> StepHandle:

@@ -14,6 +14,7 @@ from jaxserve.models.choices import take_choices
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.types.extras import ExtraParams
 from jaxserve.types.sampling import SamplingParams
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import CASES
@@ -48,14 +49,17 @@ def test_of_prompts_in_chunks_and_of_decoded_tokens(
     before = runner.num_compiles()
     scheduler = HandScheduler(runner)
     plain = scheduler.add([7, 8, 9], SamplingParams(temperature=0))
-    seq = scheduler.add(list(range(20, 42)), SamplingParams(temperature=0, logprobs=0, experts=True))
+    seq = scheduler.add(
+        list(range(20, 42)), SamplingParams(temperature=0, logprobs=0, extras=ExtraParams(routed_experts=True))
+    )
     scheduler.step([(plain, 3)])
     found = []
     for count in (13, 9, None, None, None):
         result = scheduler.step([(plain, None), (seq, count)] if count else [(plain, None), (seq, None)])
-        assert result.experts is not None and set(result.experts) == {1}
-        found.append(result.experts[1])
-    assert scheduler.step([(plain, None)]).experts is None
+        assert result.extras is not None and result.extras.routed_experts is not None
+        assert set(result.extras.routed_experts) == {1}
+        found.append(result.extras.routed_experts[1])
+    assert scheduler.step([(plain, None)]).extras is None
     assert runner.num_compiles() == before
     whole = np.concatenate(found)
     expected = chosen(sparse, seq.tokens[:-1])

@@ -20,6 +20,7 @@ from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.sampling import draw, slots
 from jaxserve.text.watermark import watermark_score
+from jaxserve.types.extras import ExtraParams
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import RowStatus
 from tests.runtime.hand_scheduler import HandScheduler, Sequence
@@ -274,9 +275,9 @@ def test_masked_steps(runner: ModelRunner, dense: Callable[[list[int]], np.ndarr
 
 
 APART = [
-    {"logprobs": 0, "logprob_token_ids": (5, 7)},
-    {"logprobs": 0, "support": True},
-    {"logprobs": 0, "hidden_states": "last"},
+    {"logprobs": 0, "extras": ExtraParams(logprob_token_ids=(5, 7))},
+    {"logprobs": 0, "extras": ExtraParams(sampling_mask=True)},
+    {"logprobs": 0, "extras": ExtraParams(hidden_states="last")},
 ]
 
 
@@ -372,9 +373,10 @@ def head(runner: ModelRunner) -> np.ndarray:
 
 def test_details_of_rows_in_a_crowd(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
     """Log-probabilities of chosen ids and hidden states, of a decoding row beside plain ones: the model's own."""
-    watched = SamplingParams(temperature=0, logprobs=0, logprob_token_ids=(90, 3, 3), hidden_states="last")
+    extras = ExtraParams(logprob_token_ids=(90, 3, 3), hidden_states="last")
+    asking = SamplingParams(temperature=0, logprobs=0, extras=extras)
     scheduler = HandScheduler(runner)
-    plain, seq = scheduler.add([1, 2, 3], GREEDY), scheduler.add([9, 8, 7, 6], watched)
+    plain, seq = scheduler.add([1, 2, 3], GREEDY), scheduler.add([9, 8, 7, 6], asking)
     alone = HandScheduler(runner)
     reference = alone.add([1, 2, 3], GREEDY, slot=2)
     alone.next_page = 100
@@ -384,12 +386,14 @@ def test_details_of_rows_in_a_crowd(runner: ModelRunner, dense: Callable[[list[i
     exact = exact_logprobs(dense(seq.tokens))
     assert plain.output == reference.output
     for place, result in enumerate(results, start=len([9, 8, 7, 6]) - 1):
-        assert result.details is not None and result.hidden is not None and set(result.hidden) == {1}
-        np.testing.assert_allclose(result.details.watched[1, :3], exact[place, [90, 3, 3]], atol=2e-5)
-        hidden = result.hidden[1]
+        found = result.extras
+        assert found is not None and found.id_logprobs is not None
+        assert found.hidden_states is not None and set(found.hidden_states) == {1}
+        np.testing.assert_allclose(found.id_logprobs[1, :3], exact[place, [90, 3, 3]], atol=2e-5)
+        hidden = found.hidden_states[1]
         assert hidden.shape == (1, runner.structure.config.hidden_size)
         np.testing.assert_allclose(exact_logprobs(hidden @ head(runner))[0], exact[place], atol=2e-5)
-    assert scheduler.step([(plain, None)]).details is None
+    assert scheduler.step([(plain, None)]).extras is None
 
 
 @pytest.mark.parametrize("chunk", [7, 32])
@@ -397,31 +401,37 @@ def test_hidden_states_and_watched_ids_of_a_whole_prompt(
     runner: ModelRunner, dense: Callable[[list[int]], np.ndarray], chunk: int
 ) -> None:
     params = SamplingParams(
-        temperature=0, logprobs=0, prompt_logprobs=0, logprob_token_ids=(4, 80), hidden_states="all"
+        temperature=0,
+        logprobs=0,
+        prompt_logprobs=0,
+        extras=ExtraParams(logprob_token_ids=(4, 80), hidden_states="all"),
     )
     scheduler = HandScheduler(runner)
     prompt = list(range(5, 55))
     seq = scheduler.add(prompt, params)
-    hidden, watched = [], []
+    hidden, chosen = [], []
     while seq.computed < len(prompt):
         result = scheduler.step([(seq, min(chunk, len(prompt) - seq.computed))])
-        assert result.hidden is not None and result.prompt_watched is not None
-        hidden.append(result.hidden[0])
-        watched += [result.prompt_watched[0][:, :2]] if 0 in result.prompt_watched else []
+        assert result.extras is not None and result.extras.hidden_states is not None
+        hidden.append(result.extras.hidden_states[0])
+        of_prompt = result.extras.prompt_id_logprobs
+        assert of_prompt is not None
+        chosen += [of_prompt[0][:, :2]] if 0 in of_prompt else []
     exact = exact_logprobs(dense(prompt))
     np.testing.assert_allclose(exact_logprobs(np.concatenate(hidden) @ head(runner)), exact, atol=2e-5)
-    np.testing.assert_allclose(np.concatenate(watched), exact[:-1, [4, 80]], atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(chosen), exact[:-1, [4, 80]], atol=2e-5)
 
 
 def test_candidates_of_a_row_beside_a_greedy_one(runner: ModelRunner) -> None:
-    drawn = SamplingParams(temperature=1.0, top_k=3, logprobs=0, support=True)
+    drawn = SamplingParams(temperature=1.0, top_k=3, logprobs=0, extras=ExtraParams(sampling_mask=True))
     scheduler = HandScheduler(runner)
     seqs = [scheduler.add([1, 2, 3], drawn), scheduler.add([4, 5], GREEDY)]
     result = scheduler.step([(seqs[0], 3), (seqs[1], 2)])
-    details = result.details
-    assert details is not None and details.support_counts[0] == 3
-    ids = details.support_ids[0, :3].tolist()
-    assert int(result.token_ids[0, 0]) in ids and np.exp(details.support_top[0, :3]).sum() == pytest.approx(1)
+    assert result.extras is not None
+    masks = result.extras.sampling_masks
+    assert masks is not None and masks.counts[0] == 3
+    ids = masks.ids[0, :3].tolist()
+    assert int(result.token_ids[0, 0]) in ids and np.exp(masks.top_logprobs[0, :3]).sum() == pytest.approx(1)
 
 
 def test_a_watermark_is_found_by_its_key_alone(runner: ModelRunner) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxserve.runtime.sampling import draw, logit_rules, logprobs, sampler, slots
 from jaxserve.text.watermark import token_numbers
+from jaxserve.types.extras import MAX_CANDIDATES
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.types.step import RowStatus, SlotInit
 from tests.runtime.slot_states import empty_state
@@ -466,7 +467,7 @@ def run_telling(logits: np.ndarray, state: slots.SlotState, ids: np.ndarray, wan
         jnp.zeros((num_rows, slots.mask_words(vocab)), jnp.int32),
         jnp.asarray(False),
         jnp.asarray(True),
-        sampler.Details(jnp.asarray(wanted), jnp.asarray(ids, jnp.int32)),
+        sampler.ExtraInputs(jnp.asarray(wanted), jnp.asarray(ids, jnp.int32)),
     )
 
 
@@ -485,8 +486,8 @@ def test_the_candidates_of_a_draw_and_their_log_probabilities(params: SamplingPa
     logits = random_logits(4)
     state = state_of([params] * 4, seeds=range(4))
     sampled = run_telling(logits, state, np.zeros((4, 3)))
-    assert sampled.support is not None
-    chosen, counts, ids, top = logprobs.unpack_logprobs(np.asarray(sampled.support))
+    assert sampled.candidates is not None
+    chosen, counts, ids, top = logprobs.unpack_logprobs(np.asarray(sampled.candidates))
     assert tokens(sampled).tolist() == tokens(run(logits, state)).tolist()
     for row, token in enumerate(tokens(sampled).tolist()):
         expected = {token} if params is GREEDY else oracle_support(logits[row], params)
@@ -503,8 +504,8 @@ def test_candidates_beyond_the_room_are_counted() -> None:
     logits = random_logits(1, vocab=400, scale=0.1)
     state = state_of([SamplingParams()], vocab=400)
     sampled = run_telling(logits, state, np.zeros((1, 1)))
-    _, counts, ids, _ = logprobs.unpack_logprobs(np.asarray(sampled.support))
-    assert counts.tolist() == [400] and ids.shape == (1, logprobs.MAX_SUPPORT)
+    _, counts, ids, _ = logprobs.unpack_logprobs(np.asarray(sampled.candidates))
+    assert counts.tolist() == [400] and ids.shape == (1, MAX_CANDIDATES)
 
 
 def test_watched_ids_have_the_models_own_log_probabilities() -> None:
@@ -513,13 +514,13 @@ def test_watched_ids_have_the_models_own_log_probabilities() -> None:
     ids = np.array([[3, 199, 0], [7, 7, 64]])
     sampled = run_telling(logits, state_of([params] * 2, output=[3, 7]), ids, wanted=False)
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
-    watched = np.asarray(sampled.watched).view(np.float32)
+    watched = np.asarray(sampled.id_logprobs).view(np.float32)
     np.testing.assert_allclose(watched, np.take_along_axis(exact, ids, axis=1), atol=1e-5)
-    assert not np.asarray(sampled.support).any()
+    assert not np.asarray(sampled.candidates).any()
     with_token = run_telling(logits, state_of([params] * 2), np.tile(tokens(sampled)[:, None], 3))
     logprob, *_ = logprobs.unpack_logprobs(np.asarray(with_token.logprobs))
     same = tokens(with_token) == tokens(sampled)
-    assert (np.asarray(with_token.watched).view(np.float32)[same, 0] == logprob[same]).all()
+    assert (np.asarray(with_token.id_logprobs).view(np.float32)[same, 0] == logprob[same]).all()
 
 
 # --- watermarks
@@ -536,8 +537,8 @@ def test_a_key_chooses_the_candidate_that_the_detector_computes() -> None:
     ]
     state = state_of([params[0], params[1], params[2]], prompt=prompt)
     sampled = run_telling(logits, state, np.zeros((3, 1)))
-    assert sampled.support is not None
-    _, counts, ids, top = logprobs.unpack_logprobs(np.asarray(sampled.support))
+    assert sampled.candidates is not None
+    _, counts, ids, top = logprobs.unpack_logprobs(np.asarray(sampled.candidates))
     candidates = ids[0, : counts[0]]
     windows = np.array([[*prompt[-4:], token] for token in candidates], np.uint32)
     scores = top[0, : counts[0]] - np.log(-np.log(token_numbers(windows, KEY)))

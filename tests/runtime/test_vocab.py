@@ -69,7 +69,7 @@ def sampler_over(vocab: Vocab, vocab_size: int) -> Any:
     def run(logits: jax.Array, state: slots.SlotState, bitmask: jax.Array, *flags: jax.Array) -> sampler.Sampled:
         masked, wanted, ids = flags
         cuts = (vocab.columns, P(), slots.state_partition(state, vocab.columns), P(), P(), P(), P())
-        rows, details = jnp.arange(S, dtype=jnp.int32), sampler.Details(wanted, ids)
+        rows, details = jnp.arange(S, dtype=jnp.int32), sampler.ExtraInputs(wanted, ids)
         args = (logits, rows, state, bitmask, masked, jnp.asarray(True), details)
         return vocab.call(functools.partial(sampler.sample, vocab=vocab), cuts, *args)
 
@@ -83,7 +83,9 @@ def compared(vocab_size: int, tensor: int, expert: int) -> dict[str, int]:
     split = Vocab.of(vocab_size, make_mesh("cpu", tensor=tensor, expert=expert).mesh)
     assert split.parts == tensor * expert
     runs = [sampler_over(vocab, vocab_size) for vocab in (Vocab(), split)]
-    differ = dict.fromkeys(("tokens", "status", "logprobs", "watched", "support", "top-p rows", "top-p tokens"), 0)
+    differ = dict.fromkeys(
+        ("tokens", "status", "logprobs", "id_logprobs", "candidates", "top-p rows", "top-p tokens"), 0
+    )
     top_p = np.array([params.top_p < 1 for params in PARAMS])
     drawn: set[int] = set()
     for step in range(STEPS):
@@ -94,13 +96,13 @@ def compared(vocab_size: int, tensor: int, expert: int) -> dict[str, int]:
         fine = one.tokens[:, 1] == RowStatus.FINE
         differ["status"] += int((one.tokens[:, 1] != many.tokens[:, 1]).sum())
         other_token = fine & (one.tokens[:, 0] != many.tokens[:, 0])
-        other_border = fine & top_p & (other_token | (one.support[:, 1] != many.support[:, 1]))
+        other_border = fine & top_p & (other_token | (one.candidates[:, 1] != many.candidates[:, 1]))
         differ["top-p rows"] += int(other_border.sum())
         differ["top-p tokens"] += int((other_token & top_p).sum())
         differ["tokens"] += int((other_token & ~top_p).sum())
-        differ["watched"] += not close(one.watched[fine], many.watched[fine])
+        differ["id_logprobs"] += not close(one.id_logprobs[fine], many.id_logprobs[fine])
         alike = fine & ~other_border
-        for name in ("logprobs", "support"):
+        for name in ("logprobs", "candidates"):
             differ[name] += not packed_close(getattr(one, name)[alike], getattr(many, name)[alike])
         drawn.update(one.tokens[fine, 0].tolist())
         assert (many.tokens[:, 0] >= 0).all() and (many.tokens[:, 0] < vocab_size).all()

@@ -1,4 +1,4 @@
-"""What a step's arrays become: details of a token, and what is gathered of a prompt over chunks and preemptions."""
+"""What a step's arrays become: extra outputs of a token, and those of a prompt over chunks and preemptions."""
 
 import dataclasses
 
@@ -8,22 +8,23 @@ import pytest
 
 from jaxserve.scheduler.logprobs import (
     StepLogprobs,
-    add_details,
-    gather_prompt_details,
+    add_extras,
+    ask_prompt_outputs,
     gather_prompt_logprobs,
-    take_prompt_details,
+    take_prompt_outputs,
     too_many_candidates,
 )
+from jaxserve.types.extras import ExtraParams, SamplingMask, SamplingMasks, StepExtras
 from jaxserve.types.output import TokenLogprobs, TokenOutput
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.step import Details, SampledTokens, ScheduledRow
+from jaxserve.types.step import SampledTokens, ScheduledRow
 
-ALL = SamplingParams(logprobs=0, logprob_token_ids=(4, 9), support=True, hidden_states="all", experts=True)
+ALL = ExtraParams(logprob_token_ids=(4, 9), sampling_mask=True, hidden_states="all", routed_experts=True)
 
 
-def row(start: int, count: int, params: SamplingParams = ALL) -> ScheduledRow:
-    return ScheduledRow("r", 0, start, count, True, [1] * count, 0, [], logprobs=0, detail=params)
+def row(start: int, count: int, extras: ExtraParams = ALL) -> ScheduledRow:
+    return ScheduledRow("r", 0, start, count, True, [1] * count, 0, [], logprobs=0, extras=extras)
 
 
 def states(start: int, count: int) -> np.ndarray:
@@ -37,42 +38,38 @@ def experts(start: int, count: int) -> np.ndarray:
     return np.arange(start, start + count, dtype=np.int32)[:, None, None] + np.array([[0], [100]], np.int32)
 
 
-def sampled(start: int, count: int, num_candidates: int = 2) -> SampledTokens:
-    details = Details(
-        watched=np.array([[-4.0, -9.0, 0.0]], np.float32),
-        support_logprobs=np.array([-0.5], np.float32),
-        support_counts=np.array([num_candidates], np.int32),
-        support_ids=np.array([[7, 8, 0]], np.int32),
-        support_top=np.array([[-0.5, -1.0, -np.inf]], np.float32),
-    )
-    one = np.ones(1, np.int32)
-    return SampledTokens(
-        one[:, None],
-        one,
-        np.zeros(1, np.uint8),
-        details=details,
-        hidden={0: states(start, count)},
-        experts={0: experts(start, count)},
+def step_extras(start: int, count: int, num_candidates: int = 2) -> StepExtras:
+    return StepExtras(
+        id_logprobs=np.array([[-4.0, -9.0, 0.0]], np.float32),
+        sampling_masks=SamplingMasks(
+            logprobs=np.array([-0.5], np.float32),
+            counts=np.array([num_candidates], np.int32),
+            ids=np.array([[7, 8, 0]], np.int32),
+            top_logprobs=np.array([[-0.5, -1.0, -np.inf]], np.float32),
+        ),
+        hidden_states={0: states(start, count)},
+        routed_experts={0: experts(start, count)},
     )
 
 
 def request(num_prompt: int) -> Request:
-    made = Request("r", list(range(num_prompt)), ALL, 0.0, 0, 4)
-    made.prompt_hidden, made.prompt_experts = {}, {}
+    made = Request("r", list(range(num_prompt)), SamplingParams(logprobs=0, extras=ALL), 0.0, 0, 4)
+    ask_prompt_outputs(made)
     return made
 
 
-def test_the_details_of_one_token() -> None:
+def test_the_extras_of_one_token() -> None:
     result = TokenOutput(request_id="r", token_ids=[7], logprobs=[TokenLogprobs(7, -0.7, 1)])
-    add_details(result, row(3, 2), 0, sampled(3, 2))
+    add_extras(result, row(3, 2), 0, step_extras(3, 2))
     assert result.logprobs == [TokenLogprobs(7, -0.7, 1, [], [], [-4.0, -9.0])]
-    assert result.support is not None and result.support[0].ids == [7, 8] and result.support[0].logprob == -0.5
-    assert result.hidden == states(4, 1).tobytes() and result.experts == experts(4, 1).tobytes()
+    extras = result.extras
+    assert extras is not None and extras.sampling_masks == [SamplingMask(-0.5, [7, 8], [-0.5, -1.0])]
+    assert extras.hidden_states == states(4, 1).tobytes() and extras.routed_experts == experts(4, 1).tobytes()
 
 
 def test_a_token_that_was_cut_off_has_none() -> None:
     result = TokenOutput(request_id="r")
-    add_details(result, row(3, 1), 0, sampled(3, 1))
+    add_extras(result, row(3, 1), 0, step_extras(3, 1))
     assert result == TokenOutput(request_id="r")
 
 
@@ -81,21 +78,23 @@ def test_a_prompt_is_gathered_over_chunks_and_preemptions(chunks: list[tuple[int
     """The last case begins again after a preemption, and computes two tokens of the output with the prompt."""
     made, result = request(6), TokenOutput(request_id="r")
     for start, count in chunks:
-        gather_prompt_details(made, row(start, count), 0, sampled(start, count))
-    take_prompt_details(made, result)
-    assert result.prompt_hidden == states(0, 6).tobytes() and result.prompt_experts == experts(0, 6).tobytes()
+        assert made.prompt_extras is not None
+        made.prompt_extras.add(step_extras(start, count), 0, start)
+    take_prompt_outputs(made, result)
+    extras = result.extras
+    assert extras is not None and extras.prompt_hidden_states == states(0, 6).tobytes()
+    assert extras.prompt_routed_experts == experts(0, 6).tobytes()
     again = TokenOutput(request_id="r")
-    gather_prompt_details(made, row(0, 6), 0, sampled(0, 6))
-    take_prompt_details(made, again)
+    take_prompt_outputs(made, again)
     assert again == TokenOutput(request_id="r") and not made.reads_whole_prompt
 
 
 def test_more_candidates_than_there_is_room_for() -> None:
-    assert too_many_candidates(row(0, 1), 0, sampled(0, 1, num_candidates=3)) is None
-    message = too_many_candidates(row(0, 1), 0, sampled(0, 1, num_candidates=4))
+    assert too_many_candidates(row(0, 1), 0, step_extras(0, 1, num_candidates=3)) is None
+    message = too_many_candidates(row(0, 1), 0, step_extras(0, 1, num_candidates=4))
     assert message is not None and "4 candidates" in message and "at most 3" in message
-    plain = SamplingParams(logprobs=0, experts=True)
-    assert too_many_candidates(row(0, 1, plain), 0, sampled(0, 1, num_candidates=4)) is None
+    plain = ExtraParams(routed_experts=True)
+    assert too_many_candidates(row(0, 1, plain), 0, step_extras(0, 1, num_candidates=4)) is None
 
 
 def with_logprobs(num_rows: int, per_row: int) -> SampledTokens:

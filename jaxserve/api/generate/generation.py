@@ -23,6 +23,7 @@ from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.sequence_table import Outbox
 from jaxserve.errors import HTTPError, InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.extras import TokenExtras
 from jaxserve.types.sampling import SamplingParams
 
 MAX_CHOICE_TOKENS = 2**20  # prompt tokens of all choices of a request: 2,048 texts of 512
@@ -214,11 +215,7 @@ def _joined(outputs: list[RequestOutput]) -> RequestOutput:
         token_ids=_chained([each.token_ids for each in outputs]),
         logprobs=_chained([each.logprobs for each in outputs]),
         prompt_logprobs=_first([each.prompt_logprobs for each in outputs]),
-        support=_chained([each.support for each in outputs]),
-        hidden=_concatenated([each.hidden for each in outputs]),
-        prompt_hidden=_first([each.prompt_hidden for each in outputs]),
-        experts=_concatenated([each.experts for each in outputs]),
-        prompt_experts=_first([each.prompt_experts for each in outputs]),
+        extras=TokenExtras.joined([each.extras for each in outputs]),
     )
 
 
@@ -230,11 +227,6 @@ def _chained(values: Iterable[list[T] | None]) -> list[T] | None:
     """Concatenate the lists; None if there is none."""
     found = [value for value in values if value is not None]
     return list(itertools.chain.from_iterable(found)) if found else None
-
-
-def _concatenated(values: Iterable[bytes | None]) -> bytes | None:
-    found = [value for value in values if value is not None]
-    return b"".join(found) if found else None
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

@@ -102,7 +102,7 @@ class Planner:
         if tags is None:
             message = "thinking_token_budget: this model does not think between tags."
             raise InvalidValueError(message, param="thinking_token_budget")
-        if params.experts:
+        if params.extras.routed_experts:
             message = "thinking_token_budget does not go with return_routed_experts."
             raise InvalidValueError(message, param="return_routed_experts")
         offered = prompt.tools.tool_set

@@ -185,7 +185,7 @@ class ChatChoices:
             choice.held_reasoning = ""
         chunk: Chunk = {"index": choice.index, "delta": reasoning | delta, "logprobs": None, "finish_reason": None}
         if choice.logprobs:
-            watched, top = self._plan.prompt.params.logprob_token_ids, self._output.logprobs or 0
+            watched, top = self._plan.prompt.params.extras.logprob_token_ids, self._output.logprobs or 0
             chunk["logprobs"] = chat_logprobs(choice.logprobs, top, self._texts, self._output.tokens_as_ids, watched)
             choice.logprobs = []
         if self._output.token_ids:

@@ -56,7 +56,7 @@ class CompletionChoices:
     def _take_logprobs(self, index: int, number: int, output: RequestOutput, first: bool) -> dict[str, Any]:
         shown, scoring, prompt = self._output, self._options.scoring, self._prompts[number]
         if index not in self._logprobs:
-            watched = prompt.params.logprob_token_ids
+            watched = prompt.params.extras.logprob_token_ids
             self._logprobs[index] = CompletionLogprobs(
                 shown.logprobs or 0, self._texts, self._hidden, shown.tokens_as_ids, watched
             )

@@ -11,7 +11,12 @@ from jaxserve.api.respond.growing_json import GrowingArray
 from jaxserve.api.respond.logprobs import floor
 from jaxserve.api.tasks.details import SamplingMode
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import Support
+from jaxserve.types.extras import SamplingMask, TokenExtras
+
+
+def extras_of(output: RequestOutput) -> TokenExtras:
+    """Return the output's extras, without a value if there are none."""
+    return output.extras or TokenExtras()
 
 
 def last_vector(output: RequestOutput) -> list[float] | None:
@@ -22,7 +27,7 @@ def last_vector(output: RequestOutput) -> list[float] | None:
 
 def hidden_vectors(output: RequestOutput) -> np.ndarray:
     """Return the hidden state of each token: float32 [tokens, D]."""
-    return matrix(output.hidden, len(output.token_ids))
+    return matrix(extras_of(output).hidden_states, len(output.token_ids))
 
 
 def matrix(data: bytes | None, rows: int) -> np.ndarray:
@@ -41,12 +46,12 @@ class Candidates:
         self._masks, self._logprobs = GrowingArray(), GrowingArray()
 
     def note(self, output: RequestOutput) -> None:
-        found = output.support or [None] * len(output.token_ids)
+        found = extras_of(output).sampling_masks or [None] * len(output.token_ids)
         self._masks.extend([None if each is None else each.ids for each in found])
         self._logprobs.extend([None if each is None else self._values(each) for each in found])
 
-    def _values(self, support: Support) -> float | list[float]:
-        return _floored(support.logprobs) if self._mode == "support" else floor(support.logprob)
+    def _values(self, mask: SamplingMask) -> float | list[float]:
+        return _floored(mask.logprobs) if self._mode == "support" else floor(mask.logprob)
 
     def clear(self) -> None:
         self._masks.clear()
@@ -69,8 +74,9 @@ class RoutedExperts:
         self._output = bytearray()
 
     def note(self, output: RequestOutput) -> None:
-        self._prompt = output.prompt_experts or self._prompt
-        self._output += output.experts or b""
+        extras = extras_of(output)
+        self._prompt = extras.prompt_routed_experts or self._prompt
+        self._output += extras.routed_experts or b""
 
     def encoded(self, start: int, num_prompt_tokens: int) -> str:
         """Encode as SGLang does: base64 of int32 [tokens from `start` on, sparse layers, experts per token]."""

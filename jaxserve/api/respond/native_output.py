@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.api.generate.generation import PromptTask
-from jaxserve.api.respond.details import Candidates, RoutedExperts, hidden_vectors, matrix
+from jaxserve.api.respond.details import Candidates, RoutedExperts, extras_of, hidden_vectors, matrix
 from jaxserve.api.respond.growing_json import GrowingArray, GrowingText
 from jaxserve.api.respond.native_logprobs import NativeLogprobs
 from jaxserve.api.shared.token_texts import TokenTexts
@@ -57,7 +57,7 @@ class NativeChoice:
         self.last = output
 
     def _add_hidden(self, output: RequestOutput) -> None:
-        self.prompt_hidden = output.prompt_hidden or self.prompt_hidden
+        self.prompt_hidden = extras_of(output).prompt_hidden_states or self.prompt_hidden
         if self.options.hidden == "all":
             self.hidden.extend(hidden_vectors(output))
         elif self.options.hidden:
@@ -113,4 +113,4 @@ class NativeChoice:
 def _unsaid(output: RequestOutput) -> RequestOutput:
     """Return the output without its token: the one that scoring drops."""
     reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
-    return msgspec.structs.replace(output, text="", token_ids=[], logprobs=None, support=None, finish_reason=reason)
+    return msgspec.structs.replace(output, text="", token_ids=[], logprobs=None, extras=None, finish_reason=reason)

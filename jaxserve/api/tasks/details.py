@@ -6,20 +6,26 @@ Maps fields of a body to those of SamplingParams. The answers are written by jax
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from jaxserve.errors import InvalidValueError
+from jaxserve.types.extras import MAX_CANDIDATES, HiddenStates
 from jaxserve.types.messages import EngineInfo
-from jaxserve.types.sampling import HiddenStates, SamplingParams
+from jaxserve.types.sampling import SamplingParams
 
-MAX_CANDIDATES = 256  # per token: what the device returns
 MAX_HIDDEN_NUMBERS = 2**22  # per answer: 4 million, some 80 MB of JSON
 MAX_EXPERT_NUMBERS = 2**24  # per answer: 64 MiB
 
 SamplingMode = Literal["selected", "support"]
 _EXPERTS_START = "routed_experts_start_len goes with return_routed_experts and is at most the prompt's length."
+
+
+def _with_extras(params: SamplingParams, **changes: Any) -> SamplingParams:
+    """Return `params` that also ask for these extras. changes: fields of ExtraParams"""
+    extras = msgspec.structs.replace(params.extras, **changes)
+    return msgspec.structs.replace(params, extras=extras, logprobs=params.logprobs or 0)
 
 
 def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, param: str) -> SamplingParams:
@@ -34,7 +40,7 @@ def watch(params: SamplingParams, ids: Sequence[int] | None, info: EngineInfo, p
         if token_id >= info.vocab_size:
             message = f"{param}: {token_id} is no token id; the vocabulary has {info.vocab_size}."
             raise InvalidValueError(message, param=param)
-    return msgspec.structs.replace(params, logprob_token_ids=tuple(dict.fromkeys(ids)))
+    return _with_extras(params, logprob_token_ids=tuple(dict.fromkeys(ids)))
 
 
 def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingMode | None) -> SamplingParams:
@@ -48,12 +54,12 @@ def tell_candidates(params: SamplingParams, wanted: bool | None, mode: SamplingM
     if params.temperature > 0 and not cut:
         message = f"return_sampling_mask needs top_k (at most {MAX_CANDIDATES}), top_p or min_p: all tokens are drawn."
         raise InvalidValueError(message, param="return_sampling_mask")
-    return msgspec.structs.replace(params, support=True, logprobs=params.logprobs or 0)
+    return _with_extras(params, sampling_mask=True)
 
 
 def show_hidden(params: SamplingParams, mode: HiddenStates) -> SamplingParams:
     """Add hidden states to `params`."""
-    return msgspec.structs.replace(params, hidden_states=mode, logprobs=params.logprobs or 0) if mode else params
+    return _with_extras(params, hidden_states=mode) if mode else params
 
 
 def route(params: SamplingParams, wanted: bool | None, start: int | None, info: EngineInfo) -> SamplingParams:
@@ -64,7 +70,7 @@ def route(params: SamplingParams, wanted: bool | None, start: int | None, info: 
         return params
     if not info.routed[0]:
         raise InvalidValueError("return_routed_experts: the model has no experts.", param="return_routed_experts")
-    return msgspec.structs.replace(params, experts=True, logprobs=params.logprobs or 0)
+    return _with_extras(params, routed_experts=True)
 
 
 def check_sizes(params: SamplingParams, experts_from: int | None, num_prompt_tokens: int, info: EngineInfo) -> None:
@@ -73,7 +79,7 @@ def check_sizes(params: SamplingParams, experts_from: int | None, num_prompt_tok
     params: with the final max_tokens
     """
     tokens = num_prompt_tokens + (params.max_tokens or 0)
-    shown = {"": 0, "last": 1, "all": tokens}[params.hidden_states]
+    shown = {"": 0, "last": 1, "all": tokens}[params.extras.hidden_states]
     if shown * info.embedding_size * params.n > MAX_HIDDEN_NUMBERS:
         message = f"return_hidden_states: {shown} tokens of {info.embedding_size} numbers each are too many; "
         message += 'use "last", or fewer tokens.'
@@ -81,7 +87,7 @@ def check_sizes(params: SamplingParams, experts_from: int | None, num_prompt_tok
     if experts_from is not None and experts_from > num_prompt_tokens:
         raise InvalidValueError(_EXPERTS_START, param="routed_experts_start_len")
     layers, each = info.routed
-    if params.experts and tokens * layers * each * params.n > MAX_EXPERT_NUMBERS:
+    if params.extras.routed_experts and tokens * layers * each * params.n > MAX_EXPERT_NUMBERS:
         message = "return_routed_experts: too many numbers for one answer; ask for fewer tokens."
         raise InvalidValueError(message, param="return_routed_experts")
 
@@ -98,10 +104,10 @@ def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str
 def check_no_details(params: SamplingParams, shape: str) -> None:
     """Raises InvalidValueError if the body asks for per-token outputs that this generation mode cannot give."""
     asked = {
-        "logprob_token_ids": params.logprob_token_ids,
-        "return_sampling_mask": params.support,
-        "return_hidden_states": params.hidden_states,
-        "return_routed_experts": params.experts,
+        "logprob_token_ids": params.extras.logprob_token_ids,
+        "return_sampling_mask": params.extras.sampling_mask,
+        "return_hidden_states": params.extras.hidden_states,
+        "return_routed_experts": params.extras.routed_experts,
     }
     for name, value in asked.items():
         if value:

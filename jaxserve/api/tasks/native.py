@@ -15,7 +15,8 @@ from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import Mode, RequestOptions, TextPrompt
 from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidValueError
-from jaxserve.types.sampling import HiddenStates, SamplingParams
+from jaxserve.types.extras import HiddenStates
+from jaxserve.types.sampling import SamplingParams
 
 _HIDDEN: dict[bool | str, HiddenStates] = {False: "", True: "all", "last": "last"}
 

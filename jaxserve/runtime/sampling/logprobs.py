@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.runtime.sampling.vocab import WHOLE, Vocab
+from jaxserve.types.extras import MAX_CANDIDATES
 
 TOP_LOGPROBS = 20
-MAX_SUPPORT = 256  # candidates of a draw that are returned
 
 
 def top_k_width(vocab_size: int) -> int:
@@ -17,26 +17,26 @@ def top_k_width(vocab_size: int) -> int:
     return min(TOP_LOGPROBS, vocab_size)
 
 
-def pack_watching(
-    logits: jax.Array, tokens: jax.Array, watch: jax.Array, vocab: Vocab = WHOLE
+def pack_logprobs_with_ids(
+    logits: jax.Array, tokens: jax.Array, ids: jax.Array, vocab: Vocab = WHOLE
 ) -> tuple[jax.Array, jax.Array]:
-    """Return packed `token_logprobs`, and the bits of the log-probabilities of the ids in `watch`, int32 [R, N] each.
+    """Return packed `token_logprobs`, and the bits of the log-probabilities of `ids`.
 
-    logits: float32 [R, V]. tokens: int32 [R].
+    logits: float32 [R, V]. tokens: int32 [R]. ids: int32 [R, N]. Returns int32 [R, 2 + 2K] and [R, N].
     """
     norm = vocab.logsumexp(logits)
-    watched = vocab.take(logits, watch, mode="clip") - norm[:, None]
-    return pack_logprobs(*token_logprobs(logits, tokens, norm, vocab)), jax.lax.bitcast_convert_type(watched, jnp.int32)
+    chosen = vocab.take(logits, ids, mode="clip") - norm[:, None]
+    return pack_logprobs(*token_logprobs(logits, tokens, norm, vocab)), jax.lax.bitcast_convert_type(chosen, jnp.int32)
 
 
-def pack_support(probs: jax.Array, tokens: jax.Array, random: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
+def pack_candidates(probs: jax.Array, tokens: jax.Array, random: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
     """Return the candidates that each token was drawn from, likeliest first: int32 [R, 2 + 2K], K = min(256, V).
 
     probs: float32 [R, V], 0 if excluded. tokens: int32 [R]. random: bool [R]; a greedy row has one candidate.
     Packed as by `pack_logprobs`; the rank is the number of candidates, of which at most K are returned.
     """
     scale = jnp.log(vocab.sum(probs))
-    top, ids = vocab.top_k(probs, min(MAX_SUPPORT, vocab.size(probs)))
+    top, ids = vocab.top_k(probs, min(MAX_CANDIDATES, vocab.size(probs)))
     count = vocab.sum(probs > 0, jnp.int32)
     chosen = vocab.take(probs, tokens[:, None])[:, 0]
     ids = jnp.where(random[:, None], ids.astype(jnp.int32), tokens[:, None])

@@ -20,9 +20,10 @@ import numpy as np
 
 from jaxserve.runtime.sampling.draw import draw_marked, filter_probs, first_maximum, inverse_cdf, random_uniform
 from jaxserve.runtime.sampling.logit_rules import shape_logits
-from jaxserve.runtime.sampling.logprobs import MAX_SUPPORT, pack_support, pack_watching, top_k_width
+from jaxserve.runtime.sampling.logprobs import pack_candidates, pack_logprobs_with_ids, top_k_width
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.vocab import WHOLE, Vocab
+from jaxserve.types.extras import MAX_CANDIDATES
 from jaxserve.types.step import RowStatus
 
 
@@ -31,26 +32,29 @@ from jaxserve.types.step import RowStatus
 class Sampled:
     """The sampler's result, packed so that each array is one copy to the host.
 
-    tokens    int32 [R, 2], (token id, RowStatus)
-    logprobs  int32 [R, 2 + 2K], (logprob bits, rank, top ids, top logprob bits), K = min(20, V)
-    watched   with Details: int32 [R, N], bits of the log-probabilities of the requested ids
-    support   with Details: candidates of the draw (the sampling mask), packed like logprobs: (log-probability of the
-              token among them, their number, their ids, their log-probabilities)
+    tokens       int32 [R, 2], (token id, RowStatus)
+    logprobs     int32 [R, 2 + 2K], (logprob bits, rank, top ids, top logprob bits), K = min(20, V)
+    id_logprobs  with ExtraInputs: int32 [R, N], bits of the log-probabilities of the requested ids
+    candidates   with ExtraInputs: the sampling mask, packed like logprobs: (log-probability of the token among its
+                 candidates, their number, their ids, their log-probabilities)
     """
 
     tokens: jax.Array
     logprobs: jax.Array
-    watched: jax.Array | None = None
-    support: jax.Array | None = None
+    id_logprobs: jax.Array | None = None
+    candidates: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Details:
-    """Requests for rare outputs. wanted: bool scalar; if False, `support` is zeros. ids: int32 [R, N] to watch."""
+class ExtraInputs:
+    """Requests for extra outputs. want_candidates: bool scalar; if False, `Sampled.candidates` is zeros.
 
-    wanted: jax.Array
-    ids: jax.Array
+    logprob_ids: int32 [R, N], tokens whose log-probabilities are requested
+    """
+
+    want_candidates: jax.Array
+    logprob_ids: jax.Array
 
 
 def sample(
@@ -60,13 +64,13 @@ def sample(
     bitmask: jax.Array,
     masked: jax.Array,
     want_logprobs: jax.Array,
-    details: Details | None = None,
+    extras: ExtraInputs | None = None,
     vocab: Vocab = WHOLE,
 ) -> Sampled:
     """Sample one token for each of R slots.
 
     logits: float32 [R, V]. slots: int32 [R], max_num_seqs and above for padding. bitmask: int32 [R, W], read only if
-    the bool scalar `masked`. want_logprobs: bool scalar; if False, `Sampled.logprobs` and `watched` are zeros.
+    the bool scalar `masked`. want_logprobs: bool scalar; if False, `logprobs` and `id_logprobs` are zeros.
     If `vocab` is split, the logits and the state's token counts have this device's columns only; see `Vocab.call`.
     """
     valid = slots < state.num_slots
@@ -74,22 +78,22 @@ def sample(
     shaped = shape_logits(logits, slots, state, bitmask, masked, vocab)
     peak = vocab.max(shaped)
     draw = functools.partial(_choose, shaped, peak, rows, valid, state, vocab)
-    if details is None:
-        tokens, support = draw(), None
+    if extras is None:
+        tokens, candidates = draw(), None
     else:
-        draw_with_support = functools.partial(_choose_with_support, shaped, peak, rows, valid, state, vocab)
-        width = 2 + 2 * min(MAX_SUPPORT, vocab.size(logits))
-        no_support = jnp.zeros((logits.shape[0], width), jnp.int32)
-        tokens, support = jax.lax.cond(details.wanted, draw_with_support, lambda: (draw(), no_support))
-    watch = jnp.zeros((logits.shape[0], 0), jnp.int32) if details is None else details.ids
+        draw_with_candidates = functools.partial(_choose_with_candidates, shaped, peak, rows, valid, state, vocab)
+        width = 2 + 2 * min(MAX_CANDIDATES, vocab.size(logits))
+        no_candidates = jnp.zeros((logits.shape[0], width), jnp.int32)
+        tokens, candidates = jax.lax.cond(extras.want_candidates, draw_with_candidates, lambda: (draw(), no_candidates))
+    ids = jnp.zeros((logits.shape[0], 0), jnp.int32) if extras is None else extras.logprob_ids
     logprobs_width = 2 + 2 * top_k_width(vocab.size(logits))
-    logprobs, watched = jax.lax.cond(
+    logprobs, id_logprobs = jax.lax.cond(
         want_logprobs,
-        lambda: pack_watching(logits, tokens, watch, vocab),
-        lambda: (jnp.zeros((logits.shape[0], logprobs_width), jnp.int32), jnp.zeros_like(watch)),
+        lambda: pack_logprobs_with_ids(logits, tokens, ids, vocab),
+        lambda: (jnp.zeros((logits.shape[0], logprobs_width), jnp.int32), jnp.zeros_like(ids)),
     )
     packed = jnp.stack([tokens, row_status(logits, peak, vocab)], axis=1)
-    return Sampled(packed, logprobs, None if details is None else watched, support)
+    return Sampled(packed, logprobs, None if extras is None else id_logprobs, candidates)
 
 
 def row_status(logits: jax.Array, peak: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
@@ -119,7 +123,7 @@ def _choose(
     return jax.lax.cond(random.any(), draw, lambda: greedy)
 
 
-def _choose_with_support(
+def _choose_with_candidates(
     logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState, vocab: Vocab
 ) -> tuple[jax.Array, jax.Array]:
     """Do `_choose` and return its candidates too. They come from the same weights as the draw."""
@@ -127,7 +131,7 @@ def _choose_with_support(
     probs = jax.lax.optimization_barrier(_candidates(logits, peak, rows, random, state, vocab))
     drawn = _draw(probs, rows, random, state, vocab)
     tokens = jnp.where(random, drawn, first_maximum(logits, peak, vocab))
-    return tokens, pack_support(probs, tokens, random, vocab)
+    return tokens, pack_candidates(probs, tokens, random, vocab)
 
 
 def _draw(probs: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState, vocab: Vocab) -> jax.Array:

@@ -15,7 +15,8 @@ from jaxserve.text.patterns import StopPatterns
 from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkingLimit
 from jaxserve.text.stop import StopChecker, Stops
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.output import FinishReason, Support, TokenLogprobs, TokenOutput
+from jaxserve.types.extras import TokenExtras
+from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 
 
@@ -28,11 +29,7 @@ class RequestOutput(msgspec.Struct):
     token_ids: list[int] = []  # a Struct copies its default
     logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once
-    support: list[Support] | None = None  # aligned with token_ids
-    hidden: bytes | None = None  # float32, little endian, [tokens, D]
-    prompt_hidden: bytes | None = None  # likewise of the prompt; once
-    experts: bytes | None = None  # int32, little endian, [tokens, L, K]: of the token before each
-    prompt_experts: bytes | None = None  # likewise of the prompt; once
+    extras: TokenExtras | None = None  # of the tokens, if the request asks for some
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None  # the token id or the string that ended it
     num_prompt_tokens: int = 0
@@ -54,10 +51,7 @@ class RequestOutput(msgspec.Struct):
         if self.logprobs:
             entry = self.logprobs[-1]
             size += len(self.logprobs) * (300 + 60 * len(entry.top_ids) + 32 * len(entry.watched))
-        if self.support:
-            size += sum(200 + 60 * len(entry.ids) for entry in self.support)
-        raw = (self.hidden, self.prompt_hidden, self.experts, self.prompt_experts)
-        return size + sum(len(each) for each in raw if each is not None)
+        return size if self.extras is None else size + self.extras.held_bytes()
 
 
 def make_stops(params: SamplingParams) -> Stops | None:
@@ -137,12 +131,8 @@ class SequenceText:
             self.request_id,
             self.index,
             logprobs=output.logprobs,
-            support=output.support,
-            hidden=output.hidden,
-            experts=output.experts,
             prompt_logprobs=output.prompt_logprobs,
-            prompt_hidden=output.prompt_hidden,
-            prompt_experts=output.prompt_experts,
+            extras=output.extras,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             queue_seconds=output.queue_seconds,
@@ -153,7 +143,8 @@ class SequenceText:
         used, matched = self._take_text(output, result)
         result.token_ids = output.token_ids[:used]
         if used < len(output.token_ids):
-            _cut_details(result, used, len(output.token_ids))
+            result.logprobs = None if result.logprobs is None else result.logprobs[:used]
+            result.extras = None if result.extras is None else result.extras.first(used, len(output.token_ids))
         self.output_token_ids += result.token_ids
         result.num_output_tokens = len(self.output_token_ids)
         if matched is not None:
@@ -213,15 +204,3 @@ def error_of(output: TokenOutput) -> HTTPError:
 def _limit(budget: ThinkingBudget) -> ThinkingLimit:
     tags = REASONING_FAMILIES[budget.family]
     return ThinkingLimit(tags, budget.tokens, inside=budget.inside, tools=budget.tools)
-
-
-def _cut_details(result: RequestOutput, used: int, count: int) -> None:
-    """Keep those of the first `used` of `count` tokens."""
-    result.logprobs = None if result.logprobs is None else result.logprobs[:used]
-    result.support = None if result.support is None else result.support[:used]
-    result.hidden = _first_rows(result.hidden, used, count)
-    result.experts = _first_rows(result.experts, used, count)
-
-
-def _first_rows(data: bytes | None, used: int, count: int) -> bytes | None:
-    return None if data is None else data[: len(data) // count * used]

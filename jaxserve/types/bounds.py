@@ -1,0 +1,11 @@
+"""Number types whose bounds msgspec checks when it decodes a message. They are those of the device's arrays."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Real = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]  # refuses NaN and infinity too
