@@ -130,7 +130,11 @@ def test_a_flag_without_an_effect_is_said(words: str, said: str) -> None:
         ("--enable-lora", "--enable-lora is no flag of jaxserve", "merge the adapter"),
         ("--speculative-config {}", "--speculative-config is no flag", "speculative decoding is not served"),
         ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2 is not served", "write --mesh.tensor N"),
-        ("--quantization awq", "--quantization awq is not served", "config.json shows whether a checkpoint is quantised"),
+        (
+            "--quantization awq",
+            "--quantization awq is not served",
+            "config.json shows whether a checkpoint is quantised",
+        ),
         ("--nnodes 2", "--nnodes 2 is not served", "one server runs on one machine"),
         ("--port", "--port needs a value", None),
         ("--port --host x", "--port needs a value", None),
