@@ -1,15 +1,16 @@
 """Slot state: the state of every running request on the device, one row per slot, so that a step transfers little.
 
-Owns the state's layout and the small programs that admit a request to a slot. The host side packs a SlotInit into
-fixed-size int32 groups; the device side unpacks and scatters them. A slot index of `max_num_seqs` or above is padding:
-writes to it are dropped.
+The fields of SlotState declare its layout: dtype, shape, and for numbers that come from a request their source. The
+rest is the small programs that admit a request to a slot. The host side packs a SlotInit into fixed-size int32 groups;
+the device side unpacks and scatters them. A slot index of `max_num_seqs` or above is padding: writes to it are dropped.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +26,21 @@ MAX_COUNT = np.iinfo(np.int16).max  # token counts saturate here, where a penalt
 
 _INT_MAX = np.iinfo(np.int32).max
 _NO_TOKEN = np.int32(_INT_MAX)  # outside every vocabulary, so scatters drop it
-_INT_FIELDS = ("top_k", "min_tokens", "num_outputs", "num_bias", "has_allow", "has_watermark")
-_FLOAT_FIELDS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-)
 RECENT = 4  # preceding tokens that a token's watermark depends on
-_FLOATS = 3 + len(_INT_FIELDS)  # this and the next two: first column of each part of a row of `admit`
-_WATERMARK = _FLOATS + len(_FLOAT_FIELDS)
-_RECENT = _WATERMARK + 2
-_BY_TOKEN = ("token_counts", "in_prompt")  # [S, V]
-ADMIT_WIDTH = _RECENT + RECENT
+
+Source = Callable[[SlotInit], float]
+
+
+def _array(dtype: jax.typing.DTypeLike, *trailing: int | str) -> dict[str, Any]:
+    """Declare an array [S, *trailing] of the state. A str is a size of `state_shapes`."""
+    return {"dtype": dtype, "trailing": trailing}
+
+
+def _scalar(dtype: jax.typing.DTypeLike, source: Source | None = None) -> dict[str, Any]:
+    """Declare one number per slot, which `admit` writes. source: its value; None: the field of SamplingParams with
+    the same name, whose default is that of the slot.
+    """
+    return {"dtype": dtype, "trailing": (), "scalar": True, "source": source}
 
 
 @jax.tree_util.register_dataclass
@@ -61,29 +62,29 @@ class SlotState:
     watermark       64 bits of a key, low word first. Used if `has_watermark`
     """
 
-    position: jax.Array  # int32 [S]
-    num_outputs: jax.Array  # int32 [S]
-    page_table: jax.Array  # int32 [S, M]
-    seed: jax.Array  # uint32 [S, 2]
-    temperature: jax.Array  # float32 [S]; 0: greedy
-    top_k: jax.Array  # int32 [S]; 0: off
-    top_p: jax.Array  # float32 [S]
-    min_p: jax.Array  # float32 [S]
-    repetition_penalty: jax.Array  # float32 [S]
-    frequency_penalty: jax.Array  # float32 [S]
-    presence_penalty: jax.Array  # float32 [S]
-    min_tokens: jax.Array  # int32 [S]
-    num_bias: jax.Array  # int32 [S]
-    bias_ids: jax.Array  # int32 [S, MAX_LOGIT_BIAS]
-    bias_values: jax.Array  # float32 [S, MAX_LOGIT_BIAS]
-    has_allow: jax.Array  # int32 [S]
-    allow_mask: jax.Array  # int32 [S, W]
-    early_mask: jax.Array  # int32 [S, W]
-    token_counts: jax.Array  # int16 [S, V]
-    in_prompt: jax.Array  # bool [S, V]
-    has_watermark: jax.Array  # int32 [S]
-    watermark: jax.Array  # uint32 [S, 2]
-    recent: jax.Array  # int32 [S, RECENT]
+    position: jax.Array = field(metadata=_array(jnp.int32))
+    num_outputs: jax.Array = field(metadata=_scalar(jnp.int32, lambda init: init.num_outputs))
+    page_table: jax.Array = field(metadata=_array(jnp.int32, "pages"))
+    seed: jax.Array = field(metadata=_array(jnp.uint32, 2))
+    temperature: jax.Array = field(metadata=_scalar(jnp.float32))  # 0: greedy
+    top_k: jax.Array = field(metadata=_scalar(jnp.int32))  # 0: off
+    top_p: jax.Array = field(metadata=_scalar(jnp.float32))
+    min_p: jax.Array = field(metadata=_scalar(jnp.float32))
+    repetition_penalty: jax.Array = field(metadata=_scalar(jnp.float32))
+    frequency_penalty: jax.Array = field(metadata=_scalar(jnp.float32))
+    presence_penalty: jax.Array = field(metadata=_scalar(jnp.float32))
+    min_tokens: jax.Array = field(metadata=_scalar(jnp.int32))
+    num_bias: jax.Array = field(metadata=_scalar(jnp.int32, lambda init: len(init.params.logit_bias)))
+    bias_ids: jax.Array = field(metadata=_array(jnp.int32, MAX_LOGIT_BIAS))
+    bias_values: jax.Array = field(metadata=_array(jnp.float32, MAX_LOGIT_BIAS))
+    has_allow: jax.Array = field(metadata=_scalar(jnp.int32, lambda init: _allow_mask_needed(init.params)))
+    allow_mask: jax.Array = field(metadata=_array(jnp.int32, "words"))
+    early_mask: jax.Array = field(metadata=_array(jnp.int32, "words"))
+    token_counts: jax.Array = field(metadata=_array(jnp.int16, "vocab"))
+    in_prompt: jax.Array = field(metadata=_array(jnp.bool_, "vocab"))
+    has_watermark: jax.Array = field(metadata=_scalar(jnp.int32, lambda init: init.params.watermark_key is not None))
+    watermark: jax.Array = field(metadata=_array(jnp.uint32, 2))
+    recent: jax.Array = field(metadata=_array(jnp.int32, RECENT))
 
     @property
     def num_slots(self) -> int:
@@ -102,6 +103,25 @@ class SlotState:
         return dataclasses.replace(self, **changes)
 
 
+def _scalars(dtype: jax.typing.DTypeLike) -> dict[str, Source]:
+    """Return the numbers of a dtype that `admit` writes, each with its source."""
+    found = [each for each in fields(SlotState) if "scalar" in each.metadata and each.metadata["dtype"] is dtype]
+    return {each.name: each.metadata["source"] or _parameter(each.name) for each in found}
+
+
+def _parameter(name: str) -> Source:
+    return lambda init: getattr(init.params, name)
+
+
+_INTS, _FLOATS = _scalars(jnp.int32), _scalars(jnp.float32)
+# a row of `admit`: slot, seed, _INTS, _FLOATS, watermark, recent; the first column of the last three
+_FIRST_FLOAT = 3 + len(_INTS)
+_WATERMARK = _FIRST_FLOAT + len(_FLOATS)
+_RECENT = _WATERMARK + 2
+ADMIT_WIDTH = _RECENT + RECENT
+_BY_TOKEN = tuple(each.name for each in fields(SlotState) if each.metadata["trailing"] == ("vocab",))  # [S, V]
+
+
 def mask_words(vocab_size: int) -> int:
     """Return the number of 32-bit words of a token bitmask."""
     return -(-vocab_size // 32)
@@ -109,36 +129,14 @@ def mask_words(vocab_size: int) -> int:
 
 def state_shapes(num_slots: int, vocab_size: int, max_pages: int) -> SlotState:
     """Return the state as ShapeDtypeStructs, to compute its size and to compile for it."""
-    s, words = num_slots, mask_words(vocab_size)
+    sizes: dict[int | str, int] = {"pages": max_pages, "words": mask_words(vocab_size), "vocab": vocab_size}
 
-    def array(dtype: jax.typing.DTypeLike, *trailing: int) -> jax.Array:
-        return jax.ShapeDtypeStruct((s, *trailing), dtype)  # type: ignore[return-value]  # used in place of an array
+    def array(dtype: jax.typing.DTypeLike, trailing: tuple[int | str, ...]) -> jax.ShapeDtypeStruct:
+        """Return [S, *trailing] with the sizes that names stand for."""
+        return jax.ShapeDtypeStruct((num_slots, *(sizes.get(size, size) for size in trailing)), dtype)
 
-    return SlotState(
-        position=array(jnp.int32),
-        num_outputs=array(jnp.int32),
-        page_table=array(jnp.int32, max_pages),
-        seed=array(jnp.uint32, 2),
-        temperature=array(jnp.float32),
-        top_k=array(jnp.int32),
-        top_p=array(jnp.float32),
-        min_p=array(jnp.float32),
-        repetition_penalty=array(jnp.float32),
-        frequency_penalty=array(jnp.float32),
-        presence_penalty=array(jnp.float32),
-        min_tokens=array(jnp.int32),
-        num_bias=array(jnp.int32),
-        bias_ids=array(jnp.int32, MAX_LOGIT_BIAS),
-        bias_values=array(jnp.float32, MAX_LOGIT_BIAS),
-        has_allow=array(jnp.int32),
-        allow_mask=array(jnp.int32, words),
-        early_mask=array(jnp.int32, words),
-        token_counts=array(jnp.int16, vocab_size),
-        in_prompt=array(jnp.bool_, vocab_size),
-        has_watermark=array(jnp.int32),
-        watermark=array(jnp.uint32, 2),
-        recent=array(jnp.int32, RECENT),
-    )
+    arrays = {each.name: array(each.metadata["dtype"], each.metadata["trailing"]) for each in fields(SlotState)}
+    return SlotState(**arrays)  # type: ignore[arg-type]  # used in place of arrays
 
 
 def state_partition(state: SlotState, columns: P) -> SlotState:
@@ -178,15 +176,12 @@ def pack_admit(inits: list[SlotInit], num_slots: int) -> Iterator[np.ndarray]:
 
 
 def _pack_admit_row(row: np.ndarray, init: SlotInit) -> None:
-    params = init.params
-    num_outputs = len(init.token_ids) - init.num_prompt_tokens
     row[0] = init.slot
     row[1:3] = _words(init.seed & (2**64 - 1))
-    marked = params.watermark_key is not None
-    ints = (params.top_k, params.min_tokens, num_outputs, len(params.logit_bias), _allow_mask_needed(params), marked)
-    row[3:_FLOATS] = [min(int(value), _INT_MAX) for value in ints]
-    row[_FLOATS:_WATERMARK] = np.array([getattr(params, name) for name in _FLOAT_FIELDS], np.float32).view(np.int32)
-    row[_WATERMARK:_RECENT] = _words(params.watermark_key or 0)
+    row[3:_FIRST_FLOAT] = [min(int(source(init)), _INT_MAX) for source in _INTS.values()]
+    floats = np.array([source(init) for source in _FLOATS.values()], np.float32)
+    row[_FIRST_FLOAT:_WATERMARK] = floats.view(np.int32)
+    row[_WATERMARK:_RECENT] = _words(init.params.watermark_key or 0)
     recent = init.token_ids[-RECENT:]
     row[ADMIT_WIDTH - len(recent) :] = recent
 
@@ -267,9 +262,9 @@ def admit(state: SlotState, packed: jax.Array) -> SlotState:
         "watermark": jax.lax.bitcast_convert_type(packed[:, _WATERMARK:_RECENT], jnp.uint32),
         "recent": packed[:, _RECENT:],
     }
-    values |= {name: packed[:, 3 + i] for i, name in enumerate(_INT_FIELDS)}
-    floats = jax.lax.bitcast_convert_type(packed[:, _FLOATS:_WATERMARK], jnp.float32)
-    values |= {name: floats[:, i] for i, name in enumerate(_FLOAT_FIELDS)}
+    values |= {name: packed[:, 3 + i] for i, name in enumerate(_INTS)}
+    floats = jax.lax.bitcast_convert_type(packed[:, _FIRST_FLOAT:_WATERMARK], jnp.float32)
+    values |= {name: floats[:, i] for i, name in enumerate(_FLOATS)}
     return state.replace(
         **{name: getattr(state, name).at[slots].set(value, mode="drop") for name, value in values.items()}
     )
