@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from jaxserve.bench.load import Timing
+from jaxserve.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ def table(report: LoadReport) -> str:
 
 def environment() -> dict[str, Any]:
     """Return the versions and the machine, to print beside every figure."""
-    packages = {}
-    for name in ("jaxserve", "jax", "jaxlib", "flax", "numpy"):
+    packages = {"jaxserve": __version__}
+    for name in ("jax", "jaxlib", "flax", "numpy"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
