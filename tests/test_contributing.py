@@ -84,7 +84,7 @@ def test_a_tool_format_is_one_file(tmp_path: Path) -> None:
     assert run(USE_FORMAT, tmp_path) == 'example f {"x": 1} True'
 
 
-@pytest.mark.parametrize("name", ["min_p", "routed_experts"])
+@pytest.mark.parametrize("name", ["presence_penalty", "min_p", "routed_experts"])
 def test_no_more_files_than_the_table_says_name_it(name: str) -> None:
     row = re.search(rf"^\|[^|]*counted for `{name}`[^|]*\| (\d+) \|", TEXT, re.MULTILINE)
     assert row is not None

@@ -144,10 +144,8 @@ def curl_example(info: EngineInfo, url: str, *, api_key: bool) -> str:
         path, body = "/v1/embeddings", [f'{{"model": {name},', f' "input": "{question}"}}']
     else:
         message = f'{{"role": "user", "content": "{question}"}}'
-        path, body = (
-            "/v1/chat/completions",
-            [f'{{"model": {name},', ' "temperature": 0,', f' "messages": [{message}]}}'],
-        )
+        path = "/v1/chat/completions"
+        body = [f'{{"model": {name},', ' "temperature": 0,', f' "messages": [{message}]}}']
     data = "\n".join(body).replace("'", "'\\''")
     lines = [f"curl {url}{path}", "  -H 'Content-Type: application/json'"]
     if api_key:
