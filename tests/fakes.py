@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.extras import StepExtras
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest, SamplingParams
@@ -402,7 +402,8 @@ def make_core(config: SchedulerConfig, **options: object) -> EngineCore:
         for key in ("eos_token_ids", "make_matcher", "mask_threads", "clock", "generates")
         if key in options
     }
-    return EngineCore(FakeRunner(config, **options), config, vocab_size=VOCAB, **core_options)  # type: ignore[arg-type]
+    core = CoreOptions(vocab_size=VOCAB, **core_options)  # type: ignore[arg-type]
+    return EngineCore(FakeRunner(config, **options), config, core)  # type: ignore[arg-type]
 
 
 @dataclass

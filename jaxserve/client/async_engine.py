@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import logging
 import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
-from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.client.engine_calls import EngineCalls
+from jaxserve.client.generate_options import GenerateOptions
 from jaxserve.client.link import EngineLink, ProcessLink
 from jaxserve.client.sequence_sender import SequenceSender
 from jaxserve.client.sequence_table import LiveSequence, Outbox, SequenceTable
@@ -43,7 +43,6 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import (
     Abort,
     Add,
-    Call,
     EngineInfo,
     EngineStats,
     FromEngine,
@@ -81,8 +80,7 @@ class AsyncEngine:
         self._sender = SequenceSender(
             self._live, self._link.send, self._end_with_error, self._supervisor.forget_restarts
         )
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = itertools.count()
+        self._calls = EngineCalls(self._link.send)
         self._seeds = random.Random(request_seed(config.runtime.random_seed))
 
     # -- start and stop ------------------------------------------------------------------------------------
@@ -188,35 +186,24 @@ class AsyncEngine:
     # -- requests ------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        deadline: float | None = None,
-        signal: AbortSignal | None = None,
-        outbox: Outbox | None = None,
+        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[RequestOutput]:
         """Generate `params.n` sequences and yield the new text and tokens of each as they come. Closing the iterator
         aborts.
 
-        deadline: seconds from now after which the request ends with RequestTimeoutError
-        request_id: for `abort` and logs; need not be unique. signal: aborts this request and no other.
-        outbox: the queue of unread outputs, if the caller wants to know its size Raises NotReadyError,
-        QueueFullError or a RequestError before the first output, and any HTTPError later.
+        Raises NotReadyError, QueueFullError or a RequestError before the first output, and any HTTPError later.
         """
         request = EngineRequest(
             request_id="",
-            client_id=request_id or uuid.uuid4().hex,
+            client_id=options.get("request_id") or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             params=params,
-            priority=priority,
-            namespace=cache_salt,
-            deadline=deadline,
+            priority=options.get("priority", 0),
+            namespace=options.get("cache_salt", ""),
+            deadline=options.get("deadline"),
         )
-        outputs = Outbox() if outbox is None else outbox
+        given, signal = options.get("outbox"), options.get("signal")
+        outputs = Outbox() if given is None else given
         sequences = self._submit(request, outputs)
         logger.debug(
             "request %s accepted: %d choices from engine request %s on, %d prompt tokens, %d live",
@@ -304,13 +291,7 @@ class AsyncEngine:
     async def call(self, method: str, **args: Any) -> Any:
         """Make an administrative call to the engine. Raises InvalidValueError with the engine's reason."""
         self.check_ready()
-        call_id = next(self._call_ids)
-        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._link.send(Call(call_id, method, args))
-        try:
-            return await future
-        finally:
-            del self._calls[call_id]
+        return await self._calls.call(method, args)
 
     # -- messages from the engine --------------------------------------------------------------------------
 
@@ -327,11 +308,11 @@ class AsyncEngine:
             case Located(_, tokenizer_dir):
                 if self._tokenizer is None:
                     self._tokenizer = Tokenizer.from_directory(tokenizer_dir)
-            case Reply(call_id, result, error):
-                self._reply(call_id, result, error)
+            case Reply():
+                self._calls.take(message)
 
     def _died(self, error: EngineDeadError) -> Death:
-        self._fail_calls(error)
+        self._calls.fail(error)
         death = self._sender.died(self._link.in_work())
         for sequence in self._live:
             if sequence.aborted:
@@ -389,21 +370,7 @@ class AsyncEngine:
     def _fail_all(self, error: HTTPError) -> None:
         for sequence in self._live:
             self._end_with_error(sequence, error)
-        self._fail_calls(error)
-
-    def _fail_calls(self, error: HTTPError) -> None:
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
-
-    def _reply(self, call_id: int, result: Any, error: str | None) -> None:
-        future = self._calls.get(call_id)
-        if future is None or future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(InvalidValueError(error))
+        self._calls.fail(error)
 
 
 def _failure(output: TokenOutput, sequence: LiveSequence) -> HTTPError:

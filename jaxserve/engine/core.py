@@ -14,10 +14,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.engine.compiling import CompilingRequests, Prepare
+from jaxserve.engine.engine_stats import engine_stats
 from jaxserve.engine.request_factory import RequestFactory
 from jaxserve.errors import HTTPError, InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
 from jaxserve.grammar.mask_table import FillRows, MaskTable
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 MakeMatcher = Callable[[GrammarSpec], Matcher]
 # output tokens from before a restart that the loop passes to the grammar; a thread handles longer outputs
 MAX_RESUMED = 256
+MAX_WAITING_SHOWN = 1024  # waiting requests whose reasons are shown; 2 us each
 MASK_WAIT = 0.002  # seconds that `step` waits for a thread to compute a token mask if it can do nothing else
 
 
@@ -45,8 +48,9 @@ class StepError(JaxserveError):
     """The device failed at the dispatch of a step or when its tokens were read. Its state counts as lost."""
 
 
-class EngineCore:
-    """Runs requests. Each request that `add` accepts gets exactly one TokenOutput with a finish reason.
+@dataclass(frozen=True, kw_only=True)
+class CoreOptions:
+    """What an EngineCore needs beside its runner and the scheduler's configuration.
 
     eos_token_ids, vocab_size    the model's
     seed                         from which the seeds of requests without one are derived
@@ -56,26 +60,26 @@ class EngineCore:
     mask_threads                 compute slow masks; None: every step waits for its masks
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        config: SchedulerConfig,
-        *,
-        vocab_size: int,
-        eos_token_ids: Iterable[int] = (),
-        seed: int = 0,
-        make_matcher: MakeMatcher | None = None,
-        generates: bool = True,
-        fill_masks: FillRows | None = None,
-        mask_threads: Executor | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    vocab_size: int
+    eos_token_ids: Iterable[int] = ()
+    seed: int = 0
+    make_matcher: MakeMatcher | None = None
+    generates: bool = True
+    fill_masks: FillRows | None = None
+    mask_threads: Executor | None = None
+    clock: Callable[[], float] = time.monotonic
+
+
+class EngineCore:
+    """Runs requests. Each request that `add` accepts gets exactly one TokenOutput with a finish reason."""
+
+    def __init__(self, runner: Runner, config: SchedulerConfig, options: CoreOptions) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(config, tuple(eos_token_ids))
-        self._requests = RequestFactory(config, vocab_size, generates, seed, clock)
-        self._make_matcher = make_matcher
-        self._clock = clock
-        self._masks = MaskTable(vocab_size, fill_masks, mask_threads)
+        self.scheduler = Scheduler(config, tuple(options.eos_token_ids))
+        self._requests = RequestFactory(config, options.vocab_size, options.generates, options.seed, options.clock)
+        self._make_matcher = options.make_matcher
+        self._clock = options.clock
+        self._masks = MaskTable(options.vocab_size, options.fill_masks, options.mask_threads)
         self._isolator = FaultIsolator()
         self._compiling = CompilingRequests(config.queue_timeout)
         self.admitted: list[str] = []  # ids of the requests that the last call of `step` gave a slot
@@ -339,7 +343,7 @@ class EngineCore:
         self.scheduler.kv.cache.flush()
         return True
 
-    def waiting(self, limit: int) -> list[WaitingRequest]:
+    def waiting(self, limit: int = MAX_WAITING_SHOWN) -> list[WaitingRequest]:
         """At most `limit` requests that have no slot, those whose grammar is compiled first, with their reasons."""
         now = self._clock()
         compiling = [(request, WaitReason.GRAMMAR) for request in self._compiling.requests()]
@@ -351,35 +355,12 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return the current gauges and counters."""
-        stats = self.scheduler.stats()
-        counters = stats.counters
-        return EngineStats(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting + len(self._compiling),
-            num_compiling=len(self._compiling),
-            num_waiting_tokens=stats.num_waiting_tokens + self._compiling.num_tokens,
-            num_pages_free=stats.num_pages_free,
-            num_pages_cached=stats.num_pages_cached,
-            num_pages_used=stats.num_pages - stats.num_pages_free - stats.num_pages_evictable,
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            computed_prompt_tokens=counters.prefill_tokens,
-            cached_tokens=counters.cached_tokens,
-            generation_tokens=counters.generation_tokens,
-            preemptions=counters.retractions + counters.priority_preemptions,
+        return engine_stats(
+            self.scheduler.stats(),
+            self._compiling,
             compiles=self.runner.num_compiles(),
             host_seconds=self._host_seconds,
-            step_tokens=counters.step_tokens,
-            step_sizes=list(counters.step_sizes),
-            details={
-                "rebuilds": self._rebuilds,
-                "requests_preempted": stats.num_preempted,
-                "pages_evictable": stats.num_pages_evictable,
-                "window_pages_used": stats.num_window_pages_used,
-                "new_token_ratio": stats.new_token_ratio,
-                "scheduler_seconds": self._scheduler_seconds,
-                **{name: float(getattr(counters, name)) for name in _DETAILS},
-            },
+            details={"rebuilds": self._rebuilds, "scheduler_seconds": self._scheduler_seconds},
         )
 
 
@@ -396,21 +377,3 @@ def _device_work() -> Iterator[None]:
         yield
     except Exception as error:
         raise StepError(f"{type(error).__name__}: {error}") from error
-
-
-# counters without a named field in EngineStats
-_DETAILS = (
-    "recomputed_tokens",
-    "dropped_tokens",
-    "retractions",
-    "retraction_events",
-    "priority_preemptions",
-    "admissions",
-    "queue_seconds",
-    "first_tokens",
-    "first_token_seconds",
-    "finished_stop",
-    "finished_length",
-    "finished_abort",
-    "finished_error",
-)

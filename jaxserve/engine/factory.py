@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.config import Config
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.grammar.bitmask import BitmaskFiller
@@ -89,13 +89,15 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     core = EngineCore(
         runner,
         _scheduler_config(config, runner, times),
-        generates=not embedder,
-        vocab_size=loaded.config.vocab_size,
-        eos_token_ids=loaded.config.eos_token_ids,
-        seed=seed,
-        make_matcher=matchers,
-        fill_masks=BitmaskFiller().fill,
-        mask_threads=mask_threads(),
+        CoreOptions(
+            generates=not embedder,
+            vocab_size=loaded.config.vocab_size,
+            eos_token_ids=loaded.config.eos_token_ids,
+            seed=seed,
+            make_matcher=matchers,
+            fill_masks=BitmaskFiller().fill,
+            mask_threads=mask_threads(),
+        ),
     )
     info = _info(config, loaded, runner, times, phases.seconds)
     info = msgspec.structs.replace(

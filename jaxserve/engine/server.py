@@ -25,7 +25,6 @@ STATS_INTERVAL = 0.25  # minimum seconds between two stats messages of a busy en
 IDLE_WAIT = 1.0  # maximum seconds that an idle loop sleeps, so that stats and deadlines advance
 MAX_REBUILDS = 3  # failed steps within REBUILD_WINDOW that lead to a rebuild; one more ends the process
 REBUILD_WINDOW = 600.0  # seconds
-MAX_WAITING_SHOWN = 1024  # waiting requests whose reasons are shown; 2 us each
 COMPILE_WAIT = 0.002  # seconds between two checks of grammars being compiled, if nothing else runs
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class EngineServer:
         self._log = StatsLog(log_interval, info.num_pages, info.page_size, self._waiting_reasons)
         self._calls: dict[str, Callable[..., Any]] = {
             "flush_cache": core.flush_prefix_cache,
-            "waiting": lambda: core.waiting(MAX_WAITING_SHOWN),
+            "waiting": lambda: core.waiting(),
         }
 
     def run(self) -> None:
@@ -97,7 +96,7 @@ class EngineServer:
         self._publish(self._groups.take(refused + outputs), self._core.admitted)
 
     def _waiting_reasons(self) -> list[str]:
-        return [request.reason for request in self._core.waiting(MAX_WAITING_SHOWN)]
+        return [request.reason for request in self._core.waiting()]
 
     def _take_in(self, messages: list[ToEngine]) -> list[TokenOutput]:
         """Handle messages. Returns the outputs of requests that they end."""

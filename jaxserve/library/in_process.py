@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import orjson
 from pydantic import BaseModel
@@ -29,8 +29,7 @@ from jaxserve.api.routes.chat import answer_chat
 from jaxserve.api.shared.keys import DEFAULT_CALLER
 from jaxserve.api.shared.start_checks import check_template, check_vocabulary
 from jaxserve.api.shared.state import ServerState
-from jaxserve.client.abort_signal import AbortSignal
-from jaxserve.client.sequence_table import Outbox
+from jaxserve.client.generate_options import GenerateOptions
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
 from jaxserve.engine import engine as text_engine
@@ -81,12 +80,13 @@ class Engine(text_engine.Engine):
         self._end_chats()
 
     async def _outputs(
-        self, prompt: list[int], params: SamplingParams, name: str, priority: int, cache_salt: str
+        self, prompt: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a prompt's sequences as they arrive. Raises the error of a failed output. Closing it
         aborts.
         """
-        group = self._siblings(prompt, params, name, priority, cache_salt)
+        name = options.get("request_id") or "chat"
+        group = self._siblings(prompt, params, name, options.get("priority", 0), options.get("cache_salt", ""))
         ids = [each.request_id for each in group]
         outputs: deque[RequestOutput] = deque()
         self._queue([group], lambda _: outputs.append)
@@ -145,25 +145,16 @@ class _SteppedEngine:
     def check_queue(self, n: int = 1, num_prompt_tokens: int = 0) -> None: ...
 
     def generate(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        deadline: float | None = None,
-        signal: AbortSignal | None = None,
-        outbox: Outbox | None = None,
+        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Start the sequences of one prompt and yield their outputs."""
-        return self.engine._outputs(prompt_token_ids, params, request_id or "chat", priority, cache_salt)
+        return self.engine._outputs(prompt_token_ids, params, **options)
 
     async def flush_cache(self) -> bool:
         return self.engine.core.flush_prefix_cache()
 
     async def waiting(self) -> list[WaitingRequest]:
-        return self.engine.core.waiting(1024)
+        return self.engine.core.waiting()
 
 
 class _Chats:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve import Engine, SamplingParams
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import EngineRequest
 from jaxserve.types.scheduler_config import SchedulerConfig
@@ -60,8 +60,7 @@ def core(engine: Engine, **changes: Any) -> EngineCore:
     return EngineCore(
         engine.runner,
         SchedulerConfig(**numbers | changes),
-        vocab_size=engine.info.vocab_size,
-        eos_token_ids=engine.info.eos_token_ids,
+        CoreOptions(vocab_size=engine.info.vocab_size, eos_token_ids=engine.info.eos_token_ids),
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.factory import _scheduler_config
 from jaxserve.library.dense import dense_logits
 from jaxserve.models.loading.loader import LoadedModel, load_model
@@ -59,7 +59,7 @@ class Served:
             "max_model_len": LONGEST,
         }
         scheduler = SchedulerConfig(**(sizes | changes))
-        return EngineCore(self.runner, scheduler, vocab_size=families.VOCAB, eos_token_ids=(10**6,))
+        return EngineCore(self.runner, scheduler, CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,)))
 
 
 SERVED = ["gemma2", "gemma3", "gpt_oss", "mistral", pytest.param("mistral, deterministic", marks=pytest.mark.slow)]

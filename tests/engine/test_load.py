@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scheduler import decode_step_seconds
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.output import FinishReason
 from jaxserve.types.step import SampledTokens, SchedulerOutput
 from tests.fakes import VOCAB, Transcripts, make_core, make_request, run_all, small_config
@@ -53,7 +53,7 @@ def test_thousands_of_requests_on_a_small_pool(policy: str, count: int) -> None:
         policy=policy, new_token_ratio=0.1,
     )  # fmt: skip
     # CPU time of this thread as the clock: other work on the machine does not count
-    core = EngineCore(RandomRunner(), config, vocab_size=VOCAB, eos_token_ids=(0,), clock=time.thread_time)
+    core = EngineCore(RandomRunner(), config, CoreOptions(vocab_size=VOCAB, eos_token_ids=(0,), clock=time.thread_time))
     rng = random.Random(0)
     for i in range(count):
         prompt = rng.choices(range(VOCAB), k=rng.randrange(10, 400))

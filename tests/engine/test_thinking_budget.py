@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Abort, Add, FromEngine, Located, Outputs, Ready, ToEngine
@@ -47,7 +47,7 @@ class CoreLink:
     """An EngineCore that is stepped while its messages are waited for."""
 
     def __init__(self, runner: ScriptedRunner) -> None:
-        self.core = EngineCore(runner, runner.config, vocab_size=VOCAB)
+        self.core = EngineCore(runner, runner.config, CoreOptions(vocab_size=VOCAB))
         self.messages: list[FromEngine] = []
         self.sent: list[ToEngine] = []
 

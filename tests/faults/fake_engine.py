@@ -14,7 +14,7 @@ import msgspec
 
 from jaxserve.config import Config
 from jaxserve.engine.child import Send, main
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located
@@ -78,7 +78,7 @@ def build(config: Config, send: Send) -> BuiltEngine:
     scheduler = dataclasses.replace(CONFIG, num_pages=pages)
     info = demo_info(Tokenizer.from_directory(DEMO))
     info = msgspec.structs.replace(info, max_num_seqs=scheduler.max_num_seqs, num_pages=pages)
-    return BuiltEngine(EngineCore(HarmfulRunner(scheduler), scheduler, vocab_size=VOCAB), info, no_grammar)
+    return BuiltEngine(EngineCore(HarmfulRunner(scheduler), scheduler, CoreOptions(vocab_size=VOCAB)), info, no_grammar)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.scheduler.background import ONLINE_MEMORY, PATIENCE, PriorityOnly, YieldToOnline, make_policy
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, SamplingParams
@@ -122,7 +122,7 @@ class Recorder(FakeRunner):
 def recording(**changes: object) -> tuple[EngineCore, list[list[tuple[str, int]]]]:
     config = small_config(**({"batch_policy": "yield"} | changes))
     recorder = Recorder(config)
-    return EngineCore(recorder, config, vocab_size=VOCAB), recorder.steps
+    return EngineCore(recorder, config, CoreOptions(vocab_size=VOCAB)), recorder.steps
 
 
 def lines(count: int, length: int = 6, max_tokens: int = 30) -> list[EngineRequest]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types.output import FinishReason
@@ -36,7 +36,7 @@ class Recorder(FakeRunner):
 def recording_core(eos_token_ids: tuple[int, ...] = (), **changes: object) -> tuple[EngineCore, Recorder]:
     config = small_config(**changes)
     recorder = Recorder(config)
-    return EngineCore(recorder, config, vocab_size=VOCAB, eos_token_ids=eos_token_ids), recorder
+    return EngineCore(recorder, config, CoreOptions(vocab_size=VOCAB, eos_token_ids=eos_token_ids)), recorder
 
 
 def step(core: EngineCore, transcripts: Transcripts, times: int = 1) -> None:
@@ -537,7 +537,7 @@ def test_times_are_reported_once() -> None:
 
 def test_a_row_that_is_not_finite_ends_its_request_only_and_caches_nothing() -> None:
     config = small_config()
-    core = EngineCore(FakeRunner(config, not_finite={"bad"}), config, vocab_size=VOCAB)
+    core = EngineCore(FakeRunner(config, not_finite={"bad"}), config, CoreOptions(vocab_size=VOCAB))
     prompt = prompt_of(12)
     requests = [make_request("bad", prompt, max_tokens=5), make_request("good", prompt_of(9, 3), max_tokens=5)]
     transcripts = run_all(core, requests)
@@ -549,7 +549,7 @@ def test_a_row_that_is_not_finite_ends_its_request_only_and_caches_nothing() -> 
 
 def test_a_cached_prefix_that_led_to_a_bad_row_is_forgotten() -> None:
     config = small_config()
-    core = EngineCore(FakeRunner(config, not_finite={"bad"}), config, vocab_size=VOCAB)
+    core = EngineCore(FakeRunner(config, not_finite={"bad"}), config, CoreOptions(vocab_size=VOCAB))
     prompt = prompt_of(12)
     run_all(core, [make_request("a", prompt, max_tokens=5)])
     run_all(core, [make_request("bad", prompt, max_tokens=5)])
@@ -558,7 +558,7 @@ def test_a_cached_prefix_that_led_to_a_bad_row_is_forgotten() -> None:
 
 def test_a_chunk_that_is_not_finite_ends_its_request_before_the_prompt_ends() -> None:
     config = small_config(max_num_batched_tokens=4)
-    core = EngineCore(FakeRunner(config, not_finite={"bad"}, nan_from=5), config, vocab_size=VOCAB)
+    core = EngineCore(FakeRunner(config, not_finite={"bad"}, nan_from=5), config, CoreOptions(vocab_size=VOCAB))
     prompt = prompt_of(40)
     last = run_all(core, [make_request("bad", prompt, max_tokens=5)])["bad"].last
     assert last and last.error_status == 500 and "finite" in (last.error or "")
@@ -687,7 +687,7 @@ def test_an_aged_request_waits_for_no_prefill() -> None:
 
 def test_after_a_lost_device_everything_is_computed_again() -> None:
     config = small_config(max_num_batched_tokens=9)
-    core = EngineCore(FakeRunner(config), config, vocab_size=VOCAB)
+    core = EngineCore(FakeRunner(config), config, CoreOptions(vocab_size=VOCAB))
     requests = [make_request(f"r{i}", prompt_of(5 + 3 * i, i), max_tokens=12) for i in range(4)]
     transcripts = Transcripts()
     for request in requests:

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, Unpack
 
-from jaxserve.client.abort_signal import AbortSignal
-from jaxserve.client.sequence_table import Outbox
+from jaxserve.client.generate_options import GenerateOptions
 from jaxserve.config import Config
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
@@ -60,22 +59,9 @@ class EngineProtocol(Protocol):
         ...
 
     def generate(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        deadline: float | None = None,
-        signal: AbortSignal | None = None,
-        outbox: Outbox | None = None,
+        self, prompt_token_ids: list[int], params: SamplingParams, **options: Unpack[GenerateOptions]
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of all choices of one prompt. Closing the iterator aborts. Errors are HTTPErrors.
-
-        signal: aborts the request, which then ends with finish_reason abort
-        outbox: where outputs wait for the reader
-        """
+        """Yield the outputs of all choices of one prompt. Closing the iterator aborts. Errors are HTTPErrors."""
         ...
 
     async def waiting(self) -> list[WaitingRequest]:

@@ -1,0 +1,19 @@
+"""The optional arguments of every `generate` of one prompt."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.client.sequence_table import Outbox
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `EngineProtocol.generate`."""
+
+    request_id: str | None  # for `abort` and logs; need not be unique
+    priority: int  # lower runs earlier; default 0
+    cache_salt: str  # prompts share cached prefixes only within a salt; default ""
+    deadline: float | None  # seconds from now after which the request ends with RequestTimeoutError
+    signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
+    outbox: Outbox | None  # the queue of unread outputs, if the caller wants to know its size
