@@ -17,16 +17,16 @@ from jaxserve.errors import ContextLengthError, HTTPError
 _HEAD = """\
 # Errors
 
-Made by `python -m docgen.errors` from the code that raises them. Tests hold its sections to the code, and
-every error that they provoke to it.
+Made by `python -m docgen.errors` from the code that raises the errors. Tests compare the sections with the code, and every
+error that they cause with this page.
 
-Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. After a stream has begun it
-is an event of the stream. A word in braces stands for what the message says there.
+Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. After a stream has begun, an
+error is an event of the stream. A word in braces stands for a part that varies.
 """
 
 
 class Entry(NamedTuple):
-    """What a client can tell an error by: status, type and code."""
+    """The status, type and code of an error."""
 
     status: int
     type: str
@@ -36,15 +36,15 @@ class Entry(NamedTuple):
 # What to do about each error. A test fails if an error has no entry here.
 FIXES: dict[tuple[int, str | None], str] = {
     (400, "context_length_exceeded"): "Shorten the conversation or the prompt; `truncate_prompt_tokens` cuts it.",
-    (400, "invalid_json"): "Send a body that is JSON.",
+    (400, "invalid_json"): "Send a JSON body.",
     (400, "invalid_json_schema"): "Simplify the schema, the pattern or the grammar that `param` names.",
     (400, "invalid_type"): "Send the type that docs/routes.md names for the field.",
     (400, "invalid_value"): "Send a value that docs/routes.md allows for the field.",
     (400, "missing_required_parameter"): "Send the field that `param` names.",
-    (400, "request_aborted"): "The request was ended by `/abort_request`: send it again if it is still wanted.",
-    (400, "unsupported_parameter"): "Leave the field out: this server does not offer what it asks for.",
+    (400, "request_aborted"): "`/abort_request` ended the request: send it again if it is still needed.",
+    (400, "unsupported_parameter"): "Leave the field out: this server does not support it.",
     (401, "invalid_api_key"): "Send the server's key as `Authorization: Bearer KEY`.",
-    (403, None): "Ask the operator: the route is off.",
+    (403, None): "Ask the operator: the route is disabled.",
     (404, None): "Check the id; it may have expired or been deleted.",
     (404, "model_not_found"): "Use a name of `GET /v1/models`.",
     (404, "not_found"): "Check the path; docs/routes.md lists them.",
@@ -53,19 +53,19 @@ FIXES: dict[tuple[int, str | None], str] = {
     (
         408,
         "stream_not_read",
-    ): "Read the stream while it comes; the operator sets `server.max_unread_bytes`.",
-    (409, None): "Read the state of the object, then decide again.",
-    (413, None): "Send less at once; of bytes the operator sets the limit, `server.max_body_bytes`.",
+    ): "Read the stream as it arrives; the operator sets `server.max_unread_bytes`.",
+    (409, None): "Read the state of the object first.",
+    (413, None): "Send less at once; the operator sets the limit of bytes, `server.max_body_bytes`.",
     (429, "rate_limit_exceeded"): "Wait as long as `Retry-After` says, then send it again.",
-    (500, None): "Send it again; if it stays, ask the operator for the server's log.",
+    (500, None): "Send it again; if the error remains, ask the operator for the server's log.",
     (500, "internal_error"): "A defect of the server: ask the operator for its log.",
     (503, "engine_dead"): "Wait as long as `Retry-After` says: the engine is restarted. The request is not replayed.",
     (503, "not_ready"): "Wait as long as `Retry-After` says: the server is loading or draining.",
-    (503, "store_damaged"): "Ask the operator: files and batches are off, generation works.",
-    (503, "store_lease_lost"): "Send it to the server that has the store now, or ask the operator.",
-    (503, "store_unavailable"): "Ask the operator for a store: files and batches are off, generation works.",
-    (504, "request_timeout"): "Ask for fewer tokens, or send it when the server is less busy.",
-    (507, "insufficient_storage"): "Delete files, or ask the operator for room on the disk.",
+    (503, "store_damaged"): "Ask the operator: files and batches are disabled, generation works.",
+    (503, "store_lease_lost"): "Send it to the server that has the store, or ask the operator.",
+    (503, "store_unavailable"): "Ask the operator for a store: files and batches are disabled, generation works.",
+    (504, "request_timeout"): "Request fewer tokens, or send it when the server is less busy.",
+    (507, "insufficient_storage"): "Delete files, or ask the operator for disk space.",
 }
 
 # raised by calls whose message or code is not a literal
@@ -153,7 +153,7 @@ def _placeholder(node: ast.expr) -> str:
 
 
 def index() -> str:
-    """Build the whole document."""
+    """Return the whole page."""
     sections = [_HEAD]
     for entry, words in entries().items():
         fix = FIXES[entry.status, entry.code]
