@@ -17,8 +17,8 @@ from jaxserve.errors import ContextLengthError, HTTPError
 _HEAD = """\
 # Errors
 
-Made by `python -m docgen.errors` from the code that raises the errors. Tests compare the sections with the code, and every
-error that they cause with this page.
+Made by `python -m docgen.errors` from the code that raises the errors. Tests compare the sections with the code, and
+every error that they cause with this page.
 
 Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. After a stream has begun, an
 error is an event of the stream. A word in braces stands for a part that varies.

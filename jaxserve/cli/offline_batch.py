@@ -48,7 +48,7 @@ class OfflineBatch:
         return self.output.with_name(self.output.name + ".jaxserve")
 
     def check(self) -> None:
-        """Check the files. Raises ConfigError if the input is missing, or if an output file exists that the run did not begin."""
+        """Raises ConfigError if the input is missing, or if an output file exists that the run did not begin."""
         if not self.input.is_file():
             raise ConfigError(f"there is no file {self.input}")
         if not self.output.parent.is_dir():
