@@ -13,7 +13,7 @@ import orjson
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.errors import ConfigError
 
-TIMEOUT = 600.0  # seconds without a byte
+READ_TIMEOUT = 600.0  # seconds without a byte
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ async def run_load(
     gate = asyncio.Semaphore(concurrency or len(requests) or 1)
     start = time.perf_counter()
 
-    async with httpx2.AsyncClient(limits=limits, timeout=TIMEOUT, headers=_headers(target.api_key)) as client:
+    async with httpx2.AsyncClient(limits=limits, timeout=READ_TIMEOUT, headers=_headers(target.api_key)) as client:
 
         async def one(request: LoadRequest) -> Timing:
             if request.at is not None:

@@ -176,7 +176,7 @@ class _Bar:
 # at a server
 
 
-class _Server:
+class _BatchClient:
     """Client of a server's files and batches. Raises ConfigError with the server's message."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -184,7 +184,7 @@ class _Server:
         self._base_url = options.base_url
         self._http = httpx2.Client(base_url=f"{self._base_url}/v1", headers=headers, timeout=600)
 
-    def __enter__(self) -> _Server:
+    def __enter__(self) -> _BatchClient:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -228,7 +228,7 @@ def _submit(options: argparse.Namespace, rest: Sequence[str]) -> int:
         "completion_window": "24h",
         "metadata": dict(pair.partition("=")[::2] for pair in options.metadata) or None,
     }
-    with _Server(options) as server:
+    with _BatchClient(options) as server:
         with open(options.input, "rb") as data:
             parts = {"file": (options.input.name, data)}
             body["input_file_id"] = server.call("POST", "/files", data={"purpose": "batch"}, files=parts)["id"]
@@ -238,7 +238,7 @@ def _submit(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    with _Server(options) as server:
+    with _BatchClient(options) as server:
         batch = server.call("GET", f"/batches/{options.batch_id}")
         if options.wait or options.output:
             return _follow(server, batch, options)
@@ -247,12 +247,12 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _cancel(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    with _Server(options) as server:
+    with _BatchClient(options) as server:
         print(server.call("POST", f"/batches/{options.batch_id}/cancel")["status"])
     return 0
 
 
-def _follow(server: _Server, batch: dict[str, Any], options: argparse.Namespace) -> int:
+def _follow(server: _BatchClient, batch: dict[str, Any], options: argparse.Namespace) -> int:
     """Show a batch until its end, then download its files. Returns 0 if every request succeeded, else 1."""
     shown_pause = ""
     with _Bar() as bar:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxserve.cli.plan import DTYPES
+from jaxserve.cli.plan import WEIGHT_DTYPES
 from jaxserve.models.loading import orbax
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("jaxserve convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", help="hub id or directory")
     parser.add_argument("target", help="directory to create")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's")
+    parser.add_argument("--dtype", choices=("auto", *WEIGHT_DTYPES), default="auto", help="auto: the checkpoint's")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
     parser.add_argument("--tensor", type=int, default=1, help="devices that hold the weights during conversion")

@@ -25,7 +25,7 @@ from jaxserve.models.loading.structure import build
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 
 MESHES = ("1", "8", "16")
-DTYPES = ("float32", "bfloat16", "float16")
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "KV per token", "per full context")
 
 Mesh = tuple[int, int]  # tensor, expert
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", help="hub id, directory or config.json")
     parser.add_argument("--mesh", nargs="+", default=MESHES, metavar="N", help="devices, or TENSORxEXPERT (1 8 16)")
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory per device (80)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
     parser.add_argument(
         "--max-num-seqs",
         type=int,
