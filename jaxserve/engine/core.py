@@ -281,8 +281,8 @@ class EngineCore:
             self._end_masked(request_id, reason)
         with _device_work():
             handle.sample(masks.bits, masks.late)
-        self.scheduler.take_back(output, masks.late)
-        self.scheduler.rest(output, masks.resting)
+        self.scheduler.in_flight.take_back(masks.late)
+        self.scheduler.in_flight.rest(masks.resting)
 
     def _take_masks(self) -> None:
         """Resume requests whose masks are ready. Some of them have to end instead."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxserve.errors import InvalidValueError
-from jaxserve.scheduler.exclusions import check_allowed
+from jaxserve.scheduler.stopping import check_allowed
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, EngineRequest, SamplingParams

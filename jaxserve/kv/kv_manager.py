@@ -26,6 +26,7 @@ class KVManager:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
         self.page_size = config.page_size
         self.num_slots = config.num_slots
         self.window = _window_group(config)
@@ -187,6 +188,18 @@ class KVManager:
         """Remove a running request's pages from the cache, because their content is not finite."""
         request.prompt_done = False
         self.cache.discard(request.cache_node)
+
+    def page_counts(self) -> dict[str, int]:
+        """Return the gauges of the pages, by their names in SchedulerStats."""
+        config, num_free, window = self._config, self.pool.num_free, self.window
+        return {
+            "num_pages": config.num_pages,
+            "num_pages_free": num_free,
+            "num_pages_cached": self.cache.num_pages,
+            "num_pages_evictable": self.cache.num_evictable,
+            "num_pages_held": config.num_pages - num_free - self.cache.num_pages,
+            "num_window_pages_used": 0 if window is None else config.num_window_pages - window.num_available,
+        }
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Raise AssertionError unless every page is exactly once free, cached or held, and likewise for slots."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.types.extras import PromptExtras, StepExtras, TokenExtras
 from jaxserve.types.output import TokenLogprobs, TokenOutput
 from jaxserve.types.request import Request
@@ -94,3 +95,18 @@ def take_prompt_outputs(request: Request, result: TokenOutput) -> None:
     if request.prompt_extras is not None:
         result.extras = request.prompt_extras.joined(request.num_prompt_tokens)
         request.prompt_extras = None
+
+
+def report_first(request: Request, result: TokenOutput, now: float, counters: Counters) -> None:
+    """Add what is sent once to the first output of a request. now: seconds"""
+    if request.is_answered:
+        return
+    result.num_cached_tokens = request.num_cached_tokens
+    take_prompt_outputs(request, result)
+    if request.first_token is None:
+        assert request.admitted is not None
+        request.first_token = now
+        result.queue_seconds = request.admitted - request.arrival
+        result.first_token_seconds = now - request.arrival
+        counters.first_tokens += 1
+        counters.first_token_seconds += result.first_token_seconds

@@ -16,24 +16,19 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections import deque
-from collections.abc import Collection, Sequence
-
-import msgspec
+from collections.abc import Collection
 
 from jaxserve.errors import InvalidValueError
 from jaxserve.kv.kv_manager import KVManager
-from jaxserve.kv.window_group import WindowGroup
 from jaxserve.scheduler.admission import NewTokenRatio, PrefillsInProgress, Room
 from jaxserve.scheduler.admitter import Admitter
 from jaxserve.scheduler.background import make_policy
-from jaxserve.scheduler.exclusions import nothing_allowed
 from jaxserve.scheduler.logprobs import (
     StepLogprobs,
     add_extras,
     ask_prompt_outputs,
     gather_prompt_logprobs,
-    take_prompt_outputs,
+    report_first,
     too_many_candidates,
 )
 from jaxserve.scheduler.preemption import Preemption
@@ -41,14 +36,15 @@ from jaxserve.scheduler.prompt_shares import PromptShares
 from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters, SchedulerStats
 from jaxserve.scheduler.step_builder import StepBuilder
-from jaxserve.scheduler.stopping import Timers, end_of, overdue
+from jaxserve.scheduler.steps_in_flight import PromptProgress, StepsInFlight
+from jaxserve.scheduler.stopping import Timers, end_of, nothing_allowed, overdue
 from jaxserve.scheduler.waiting_queue import WaitingQueue
 from jaxserve.scheduler.waiting_reasons import WaitReason
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.scheduler_config import SchedulerConfig
-from jaxserve.types.step import RowStatus, SampledTokens, ScheduledRow, SchedulerOutput
+from jaxserve.types.step import RowStatus, SampledTokens, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +61,12 @@ class Scheduler:
         self._running = RunningSet()
         self._live: dict[str, Request] = {}
         self._timers = Timers()
-        self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        self.in_flight = StepsInFlight(config.tokens_per_step)
         self._step = 0  # number of the last scheduled step
         self._last_read = 0  # number of the last step whose tokens were read
         self._ratio = NewTokenRatio(config.new_token_ratio)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
+        self._progress = PromptProgress(self.kv, self._prefills)
         self._batch_policy = make_policy(config)
         self._preemption = Preemption(
             self.kv, self._running, Room(self._ratio, self.kv), self.counters, self._preempt, config.tokens_per_step
@@ -87,7 +84,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._in_flight)
+        return bool(self._live or self.in_flight)
 
     @property
     def live_ids(self) -> Collection[str]:
@@ -185,9 +182,8 @@ class Scheduler:
 
         Returns the ids of the live requests that were in those steps.
         """
-        in_flight = [request.request_id for _, requests in self._in_flight for request in requests]
-        ids = [request_id for request_id in dict.fromkeys(in_flight) if request_id in self._live]
-        self._in_flight.clear()
+        ids = [request_id for request_id in self.in_flight.request_ids() if request_id in self._live]
+        self.in_flight.clear()
         self._last_read = self._step
         self.kv.cache.flush()
         self.kv.retire(self._step)
@@ -199,7 +195,7 @@ class Scheduler:
 
     def waits_for_read(self, now: float) -> bool:
         """Whether the step in flight must be read before the next one is scheduled. now: seconds"""
-        return bool(self._in_flight) and not self._batch_policy.runs_ahead(self._in_flight[-1][0], now)
+        return bool(self.in_flight) and not self._batch_policy.runs_ahead(self.in_flight.newest, now)
 
     # --- scheduling a step
 
@@ -251,7 +247,7 @@ class Scheduler:
     def _dispatch(self, step: StepBuilder) -> SchedulerOutput:
         output = step.build()
         self._step = step.number
-        self._in_flight.append((output, step.requests))
+        self.in_flight.add(output, step.requests)
         num_decodes, chunks = output.num_decode_rows, output.rows[output.num_decode_rows :]
         num_first = sum(row.samples and not row.embed for row in chunks)
         self.counters.count_step(output.num_tokens - num_decodes, num_decodes + num_first)
@@ -280,22 +276,6 @@ class Scheduler:
 
     # --- rows with a late token mask
 
-    def take_back(self, output: SchedulerOutput, rows: Sequence[int]) -> None:
-        """Cancel rows of the last dispatched step: they yield no token, and their last tokens are computed again."""
-        _, requests = self._in_flight[-1]
-        for i in rows:
-            output.rows[i] = msgspec.structs.replace(output.rows[i], samples=False)
-            requests[i].num_computed_tokens -= self.config.tokens_per_step
-            requests[i].num_inflight_tokens -= self.config.tokens_per_step
-
-    def rest(self, output: SchedulerOutput, resting: Collection[str]) -> None:
-        """Return the masked requests of the last step that are paused until `wake`."""
-        for row, request in zip(output.rows, self._in_flight[-1][1], strict=True):
-            if row.masked:
-                request.rests = row.request_id in resting
-                if request.rests:
-                    logger.debug("request %s waits: its token mask is being computed", request.request_id)
-
     def wake(self, request_id: str) -> None:
         """Resume a paused request: its token mask is ready."""
         if (request := self._live.get(request_id)) is not None:
@@ -305,9 +285,7 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, sampled: SampledTokens, now: float) -> list[TokenOutput]:
         """Process the tokens of the oldest step in flight. Raises ValueError for any other step."""
-        if not self._in_flight or self._in_flight[0][0] is not output:
-            raise ValueError(f"step {output.step} is not the oldest one in flight")
-        _, requests = self._in_flight.popleft()
+        requests = self.in_flight.take(output)
         self._last_read = output.step
         per_step, fine, outputs = self.config.tokens_per_step, int(RowStatus.FINE), []
         token_ids, num_valid, status = (
@@ -321,7 +299,7 @@ class Scheduler:
             if request.prompt_extras is not None and sampled.extras is not None:
                 request.prompt_extras.add(sampled.extras, i, row.start)
             if i >= first_chunk and status[i] != RowStatus.NOT_FINITE:
-                self._share_chunk(request, row)
+                self._progress.share_chunk(request, row)
             if samples := row.samples:
                 request.num_inflight_tokens -= per_step
             if request.status is RequestStatus.FINISHED:
@@ -344,20 +322,9 @@ class Scheduler:
                     result.logprobs = logprobs.of_row(i, result.token_ids, row.logprobs)
                     add_extras(result, row, i, sampled.extras)
                 outputs.append(result)
-        if self.kv.window is not None:
-            self._advance_windows(self.kv.window, output.rows, requests)
+        self._progress.advance_windows(output.rows, requests)
         self.kv.retire(output.step)
         return outputs
-
-    def _advance_windows(self, window: WindowGroup, rows: Sequence[ScheduledRow], requests: list[Request]) -> None:
-        """Free window pages that no later step of these rows can see, now that their steps have been read."""
-        running = RequestStatus.RUNNING
-        for row, request in zip(rows, requests, strict=True):
-            if request.status is running:
-                computed = request.num_computed_tokens - request.num_inflight_tokens
-                read = computed if row.samples else min(computed, row.start + row.num_tokens)
-                if read >= request.window.due:
-                    window.advance(request, read)
 
     def _accept(self, request: Request, new: list[int], now: float) -> TokenOutput:
         """Append a row's tokens and check whether they end the request."""
@@ -365,37 +332,22 @@ class Scheduler:
         output += new
         first = not request.prompt_done
         if first:
-            self._complete_prompt(request)
+            self._progress.complete_prompt(request)
         if len(output) < request.max_tokens and request.stop_token_ids.isdisjoint(new):
             result = TokenOutput(request_id=request.request_id, token_ids=new)
         else:
             result = self._end_or_go_on(request, new)
         self.counters.generation_tokens += len(result.token_ids)
         if first:
-            self._report_first(request, result, now)
+            report_first(request, result, now, self.counters)
         return result
-
-    def _share_chunk(self, request: Request, row: ScheduledRow) -> None:
-        """Allow sharing of the full pages of a prompt chunk that was read and is finite.
-
-        The request may have ended or been preempted: it holds its pages until its last step is read.
-        """
-        if row.start == request.num_read_tokens:  # otherwise a chunk before this one was not finite
-            request.num_read_tokens += row.num_tokens
-            self.kv.commit(request, request.num_read_tokens)
-            self._prefills.advance(request)
-
-    def _complete_prompt(self, request: Request) -> None:
-        """Note the first finite result since admission."""
-        request.prompt_done = True
-        self._prefills.remove(request)
 
     def _end_with_embedding(self, request: Request, row: int, sampled: SampledTokens, now: float) -> TokenOutput:
         assert sampled.embeddings is not None
-        self._complete_prompt(request)
+        self._progress.complete_prompt(request)
         output = self._finish(request, FinishReason.STOP)
         output.embedding = sampled.embeddings[row].tobytes()
-        self._report_first(request, output, now)
+        report_first(request, output, now, self.counters)
         return output
 
     def _end_or_go_on(self, request: Request, new: list[int]) -> TokenOutput:
@@ -404,19 +356,6 @@ class Scheduler:
             return TokenOutput(request_id=request.request_id, token_ids=new)
         del request.output_token_ids[len(request.output_token_ids) - len(new) + count :]
         return self._finish(request, reason, new[:count], stop_token_id)
-
-    def _report_first(self, request: Request, result: TokenOutput, now: float) -> None:
-        if request.is_answered:
-            return
-        result.num_cached_tokens = request.num_cached_tokens
-        take_prompt_outputs(request, result)
-        if request.first_token is None:
-            assert request.admitted is not None
-            request.first_token = now
-            result.queue_seconds = request.admitted - request.arrival
-            result.first_token_seconds = now - request.arrival
-            self.counters.first_tokens += 1
-            self.counters.first_token_seconds += result.first_token_seconds
 
     def _fail_row(self, request: Request, status: int) -> TokenOutput:
         if status == RowStatus.NOTHING_ALLOWED:
@@ -429,19 +368,13 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the current gauges and a copy of the counters."""
-        cache, num_free, window = self.kv.cache, self.kv.pool.num_free, self.kv.window
         num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
         return SchedulerStats(
             num_running=len(self._live) - len(self._waiting),
             num_waiting=len(self._waiting),
             num_preempted=num_preempted,
             num_waiting_tokens=self._waiting.num_tokens,
-            num_pages=self.config.num_pages,
-            num_pages_free=num_free,
-            num_pages_cached=cache.num_pages,
-            num_pages_evictable=cache.num_evictable,
-            num_pages_held=self.config.num_pages - num_free - cache.num_pages,
-            num_window_pages_used=0 if window is None else self.config.num_window_pages - window.num_available,
+            **self.kv.page_counts(),
             new_token_ratio=self._ratio.value,
             counters=copy.copy(self.counters),
         )

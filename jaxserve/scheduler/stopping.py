@@ -1,4 +1,4 @@
-"""Decides when a request ends, by its tokens or by the clock."""
+"""Decides when a request ends: by its tokens, by the clock, or because its parameters exclude every token."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import heapq
 import itertools
 from collections.abc import Iterator
 
+from jaxserve.errors import InvalidValueError
 from jaxserve.types.output import FinishReason
 from jaxserve.types.request import Request
+from jaxserve.types.sampling import SamplingParams
 
 
 def end_of(request: Request, count: int) -> tuple[int, FinishReason | None, int | None]:
@@ -57,3 +59,27 @@ class Timers:
         """Remove and return the ids whose time has come. Some of the requests may have ended before."""
         while self._heap and self._heap[0][0] <= now:
             yield heapq.heappop(self._heap)[2]
+
+
+def check_allowed(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidValueError if the single-token bad_words_token_ids exclude every token that may be sampled."""
+    banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    if params.allowed_token_ids is not None:
+        allowed = {token for token in params.allowed_token_ids if 0 <= token < vocab_size}
+        if not allowed - banned:
+            message = "allowed_token_ids leaves no token to sample" + (" beside bad_words" if allowed else "")
+            raise InvalidValueError(message, param="allowed_token_ids")
+    elif len(banned) >= vocab_size and banned.issuperset(range(vocab_size)):
+        raise InvalidValueError("bad_words leaves no token to sample", param="bad_words")
+
+
+def nothing_allowed(params: SamplingParams) -> str:
+    """Return the error message for a request whose parameters exclude every token."""
+    fields = {
+        "response_format": params.grammar is not None,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words_token_ids),
+        "logit_bias": bool(params.logit_bias),
+    }
+    causes = [name for name, given in fields.items() if given] or ["the sampling parameters"]
+    return f"no token is left to sample: {' and '.join(causes)} exclude every one"

@@ -212,7 +212,7 @@ def test_beside_online_requests_little_is_dispatched_ahead() -> None:
     dispatch = core.runner.execute
 
     def execute(output: SchedulerOutput) -> FakeStep:
-        ahead[len(steps)] = len(core.scheduler._in_flight) > 1
+        ahead[len(steps)] = len(core.scheduler.in_flight) > 1
         return dispatch(output)  # type: ignore[return-value]
 
     core.runner.execute = execute  # type: ignore[method-assign]
@@ -329,7 +329,7 @@ def test_steps_are_always_dispatched_ahead_where_lines_cost_little() -> None:
         core.add(request)
     for _ in range(10):
         core.step()
-        assert len(core.scheduler._in_flight) == 1
+        assert len(core.scheduler.in_flight) == 1
     run_all(core)
 
 

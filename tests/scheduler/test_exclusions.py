@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.errors import InvalidValueError
-from jaxserve.scheduler.exclusions import check_allowed, nothing_allowed
+from jaxserve.scheduler.stopping import check_allowed, nothing_allowed
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from tests.fakes import CountingMatcher, make_core, make_request, next_token, run_all, small_config
