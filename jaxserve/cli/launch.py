@@ -32,7 +32,7 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.link import EngineLink
 from jaxserve.config import Config, ServerSection, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
-from jaxserve.store import SqliteStore
+from jaxserve.store import Store
 from jaxserve.version import __version__
 
 DEFAULT_STORE = "~/.local/share/jaxserve"
@@ -104,7 +104,7 @@ def bind(section: ServerSection) -> Iterator[socket.socket]:
         yield listener
 
 
-def open_store(section: StoreSection) -> tuple[SqliteStore | None, str]:
+def open_store(section: StoreSection) -> tuple[Store | None, str]:
     """Open the store; return None and a message for clients if that fails.
 
     Raises ConfigError if the path was set by the operator.
@@ -112,9 +112,9 @@ def open_store(section: StoreSection) -> tuple[SqliteStore | None, str]:
     if section.path is None:
         return None, "This server runs without a store: store.path is null."
     if isinstance(section.path, Path):
-        return SqliteStore(section.path), ""
+        return Store(section.path), ""
     try:
-        return SqliteStore(Path(DEFAULT_STORE).expanduser()), ""
+        return Store(Path(DEFAULT_STORE).expanduser()), ""
     except (JaxserveError, RuntimeError, OSError, sqlite3.Error) as error:  # RuntimeError: a user without a home
         logger.warning("no files and no batches: %s; --store.path DIR gives this server its own directory", error)
         return None, "This server runs without a store: its directory cannot be used. The server's log says why."

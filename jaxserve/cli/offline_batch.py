@@ -25,7 +25,7 @@ from jaxserve.api.shared.body_cost import max_line_bytes
 from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
-from jaxserve.store import BatchLine, BatchRecord, NewBatch, SqliteStore, Validation, Validator, normalize_url
+from jaxserve.store import BatchLine, BatchRecord, NewBatch, Store, Validation, Validator, normalize_url
 from jaxserve.store.directory import FILES, TMP, remove
 from jaxserve.store.jsonl import read_lines
 
@@ -86,7 +86,7 @@ async def run_offline(
 
     If the task is cancelled, finished results are kept in the store.
     """
-    store = SqliteStore(batch.directory)
+    store = Store(batch.directory)
     try:
         runner = _runner(store, engine, config)
         await runner.start()
@@ -105,7 +105,7 @@ async def run_offline(
     return record
 
 
-def _runner(store: SqliteStore, engine: EngineProtocol, config: Config) -> BatchRunner:
+def _runner(store: Store, engine: EngineProtocol, config: Config) -> BatchRunner:
     settings = BatchSettings(
         known_model=lambda name: name in engine.info.served_names,
         ready=lambda: engine_ready(engine.check_ready),

@@ -1,7 +1,6 @@
 """The durable store: files and batches. No jax, no HTTP."""
 
 from jaxserve.store.disk import Disk
-from jaxserve.store.interface import Store, Upload
 from jaxserve.store.records import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
@@ -14,7 +13,7 @@ from jaxserve.store.records import (
     Page,
     Usage,
 )
-from jaxserve.store.sqlite_store import SqliteStore
+from jaxserve.store.store import Store, Upload
 from jaxserve.store.validation import BatchLine, Validation, Validator, normalize_url
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "LineResult",
     "NewBatch",
     "Page",
-    "SqliteStore",
     "Store",
     "Upload",
     "Usage",

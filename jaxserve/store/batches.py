@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from jaxserve.errors import ConflictError, InvalidValueError, NotFoundError, StoreDamagedError
-from jaxserve.store.files import OWNED, cursor, insert_file
+from jaxserve.store.files import OWNED, insert_file, select_page
 from jaxserve.store.integrity import DAMAGED
 from jaxserve.store.records import (
     EDGES,
@@ -23,6 +23,7 @@ from jaxserve.store.records import (
     BatchStatus,
     FileRecord,
     LineResult,
+    ListQuery,
     NewBatch,
     Page,
     Usage,
@@ -30,7 +31,7 @@ from jaxserve.store.records import (
 
 IDEMPOTENCY_SECONDS = 48 * 3600
 
-COLUMNS = """id, endpoint, input_file_id, completion_window, status, created_at, expires_at, model, output_file_id,
+_COLUMNS = """id, endpoint, input_file_id, completion_window, status, created_at, expires_at, model, output_file_id,
     error_file_id, in_progress_at, finalizing_at, completed_at, failed_at, expired_at, cancelling_at, cancelled_at,
     total, completed, failed, input_tokens, cached_tokens, output_tokens, reasoning_tokens, errors, metadata,
     output_expires_seconds, owner"""
@@ -86,27 +87,17 @@ def forget_replies(connection: sqlite3.Connection, now: int) -> None:
 def get_batch(connection: sqlite3.Connection, batch_id: str, owner: str | None = None) -> BatchRecord:
     """Return a batch. Raises NotFoundError."""
     row = connection.execute(
-        f"SELECT {COLUMNS} FROM batches WHERE id = :id AND {OWNED}", {"id": batch_id, "owner": owner}
+        f"SELECT {_COLUMNS} FROM batches WHERE id = :id AND {OWNED}", {"id": batch_id, "owner": owner}
     ).fetchone()
     if row is None:
         raise NotFoundError(f"No batch found with id '{batch_id}'.", param="batch_id")
     return _record(row)
 
 
-def list_batches(
-    connection: sqlite3.Connection, *, limit: int, after: str | None, owner: str | None
-) -> Page[BatchRecord]:
-    """List batches, newest first."""
-    where, values = ["1"], {"limit": limit + 1, "owner": owner, "cursor": None}
-    if owner is not None:
-        where.append("owner = :owner")
-    if after is not None:
-        where.append("seq < :cursor")
-        values["cursor"] = cursor(connection, "batches", after, owner)
-    rows = connection.execute(
-        f"SELECT {COLUMNS} FROM batches WHERE {' AND '.join(where)} ORDER BY seq DESC LIMIT :limit", values
-    ).fetchall()
-    return Page([_record(row) for row in rows[:limit]], has_more=len(rows) > limit)
+def list_batches(connection: sqlite3.Connection, query: ListQuery) -> Page[BatchRecord]:
+    """Return a page of batches. Raises InvalidValueError if `after` was never the id of a batch."""
+    page = select_page(connection, f"SELECT {_COLUMNS} FROM batches WHERE TRUE", query)
+    return Page([_record(row) for row in page.items], page.has_more)
 
 
 def live_batches(connection: sqlite3.Connection) -> list[str]:
@@ -220,14 +211,14 @@ def publish(
     batch_id: str,
     source: BatchStatus,
     target: BatchStatus,
-    output: FileRecord | None,
-    errors: FileRecord | None,
+    written: tuple[FileRecord | None, FileRecord | None],
     now: int,
 ) -> bool:
-    """Write the final state with its files in one transaction. Requests that never ran are counted as failed."""
+    """Write the final state with its output and error file. Requests that never ran are counted as failed."""
+    output, errors = written
     if not move(connection, batch_id, source, target, now):
         return False
-    for file in (output, errors):
+    for file in written:
         if file is not None:
             insert_file(connection, file)
     connection.execute(

@@ -1,8 +1,7 @@
 """SQL of the file table. Every function takes the connection first and runs inside a transaction or a read.
 
 A deleted or expired file is hidden at once. Its bytes are kept while an unfinished batch reads them. Its row is kept
-for
-a while, so that a client can page on from a file that it has just deleted.
+for 30 days, so that a client can page on from a file that it has deleted.
 
 owner: the API key that asks. It sees only its own files; None sees those of all keys.
 """
@@ -12,11 +11,11 @@ from __future__ import annotations
 import sqlite3
 
 from jaxserve.errors import InvalidValueError, NotFoundError
-from jaxserve.store.records import FileRecord, Page
+from jaxserve.store.records import FileRecord, ListQuery, Page
 
 TOMBSTONE_SECONDS = 30 * 24 * 3600
 
-COLUMNS = "id, purpose, filename, bytes, created_at, expires_at, owner"
+_COLUMNS = "id, purpose, filename, bytes, created_at, expires_at, owner"
 VISIBLE = "deleted_at IS NULL AND (expires_at IS NULL OR expires_at > :now)"
 OWNED = "(:owner IS NULL OR owner = :owner)"
 PINNED = """id IN (SELECT input_file_id FROM batches
@@ -25,7 +24,7 @@ PINNED = """id IN (SELECT input_file_id FROM batches
 
 def insert_file(connection: sqlite3.Connection, file: FileRecord) -> None:
     connection.execute(
-        f"INSERT INTO files ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        f"INSERT INTO files ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (file.id, file.purpose, file.filename, file.bytes, file.created_at, file.expires_at, file.owner),
     )
 
@@ -33,7 +32,7 @@ def insert_file(connection: sqlite3.Connection, file: FileRecord) -> None:
 def get_file(connection: sqlite3.Connection, file_id: str, now: int, owner: str | None) -> FileRecord:
     """Return a visible file. Raises NotFoundError."""
     row = connection.execute(
-        f"SELECT {COLUMNS} FROM files WHERE id = :id AND {VISIBLE} AND {OWNED}",
+        f"SELECT {_COLUMNS} FROM files WHERE id = :id AND {VISIBLE} AND {OWNED}",
         {"id": file_id, "now": now, "owner": owner},
     ).fetchone()
     if row is None:
@@ -41,40 +40,35 @@ def get_file(connection: sqlite3.Connection, file_id: str, now: int, owner: str 
     return FileRecord(*row)
 
 
-def list_files(
-    connection: sqlite3.Connection,
-    *,
-    purpose: str | None,
-    limit: int,
-    after: str | None,
-    ascending: bool,
-    now: int,
-    owner: str | None,
-) -> Page[FileRecord]:
+def list_files(connection: sqlite3.Connection, query: ListQuery, purpose: str | None, now: int) -> Page[FileRecord]:
     """Return a page of the visible files. Raises InvalidValueError if `after` was never the id of a file."""
-    where, order = [VISIBLE], "ASC" if ascending else "DESC"
-    if owner is not None:
-        where.append("owner = :owner")
-    if purpose is not None:
-        where.append("purpose = :purpose")
-    if after is not None:
-        where.append(f"seq {'>' if ascending else '<'} :cursor")
-    values = {"now": now, "purpose": purpose, "limit": limit + 1, "owner": owner, "cursor": None}
-    if after is not None:
-        values["cursor"] = cursor(connection, "files", after, owner)
-    rows = connection.execute(
-        f"SELECT {COLUMNS} FROM files WHERE {' AND '.join(where)} ORDER BY seq {order} LIMIT :limit", values
-    ).fetchall()
-    return Page([FileRecord(*row) for row in rows[:limit]], has_more=len(rows) > limit)
+    where = VISIBLE if purpose is None else f"{VISIBLE} AND purpose = :purpose"
+    page = select_page(connection, f"SELECT {_COLUMNS} FROM files WHERE {where}", query, now=now, purpose=purpose)
+    return Page([FileRecord(*row) for row in page.items], page.has_more)
 
 
-def cursor(connection: sqlite3.Connection, table: str, after: str, owner: str | None) -> int:
-    """Return the position of an object in its list. Raises InvalidValueError if no object ever had the id."""
+def select_page(connection: sqlite3.Connection, select: str, query: ListQuery, **values: object) -> Page[tuple]:
+    """Return a page of the rows of `select`, "SELECT ... FROM table WHERE ...", with its named values.
+
+    Raises InvalidValueError if no object of the table ever had the id `after`.
+    """
+    bound = {"limit": query.limit + 1, "owner": query.owner, **values}
+    if query.owner is not None:  # without OWNED, so that SQLite uses the index of owners
+        select += " AND owner = :owner"
+    if query.after is not None:
+        select += f" AND seq {'>' if query.ascending else '<'} :cursor"
+        bound["cursor"] = _cursor(connection, select.split(" FROM ")[1].split()[0], query)
+    order = "ASC" if query.ascending else "DESC"
+    rows = connection.execute(f"{select} ORDER BY seq {order} LIMIT :limit", bound).fetchall()
+    return Page(rows[: query.limit], has_more=len(rows) > query.limit)
+
+
+def _cursor(connection: sqlite3.Connection, table: str, query: ListQuery) -> int:
     row = connection.execute(
-        f"SELECT seq FROM {table} WHERE id = :id AND {OWNED}", {"id": after, "owner": owner}
+        f"SELECT seq FROM {table} WHERE id = :id AND {OWNED}", {"id": query.after, "owner": query.owner}
     ).fetchone()
     if row is None:
-        raise InvalidValueError(f"There is no object with id {after!r} to page from.", param="after")
+        raise InvalidValueError(f"There is no object with id {query.after!r} to page from.", param="after")
     return row[0]
 
 

@@ -1,7 +1,6 @@
-"""The plain data of the store: files, batches, the results of lines, and the legal edges between a batch's states.
+"""The plain data of the store: files, batches, results of batch requests, and the legal transitions of a batch's state.
 
-No SQL, no HTTP, no JSON: those who keep the data (sqlite_store.py) and those who show it (api/) both read this.
-Times are whole Unix seconds.
+No SQL, no HTTP, no JSON: both the store and api/ read this. Times are whole Unix seconds.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ EDGES: dict[BatchStatus, frozenset[BatchStatus]] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """Why a batch failed. `line` is the 1-based line of the input file, None where no line is to blame."""
+    """Why a batch failed. `line` is the 1-based line of the input file, None if the error is not of one line."""
 
     code: str
     message: str
@@ -67,7 +66,7 @@ class BatchError:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of successful lines."""
+    """Token counts of successful batch requests."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -85,7 +84,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What a client asked for, checked."""
+    """The validated fields of a request to create a batch."""
 
     endpoint: str
     input_file_id: str
@@ -98,7 +97,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """A batch as it stands. Each `*_at` is set once, by the edge that enters the state of that name."""
+    """A batch. Each `*_at` is set once, by the transition into the state of that name."""
 
     id: str
     endpoint: str
@@ -129,7 +128,7 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """One finished line. `payload` is its line of the output or error file, without the newline."""
+    """The result of one batch request. `payload` is its line of the output or error file, without the newline."""
 
     line: int
     succeeded: bool
@@ -137,12 +136,25 @@ class LineResult:
     usage: Usage = field(default_factory=Usage)
 
 
+@dataclass(frozen=True, slots=True)
+class ListQuery:
+    """Which part of a list to return: up to `limit` objects that follow the one with the id `after`.
+
+    owner: the API key that asks. It sees only its own objects; None sees all.
+    """
+
+    limit: int
+    after: str | None = None
+    ascending: bool = False
+    owner: str | None = None
+
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """A part of a list, in the order asked for."""
+    """A part of a list, in the requested order."""
 
     items: list[T]
     has_more: bool

@@ -18,7 +18,7 @@ from jaxserve.api.app import create_app
 from jaxserve.cli.launch import Server, http_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.store import Disk, SqliteStore
+from jaxserve.store import Disk, Store
 from tests.waiting import LAST_RESORT, until
 
 from .fakes import FakeLink, fake_engine
@@ -73,7 +73,7 @@ class LiveServer:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         self.engine = self.make_engine()
         await self.engine.start(wait=self.ready)
-        store = self.store and SqliteStore(self.store, disk=self.disk)
+        store = self.store and Store(self.store, disk=self.disk)
         app = create_app(self.engine, self.config, store=store)
         self.app = app
         server = Server(http_config(app, self.config.server, graceful_shutdown=1))

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi import checks
 
 from jaxserve.api.app import create_app
 from jaxserve.config import Config
-from jaxserve.store import SqliteStore
+from jaxserve.store import Store
 
 from .conftest import LiveServer
 from .fakes import fake_engine
@@ -36,7 +36,7 @@ KEY = {"authorization": "Bearer root"}
 def document() -> dict[str, Any]:
     """Of a server with all its routes."""
     with tempfile.TemporaryDirectory() as directory:
-        app = create_app(fake_engine(CONFIG)[0], CONFIG, store=SqliteStore(Path(directory)))
+        app = create_app(fake_engine(CONFIG)[0], CONFIG, store=Store(Path(directory)))
         return app.openapi()
 
 

@@ -27,7 +27,7 @@ HANDLERS = (
     ("/jaxserve/grammar/worker.py", "run"),
     ("/jaxserve/grammar/matcher.py", "__call__"),
     ("/jaxserve/text/template/chat_template.py", "render"),
-    ("/jaxserve/store/sqlite_store.py", ""),
+    ("/jaxserve/store/store.py", ""),
 )
 # where Python itself compiles or executes: a module that is imported late, the source line of a traceback (Jinja's, of
 # its own error, too), our own annotations at their first use; and the one text that is code by design, the

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.cli.launch import DEFAULT_STORE, open_store
 from jaxserve.config import Config, StoreSection
 from jaxserve.errors import ConfigError
-from jaxserve.store import SqliteStore
+from jaxserve.store import Store
 from tests.api.conftest import LiveServer
 
 
@@ -27,9 +27,9 @@ def test_the_default_store_cannot_be_used(home: Path, cause: str, caplog: pytest
     directory = Path(DEFAULT_STORE).expanduser()
     other = None
     if cause == "another server":
-        other = SqliteStore(directory)
+        other = Store(directory)
     elif cause == "damage":
-        asyncio.run(SqliteStore(directory).close())
+        asyncio.run(Store(directory).close())
         (directory / "store.db").write_bytes(b"x" * 10_000)
     else:
         (home / ".local").write_text("")

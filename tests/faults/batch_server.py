@@ -19,7 +19,7 @@ import orjson
 from jaxserve.api.batch.batch_request import Answered
 from jaxserve.api.batch.job import BatchSettings
 from jaxserve.api.batch.runner import BatchRunner
-from jaxserve.store import Disk, FileRecord, NewBatch, SqliteStore, Store
+from jaxserve.store import Disk, FileRecord, NewBatch, Store
 from tests.store.disks import KillingDisk
 
 ENDPOINT = "/v1/chat/completions"
@@ -57,7 +57,7 @@ class LoggingHandler:
         return Answered(400 if number % 10 == 0 else 200, orjson.dumps(expected_body(number)))
 
 
-def make_runner(store: SqliteStore, log: Path) -> BatchRunner:
+def make_runner(store: Store, log: Path) -> BatchRunner:
     settings = BatchSettings(lambda name: True, lambda: True, 2**20, tick=0.05, retry_delay=0.01)
     return BatchRunner(store, {ENDPOINT: LoggingHandler(log)}, settings, lambda lines: PLACES)
 
@@ -80,7 +80,7 @@ async def upload(store: Store, data: bytes) -> FileRecord:
 
 
 async def serve(directory: Path, disk: Disk, count: int) -> None:
-    store = SqliteStore(directory / "store", disk=disk)
+    store = Store(directory / "store", disk=disk)
     runner = make_runner(store, directory / "calls.log")
     await runner.start()
     batch_id = await ensure_batch(runner, count)

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 import pytest
 
-from jaxserve.store import BatchRecord, BatchStatus, Disk, SqliteStore
+from jaxserve.store import BatchRecord, BatchStatus, Disk, Store
 from tests.faults.batch_server import LINES, PLACES, expected_body, serve
 
 SMALL = 30  # lines of the batch whose every border is tried
@@ -57,7 +57,7 @@ class Lives:
         return asyncio.run(self._check())
 
     async def _check(self) -> BatchRecord:
-        store = SqliteStore(self.path / "store")
+        store = Store(self.path / "store")
         batches = (await store.list_batches(limit=9)).items
         assert len(batches) == 1
         batch = batches[0]
@@ -85,7 +85,7 @@ class Lives:
         assert calls.total() - self.count <= self.kills * PLACES, "lines were computed again beyond those in flight"
 
 
-async def answers(store: SqliteStore, file_id: str | None) -> dict[str, Any]:
+async def answers(store: Store, file_id: str | None) -> dict[str, Any]:
     assert file_id is not None
     _, file = await store.open_file(file_id)
     with file:

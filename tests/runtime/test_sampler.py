@@ -15,6 +15,7 @@ from jaxserve.text.watermark import token_numbers
 from jaxserve.types.extras import MAX_CANDIDATES
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams
 from jaxserve.types.step import RowStatus, SlotInit
+from jaxserve.types.threefry import threefry2x32
 from tests.runtime.slot_states import empty_state
 
 V = 200  # more than one block of the inverse CDF, and no multiple of 32 or 128
@@ -392,7 +393,7 @@ def test_threefry_equals_jax() -> None:
     with jax.threefry_partitionable(False):
         expected = jax.random.bits(jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"), (20,))
     low, high = (jnp.full(10, word, jnp.uint32) for word in key)
-    got = draw.threefry2x32(low, high, jnp.asarray(counts), jnp.asarray(counts + 10))
+    got = threefry2x32(low, high, jnp.asarray(counts), jnp.asarray(counts + 10))
     assert np.concatenate(got).tolist() == np.asarray(expected).tolist()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.store import SqliteStore
+from jaxserve.store import Store
 from tests.store.helpers import FakeClock
 
 
@@ -16,7 +16,7 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: FakeClock) -> Iterator[SqliteStore]:
-    store = SqliteStore(tmp_path / "store", clock=clock)
+def store(tmp_path: Path, clock: FakeClock) -> Iterator[Store]:
+    store = Store(tmp_path / "store", clock=clock)
     yield store
     asyncio.run(store.close())

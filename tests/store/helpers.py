@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.store import BatchRecord, FileRecord, NewBatch, SqliteStore
+from jaxserve.store import BatchRecord, FileRecord, NewBatch, Store
 
 DAY = 24 * 3600
 ENDPOINT = "/v1/chat/completions"
@@ -19,7 +19,7 @@ class FakeClock:
 
 
 async def upload(
-    store: SqliteStore, data: bytes = b"{}\n", *, purpose: str = "batch", expires: int | None = None
+    store: Store, data: bytes = b"{}\n", *, purpose: str = "batch", expires: int | None = None
 ) -> FileRecord:
     incoming = store.begin_upload()
     await incoming.write(data)
@@ -27,19 +27,19 @@ async def upload(
 
 
 async def create(
-    store: SqliteStore, file_id: str, *, key: tuple[str, bytes] | None = None, expires: int | None = None
+    store: Store, file_id: str, *, key: tuple[str, bytes] | None = None, expires: int | None = None
 ) -> tuple[bytes, BatchRecord | None]:
     new = NewBatch(ENDPOINT, file_id, "24h", DAY, {"a": "b"}, expires)
     return await store.create_batch(new, idempotency=key, reply=lambda record: record.id.encode())
 
 
-async def new_batch(store: SqliteStore, data: bytes = b"{}\n", *, expires: int | None = None) -> BatchRecord:
+async def new_batch(store: Store, data: bytes = b"{}\n", *, expires: int | None = None) -> BatchRecord:
     _, record = await create(store, (await upload(store, data)).id, expires=expires)
     assert record is not None
     return record
 
 
-async def content(store: SqliteStore, file_id: str) -> bytes:
+async def content(store: Store, file_id: str) -> bytes:
     _, file = await store.open_file(file_id)
     with file:
         return file.read()

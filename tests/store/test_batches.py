@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConflictError, InvalidValueError, NotFoundError
-from jaxserve.store import BatchError, BatchRecord, BatchStatus, LineResult, SqliteStore, Usage
+from jaxserve.store import BatchError, BatchRecord, BatchStatus, LineResult, Store, Usage
 from jaxserve.store.records import EDGES
 from tests.store.helpers import DAY, FakeClock, content, create, new_batch, upload
 
@@ -17,24 +17,24 @@ def result(line: int, succeeded: bool = True, usage: Usage = Usage()) -> LineRes
     return LineResult(line, succeeded, b'{"line":%d}' % line, usage)
 
 
-async def running(store: SqliteStore) -> BatchRecord:
+async def running(store: Store) -> BatchRecord:
     batch = await new_batch(store, INPUT)
     assert await store.start_batch(batch.id, 5, "demo")
     return await store.get_batch(batch.id)
 
 
-async def publish(store: SqliteStore, batch: BatchRecord, target: BatchStatus) -> BatchRecord | None:
+async def publish(store: Store, batch: BatchRecord, target: BatchStatus) -> BatchRecord | None:
     missing = None if target == S.COMPLETED else (lambda custom_id: b'{"missing":"%s"}' % custom_id.encode())
     return await store.publish_batch(batch, target, max_line_bytes=1000, missing_line=missing)
 
 
-def test_a_new_batch(store: SqliteStore, clock: FakeClock) -> None:
+def test_a_new_batch(store: Store, clock: FakeClock) -> None:
     batch = asyncio.run(new_batch(store))
     assert (batch.status, batch.created_at, batch.expires_at) == (S.VALIDATING, clock.now, clock.now + DAY)
     assert batch.metadata == {"a": "b"}
 
 
-def test_the_way_to_completed(store: SqliteStore, clock: FakeClock) -> None:
+def test_the_way_to_completed(store: Store, clock: FakeClock) -> None:
     async def main() -> None:
         batch = await running(store)
         clock.now += 1
@@ -58,7 +58,7 @@ def test_the_way_to_completed(store: SqliteStore, clock: FakeClock) -> None:
 
 
 @pytest.mark.parametrize("target", [S.EXPIRED, S.CANCELLED])
-def test_lines_that_never_ran_are_told(store: SqliteStore, target: BatchStatus) -> None:
+def test_lines_that_never_ran_are_told(store: Store, target: BatchStatus) -> None:
     async def main() -> None:
         batch = await running(store)
         await store.add_results(batch.id, [result(2), result(4, succeeded=False)])
@@ -74,7 +74,7 @@ def test_lines_that_never_ran_are_told(store: SqliteStore, target: BatchStatus) 
     asyncio.run(main())
 
 
-def test_no_file_without_a_line(store: SqliteStore, tmp_path: Path) -> None:
+def test_no_file_without_a_line(store: Store, tmp_path: Path) -> None:
     async def main() -> None:
         batch = await running(store)
         await store.add_results(batch.id, [result(line) for line in range(1, 6)])
@@ -86,7 +86,7 @@ def test_no_file_without_a_line(store: SqliteStore, tmp_path: Path) -> None:
     assert len(list((tmp_path / "store" / "files").iterdir())) == 2
 
 
-def test_output_expires_as_asked(store: SqliteStore, clock: FakeClock) -> None:
+def test_output_expires_as_asked(store: Store, clock: FakeClock) -> None:
     async def main() -> None:
         batch = await new_batch(store, INPUT, expires=3600)
         await store.start_batch(batch.id, 5, None)
@@ -98,7 +98,7 @@ def test_output_expires_as_asked(store: SqliteStore, clock: FakeClock) -> None:
     asyncio.run(main())
 
 
-def test_a_failed_batch_keeps_its_errors(store: SqliteStore) -> None:
+def test_a_failed_batch_keeps_its_errors(store: Store) -> None:
     async def main() -> None:
         batch = await new_batch(store)
         errors = (BatchError("a", "b", "c", 7), BatchError("d", "e"))
@@ -110,7 +110,7 @@ def test_a_failed_batch_keeps_its_errors(store: SqliteStore) -> None:
     asyncio.run(main())
 
 
-def test_an_edge_is_taken_once_and_only_from_its_state(store: SqliteStore, clock: FakeClock) -> None:
+def test_an_edge_is_taken_once_and_only_from_its_state(store: Store, clock: FakeClock) -> None:
     async def main() -> None:
         batch = await running(store)
         clock.now += 5
@@ -127,7 +127,7 @@ def test_an_edge_is_taken_once_and_only_from_its_state(store: SqliteStore, clock
     asyncio.run(main())
 
 
-def test_results_after_the_end_change_nothing(store: SqliteStore) -> None:
+def test_results_after_the_end_change_nothing(store: Store) -> None:
     async def main() -> None:
         batch = await running(store)
         done = await publish(store, batch, S.EXPIRED)
@@ -138,7 +138,7 @@ def test_results_after_the_end_change_nothing(store: SqliteStore) -> None:
     asyncio.run(main())
 
 
-def test_cancel(store: SqliteStore, clock: FakeClock) -> None:
+def test_cancel(store: Store, clock: FakeClock) -> None:
     async def main() -> None:
         batch = await running(store)
         first = await store.cancel_batch(batch.id)
@@ -157,7 +157,7 @@ def test_cancel(store: SqliteStore, clock: FakeClock) -> None:
     asyncio.run(main())
 
 
-def test_a_cancel_that_meets_finalizing_wins_or_loses_whole(store: SqliteStore, tmp_path: Path) -> None:
+def test_a_cancel_that_meets_finalizing_wins_or_loses_whole(store: Store, tmp_path: Path) -> None:
     async def main() -> None:
         batch = await running(store)
         await store.add_results(batch.id, [result(line) for line in range(1, 6)])
@@ -176,7 +176,7 @@ def test_a_cancel_that_meets_finalizing_wins_or_loses_whole(store: SqliteStore, 
     asyncio.run(main())
 
 
-def test_only_legal_edges_under_1000_random_interleavings(store: SqliteStore) -> None:
+def test_only_legal_edges_under_1000_random_interleavings(store: Store) -> None:
     """Workers and clients race for one batch, over and over; every state seen follows legally from the one before."""
     rng = random.Random(0)
 
@@ -221,7 +221,7 @@ def reachable(source: BatchStatus, target: BatchStatus) -> bool:
     return any(step == target or reachable(step, target) for step in EDGES[source])
 
 
-def test_idempotency_keys(store: SqliteStore, clock: FakeClock) -> None:
+def test_idempotency_keys(store: Store, clock: FakeClock) -> None:
     async def main() -> None:
         file = await upload(store)
         answers = await asyncio.gather(*(create(store, file.id, key=("key", b"same")) for _ in range(50)))
@@ -239,7 +239,7 @@ def test_idempotency_keys(store: SqliteStore, clock: FakeClock) -> None:
     asyncio.run(main())
 
 
-def test_a_refused_request_does_not_use_its_key_up(store: SqliteStore) -> None:
+def test_a_refused_request_does_not_use_its_key_up(store: Store) -> None:
     async def main() -> None:
         with pytest.raises(InvalidValueError):
             await create(store, "file-none", key=("key", b"1"))
@@ -248,7 +248,7 @@ def test_a_refused_request_does_not_use_its_key_up(store: SqliteStore) -> None:
     asyncio.run(main())
 
 
-def test_pages_neither_skip_nor_repeat_while_batches_are_made(store: SqliteStore) -> None:
+def test_pages_neither_skip_nor_repeat_while_batches_are_made(store: Store) -> None:
     async def main() -> None:
         file = await upload(store)
         made = [(await create(store, file.id))[0].decode() for _ in range(25)]
@@ -264,7 +264,7 @@ def test_pages_neither_skip_nor_repeat_while_batches_are_made(store: SqliteStore
     asyncio.run(main())
 
 
-def test_published_results_are_swept(store: SqliteStore) -> None:
+def test_published_results_are_swept(store: Store) -> None:
     async def main() -> None:
         kept, ended = await running(store), await running(store)
         for batch in (kept, ended):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.store import SqliteStore
+from jaxserve.store import Store
 from jaxserve.store.directory import MARK, remove
 from tests.store.helpers import content, upload
 
@@ -26,7 +26,7 @@ def plant(directory: Path, *names: str) -> dict[str, bytes | None]:
 
 
 def open_and_close(directory: Path) -> None:
-    asyncio.run(SqliteStore(directory).close())
+    asyncio.run(Store(directory).close())
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def open_and_close(directory: Path) -> None:
 def test_a_directory_of_somebody_else_is_refused_and_untouched(tmp_path: Path, names: tuple[str, ...]) -> None:
     before = plant(tmp_path, *names)
     with pytest.raises(ConfigError, match="not empty and is no store") as error:
-        SqliteStore(tmp_path)
+        Store(tmp_path)
     assert error.value.fix
     assert tree(tmp_path) == before
 
@@ -57,7 +57,7 @@ def test_somebody_elses_database_is_refused_and_untouched(tmp_path: Path) -> Non
     plant(tmp_path, "files/song.mp3")
     before = tree(tmp_path)
     with pytest.raises(ConfigError, match="no store"):
-        SqliteStore(tmp_path)
+        Store(tmp_path)
     assert tree(tmp_path) == before
     connection.close()
 
@@ -80,13 +80,13 @@ def test_what_others_put_into_a_store_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_store_of_before_the_mark_is_known_by_its_database(tmp_path: Path, marked: bool) -> None:
-    store = SqliteStore(tmp_path)
+    store = Store(tmp_path)
     file = asyncio.run(upload(store))
     asyncio.run(store.close())
     if not marked:
         (tmp_path / MARK).unlink()
     plant(tmp_path, "stderr.txt", "files/notes.txt")
-    store = SqliteStore(tmp_path)
+    store = Store(tmp_path)
     assert asyncio.run(content(store, file.id)) == b"{}\n"
     asyncio.run(store.close())
     assert (tmp_path / MARK).read_text() == "1\n"
@@ -109,12 +109,12 @@ def test_a_mark_of_another_version_is_refused(tmp_path: Path, version: str) -> N
     open_and_close(tmp_path)
     (tmp_path / MARK).write_text(version)
     with pytest.raises(ConfigError, match="has version") as error:
-        SqliteStore(tmp_path)
+        Store(tmp_path)
     assert len(str(error.value)) < 500
 
 
 def test_a_store_can_be_removed(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "store")
+    store = Store(tmp_path / "store")
     asyncio.run(upload(store))
     asyncio.run(store.close())
     remove(tmp_path / "store")

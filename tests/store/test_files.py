@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import InvalidValueError, NotFoundError
-from jaxserve.store import SqliteStore
+from jaxserve.store import Store
 from tests.store.helpers import DAY, FakeClock, content, create, new_batch, upload
 
 
@@ -12,7 +12,7 @@ def bytes_on_disk(tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "store" / "files").iterdir()}
 
 
-def test_a_file_is_what_was_sent(store: SqliteStore, clock: FakeClock) -> None:
+def test_a_file_is_what_was_sent(store: Store, clock: FakeClock) -> None:
     async def main() -> None:
         incoming = store.begin_upload()
         for _ in range(40):
@@ -25,7 +25,7 @@ def test_a_file_is_what_was_sent(store: SqliteStore, clock: FakeClock) -> None:
     asyncio.run(main())
 
 
-def test_nothing_is_listed_before_the_end_of_an_upload(store: SqliteStore, tmp_path: Path) -> None:
+def test_nothing_is_listed_before_the_end_of_an_upload(store: Store, tmp_path: Path) -> None:
     async def main() -> None:
         incoming = store.begin_upload()
         await incoming.write(b"x" * 2**21)
@@ -37,7 +37,7 @@ def test_nothing_is_listed_before_the_end_of_an_upload(store: SqliteStore, tmp_p
     asyncio.run(main())
 
 
-def test_a_deleted_file_is_gone(store: SqliteStore, tmp_path: Path) -> None:
+def test_a_deleted_file_is_gone(store: Store, tmp_path: Path) -> None:
     async def main() -> None:
         file = await upload(store, b"abc")
         _, opened = await store.open_file(file.id)
@@ -53,14 +53,12 @@ def test_a_deleted_file_is_gone(store: SqliteStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file_id", ["../store.db", "..", "", "file-x/../../lock", "\0", "%2e%2e"])
-def test_an_id_is_never_a_path(store: SqliteStore, file_id: str) -> None:
+def test_an_id_is_never_a_path(store: Store, file_id: str) -> None:
     with pytest.raises(NotFoundError):
         asyncio.run(store.open_file(file_id))
 
 
-def test_an_expired_file_is_hidden_at_once_and_swept_later(
-    store: SqliteStore, clock: FakeClock, tmp_path: Path
-) -> None:
+def test_an_expired_file_is_hidden_at_once_and_swept_later(store: Store, clock: FakeClock, tmp_path: Path) -> None:
     async def main() -> None:
         file = await upload(store, expires=3600)
         kept = await upload(store)
@@ -79,7 +77,7 @@ def test_an_expired_file_is_hidden_at_once_and_swept_later(
 
 @pytest.mark.parametrize("expires", [None, 3600])
 def test_the_input_of_a_live_batch_stays_readable(
-    store: SqliteStore, clock: FakeClock, tmp_path: Path, expires: int | None
+    store: Store, clock: FakeClock, tmp_path: Path, expires: int | None
 ) -> None:
     async def main() -> None:
         file = await upload(store, b"abc", expires=expires)
@@ -99,7 +97,7 @@ def test_the_input_of_a_live_batch_stays_readable(
     asyncio.run(main())
 
 
-def test_pages(store: SqliteStore) -> None:
+def test_pages(store: Store) -> None:
     async def main() -> None:
         ids = [(await upload(store, purpose="batch" if i % 2 else "user_data")).id for i in range(7)]
         page = await store.list_files(limit=3)
@@ -115,7 +113,7 @@ def test_pages(store: SqliteStore) -> None:
     asyncio.run(main())
 
 
-def test_paging_goes_on_from_a_file_that_was_deleted(store: SqliteStore) -> None:
+def test_paging_goes_on_from_a_file_that_was_deleted(store: Store) -> None:
     async def main() -> None:
         ids = [(await upload(store)).id for _ in range(5)]
         await store.delete_file(ids[2])
@@ -126,7 +124,7 @@ def test_paging_goes_on_from_a_file_that_was_deleted(store: SqliteStore) -> None
     asyncio.run(main())
 
 
-def test_rows_of_deleted_files_are_forgotten_in_the_end(store: SqliteStore, clock: FakeClock) -> None:
+def test_rows_of_deleted_files_are_forgotten_in_the_end(store: Store, clock: FakeClock) -> None:
     async def main() -> None:
         file = await upload(store)
         await store.delete_file(file.id)
@@ -138,7 +136,7 @@ def test_rows_of_deleted_files_are_forgotten_in_the_end(store: SqliteStore, cloc
     asyncio.run(main())
 
 
-def test_a_batch_takes_only_a_batch_file_that_is_there(store: SqliteStore) -> None:
+def test_a_batch_takes_only_a_batch_file_that_is_there(store: Store) -> None:
     async def main() -> None:
         other = await upload(store, purpose="user_data")
         gone = await upload(store)

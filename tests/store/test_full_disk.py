@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConfigError, DiskFullError, StorageError
-from jaxserve.store import Disk, SqliteStore
+from jaxserve.store import Disk, Store
 from jaxserve.store.database import LOG_PAGES, PAGE_BYTES, Database
 from tests.store.disks import FailingDisk
 from tests.store.helpers import new_batch
@@ -115,14 +115,14 @@ def test_no_room_to_start(tiny_disk: Path) -> None:
     (tiny_disk / "store").mkdir()
     fill(tiny_disk, but=2**14)
     with pytest.raises(ConfigError) as error:
-        SqliteStore(tiny_disk / "store")
+        Store(tiny_disk / "store")
     assert error.value.fix == "make room on its disk"
 
 
 def test_the_condition_and_its_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     disk = FailingDisk()
-    store = SqliteStore(tmp_path / "store", disk=disk)
+    store = Store(tmp_path / "store", disk=disk)
 
     async def main() -> None:
         batch_id = (await new_batch(store)).id

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError, InvalidValueError, NotFoundError
-from jaxserve.store import FileRecord, NewBatch, SqliteStore, files
+from jaxserve.store import FileRecord, NewBatch, Store, files
 from jaxserve.store.database import SCHEMA_VERSION
 from tests.store.disks import FailingDisk
 from tests.store.helpers import DAY, ENDPOINT
@@ -85,19 +85,19 @@ CREATE TABLE idempotency (
 """
 
 
-async def upload(store: SqliteStore, owner: str) -> FileRecord:
+async def upload(store: Store, owner: str) -> FileRecord:
     incoming = store.begin_upload()
     await incoming.write(b"{}\n")
     return await incoming.finish(filename="in.jsonl", purpose="batch", expires_seconds=None, owner=owner)
 
 
-async def create(store: SqliteStore, file_id: str, owner: str, key: tuple[str, bytes] | None = None) -> bytes:
+async def create(store: Store, file_id: str, owner: str, key: tuple[str, bytes] | None = None) -> bytes:
     new = NewBatch(ENDPOINT, file_id, "24h", DAY, owner=owner)
     answer, _ = await store.create_batch(new, idempotency=key, reply=lambda record: record.id.encode())
     return answer
 
 
-def test_what_belongs_to_another_is_not_there(store: SqliteStore) -> None:
+def test_what_belongs_to_another_is_not_there(store: Store) -> None:
     async def main() -> None:
         file = await upload(store, "a")
         batch_id = (await create(store, file.id, "a")).decode()
@@ -124,7 +124,7 @@ def test_what_belongs_to_another_is_not_there(store: SqliteStore) -> None:
     asyncio.run(main())
 
 
-def test_bytes_go_first_on_a_full_disk_but_only_the_owners(store: SqliteStore) -> None:
+def test_bytes_go_first_on_a_full_disk_but_only_the_owners(store: Store) -> None:
     async def main() -> None:
         file = await upload(store, "a")
         for owner, expected in (("a", True), (None, True), ("b", False), ("", False)):
@@ -134,7 +134,7 @@ def test_bytes_go_first_on_a_full_disk_but_only_the_owners(store: SqliteStore) -
 
 
 @pytest.mark.parametrize("kind", ["files", "batches"])
-def test_pages_of_an_owner(store: SqliteStore, kind: str) -> None:
+def test_pages_of_an_owner(store: Store, kind: str) -> None:
     async def main() -> None:
         made: dict[str, list[str]] = {"a": [], "b": [], "": []}
         listing = store.list_files if kind == "files" else store.list_batches
@@ -158,7 +158,7 @@ def test_pages_of_an_owner(store: SqliteStore, kind: str) -> None:
     asyncio.run(main())
 
 
-def test_a_list_of_an_owner_reads_its_own_rows_only(store: SqliteStore) -> None:
+def test_a_list_of_an_owner_reads_its_own_rows_only(store: Store) -> None:
     connection = store._database.connect_reader()
     for table in ("files", "batches"):
         for more in ("", " AND seq < 5"):
@@ -168,7 +168,7 @@ def test_a_list_of_an_owner_reads_its_own_rows_only(store: SqliteStore) -> None:
     connection.close()
 
 
-def test_an_idempotency_key_is_its_owners(store: SqliteStore) -> None:
+def test_an_idempotency_key_is_its_owners(store: Store) -> None:
     async def main() -> None:
         answers = {}
         for owner in ("a", "b", ""):
@@ -215,7 +215,7 @@ def shape(path: Path) -> dict[str, Any]:
 
 def test_a_database_from_before_belongs_to_the_default_key(tmp_path: Path) -> None:
     old_database(tmp_path / "old")
-    store = SqliteStore(tmp_path / "old")
+    store = Store(tmp_path / "old")
 
     async def main() -> None:
         for owner in ("", None):
@@ -227,9 +227,9 @@ def test_a_database_from_before_belongs_to_the_default_key(tmp_path: Path) -> No
         await store.close()
 
     asyncio.run(main())
-    again = SqliteStore(tmp_path / "old")
+    again = Store(tmp_path / "old")
     asyncio.run(again.close())
-    asyncio.run(SqliteStore(tmp_path / "new").close())
+    asyncio.run(Store(tmp_path / "new").close())
     assert shape(tmp_path / "old" / "store.db") == shape(tmp_path / "new" / "store.db")
 
 
@@ -239,9 +239,9 @@ def test_a_migration_that_fails_changes_nothing(tmp_path: Path) -> None:
     disk = FailingDisk()
     disk.failing.add("commit")
     with pytest.raises((ConfigError, OSError)):
-        SqliteStore(tmp_path / "old", disk=disk)
+        Store(tmp_path / "old", disk=disk)
     assert shape(tmp_path / "old" / "store.db") == before
-    asyncio.run(SqliteStore(tmp_path / "old").close())
+    asyncio.run(Store(tmp_path / "old").close())
     connection = sqlite3.connect(tmp_path / "old" / "store.db")
     assert connection.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION
     connection.close()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.runtime.sampling.vocab import WHOLE, Vocab, first_above
+from jaxserve.types.threefry import threefry2x32
 
 LANES = 128  # sums of the first level of the inverse CDF
 _ONE_BITS = 0x3F800000  # bits of float32 1.0; positive floats are ordered as their bits are
@@ -142,21 +143,3 @@ def random_uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     """Return one float32 in (0, 1) per row, [R], from its seed, uint32 [R, 2], and its position, int32 [R]."""
     bits, _ = threefry2x32(seed[:, 0], seed[:, 1], position.astype(jnp.uint32), jnp.zeros_like(seed[:, 0]))
     return ((bits >> 8).astype(jnp.float32) + 0.5) * np.float32(2**-24)
-
-
-def threefry2x32(key0: jax.Array, key1: jax.Array, count0: jax.Array, count1: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute Threefry-2x32 with 20 rounds: uint32 arrays [...] of equal shape -> two uint32 [...].
-
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011. Implemented here so that a seed's numbers do
-    not depend on JAX's version or configuration.
-    """
-    keys = (key0, key1, key0 ^ key1 ^ np.uint32(0x1BD11BDA))
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    x0, x1 = count0 + keys[0], count1 + keys[1]
-    for group in range(5):
-        for rotation in rotations[group % 2]:
-            x0 = x0 + x1
-            x1 = ((x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))) ^ x0
-        x0 = x0 + keys[(group + 1) % 3]
-        x1 = x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return x0, x1

@@ -17,7 +17,7 @@ import orjson
 from jaxserve.api.batch.batch_request import Answered
 from jaxserve.api.batch.job import BatchSettings
 from jaxserve.api.batch.runner import BatchRunner
-from jaxserve.store import BatchRecord, Disk, NewBatch, SqliteStore
+from jaxserve.store import BatchRecord, Disk, NewBatch, Store
 
 ENDPOINT = "/v1/chat/completions"
 DAY = 24 * 3600
@@ -93,8 +93,8 @@ class Bench:
     ready: bool = True
     max_running: int = 8
 
-    def open(self) -> SqliteStore:
-        return SqliteStore(self.path / "store", disk=self.disk, clock=lambda: self.now)
+    def open(self) -> Store:
+        return Store(self.path / "store", disk=self.disk, clock=lambda: self.now)
 
     def settings(self) -> BatchSettings:
         return BatchSettings(

@@ -1,13 +1,13 @@
 """The store of one server: a directory with a SQLite database and the bytes of files beside it.
 
-    jaxserve-store the mark: this directory is a store, of this version
+    jaxserve-store marks the directory as a store and holds its version
     lock           held while a server runs
-    store.db       files, batches, results of lines, lease, idempotency keys
+    store.db       files, batches, results of batch requests, lease, idempotency keys
     files/<id>     bytes; written once, never changed
-    tmp/           files on their way; removed at start
+    tmp/           unfinished files; removed at start
 
-Opening recovers: bytes without a row and rows without bytes, which a crash between the two can leave, are removed.
-Files that the store did not make are left alone.
+A crash can leave bytes without a row or a row without bytes. Opening the store removes both. Files that the store did
+not make are left alone. No code outside this folder uses SQL.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from jaxserve.store.records import (
     BatchStatus,
     FileRecord,
     LineResult,
+    ListQuery,
     NewBatch,
     Page,
 )
@@ -44,8 +45,18 @@ from jaxserve.store.records import (
 SWEEP_ROWS = 2000  # results removed in one transaction, so that no write waits long
 
 
-class SqliteStore:
-    """Implements `Store`. `clock` returns Unix seconds. Raises ConfigError if the directory cannot be used."""
+class Store:
+    """Files and batches.
+
+    A write is durable when it returns, and has changed nothing if it raises StorageError. Lists are in order of
+    creation. They neither skip nor repeat an object while others are added or deleted.
+
+    owner: the API key that asks, "" for the default key. It sees only its own objects; None sees all.
+    clock: returns Unix seconds
+
+    Raises NotFoundError for unknown ids, StorageError if the disk refuses, StoreDamagedError if stored data is damaged;
+    after that nothing is written. The constructor raises ConfigError if the directory cannot be used.
+    """
 
     def __init__(self, directory: Path, *, disk: Disk | None = None, clock: Callable[[], float] = time.time) -> None:
         self.disk = disk or Disk()
@@ -75,6 +86,7 @@ class SqliteStore:
 
     @property
     def condition(self) -> StoreCondition:
+        """Return whether the store can be written, as of the latest write."""
         return self._database.condition.now
 
     def now(self) -> int:
@@ -92,15 +104,18 @@ class SqliteStore:
 
     # files
 
-    def begin_upload(self) -> SqliteUpload:
-        return SqliteUpload(self, self._new_file(secrets.token_hex(12)))
+    def begin_upload(self) -> Upload:
+        return Upload(self, self._new_file(secrets.token_hex(12)))
 
     def _new_file(self, name: str) -> PendingFile:
         return PendingFile(self.disk, self._tmp / secrets.token_hex(12), self._files / f"file-{name}")
 
     def _output_file(self, batch_id: str, kind: str) -> PendingFile:
-        """The same name in every attempt of one server's life, so that attempts on a full disk do not pile up; another
-        one in the next life, so that a server that lost its lease cannot touch its successor's output."""
+        """Return a pending output file whose name depends on the batch, the kind and this server process.
+
+        Repeated attempts on a full disk reuse the name and do not pile up. Another server process uses another name, so
+        a server that lost its lease cannot change the output of its successor.
+        """
         name = f"{batch_id}:{kind}:{self._database.epoch}"
         return self._new_file(blake2b(name.encode(), digest_size=12).hexdigest())
 
@@ -120,15 +135,8 @@ class SqliteStore:
         owner: str | None = None,
     ) -> Page[FileRecord]:
         """Return a page of files of one purpose, or of all."""
-        return await self._database.read(
-            files.list_files,
-            purpose=purpose,
-            limit=limit,
-            after=after,
-            ascending=ascending,
-            now=self.now(),
-            owner=owner,
-        )
+        query = ListQuery(limit, after, ascending, owner)
+        return await self._database.read(files.list_files, query, purpose, self.now())
 
     async def delete_file(self, file_id: str, *, owner: str | None = None) -> None:
         """Hide a file and remove its bytes. Raises NotFoundError and StorageError."""
@@ -143,7 +151,10 @@ class SqliteStore:
         await self._remove_bytes()
 
     async def open_file(self, file_id: str, *, owner: str | None = None) -> tuple[FileRecord, BinaryIO]:
-        """Return the file and its open bytes. Raises NotFoundError and StorageError."""
+        """Return the file and its bytes, which stay readable if it is deleted meanwhile. The caller closes them.
+
+        Raises NotFoundError and StorageError.
+        """
         record = await self.get_file(file_id, owner=owner)
         try:
             return record, open(self._files / record.id, "rb")
@@ -157,6 +168,11 @@ class SqliteStore:
     async def create_batch(
         self, new: NewBatch, *, idempotency: tuple[str, bytes] | None, reply: Callable[[BatchRecord], bytes]
     ) -> tuple[bytes, BatchRecord | None]:
+        """Create a batch of `new.owner` and keep `reply(record)` as the answer to its calls with one idempotency key.
+
+        idempotency: the client's key and a digest of its request
+        Returns the answer, and the record unless the answer is an earlier call's.
+        """
         batch_id = f"batch_{secrets.token_hex(12)}"
         return await self._database.write(_create_batch, batch_id, new, idempotency, reply, self.now())
 
@@ -166,15 +182,18 @@ class SqliteStore:
     async def list_batches(
         self, *, limit: int, after: str | None = None, owner: str | None = None
     ) -> Page[BatchRecord]:
-        return await self._database.read(batches.list_batches, limit=limit, after=after, owner=owner)
+        return await self._database.read(batches.list_batches, ListQuery(limit, after, owner=owner))
 
     async def cancel_batch(self, batch_id: str, *, owner: str | None = None) -> BatchRecord:
         return await self._database.write(batches.cancel, batch_id, self.now(), owner)
+
+    # batches, as the batch runner uses them; False or None means that the batch has left the expected state
 
     async def live_batches(self) -> list[str]:
         return await self._database.read(batches.live_batches)
 
     def input_path(self, batch: BatchRecord) -> Path:
+        """Return the path of the input file, readable until the batch has ended even if its owner deleted it."""
         return self._files / batch.input_file_id
 
     async def start_batch(self, batch_id: str, total: int, model: str | None) -> bool:
@@ -200,7 +219,7 @@ class SqliteStore:
         max_line_bytes: int,
         missing_line: MissingLine | None,
     ) -> BatchRecord | None:
-        """Write the output files and the final state; return None if the batch has left the expected state."""
+        """Write the output files and the final state, all or nothing."""
         published = await asyncio.to_thread(self._publish, batch, target, max_line_bytes, missing_line)
         return await self.get_batch(batch.id) if published else None
 
@@ -213,12 +232,12 @@ class SqliteStore:
         published = False
         try:
             self._write_output(output, batch, max_line_bytes, missing_line)
-            records = (
+            written = (
                 self._output_record(batch, output.output, "output"),
                 self._output_record(batch, output.errors, "error"),
             )
             published = self._database.write_blocking(
-                batches.publish, batch.id, batch.status, target, *records, self.now()
+                batches.publish, batch.id, batch.status, target, written, self.now()
             )
         finally:
             if not published:
@@ -228,7 +247,7 @@ class SqliteStore:
     def _write_output(
         self, output: OutputFiles, batch: BatchRecord, max_line_bytes: int, missing_line: MissingLine | None
     ) -> None:
-        missing = missing_line if batch.in_progress_at else None  # cancelled before its lines were checked
+        missing = missing_line if batch.in_progress_at else None  # otherwise cancelled before its input was checked
         with self._database.scan() as connection:
             write_results(output, connection, batch.id, self.input_path(batch), max_line_bytes, missing)
             output.publish()
@@ -271,15 +290,16 @@ class SqliteStore:
         self._lock.release()
 
 
-class SqliteUpload:
-    """Implements `Upload`: bytes go to tmp/, then to files/, then a row makes them a file."""
+class Upload:
+    """A file being written. Bytes go to tmp/, then to files/; it is invisible until `finish` inserts its row."""
 
-    def __init__(self, store: SqliteStore, file: PendingFile) -> None:
+    def __init__(self, store: Store, file: PendingFile) -> None:
         self._store = store
         self._file = file
 
     @property
     def size(self) -> int:
+        """Return the number of bytes so far."""
         return self._file.size
 
     async def write(self, data: bytes) -> None:
@@ -294,6 +314,7 @@ class SqliteUpload:
         return record
 
     async def discard(self) -> None:
+        """Drop the upload. May be called at any time except after a successful `finish`."""
         await asyncio.to_thread(self._file.discard, published=True)
 
 

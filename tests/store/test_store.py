@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConfigError, StorageError
-from jaxserve.store import BatchStatus, LineResult, SqliteStore
+from jaxserve.store import BatchStatus, LineResult, Store
 from jaxserve.store.database import LeaseLostError
 from tests.store.disks import FailingDisk
 from tests.store.helpers import content, new_batch, upload
@@ -19,9 +19,9 @@ from tests.store.helpers import content, new_batch, upload
 FULL = "The server's disk is full."
 
 
-def reopen(store: SqliteStore, tmp_path: Path) -> SqliteStore:
+def reopen(store: Store, tmp_path: Path) -> Store:
     asyncio.run(store.close())
-    return SqliteStore(tmp_path / "store")
+    return Store(tmp_path / "store")
 
 
 def integrity(tmp_path: Path) -> str:
@@ -38,8 +38,8 @@ def disk() -> FailingDisk:
 
 
 @pytest.fixture
-def failing(tmp_path: Path, disk: FailingDisk) -> Iterator[SqliteStore]:
-    store = SqliteStore(tmp_path / "store", disk=disk)
+def failing(tmp_path: Path, disk: FailingDisk) -> Iterator[Store]:
+    store = Store(tmp_path / "store", disk=disk)
     yield store
     disk.failing.clear()
     asyncio.run(store.close())
@@ -47,7 +47,7 @@ def failing(tmp_path: Path, disk: FailingDisk) -> Iterator[SqliteStore]:
 
 
 def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "store")
+    store = Store(tmp_path / "store")
     batch = asyncio.run(new_batch(store, b"abc"))
     store = reopen(store, tmp_path)
     assert asyncio.run(store.get_batch(batch.id)) == batch
@@ -57,7 +57,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "store")
+    store = Store(tmp_path / "store")
     kept, lost = asyncio.run(upload(store)), asyncio.run(upload(store))
     (tmp_path / "store" / "files" / f"file-{'0' * 24}").write_bytes(b"x")
     (tmp_path / "store" / "tmp" / ("0" * 24)).write_bytes(b"x")
@@ -71,30 +71,30 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
 
 def test_a_second_server_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from jaxserve.store import SqliteStore;"
-        "SqliteStore(Path(sys.argv[1])); print('open', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from jaxserve.store import Store;"
+        "Store(Path(sys.argv[1])); print('open', flush=True); time.sleep(60)"
     )
     first = subprocess.Popen([sys.executable, "-c", code, tmp_path / "store"], stdout=subprocess.PIPE)
     assert first.stdout is not None
     try:
         assert first.stdout.readline() == b"open\n"
         with pytest.raises(ConfigError, match=f"pid {first.pid}") as error:
-            SqliteStore(tmp_path / "store")
+            Store(tmp_path / "store")
         assert error.value.fix
     finally:
         first.kill()
         first.wait()
         first.stdout.close()
-    asyncio.run(SqliteStore(tmp_path / "store").close())
+    asyncio.run(Store(tmp_path / "store").close())
 
 
 def test_a_server_whose_lease_was_taken_cannot_write(tmp_path: Path) -> None:
     """The lock file is lost (a clean-up script): the epoch in the database still keeps the old server out."""
-    old = SqliteStore(tmp_path / "store")
+    old = Store(tmp_path / "store")
     batch = asyncio.run(new_batch(old, b"{}"))
     asyncio.run(old.start_batch(batch.id, 1, None))
     (tmp_path / "store" / "lock").unlink()
-    new = SqliteStore(tmp_path / "store")
+    new = Store(tmp_path / "store")
 
     async def main() -> None:
         running = await old.get_batch(batch.id)
@@ -121,29 +121,29 @@ def test_a_server_whose_lease_was_taken_cannot_write(tmp_path: Path) -> None:
 
 
 def test_a_store_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    asyncio.run(SqliteStore(tmp_path / "store").close())
+    asyncio.run(Store(tmp_path / "store").close())
     connection = sqlite3.connect(tmp_path / "store" / "store.db")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
     for _ in range(2):  # the lock is given back
         with pytest.raises(ConfigError, match="version 99"):
-            SqliteStore(tmp_path / "store")
+            Store(tmp_path / "store")
 
 
 def test_a_damaged_database_is_refused(tmp_path: Path) -> None:
-    asyncio.run(SqliteStore(tmp_path / "store").close())
+    asyncio.run(Store(tmp_path / "store").close())
     (tmp_path / "store" / "store.db").write_bytes(b"not a database" * 1000)
     with pytest.raises(ConfigError, match="cannot be opened"):
-        SqliteStore(tmp_path / "store")
+        Store(tmp_path / "store")
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store").write_bytes(b"")
     with pytest.raises(ConfigError, match="cannot be used"):
-        SqliteStore(tmp_path / "store")
+        Store(tmp_path / "store")
 
 
-async def _discarding_upload(store: SqliteStore) -> None:
+async def _discarding_upload(store: Store) -> None:
     incoming = store.begin_upload()
     try:
         await incoming.write(b"x" * 2**21)
@@ -154,9 +154,7 @@ async def _discarding_upload(store: SqliteStore) -> None:
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "fsync", "rename", "sync_directory", "commit"])
-def test_an_upload_that_fails_leaves_nothing(
-    failing: SqliteStore, disk: FailingDisk, operation: str, tmp_path: Path
-) -> None:
+def test_an_upload_that_fails_leaves_nothing(failing: Store, disk: FailingDisk, operation: str, tmp_path: Path) -> None:
     async def main() -> None:
         disk.failing = {operation}
         with pytest.raises(StorageError, match=FULL) as error:
@@ -170,9 +168,7 @@ def test_an_upload_that_fails_leaves_nothing(
 
 
 @pytest.mark.parametrize("operation", ["write", "fsync", "rename", "sync_directory", "commit"])
-def test_a_discarded_upload_takes_no_room(
-    failing: SqliteStore, disk: FailingDisk, operation: str, tmp_path: Path
-) -> None:
+def test_a_discarded_upload_takes_no_room(failing: Store, disk: FailingDisk, operation: str, tmp_path: Path) -> None:
     disk.failing = {operation}
     with pytest.raises(StorageError):
         asyncio.run(_discarding_upload(failing))
@@ -180,13 +176,13 @@ def test_a_discarded_upload_takes_no_room(
 
 
 @pytest.mark.parametrize(("code", "words"), [(errno.EIO, "Input/output"), (errno.EROFS, "Read-only")])
-def test_other_disk_errors_are_named(failing: SqliteStore, disk: FailingDisk, code: int, words: str) -> None:
+def test_other_disk_errors_are_named(failing: Store, disk: FailingDisk, code: int, words: str) -> None:
     disk.code, disk.failing = code, {"fsync"}
     with pytest.raises(StorageError, match=words):
         asyncio.run(_discarding_upload(failing))
 
 
-def test_a_commit_that_fails_changes_nothing(failing: SqliteStore, disk: FailingDisk) -> None:
+def test_a_commit_that_fails_changes_nothing(failing: Store, disk: FailingDisk) -> None:
     async def main() -> None:
         batch = await new_batch(failing, b"{}")
         await failing.start_batch(batch.id, 1, None)
@@ -206,7 +202,7 @@ def test_a_commit_that_fails_changes_nothing(failing: SqliteStore, disk: Failing
 
 @pytest.mark.parametrize("operation", ["create", "write", "fsync", "rename", "sync_directory", "commit"])
 def test_publishing_is_all_or_nothing_and_may_be_tried_again(
-    failing: SqliteStore, disk: FailingDisk, operation: str, tmp_path: Path
+    failing: Store, disk: FailingDisk, operation: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
         batch = await new_batch(failing, b"{}")
@@ -243,7 +239,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
-    store = SqliteStore(tiny_disk)
+    store = Store(tiny_disk)
 
     async def main() -> None:
         batch = await new_batch(store, b"{}")
@@ -276,14 +272,14 @@ def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_really_read_only(tiny_disk: Path) -> None:
-    asyncio.run(SqliteStore(tiny_disk).close())
+    asyncio.run(Store(tiny_disk).close())
     subprocess.run(["mount", "-o", "remount,ro", tiny_disk], check=True)
     with pytest.raises(ConfigError, match="Read-only"):
-        SqliteStore(tiny_disk)
+        Store(tiny_disk)
 
 
 def test_deleting_makes_room_on_a_full_disk(tiny_disk: Path) -> None:
-    store = SqliteStore(tiny_disk)
+    store = Store(tiny_disk)
 
     async def main() -> None:
         file = await upload(store, b"x" * 700_000)
