@@ -171,12 +171,19 @@ class EngineCore:
             self._deliver([output])
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT) -> list[TokenOutput]:
-        """Abort requests. Returns the last outputs of those that had not ended."""
-        ended = [self._abort(request_id, reason) for request_id in request_ids]
-        outputs = [output for output in ended if output is not None]
-        for output in outputs:
-            self._masks.drop(output.request_id)
-        return outputs
+        """Abort requests. Returns the last outputs of those that had not ended.
+
+        If a step failed after it read tokens of theirs, the outputs with these tokens come first.
+        """
+        found = [self._abort(request_id, reason) for request_id in request_ids]
+        ended = {output.request_id: output for output in found if output is not None}
+        for request_id in ended:
+            self._masks.drop(request_id)
+        pending, self._outputs = self._outputs, []
+        first: list[TokenOutput] = []
+        for output in pending:
+            (first if output.request_id in ended else self._outputs).append(output)
+        return [*first, *ended.values()]
 
     def _abort(self, request_id: str, reason: FinishReason) -> TokenOutput | None:
         record = self._compiling.remove(request_id)

@@ -342,6 +342,24 @@ def test_a_step_that_fails_changes_no_output(kind: str) -> None:
         assert core.stats().details["rebuilds"] == 1
 
 
+def test_an_abort_after_a_failed_step_returns_the_tokens_read_in_it_first() -> None:
+    core = grammar_core()
+    core.runner = FaultyRunner(core.runner, lambda output: "sample" if output.step == 3 else None)
+    core.add(make_request("a", [1, 2, 3], max_tokens=12))
+    core.add(make_request("g", [1, 2], max_tokens=12, grammar=GrammarSpec(kind="regex", source="4")))
+    transcripts = Transcripts()
+    with pytest.raises(StepError, match="on purpose"):
+        while True:
+            transcripts.take(core.step())
+    core.recover()
+    before = len(transcripts["a"].token_ids) if "a" in transcripts else 0
+    transcripts.take(core.abort(["a"]))
+    assert len(transcripts["a"].token_ids) > before and transcripts["a"].reason is FinishReason.ABORT
+    while core.has_work:
+        transcripts.take(core.step())
+    assert transcripts["g"].reason is not None
+
+
 def test_an_end_that_a_thread_found_is_kept_if_the_device_fails_in_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module, "MAX_RESUMED", 0)  # the thread shows the grammar its two tokens
     threads = HandExecutor()
