@@ -67,7 +67,6 @@ class ModelSection(Section):
         "auto", description="Name of the parser for reasoning. auto: chosen for the model; none: off."
     )
     revision: Text | None = Field(None, description="Branch, tag or commit of the model on the hub.")
-    quantization: None = Field(None, description="Reserved.")
     load_format: Literal["auto", "safetensors", "random"] = Field(
         "auto", description="random: random weights from runtime.random_seed (null: 0), for benchmarks."
     )

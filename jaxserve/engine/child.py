@@ -41,7 +41,7 @@ from jaxserve.types.messages import (
 
 BEAT_INTERVAL = 0.5  # seconds
 MAX_FRAMES = 1024  # read before the next step; invalid frames count too
-MAX_FRAME = 512 * 2**20  # bytes; the socket refuses longer frames
+MAX_MESSAGE_BYTES = 512 * 2**20  # bytes; the socket refuses longer frames
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -
     socket = context.socket(kind)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 1000)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.connect(address)
     return socket
 

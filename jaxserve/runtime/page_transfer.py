@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxserve.runtime.compilation.compiler import CompileCounter, compile_all
-from jaxserve.runtime.program_set import PAGE_GROUP, ProgramSet
+from jaxserve.runtime.program_set import TRANSFER_PAGES, ProgramSet
 from jaxserve.runtime.programs import Caches
 
 
@@ -31,9 +31,9 @@ class PageTransfer:
 
     def copy(self, caches: Caches, sources: Sequence[int], destinations: Sequence[int]) -> Caches:
         """Copy pages sources[i] to destinations[i] in every layer; caches: one array [num_pages, ...] per layer."""
-        for first in range(0, len(sources), PAGE_GROUP):
-            packed = np.full((2, PAGE_GROUP), self._num_pages, np.int32)
-            chunk = slice(first, first + PAGE_GROUP)
+        for first in range(0, len(sources), TRANSFER_PAGES):
+            packed = np.full((2, TRANSFER_PAGES), self._num_pages, np.int32)
+            chunk = slice(first, first + TRANSFER_PAGES)
             packed[0, : len(sources[chunk])] = sources[chunk]
             packed[1, : len(sources[chunk])] = destinations[chunk]
             caches = self._run("copy_pages", caches, packed)
@@ -48,7 +48,7 @@ class PageTransfer:
         """Write `pages`, from `export`: one array [n, page_size, 2 * KH, H] per layer. Returns the new caches."""
         first = 0
         for ids, count in self._groups(page_ids):
-            padded = [np.zeros((PAGE_GROUP, *layer.shape[1:]), layer.dtype) for layer in pages]
+            padded = [np.zeros((TRANSFER_PAGES, *layer.shape[1:]), layer.dtype) for layer in pages]
             for out, layer in zip(padded, pages, strict=True):
                 out[:count] = layer[first : first + count]
             caches = self._run("import_pages", caches, ids, tuple(padded))
@@ -64,9 +64,9 @@ class PageTransfer:
         return self._compiled[name](*args)
 
     def _groups(self, page_ids: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield page ids as padded int32 [PAGE_GROUP] groups, with the number of ids in each."""
-        for first in range(0, len(page_ids), PAGE_GROUP):
-            chunk = page_ids[first : first + PAGE_GROUP]
-            ids = np.full(PAGE_GROUP, self._num_pages, np.int32)
+        """Yield page ids as padded int32 [TRANSFER_PAGES] groups, with the number of ids in each."""
+        for first in range(0, len(page_ids), TRANSFER_PAGES):
+            chunk = page_ids[first : first + TRANSFER_PAGES]
+            ids = np.full(TRANSFER_PAGES, self._num_pages, np.int32)
             ids[: len(chunk)] = chunk
             yield ids, len(chunk)

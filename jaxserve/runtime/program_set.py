@@ -26,7 +26,7 @@ from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 
-PAGE_GROUP = 64  # pages per dispatch of copy, export and import
+TRANSFER_PAGES = 64  # pages per dispatch of copy, export and import
 POOL_GROUP = 32  # tokens per dispatch of pool
 PROMPT_CHUNK = 64  # tokens per dispatch of prompt_logprobs, which needs memory for logits [C, V]
 
@@ -157,7 +157,7 @@ class ProgramSet:
             ("admit_masks", slots.admit_masks, (1 + 2 * words,)),
             ("admit_bias", slots.admit_bias, (1 + 2 * slots.MAX_LOGIT_BIAS,)),
             ("admit_tokens", slots.admit_tokens, (2 + slots.TOKEN_CHUNK,)),
-            ("set_pages", step_input.set_pages, (3, step_input.PAGE_GROUP)),
+            ("set_pages", step_input.set_pages, (3, step_input.PAGE_UPDATES)),
         ]
         for name, function, shape in state_programs:
             yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.state_shardings)
@@ -172,9 +172,9 @@ class ProgramSet:
         """
         assert self.steps.num_groups == 1
         s = self.shapes
-        copies = (s.caches, s.ints(2, PAGE_GROUP))
+        copies = (s.caches, s.ints(2, TRANSFER_PAGES))
         yield self._program("copy_pages", programs.copy_pages, copies, (0,), s.cache_shardings)
-        ids = s.ints(PAGE_GROUP)
+        ids = s.ints(TRANSFER_PAGES)
         yield self._program("export_pages", self.steps.export_pages, (s.caches, ids), (), s.replicated)
         pages = jax.eval_shape(self.steps.export_pages, s.caches, ids)
         pages = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s.replicated), pages)

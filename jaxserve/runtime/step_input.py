@@ -23,7 +23,7 @@ import numpy as np
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.types.step import PageTableUpdate, ScheduledRow
 
-PAGE_GROUP = 256  # page-table entries per dispatch of `set_pages`
+PAGE_UPDATES = 256  # page-table entries per dispatch of `set_pages`
 FROM_DEVICE = -1
 _HEADER = 2  # flags of the head: log-probabilities wanted (2: candidates too), bitmask valid
 
@@ -154,10 +154,10 @@ def pack_head(
 
 
 def pack_pages(updates: PageUpdates, num_slots: int) -> Iterator[np.ndarray]:
-    """Yield the updates as int32 [3, PAGE_GROUP] groups for `set_pages`."""
+    """Yield the updates as int32 [3, PAGE_UPDATES] groups for `set_pages`."""
     while len(updates):
-        group, updates = updates.split(PAGE_GROUP)
-        packed = np.full((3, PAGE_GROUP), num_slots, np.int32)
+        group, updates = updates.split(PAGE_UPDATES)
+        packed = np.full((3, PAGE_UPDATES), num_slots, np.int32)
         group.write(packed)
         yield packed
 

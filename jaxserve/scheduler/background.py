@@ -17,7 +17,7 @@ from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import SchedulerOutput
 
-PATIENCE = 16  # while online prompts follow each other without a gap, batch requests run in one of PATIENCE steps
+BATCH_EVERY = 16  # while online prompts follow each other without a gap, batch requests run in one of BATCH_EVERY steps
 # Seconds after the last online request in which the next one is expected. It is the pause of a client between two
 # requests and does not depend on the model.
 ONLINE_MEMORY = 30.0
@@ -75,7 +75,7 @@ class PriorityOnly:
 
 
 class YieldToOnline(PriorityOnly):
-    """Skip batch requests in steps that compute an online prompt, except in one of PATIENCE steps.
+    """Skip batch requests in steps that compute an online prompt, except in one of BATCH_EVERY steps.
 
     If online requests run or are expected, the other steps with batch requests are kept short, because a new request
     waits for their end. Such a step either computes batch prompts or decodes batch requests: small steps of one kind
@@ -109,7 +109,7 @@ class YieldToOnline(PriorityOnly):
             self._steps_sat_out = 0
             return False
         self._steps_sat_out += 1
-        return self._steps_sat_out % PATIENCE == 0
+        return self._steps_sat_out % BATCH_EVERY == 0
 
     def _expects_online(self, now: float) -> bool:
         """Whether there are batch requests, and an online request was live in the last ONLINE_MEMORY seconds."""

@@ -27,7 +27,7 @@ from jaxserve.models.loading.hf_config import from_hf
 from jaxserve.models.loading.loader import build, load_model
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime.program_set import PROMPT_CHUNK
-from jaxserve.runtime.sampling.draw import LANES
+from jaxserve.runtime.sampling.draw import CDF_LANES
 from jaxserve.runtime.sampling.logprobs import TOP_LOGPROBS
 from jaxserve.types.extras import MAX_CANDIDATES, MAX_LOGPROB_IDS
 from tests.models import paged
@@ -178,7 +178,7 @@ def check_head(program: str, *, rows: int, told: int) -> None:
     many candidates as are told; never a row or a device's part of it, a weight or a cache."""
     found = collectives(program)
     assert found.keys() <= {"all-reduce", "all-gather"}
-    widths = (1, LANES, MAX_LOGPROB_IDS)
+    widths = (1, CDF_LANES, MAX_LOGPROB_IDS)
     allowed = {(4, rows)} | {(4, rows, width) for width in widths} | {(rows, 4 * k) for k in (TOP_LOGPROBS, told)}
     assert found["all-gather"] and set(found["all-gather"]) <= allowed
     assert 4 * max(*widths, told) < WIDE["vocab_size"] and max(widths) < WIDE["vocab_size"] // 4

@@ -75,10 +75,10 @@ def test_head_rows() -> None:
 
 
 def test_pages_beyond_the_steps_room_go_ahead_in_groups(state: slots.SlotState) -> None:
-    count = step_input.PAGE_GROUP + 3
+    count = step_input.PAGE_UPDATES + 3
     first, rest = PageUpdates([0] * count, list(range(count)), list(range(count))).split(2)
     groups = list(step_input.pack_pages(rest, S))
-    assert len(first) == 2 and [group.shape for group in groups] == [(3, step_input.PAGE_GROUP)] * 2
+    assert len(first) == 2 and [group.shape for group in groups] == [(3, step_input.PAGE_UPDATES)] * 2
     assert groups[1][:, :2].tolist() == [[0, S], [count - 1, S], [count - 1, S]]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from jaxserve.engine.core import CoreOptions, EngineCore
-from jaxserve.scheduler.background import ONLINE_MEMORY, PATIENCE, PriorityOnly, YieldToOnline, make_policy
+from jaxserve.scheduler.background import BATCH_EVERY, ONLINE_MEMORY, PriorityOnly, YieldToOnline, make_policy
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, SamplingParams
 from jaxserve.types.scheduler_config import SchedulerConfig
@@ -171,7 +171,7 @@ def test_a_steady_stream_of_online_prompts_does_not_starve_lines(step_sizes: tup
     for line in waiting:
         core.add(line)
     transcripts.take(core.step())
-    for i in range(40 * PATIENCE):
+    for i in range(40 * BATCH_EVERY):
         core.add(make_request(f"online{i}", [i % VOCAB] * 17, max_tokens=1))
         transcripts.take(core.step())
         core.scheduler.check_integrity()
@@ -179,7 +179,7 @@ def test_a_steady_stream_of_online_prompts_does_not_starve_lines(step_sizes: tup
             break
     check_lines(transcripts, waiting)
     with_lines = [i for i, rows in enumerate(steps) if any(name.startswith("line") for name, _ in rows)]
-    assert len(with_lines) > 3 and all(b - a == PATIENCE for a, b in itertools.pairwise(with_lines[1:]))
+    assert len(with_lines) > 3 and all(b - a == BATCH_EVERY for a, b in itertools.pairwise(with_lines[1:]))
 
 
 def test_an_online_prompt_does_not_wait_for_the_same_prompt_of_a_line() -> None:

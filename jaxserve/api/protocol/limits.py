@@ -10,6 +10,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from jaxserve.types.sampling import MAX_LOGIT_BIAS
+
 MAX_CHOICES = 128
 MAX_TOOLS = 1024  # OpenAI accepts 128; agents with several MCP servers send more, and vLLM has no limit
 MAX_LOGPROBS = 20
@@ -21,7 +23,6 @@ MAX_DOCUMENTS = 1024
 MAX_GRAMMAR_CHOICES = 4096  # texts of guided_choice
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
-MAX_LOGIT_BIAS = 4096
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_NATIVE_TOKENS = 128
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint
 from jaxserve.models.loading.hf_config import read_config
-from jaxserve.models.loading.orbax import is_converted, read_leaves
+from jaxserve.models.loading.orbax import READERS, is_converted, read_leaves
 from jaxserve.models.loading.part_reader import PartReader
 from jaxserve.models.loading.quantization import stored_tensors
 from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
@@ -34,7 +34,6 @@ LoadFormat = Literal["auto", "safetensors", "orbax", "random"]
 
 # Buffers that old exports contain and that are computed here; scales of quantized activations and KV caches.
 IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_scale$"))
-READERS = 4  # threads; numpy copies without holding the GIL
 RANDOM_STDDEV = 0.02
 
 

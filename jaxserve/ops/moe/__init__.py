@@ -6,7 +6,7 @@ Rows (token, choice) are sorted by expert, so the rows of one expert are contigu
 
     rows        [ e0 e0 e0 | e2 | e5 e5 ... | rows of other devices' experts ]
     starts      0          3    4           local rows
-    tiles       each group is cut into tiles of TILE rows; a tile is one dense product with its expert's weights
+    tiles       each group is cut into tiles of TILE_ROWS rows; a tile is one dense product with its expert's weights
 
 On a CPU a loop runs over the tiles in use, because lax.ragged_dot would multiply every row by every expert there.
 Other platforms use lax.ragged_dot.
@@ -129,20 +129,20 @@ def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot_general(x, w, sizes, numbers)
 
 
-TILE = 8  # rows per product: enough to reuse an expert's weights once read, few enough that one row wastes little
+TILE_ROWS = 8  # rows per product: enough to reuse an expert's weights once read, few enough that one row wastes little
 
 
 def _grouped_tiles(rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
     """Run rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are zero."""
     num_rows = rows.shape[0]
     starts = jnp.cumsum(sizes) - sizes
-    tiles = -(-sizes // TILE)  # of each expert
+    tiles = -(-sizes // TILE_ROWS)  # of each expert
     last_tile = jnp.cumsum(tiles)
 
     def one(tile: jax.Array, out: jax.Array) -> jax.Array:
         """Write the results of one tile, an int32 scalar, into out [M, D]."""
         expert = jnp.searchsorted(last_tile, tile, side="right")
-        offset = (tile - (last_tile[expert] - tiles[expert])) * TILE + jnp.arange(TILE, dtype=jnp.int32)
+        offset = (tile - (last_tile[expert] - tiles[expert])) * TILE_ROWS + jnp.arange(TILE_ROWS, dtype=jnp.int32)
         index = jnp.where(offset < sizes[expert], starts[expert] + offset, num_rows)
         weights = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, expert, keepdims=False), experts)
         y = _expert(rows.at[index].get(mode="clip"), weights, activation)

@@ -24,7 +24,7 @@ from jaxserve.ops.native.library import build, kept, library_name
 logger = logging.getLogger(__name__)
 
 _MATMUL, _MATVEC, _ATTEND = "jaxserve_matmul", "jaxserve_matvec", "jaxserve_attend"
-LANES = 16  # head_dim must be a multiple of this
+HEAD_DIM_STEP = 16  # head_dim must be a multiple of this
 
 
 @functools.cache  # XLA's registry is process-wide: a name may be registered once
@@ -86,11 +86,11 @@ def attend(
 ) -> jax.Array:
     """Compute the attention of rows that have one token each, at position kv_len - 1 -> float32 [R, N, D].
 
-    q: float32 [R, N, D], already scaled; D is a multiple of LANES.
+    q: float32 [R, N, D], already scaled; D is a multiple of HEAD_DIM_STEP.
     cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16.
     page_table: int32 [R, max_pages]. kv_lens: int32 [R]; a row of 0 gives zeros. sinks: [N].
     """
-    assert q.dtype == jnp.float32 and q.shape[2] % LANES == 0 and cache.dtype in (jnp.float32, jnp.bfloat16)
+    assert q.dtype == jnp.float32 and q.shape[2] % HEAD_DIM_STEP == 0 and cache.dtype in (jnp.float32, jnp.bfloat16)
     none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
     call = jax.ffi.ffi_call(_ATTEND, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(

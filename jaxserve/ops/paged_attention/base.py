@@ -19,6 +19,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+MASKED = -1e30  # a masked score: finite, so that the difference of two is 0 and not NaN
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.errors import ConfigError
-from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout
+from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, InterleavedLayout
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
-from jaxserve.ops.paged_attention.triton import LOG2E, MASKED, Layer, TritonTuning, join_splits
+from jaxserve.ops.paged_attention.triton import LOG2E, Layer, TritonTuning, join_splits
 
 ROWS = 64  # rows of a wgmma
 HEAD_ALIGN = 8  # rows of q in shared memory are padded to a multiple of this

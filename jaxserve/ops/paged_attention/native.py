@@ -29,7 +29,7 @@ class NativeBackend(XlaBackend):
 
         Falls back to XLA for head sizes and cache dtypes that the kernel does not take.
         """
-        if layer.head_dim % native.LANES or layer.cache.dtype not in (jnp.float32, jnp.bfloat16):
+        if layer.head_dim % native.HEAD_DIM_STEP or layer.cache.dtype not in (jnp.float32, jnp.bfloat16):
             return super().decode(layer, q, kv_lens, alone=alone)
         spec = layer.spec
         return native.attend(

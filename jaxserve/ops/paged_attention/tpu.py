@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, split_slots
+from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, split_slots
 from jaxserve.ops.paged_attention.ragged import (
     QueryBlocks,
     Rows,
@@ -30,7 +30,6 @@ from jaxserve.ops.paged_attention.ragged import (
     tokens_of_long_rows,
 )
 
-MASKED = -1e30  # finite, so that the difference of two masked scores is 0 and not NaN
 LANES = 128  # columns of a vector register
 
 

@@ -26,11 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout
+from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, InterleavedLayout
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks, tokens_of_long_rows
 
 LOG2E = math.log2(math.e)
-MASKED = -1e30  # finite, so that the difference of two masked scores is 0 and not NaN
 TENSOR_CORE_ROWS = 16  # fewest rows of a Triton dot
 
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.ops.paged_attention.base import MASKED
 from jaxserve.ops.paged_attention.xla_tiles import (
-    MASKED,
     Layer,
     Softmax,
     begin,
@@ -30,7 +30,7 @@ from jaxserve.ops.paged_attention.xla_tiles import (
     whole_pages,
 )
 
-TILE = 64  # tokens of context per product
+CONTEXT_TILE = 64  # tokens of context per product
 # Tiles per batch, and per batch once fewer are left. 32 rows take 24 ms with 16 tiles, 41 ms with 8, 33 ms with 32.
 MANY_TILES, FEW_TILES = 16, 4
 # `attend_each_alone`: tokens per product, and tokens of the last product if no more than these are left.
@@ -43,7 +43,7 @@ def attend_single_tokens(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.
     kv_lens: int32 [R]. A row whose kv_len is 0 gives zeros.
     """
     rows, heads, head_dim = q.shape
-    layer = layer._replace(tile=whole_pages(TILE, layer.cache.shape[2]))
+    layer = layer._replace(tile=whole_pages(CONTEXT_TILE, layer.cache.shape[2]))
     queries = _block_diagonal(q, layer.spec.num_kv_heads)
     work = _work_list(layer, kv_lens)
     num_tiles = work.ends[-1]

@@ -10,9 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.ops.paged_attention.base import AttentionSpec
-
-MASKED = -1e30  # finite, so that the difference of two masked scores is 0 and not NaN
+from jaxserve.ops.paged_attention.base import MASKED, AttentionSpec
 
 
 class Layer(NamedTuple):

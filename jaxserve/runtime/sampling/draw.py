@@ -12,7 +12,7 @@ import numpy as np
 from jaxserve.runtime.sampling.vocab import WHOLE, Vocab, first_above
 from jaxserve.types.threefry import threefry2x32
 
-LANES = 128  # sums of the first level of the inverse CDF
+CDF_LANES = 128  # sums of the first level of the inverse CDF
 _ONE_BITS = 0x3F800000  # bits of float32 1.0; positive floats are ordered as their bits are
 
 
@@ -109,7 +109,7 @@ def inverse_cdf(probs: jax.Array, uniform: jax.Array, vocab: Vocab = WHOLE) -> j
     the token in the lane; any order of the tokens gives the same distribution. A token of probability 0 is never
     chosen, whatever the rounding of the sums.
     """
-    table = vocab.table(probs, LANES)
+    table = vocab.table(probs, CDF_LANES)
     sums = vocab.total(jax.lax.optimization_barrier(table).sum(axis=1))
     ends = jnp.cumsum(sums, axis=-1)
     target = uniform * ends[:, -1]
@@ -117,7 +117,7 @@ def inverse_cdf(probs: jax.Array, uniform: jax.Array, vocab: Vocab = WHOLE) -> j
     before = jnp.take_along_axis(ends, jnp.maximum(lane - 1, 0)[:, None], axis=1)[:, 0]
     column = jnp.take_along_axis(table, lane[:, None, None], axis=2)[:, :, 0]
     rest = target - jnp.where(lane > 0, before, 0)
-    token = vocab.passing_row(probs, column, rest, LANES) * LANES + lane
+    token = vocab.passing_row(probs, column, rest, CDF_LANES) * CDF_LANES + lane
     return jnp.minimum(token, vocab.size(probs) - 1)
 
 
