@@ -42,6 +42,18 @@ from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.protocol.files import UploadFields
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
+from jaxserve.api.protocol.messages import (
+    Block,
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    MessageTool,
+    MessageToolChoice,
+    OutputConfig,
+    OutputFormat,
+    Source,
+    ThinkingConfig,
+)
 from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -54,6 +66,7 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 |---|---|
 | `POST /v1/chat/completions` | answer a conversation; a stream with `stream: true` |
 | `POST /v1/completions` | continue prompts |
+| `POST /v1/messages`, `POST /v1/messages/count_tokens` | Anthropic's Messages: Claude Code and the anthropic SDKs |
 | `POST /v1/embeddings` | embed texts, with an encoder or a decoder's last hidden state |
 | `GET /v1/models`, `GET /v1/models/{id}` | the served names |
 | `POST /v1/files`, `GET /v1/files` | upload a file, list the files |
@@ -76,6 +89,10 @@ absent. An unknown field is accepted and logged once. A field of OpenAI's, SGLan
 is a 400 that names it (see the last table). Sampling fields that are not set have the value of the model's
 generation_config.json. `max_tokens` is limited to the rest of the context; a prompt that leaves no room is a 400. JSON
 nested deeper than 200 levels is refused.
+
+`/v1/messages` has Anthropic's form of errors, and its streams have named events. What its body only offers (tools that
+Anthropic hosts, cache marks, images for a model that reads text) is dropped and logged once. A key is sent as
+`Authorization: Bearer KEY` or `x-api-key: KEY`, on every route.
 """
 
 
@@ -96,6 +113,9 @@ PARTS: tuple[type[BaseModel], ...] = (
     *(ToolCall, Tool, FunctionDefinition, CustomDefinition, CustomFormat, CustomGrammar),
     *(ToolChoice, NamedTool, AllowedTools, Reasoning, Thinking),
 )
+MESSAGES_PARTS: tuple[type[BaseModel], ...] = (
+    *(InputMessage, Block, Source, MessageTool, MessageToolChoice, ThinkingConfig, OutputConfig, OutputFormat),
+)
 
 
 def reference() -> str:
@@ -105,6 +125,9 @@ def reference() -> str:
         _section("Fields of chat/completions and completions", SamplingFields),
         _section("Fields of chat/completions", ChatCompletionRequest, SamplingFields),
         _section("Fields of completions", CompletionRequest, SamplingFields),
+        _section("Fields of /v1/messages", MessagesRequest),
+        _section("Fields of /v1/messages/count_tokens", CountTokensRequest),
+        *(_section(f"Parts of /v1/messages: {part.__name__}", part) for part in MESSAGES_PARTS),
         _section("Fields of embeddings", EmbeddingRequest),
         *(_section(f"Parts: {part.__name__}", part) for part in PARTS),
         _section("Fields of /generate", GenerateRequest),
@@ -125,6 +148,8 @@ def reference() -> str:
 
 def _section(title: str, model: type[BaseModel], without: type[BaseModel] | None = None) -> str:
     schema = model.model_json_schema(by_alias=True)
+    if "$ref" in schema:  # of a model that holds itself
+        schema = schema["$defs"][model.__name__]
     skipped = set(without.model_fields) if without is not None else set()
     required = schema.get("required", ())
     rows = [

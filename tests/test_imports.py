@@ -37,6 +37,7 @@ ORDER = (
     "jaxserve.engine",
     "jaxserve.client",
     "jaxserve.telemetry",
+    "jaxserve.api.errors",
     "jaxserve.api.protocol",
     "jaxserve.api.shared",
     "jaxserve.api.http",

@@ -14,8 +14,8 @@ from starlette.types import Lifespan
 from jaxserve.api.batch.service import batches_running, install_batches
 from jaxserve.api.docs.docs_page import install_docs
 from jaxserve.api.docs.openapi import install_openapi
+from jaxserve.api.errors.responses import install_error_handlers
 from jaxserve.api.http.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
-from jaxserve.api.protocol.errors import install_error_handlers
 from jaxserve.api.routes import (
     admin,
     batches,
@@ -25,6 +25,7 @@ from jaxserve.api.routes import (
     files,
     health,
     info,
+    messages,
     models,
     native,
     sessions,
@@ -44,7 +45,7 @@ from jaxserve.types.messages import EngineStats
 from jaxserve.version import __version__
 
 STORE_ROUTERS = (files, batches)
-ROUTERS = (health, models, completions, chat, embeddings, native, sessions, tokens, info, admin)
+ROUTERS = (health, models, completions, chat, messages, embeddings, native, sessions, tokens, info, admin)
 
 BATCH_ENDPOINTS = {
     "/v1/chat/completions": chat.create_chat_completion,

@@ -21,6 +21,7 @@ from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.protocol.files import FileAnswer, FileDeleted, FileList
 from jaxserve.api.protocol.generate import GenerateRequest
+from jaxserve.api.protocol.messages import CountTokensRequest, MessagesRequest
 from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -28,12 +29,13 @@ _REF = "#/components/schemas/{model}"
 BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, GenerateRequest, EmbeddingRequest),
     *(TokenizeRequest, DetokenizeRequest, AbortRequest, CreateBatchRequest),
-    *(OpenSessionRequest, CloseSessionRequest),
+    *(OpenSessionRequest, CloseSessionRequest, MessagesRequest, CountTokensRequest),
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.Completion, answers.ModelList),
     *(answers.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
     *(answers.Embeddings, answers.Aborted, answers.Success, answers.Facts, answers.SessionId),
+    *(answers.AnthropicMessage, answers.AnthropicMessageEvent, answers.TokenCount),
     *(FileAnswer, FileList, FileDeleted, BatchAnswer, BatchList),
 )
 

@@ -16,8 +16,8 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from jaxserve.api.errors.responses import ClientDisconnected, from_validation
 from jaxserve.api.protocol.common import UNSUPPORTED, Body, Part
-from jaxserve.api.protocol.errors import ClientDisconnected, from_validation
 from jaxserve.api.shared.body_cost import is_large
 from jaxserve.api.shared.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError

@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.api.protocol.errors import ClientDisconnected, as_http_error, send_error
+from jaxserve.api.errors.families import ANTHROPIC_PREFIX
+from jaxserve.api.errors.responses import ClientDisconnected, as_http_error, send_error
 from jaxserve.api.shared.body_cost import BodyLimits, BodySum
 from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller, KeyRing, set_caller
@@ -31,7 +32,7 @@ from jaxserve.telemetry.tracing import Tracing
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # open without a key and in every phase
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate"})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/generate"})
 UPLOAD_PATHS = ("/v1/files", "/files")  # have their own, larger limit
 
 SLOWEST_BYTES = 10_000.0  # bytes per second that a slow client's body must reach
@@ -59,6 +60,7 @@ class RequestContext:
         state["request_id"] = request_id
         state["send_body"] = send  # layers between here and the route do not look at the body; see sse.EventStream
         status = 0
+        is_anthropic = scope["path"].startswith(ANTHROPIC_PREFIX)  # its clients read another header
 
         async def tagged(message: Message) -> None:
             """Add the request id and the processing time to the headers, and note the status."""
@@ -70,6 +72,7 @@ class RequestContext:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode("latin-1")),
                     (b"openai-processing-ms", milliseconds),
+                    *([(b"request-id", request_id.encode("latin-1"))] if is_anthropic else ()),
                 ]
             await send(message)
 
@@ -131,7 +134,7 @@ class Authentication:
         else:
             raise PermissionDeniedError("Admin routes are off: server.admin_api_key is not set.")
         if caller is None or not allowed:
-            raise AuthenticationError("Send the server's API key as `Authorization: Bearer KEY`.")
+            raise AuthenticationError("Send the server's API key as `Authorization: Bearer KEY` or `x-api-key: KEY`.")
         return caller
 
 

@@ -1,6 +1,6 @@
 """Write server-sent events straight to ASGI, one `send` per event; cancel work when the client disconnects.
 
-Routes make the bytes of each event. This file writes only the error event and `[DONE]` itself.
+Routes make the bytes of each event. This file writes only error events, pings and the end of the stream itself.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.api.protocol.errors import ClientDisconnected, as_http_error, error_body
+from jaxserve.api.errors.families import OPENAI, ApiFamily
+from jaxserve.api.errors.responses import ClientDisconnected, as_http_error
 from jaxserve.api.shared.unread import ClientPace, UnreadStreams
 from jaxserve.errors import HTTPError
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
+PING_SECONDS = 10.0  # without an event; Claude Code sends a request again after 300 s of silence
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,6 +31,10 @@ HEADERS = [
 
 def event(data: bytes) -> bytes:
     return b"data: %b\n\n" % data
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -58,28 +63,33 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Stream `events` (each one whole event) and end them with `[DONE]`.
+    """Stream `events` (each one whole event) and end them as the API family does.
 
-    The status line waits for the first event, so an error before it is an ordinary HTTP error. A later error is sent as
-    an
-    event. `events` is always closed, which aborts the request behind it.
+    The status line waits for the first event, so an error before it is an ordinary HTTP error. A later error is sent
+    as an event. `events` is always closed, which aborts the request behind it.
 
-    The headers pass through all middleware. The events skip the three layers that only look at headers (each costs 0.2
-    us
-    per event).
+    The headers pass through all middleware. The events skip the three layers that only look at headers, each of which
+    costs 0.2 us per event.
 
     held_bytes: returns the bytes of outputs that wait to be sent
     unread: ends the stream if that is too much
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], held_bytes: Callable[[], int], unread: UnreadStreams
+        self,
+        events: AsyncGenerator[bytes, None],
+        held_bytes: Callable[[], int],
+        unread: UnreadStreams,
+        family: ApiFamily = OPENAI,
     ) -> None:
         self._events = events
         self._unread = unread
+        self._family = family
         self._pace = ClientPace()
         self._task: asyncio.Task[None] | None = None
         self._end: HTTPError | None = None
+        self._request_id = ""
+        self._is_idle = True  # no event since the last look of the ping task
         self.held_bytes = held_bytes
         self.background = None
         self.status_code = 200
@@ -97,6 +107,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.get("state", {})
         self._pace = state.get("pace", self._pace)
+        self._request_id = state.get("request_id", "")
         self._unread.add(self)
         try:
             await _race(self._stream(send, state.get("send_body", send)), receive)
@@ -115,16 +126,32 @@ class EventStream(Response):
                 raise
             self._task.uncancel()
             await self._events.aclose()
-            await send_body({"type": "http.response.body", "body": event(error_body(self._end)), "more_body": True})
-        await send_body({"type": "http.response.body", "body": DONE, "more_body": False})
+            await self._send_error(self._end, send_body)
+        await send_body({"type": "http.response.body", "body": self._family.done, "more_body": False})
 
     async def _all_events(self, send: Send, send_body: Send) -> None:
-        first = await anext(self._events, DONE)
+        first = await anext(self._events, b"")
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS.copy()})
         await send_body({"type": "http.response.body", "body": first, "more_body": True})
+        pings = asyncio.create_task(self._ping(send_body)) if self._family.ping else None
         try:
             async for data in self._events:
+                self._is_idle = False
                 await send_body({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            data = event(error_body(as_http_error(error)))
-            await send_body({"type": "http.response.body", "body": data, "more_body": True})
+            await self._send_error(as_http_error(error), send_body)
+        finally:
+            if pings is not None:
+                pings.cancel()
+
+    async def _ping(self, send_body: Send) -> None:
+        """Send a ping after each PING_SECONDS without an event."""
+        while True:
+            self._is_idle = True
+            await asyncio.sleep(PING_SECONDS)
+            if self._is_idle:
+                await send_body({"type": "http.response.body", "body": self._family.ping, "more_body": True})
+
+    async def _send_error(self, error: HTTPError, send_body: Send) -> None:
+        data = self._family.error_event(error, self._request_id)
+        await send_body({"type": "http.response.body", "body": data, "more_body": True})

@@ -218,6 +218,39 @@ class Embeddings(Answer):
     usage: EmbeddingUsage
 
 
+class AnthropicUsage(Answer):
+    """The three input counts add up to the prompt."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+
+
+class AnthropicMessage(Answer):
+    id: str
+    type: str
+    role: str
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicMessageEvent(BaseModel):
+    """The data of a named event: message_start, content_block_start, content_block_delta, and so on."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class TokenCount(Answer):
+    input_tokens: int
+
+
 class ModelAnswer(Answer):
     id: str
     object: str

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from jaxserve.api.errors.responses import from_validation
 from jaxserve.api.protocol.answers import Answer
-from jaxserve.api.protocol.errors import from_validation
 from jaxserve.errors import InvalidValueError
 from jaxserve.store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, FileRecord, Page
 

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from jaxserve.api.batch.service import batch_runner
 from jaxserve.api.docs.openapi import documented
+from jaxserve.api.errors.responses import error_response
 from jaxserve.api.http.body import read_body
 from jaxserve.api.protocol.batches import BatchAnswer, BatchList, CreateBatchRequest, batch_object, new_batch
-from jaxserve.api.protocol.errors import error_response
 from jaxserve.api.protocol.files import list_object
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.shared.keys import caller_of
@@ -77,6 +77,6 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     try:
         return json_response(batch_object(await batch_runner(request).cancel(batch_id, caller_of(request).sees)))
     except ConflictError as error:
-        response = error_response(error)
+        response = error_response(error, request.scope)
         response.headers["x-should-retry"] = "false"  # clients would retry a 409, and this one is final
         return response

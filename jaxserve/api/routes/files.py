@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.api.batch.service import batch_runner
 from jaxserve.api.docs.openapi import documented
+from jaxserve.api.errors.responses import ClientDisconnected
 from jaxserve.api.http.multipart import UploadForm
-from jaxserve.api.protocol.errors import ClientDisconnected
 from jaxserve.api.protocol.files import (
     CONTENT_ANSWER,
     MAX_FILE_BYTES,

@@ -55,15 +55,23 @@ class KeyRing:
         self.has_admin = bool(admin)
 
     def find(self, scope: Scope) -> Caller | None:
-        """Return the owner of the request's bearer key. Runs in constant time over all keys."""
-        header = Headers(scope=scope).get("authorization", "")
-        scheme, _, key = header.partition(" ")
+        """Return the owner of the request's key, a bearer token or `x-api-key`. Runs in constant time over all keys."""
+        headers = Headers(scope=scope)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer] if scheme.lower() == "bearer" else []
+        given += headers.getlist("x-api-key")[:1]
+        found = None
+        for key in given:
+            found = self._owner(key) or found
+        return found
+
+    def _owner(self, key: str) -> Caller | None:
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
         found = None
         for digest, caller in self._keys:
             if hmac.compare_digest(given, digest):
                 found = caller
-        return found if scheme.lower() == "bearer" else None
+        return found
 
 
 def _of_secret(key: SecretStr | None, caller: Caller) -> list[tuple[bytes, Caller]]:

@@ -29,6 +29,7 @@ from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
 from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
 from jaxserve.text.template.renderer import LONG_BYTES, Renderer
+from jaxserve.text.template.template_worker import Conversation
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +159,24 @@ class ServerState:
 
     async def load_template(self) -> None:
         """Load the chat template unless it is: in a thread, it takes as long as a process takes to start."""
-        if "_chat_template" not in self.__dict__:
-            await self.template_work.run(lambda: self.chat_template, 0)
+        if "takes_late_system" not in self.__dict__:
+            await self.template_work.run(lambda: self.takes_late_system, 0)
+
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """Whether the chat template shows a system message that follows a user's. On the event loop only after
+        `load_template`."""
+        template, late = self.chat_template, "a late system message"
+        if template is None:
+            return False
+        messages = [{"role": role, "content": text} for role, text in (("user", "Hello"), ("system", late))]
+        conversation = Conversation([*messages, {"role": "user", "content": "Hello"}])
+        try:
+            return template is not None and late in (
+                template.render_here(conversation) or template.render(conversation)
+            )
+        except InvalidValueError:
+            return False
 
     def stop_rendering(self) -> None:
         self.template_work.stop()

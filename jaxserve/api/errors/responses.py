@@ -1,4 +1,4 @@
-"""Write every error in OpenAI's form, whether raised by jaxserve, by pydantic, by the router, or by a bug.
+"""Write every error in the form of the path's API, whether raised by jaxserve, by pydantic, by the router, or by a bug.
 
 Also used outside the router (middleware) and for streams that have begun.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
@@ -19,11 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
+from jaxserve.api.errors.families import family_of
 from jaxserve.errors import HTTPError, InvalidValueError, PayloadTooLargeError, RequestError, ServerError
 
 logger = logging.getLogger(__name__)
-
-MAX_MESSAGE_CHARS = 1000  # characters; a message may quote the client's input, so never send a large one back
 
 
 class MethodNotAllowedError(RequestError):
@@ -35,25 +33,19 @@ class ClientDisconnected(Exception):
     """The client disconnected before there was an answer. No response is sent."""
 
 
-def error_body(error: HTTPError) -> bytes:
-    body = error.body()
-    message = body["error"]["message"] or ""
-    if len(message) > MAX_MESSAGE_CHARS:
-        body["error"]["message"] = message[:MAX_MESSAGE_CHARS] + " ..."
-    return orjson.dumps(body)
-
-
-def error_response(error: HTTPError) -> Response:
-    """Build the response of an error. `Retry-After` is in whole seconds, rounded up."""
+def error_response(error: HTTPError, scope: Scope) -> Response:
+    """Build the response of an error in the form of the path's API. `Retry-After` is in whole seconds, rounded up."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, -int(-error.retry_after // 1)))
-    return Response(error_body(error), error.status, headers, media_type="application/json")
+    family, request_id = family_of(scope["path"]), scope.get("state", {}).get("request_id", "")
+    body = family.error_body(error, request_id)
+    return Response(body, family.status(error), headers, media_type="application/json")
 
 
 async def send_error(error: HTTPError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send `error` as the response, from inside a middleware."""
-    await error_response(error)(scope, receive, send)
+    await error_response(error, scope)(scope, receive, send)
 
 
 def internal_error(error: BaseException) -> HTTPError:
@@ -110,17 +102,17 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPError)
-        return error_response(error)
+        return error_response(error, request.scope)
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:]) or None
-        return error_response(InvalidValueError(f"{param or 'request'}: {first['msg']}", param=param))
+        return error_response(InvalidValueError(f"{param or 'request'}: {first['msg']}", param=param), request.scope)
 
     async def on_router(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(_from_router(request, error))
+        response = error_response(_from_router(request, error), request.scope)
         response.headers.update(error.headers or {})
         return response
 

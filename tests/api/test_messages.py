@@ -1,0 +1,299 @@
+"""Anthropic's Messages over a real socket, read by Anthropic's own client: streamed and whole answers are equal."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+from pydantic import SecretStr
+
+from jaxserve.api.http import sse
+from jaxserve.config import Config
+from jaxserve.errors import QueueFullError
+
+from .conftest import LiveServer, reply_with
+
+USER = [{"role": "user", "content": "Weather in Paris?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "weather", "description": "The weather in a city.", "input_schema": SCHEMA}
+TIME = {"name": "time", "input_schema": {"type": "object", "properties": {}}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture
+def claude(server: LiveServer) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def both(claude: Any, **keys: Any) -> Any:
+    """An answer whole and streamed; the SDK's accumulator must make the same message of the stream."""
+    keys = {"model": "demo", "messages": USER, "max_tokens": 200} | keys
+    whole = claude.messages.create(**keys)
+    with claude.messages.stream(**keys) as stream:
+        streamed = stream.get_final_message()
+    assert comparable(streamed) == comparable(whole)
+    return whole
+
+
+def comparable(message: Any) -> dict[str, Any]:
+    found = message.to_dict()
+    ids = {"id": None}
+    content = [{k: v for k, v in block.items() if v is not None} | ids for block in found["content"]]
+    usage = {name: value for name, value in found["usage"].items() if value is not None}
+    return {k: v for k, v in found.items() if v is not None} | ids | {"content": content, "usage": usage}
+
+
+def prompt_of(server: LiveServer) -> str:
+    return server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+def test_text(server: LiveServer, claude: Any) -> None:
+    reply_with(server, "It is sunny.")
+    message = both(claude, system="Be brief.")
+    assert [block.text for block in message.content] == ["It is sunny."]
+    assert (message.role, message.type, message.stop_reason, message.model) == (
+        *("assistant", "message"),
+        *("end_turn", "demo"),
+    )
+    usage = message.usage
+    prompt = usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
+    assert prompt == len(server.link.seen[-1].prompt_token_ids) and usage.output_tokens > 0
+    assert "Be brief." in prompt_of(server)
+
+
+def test_calls(server: LiveServer, claude: Any) -> None:
+    reply_with(server, f"Let me look.\n{CALL}\n{OTHER}")
+    message = both(claude, tools=[WEATHER, TIME])
+    text, first, second = message.content
+    assert text.text == "Let me look." and message.stop_reason == "tool_use"
+    assert (first.name, first.input, second.name, second.input) == ("weather", {"city": "Paris"}, "time", {})
+    assert first.id.startswith("toolu_") and first.id != second.id
+    one = both(claude, tools=[WEATHER, TIME], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block.type for block in one.content] == ["text", "tool_use"]
+    server.wait(lambda: not server.link.running, "the rest was not aborted")
+
+
+def test_a_named_tool_is_forced_and_all_stay_in_the_prompt(server: LiveServer, claude: Any) -> None:
+    reply_with(server, CALL)
+    message = both(claude, tools=[WEATHER, TIME], tool_choice={"type": "tool", "name": "weather"})
+    assert message.stop_reason == "tool_use" and [block.type for block in message.content] == ["tool_use"]
+    grammar = server.link.seen[-1].params.grammar
+    assert grammar is not None and "weather" in grammar.source and '"time"' not in grammar.source
+    assert "weather" in prompt_of(server) and '"time"' in prompt_of(server)
+
+
+def test_an_answer_without_text_has_one_empty_block(server: LiveServer, claude: Any) -> None:
+    reply_with(server, "")
+    assert [block.to_dict() for block in both(claude).content] == [{"type": "text", "text": ""}]
+
+
+def test_stop_reasons(server: LiveServer, claude: Any) -> None:
+    reply_with(server, "one two three")
+    stopped = both(claude, stop_sequences=["two"])
+    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "two", "one ")
+    assert both(claude, max_tokens=2).stop_reason == "max_tokens"
+
+
+def test_the_context_ends_the_text(server: LiveServer, claude: Any) -> None:
+    reply_with(server, "word " * 20_000)
+    with claude.messages.stream(model="demo", messages=USER, max_tokens=32_000) as stream:
+        assert stream.get_final_message().stop_reason == "model_context_window_exceeded"
+
+
+def test_a_prompt_over_the_context_has_the_words_that_claude_code_acts_on(claude: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
+        claude.messages.create(model="demo", max_tokens=1, messages=[{"role": "user", "content": "word " * 9000}])
+
+
+def test_a_conversation_of_blocks(server: LiveServer, claude: Any) -> None:
+    """Results in another order than the calls, text behind them, an image, a late system message, dropped marks."""
+    reply_with(server, "Done.")
+    uses = [
+        {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}},
+        {"type": "tool_use", "id": "toolu_2", "name": "time", "input": {}},
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "toolu_2", "content": [{"type": "text", "text": "noon"}]},
+        {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny", "is_error": False},
+        {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+    ]
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "system", "content": "A late instruction."},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, *uses]},
+        {"role": "user", "content": results},
+    ]
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=abc;"},
+        {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}},
+    ]
+    hosted = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    extra = {"context_management": {"edits": []}, "metadata": {"user_id": "{}"}}
+    both(claude, messages=messages, system=system, tools=[WEATHER, TIME, hosted], extra_body=extra)
+    prompt = prompt_of(server)
+    assert "billing" not in prompt and "web_search" not in prompt
+    shown = ["You are an agent.", "Hello", '"city"', "sunny", "noon", "And now?", "image was here"]
+    places = [prompt.rindex(text) for text in shown]
+    assert places == sorted(places) and "A late instruction." in prompt
+
+
+def test_a_final_assistant_message_is_continued(server: LiveServer, claude: Any) -> None:
+    reply_with(server, " Paris.")
+    message = both(claude, messages=[*USER, {"role": "assistant", "content": "The capital is"}])
+    assert message.content[0].text == " Paris." and prompt_of(server).endswith("The capital is")
+
+
+def test_a_schema(server: LiveServer, claude: Any) -> None:
+    reply_with(server, '{"city": "Paris"}')
+    format_ = {"type": "json_schema", "schema": SCHEMA | {"additionalProperties": False}}
+    message = both(claude, output_config={"effort": "low", "format": format_})
+    assert json.loads(message.content[0].text) == {"city": "Paris"}
+    grammar = server.link.seen[-1].params.grammar
+    assert grammar is not None and grammar.kind == "json_schema"
+
+
+def test_thinking() -> None:
+    config = Config.model_validate({"model": {"reasoning_parser": "qwen3"}})
+    with LiveServer(config) as server, anthropic.Anthropic(base_url=server.url, api_key="x") as claude:
+        reply_with(server, "<think>\nHm, Paris.\n</think>\n\nIt is Paris.")
+        budget = {"type": "enabled", "budget_tokens": 1024}
+        thought, text = both(claude, thinking=budget).content
+        assert (thought.type, thought.thinking.strip(), text.text) == ("thinking", "Hm, Paris.", "It is Paris.")
+        limit = server.link.seen[-1].params.thinking
+        assert thought.signature and limit is not None and limit.tokens == 1024
+        hidden, text = both(claude, thinking={"type": "adaptive", "display": "omitted"}).content
+        assert (hidden.thinking, text.text) == ("", "It is Paris.") and hidden.signature
+        history = [*USER, {"role": "assistant", "content": [thought.to_dict(), text.to_dict()]}, *USER]
+        assert both(claude, messages=history).usage.output_tokens_details.thinking_tokens > 0
+
+
+def test_count_tokens_counts_the_prompt(server: LiveServer, claude: Any) -> None:
+    reply_with(server, "x")
+    keys: dict[str, Any] = {"model": "demo", "messages": USER, "system": "Be brief.", "tools": [WEATHER]}
+    claude.messages.create(**keys, max_tokens=1)
+    assert claude.messages.count_tokens(**keys).input_tokens == len(server.link.seen[-1].prompt_token_ids)
+
+
+def test_the_events_of_a_stream(server: LiveServer) -> None:
+    reply_with(server, "Hi")
+    body = {"model": "demo", "messages": USER, "max_tokens": 9, "stream": True}
+    text = server.post("/v1/messages", body).text
+    names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
+    data = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert names == [each["type"] for each in data] and "[DONE]" not in text
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert data[0]["message"]["role"] == "assistant" and data[0]["message"]["usage"]["output_tokens"] == 0
+
+
+def test_a_slow_answer_begins_at_once_and_is_pinged(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.05)
+    monkeypatch.setattr("jaxserve.api.respond.messages_answer.START_SECONDS", 0.05)
+    reply_with(server, "Hi")
+    server.call(server.link.hold.clear)
+    body = {"model": "demo", "messages": USER, "max_tokens": 9, "stream": True}
+    names = []
+    with server.http.stream("POST", "/v1/messages", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                names.append(line.removeprefix("event: "))
+            if len(names) == 3:
+                server.call(server.link.hold.set)  # the first token comes after two pings
+    assert names[:3] == ["message_start", "ping", "ping"] and names[-1] == "message_stop"
+
+
+def error_of(response: httpx2.Response) -> tuple[int, str, str]:
+    body = response.json()
+    assert body["type"] == "error" and body["request_id"] == response.headers["request-id"]
+    return response.status_code, body["error"]["type"], body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
+            "messages.0.content.0",
+        ),
+        ({"temperature": 3}, "temperature"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [WEATHER]}, "no tool 'x'"),
+        (
+            {
+                "tool_choice": {"type": "tool", "name": "web_search"},
+                "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+            },
+            "not run by this server",
+        ),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "wrong"}}}}, "output_config.format"),
+    ],
+)
+def test_wrong_bodies(server: LiveServer, change: dict[str, Any], words: str) -> None:
+    body = {"model": "demo", "messages": USER, "max_tokens": 9} | change
+    status, kind, message = error_of(server.post("/v1/messages", body))
+    assert (status, kind) == (400, "invalid_request_error") and words in message
+
+
+def test_errors_before_the_route_have_the_same_form(server: LiveServer) -> None:
+    assert error_of(server.post("/v1/messages", {"model": "other", "messages": USER, "max_tokens": 1}))[:2] == (
+        404,
+        "not_found_error",
+    )
+    assert error_of(server.http.get("/v1/messages"))[:2] == (405, "invalid_request_error")
+    assert error_of(server.http.post("/v1/messages/nothing"))[:2] == (404, "not_found_error")
+    response = server.http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
+    assert error_of(response)[:2] == (400, "invalid_request_error")
+
+
+def test_keys_and_a_full_queue() -> None:
+    keys = {"server": {"api_key": SecretStr("secret")}, "scheduler": {"max_queued_requests": 1}}
+    with LiveServer(Config.model_validate(keys)) as server:
+        body = {"model": "demo", "messages": USER, "max_tokens": 4}
+        assert error_of(server.post("/v1/messages", body))[:2] == (401, "authentication_error")
+        for header in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
+            reply_with(server, "x")
+            assert server.post("/v1/messages", body, headers=header).status_code == 200
+        assert server.post("/v1/chat/completions", body, headers={"x-api-key": "secret"}).status_code == 200
+        assert server.post("/v1/messages", body, headers={"x-api-key": "wrong"}).status_code == 401
+        full = QueueFullError("The queue is full.")
+
+        def refuse(*_: Any) -> None:
+            raise full
+
+        server.engine.check_queue = refuse  # type: ignore[method-assign]
+        response = server.post("/v1/messages", body, headers={"x-api-key": "secret"})
+        assert error_of(response)[:2] == (529, "overloaded_error") and response.headers["retry-after"] == "1"
+
+
+def test_the_same_conversation_gives_the_same_prompt_as_chat(server: LiveServer, claude: Any) -> None:
+    reply_with(server, "x")
+    claude.messages.create(model="demo", max_tokens=1, messages=USER, system="Be brief.", tools=[WEATHER])
+    function = {"name": "weather", "description": "The weather in a city.", "parameters": SCHEMA}
+    server.client.chat.completions.create(
+        model="demo",
+        max_tokens=1,
+        messages=[{"role": "system", "content": "Be brief."}, *USER],
+        tools=[{"type": "function", "function": function}],
+    )
+    first, second = server.link.seen[-2:]
+    assert first.prompt_token_ids == second.prompt_token_ids
+
+
+def test_a_client_that_leaves_ends_its_request(server: LiveServer) -> None:
+    reply_with(server, "word " * 500)
+    server.link.delay = 0.01
+    body = {"model": "demo", "messages": USER, "max_tokens": 400, "stream": True}
+    with server.http.stream("POST", "/v1/messages", json=body) as response:
+        next(response.iter_lines())
+    server.wait(lambda: not server.link.running, "the request went on without its client")
