@@ -120,7 +120,7 @@ MUTANTS = (
         "jaxserve/scheduler/scheduler.py",
         "elif status[i] != fine:",
         "elif False:",
-        "tests/scheduler/test_scheduler.py::test_a_row_that_is_not_finite_ends_its_request_only_and_caches_nothing",
+        "tests/scheduler/test_ends.py::test_a_row_that_is_not_finite_ends_its_request_only_and_caches_nothing",
     ),
     Mutant(
         "everything runs while what kills the process is looked for",
