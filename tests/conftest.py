@@ -3,7 +3,9 @@
 import importlib.util
 import logging
 import os
+import platform
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import hypothesis
 import jax
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.audit import hook
 
@@ -25,14 +29,44 @@ hypothesis.settings.load_profile("tests")
 SMALL: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 
 
-TIMED = ("faults", "e2e")  # folders whose tests start servers and load them
+TIMED = ("tests/faults/",)  # their tests load servers to the limit, and disturb each other
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `-n N --dist loadgroup`: a file's tests stay together, and those that are timed are never side by side."""
-    for item in items:
-        folder, *_ = item.path.relative_to(Path(__file__).parent).parts
-        item.add_marker(pytest.mark.xdist_group("timed" if folder in TIMED else item.path.stem))
+class FileScheduling(LoadScopeScheduling):
+    """Gives each file's tests to one worker, so that a module's engine is compiled once, and TIMED to a single worker.
+
+    xdist's own groups need `Item._nodeid`, which pytest 9 does not read: `loadgroup` would spread the tests of a file.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((folder for folder in TIMED if nodeid.startswith(folder)), nodeid.split("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling | None:
+    """Replace the scheduler of `-n N --dist loadgroup`."""
+    return FileScheduling(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+def machine() -> str:
+    """Name the kind of machine, on which the suite's time depends."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    model = next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
+    found = [flag for flag in ("avx2", "avx512f", "amx_tile") if f" {flag} " in f"{text} ".replace("\n", " ")]
+    return f"machine: {os.cpu_count()} cores, {model or platform.machine()}, {' '.join(found) or 'no AVX2'}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the machine and where the time went: seconds of the ten longest folders, of all workers together."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for report in (each for group in terminalreporter.stats.values() for each in group):
+        if isinstance(report, pytest.TestReport):
+            seconds[str(Path(report.nodeid.split("::")[0]).parent)] += report.duration
+    if sum(seconds.values()) > 60:
+        terminalreporter.section("seconds by folder")
+        terminalreporter.write_line(machine())
+        for folder, total in sorted(seconds.items(), key=lambda item: -item[1])[:10]:
+            terminalreporter.write_line(f"{total:7.0f}  {folder}")
 
 
 class SharedData:

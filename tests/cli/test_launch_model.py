@@ -12,10 +12,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.cli.test_launch import FLAGS, launch
+from tests.cli.test_launch import launch
 from tests.transport.test_child_process import plant
 from tests.waiting import LAST_RESORT
 
+# the fewest programs: no test here sends two requests at once
+FLAGS = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "llama.yaml"
 QUESTION = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 

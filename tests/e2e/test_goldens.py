@@ -11,7 +11,7 @@ from tests.conftest import SharedData
 from tests.waiting import LAST_RESORT
 
 # as small as serves the goldens: these programs are compiled for this test alone
-TINY: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512}
+TINY: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 512}
 
 
 @pytest.mark.parametrize("name", ["stories260K-hf", "stories260K-as-qwen2-hf"])

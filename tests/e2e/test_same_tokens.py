@@ -21,7 +21,7 @@ PREFIX = "<|im_start|>system\nYou are a helpful assistant who knows all countrie
 QUESTIONS = ["What is the capital of France?", "Tell me a short story about a dog.", "What is 3 plus 4?", "Hello!"]
 
 
-@pytest.fixture(scope="module", params=["demo", "stories260K-hf"])
+@pytest.fixture(scope="module", params=["demo", pytest.param("stories260K-hf", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest, compile_cache: str, shared_data: SharedData) -> Iterator[Engine]:
     model = None if request.param == "demo" else str(shared_data / f"models/{request.param}")
     engine = Engine(model, compile_cache=compile_cache, dtype="float32", **SMALL)
