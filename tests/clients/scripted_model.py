@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.clients.run import DEMO
 
-CONTEXT = 65536
+CONTEXT = 131072
 HIDDEN = 64  # one for each token of an answer
 CERTAIN = 10.0  # nothing else is drawn at any temperature that clients ask for
 END = "<|im_end|>"
@@ -28,13 +28,20 @@ ANSWERS = {
         '"arguments": {"command": "echo made > made.txt", ',
         '"description": "Make it"}}\n</tool_call>',
     ),
+    "Call": (  # the same for Claude Code, whose tool has another name
+        '<tool_call>\n{"name": "Bash", ',
+        '"arguments": {"command": "echo made > made.txt", "description": ',
+        '"Make the file"}}\n</tool_call>',
+    ),
     "told": ("The file ", "made.txt ", "is there."),
     "edit": ("hello.py\n```\n", "print('hello from aider')\n", "```\n"),
 }
 CHOICE = """
 {%- if add_generation_prompt -%}
     {%- set called = messages | selectattr('role', 'equalto', 'tool') | list | length -%}
-    {%- if tools and not called -%}{{- '<|call|>' -}}
+    {%- set bash = tools and 'Bash' in (tools | map(attribute='function') | map(attribute='name') | list) -%}
+    {%- if bash and not called -%}{{- '<|Call|>' -}}
+    {%- elif tools and not called -%}{{- '<|call|>' -}}
     {%- elif tools or messages | length == 1 or 'hello.py' not in messages | string -%}{{- '<|told|>' -}}
     {%- else -%}{{- '<|edit|>' -}}
     {%- endif -%}

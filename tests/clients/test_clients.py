@@ -26,7 +26,7 @@ def server(compile_cache: str) -> Iterator[RunningServer]:
 def agents_server(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("scripted")
     make(directory)
-    keys = SMALL | {"served_name": ("scripted",), "max_model_len": 32768}
+    keys = SMALL | {"served_name": ("scripted",), "max_model_len": 65536}
     with launch_server(str(directory), compile_cache=compile_cache, **keys) as server:
         yield server
 

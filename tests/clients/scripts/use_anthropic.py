@@ -1,0 +1,47 @@
+import json
+
+from anthropic import Anthropic
+from common import FRANCE, PARIS, PERSON, RESULT, SCHEMA, TOOL, URL, WEATHER, check_person, check_told, report
+
+client = Anthropic(base_url=URL, api_key="none", max_retries=0)
+asked = {"model": "demo", "max_tokens": 200, "extra_body": {"temperature": 0}}
+function = TOOL["function"]
+tool = {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+
+
+def ask(text: str, **fields):
+    return client.messages.create(messages=[{"role": "user", "content": text}], **asked, **fields)
+
+
+def text() -> None:
+    assert ask(FRANCE).content[0].text == PARIS
+
+
+def stream() -> None:
+    with client.messages.stream(messages=[{"role": "user", "content": FRANCE}], **asked) as events:
+        pieces = list(events.text_stream)
+        assert len(pieces) > 3 and "".join(pieces) == PARIS == events.get_final_message().content[0].text
+
+
+def tools() -> None:
+    call = ask(WEATHER, tools=[tool]).content[-1]
+    assert call.name == "get_weather" and call.input == {"city": "Paris"}
+
+
+def tool_loop() -> None:
+    content = ask(WEATHER, tools=[tool]).content
+    result = {"type": "tool_result", "tool_use_id": content[-1].id, "content": json.dumps(RESULT)}
+    messages = [
+        {"role": "user", "content": WEATHER},
+        {"role": "assistant", "content": content},
+        {"role": "user", "content": [result]},
+    ]
+    check_told(client.messages.create(messages=messages, tools=[tool], **asked).content[0].text)
+
+
+def schema() -> None:
+    answer = ask(PERSON, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    check_person(json.loads(answer.content[0].text))
+
+
+report("anthropic", {"text": text, "stream": stream, "tools": tools, "tool loop": tool_loop, "JSON schema": schema})
