@@ -12,6 +12,7 @@ from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.protocol.generate import GenerateRequest
+from jaxserve.api.protocol.messages import MessagesRequest
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 # route -> (its body, fields that make the smallest request, as JSON)
@@ -21,6 +22,10 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, str]]] = {
         {"model": '"demo"', "messages": '[{"role":"user","content":"Hi"}]', "max_tokens": "2"},
     ),
     "/v1/completions": (CompletionRequest, {"model": '"demo"', "prompt": '"Hi"', "max_tokens": "2"}),
+    "/v1/messages": (
+        MessagesRequest,
+        {"model": '"demo"', "messages": '[{"role":"user","content":"Hi"}]', "max_tokens": "2"},
+    ),
     "/v1/embeddings": (EmbeddingRequest, {"model": '"demo"', "input": '"Hi"'}),
     "/generate": (GenerateRequest, {"text": '"Hi"', "sampling_params": '{"max_new_tokens":2}'}),
     "/tokenize": (TokenizeRequest, {"prompt": '"Hi"'}),

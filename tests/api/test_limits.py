@@ -11,6 +11,7 @@ from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.protocol.common import RepetitionDetection
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.generate import NativeSampling
+from jaxserve.api.protocol.messages import MessagesRequest
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 from .conftest import LiveServer, reply_with
@@ -47,6 +48,7 @@ def schema_of(model: type[BaseModel], name: str) -> dict[str, Any]:
 CASES = [
     *(("/v1/chat/completions", ChatCompletionRequest, name) for name in fields(ChatCompletionRequest)),
     *(("/v1/completions", CompletionRequest, name) for name in fields(CompletionRequest)),
+    *(("/v1/messages", MessagesRequest, name) for name in fields(MessagesRequest)),
     *(("/generate", NativeSampling, name) for name in fields(NativeSampling)),
     *(("/tokenize", TokenizeRequest, name) for name in fields(TokenizeRequest) if name != "text"),  # a second prompt
     *(("/detokenize", DetokenizeRequest, name) for name in fields(DetokenizeRequest)),
@@ -54,6 +56,7 @@ CASES = [
 BODIES: dict[str, dict[str, str]] = {
     "/v1/chat/completions": {"messages": '[{"role": "user", "content": "Hi"}]', "max_tokens": "2"},
     "/v1/completions": {"prompt": '"Hi"', "max_tokens": "2"},
+    "/v1/messages": {"messages": '[{"role": "user", "content": "Hi"}]', "max_tokens": "2"},
     "/generate": {"max_new_tokens": "2"},
     "/tokenize": {"prompt": '"Hi"'},
     "/detokenize": {"tokens": "[5]"},
@@ -82,7 +85,7 @@ def test_a_field_at_and_over_its_limits(server: LiveServer, route: str, model: t
         response = server.http.post(route, content=raw_body(route, name, value), headers=headers)
         assert response.status_code in (200, 400), (value[:60], response.text)
         if response.status_code == 400:
-            param = response.json()["error"]["param"] or ""
+            param = response.json()["error"].get("param") or ""
             named = name.rpartition(".")[2]
             assert named in param or named in response.json()["error"]["message"], (value[:60], response.text)
     canary = server.post("/v1/completions", {"model": "demo", "prompt": "Hi"}).json()

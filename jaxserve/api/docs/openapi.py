@@ -35,7 +35,7 @@ ANSWERS: tuple[type[BaseModel], ...] = (
     *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.Completion, answers.ModelList),
     *(answers.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
     *(answers.Embeddings, answers.Aborted, answers.Success, answers.Facts, answers.SessionId),
-    *(answers.AnthropicMessage, answers.AnthropicMessageEvent, answers.TokenCount),
+    *(answers.AnthropicError, answers.AnthropicMessage, answers.AnthropicMessageEvent, answers.TokenCount),
     *(FileAnswer, FileList, FileDeleted, BatchAnswer, BatchList),
 )
 
@@ -46,11 +46,13 @@ def documented(
     body: type[BaseModel] | None = None,
     events: type[BaseModel] | None = None,
     many: bool = False,
+    error: type[BaseModel] = answers.Error,
 ) -> dict[str, Any]:
     """Return keyword arguments for a route decorator.
 
     answer: model of a response of status 200; with `many`, a list of it is possible too
     events: model of the data of a stream's events
+    error: model of the body of a 4xx or 5xx
     """
     shape = _schema(answer)
     whole = {"anyOf": [shape, {"type": "array", "items": shape}]} if many else shape
@@ -60,18 +62,19 @@ def documented(
     extra: dict[str, Any] = {"responses": {"200": {"content": content}}}
     if body is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema(body)}}}
-    return {"openapi_extra": extra, "responses": _ERRORS}
+    return {"openapi_extra": extra, "responses": _errors(error)}
 
 
 def _schema(model: type[BaseModel]) -> dict[str, Any]:
     return {"$ref": _REF.format(model=model.__name__)}
 
 
-_ERROR_CONTENT = {"application/json": {"schema": _schema(answers.Error)}}
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "An error in the request; `param` names the field.", "content": _ERROR_CONTENT},
-    "5XX": {"description": "A server error, or it is not ready (503, Retry-After).", "content": _ERROR_CONTENT},
-}
+def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    content = {"application/json": {"schema": _schema(model)}}
+    return {
+        "4XX": {"description": "An error in the request; the error names the field.", "content": content},
+        "5XX": {"description": "A server error, or it is not ready (503, Retry-After).", "content": content},
+    }
 
 
 def install_openapi(app: FastAPI) -> None:

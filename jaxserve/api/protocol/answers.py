@@ -218,6 +218,19 @@ class Embeddings(Answer):
     usage: EmbeddingUsage
 
 
+class AnthropicErrorDetail(Answer):
+    type: str
+    message: str
+
+
+class AnthropicError(Answer):
+    """The body of every 4xx and 5xx below /v1/messages."""
+
+    type: str
+    error: AnthropicErrorDetail
+    request_id: str
+
+
 class AnthropicUsage(Answer):
     """The three input counts add up to the prompt."""
 

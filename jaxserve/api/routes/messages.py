@@ -12,7 +12,7 @@ from jaxserve.api.generate.planner import Planner
 from jaxserve.api.generate.rendering import render
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import EventStream, until_disconnect
-from jaxserve.api.protocol.answers import AnthropicMessage, AnthropicMessageEvent, TokenCount
+from jaxserve.api.protocol.answers import AnthropicError, AnthropicMessage, AnthropicMessageEvent
 from jaxserve.api.protocol.messages import CountTokensRequest, MessagesRequest
 from jaxserve.api.respond.messages_answer import MessagesAnswer
 from jaxserve.api.respond.wire import json_response
@@ -23,7 +23,10 @@ from jaxserve.api.tasks.messages import count_prompt, messages_task
 router = APIRouter()
 
 
-@router.post("/v1/messages", **documented(AnthropicMessage, body=MessagesRequest, events=AnthropicMessageEvent))
+@router.post(
+    "/v1/messages",
+    **documented(AnthropicMessage, body=MessagesRequest, events=AnthropicMessageEvent, error=AnthropicError),
+)
 async def create_message(request: Request) -> Response:
     """Answer a conversation in Anthropic's form."""
     state = server_state(request)
@@ -42,7 +45,7 @@ async def answer_messages(body: MessagesRequest, state: ServerState, caller: Cal
     return MessagesAnswer(plan, task.options, model)
 
 
-@router.post("/v1/messages/count_tokens", **documented(TokenCount, body=CountTokensRequest))
+@router.post("/v1/messages/count_tokens", **_COUNT)
 async def count_tokens(request: Request) -> Response:
     """Count the prompt tokens of a conversation, tools included."""
     state = server_state(request)
