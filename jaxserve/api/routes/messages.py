@@ -12,7 +12,7 @@ from jaxserve.api.generate.planner import Planner
 from jaxserve.api.generate.rendering import render
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import EventStream, until_disconnect
-from jaxserve.api.protocol.answers import AnthropicError, AnthropicMessage, AnthropicMessageEvent
+from jaxserve.api.protocol.answers import AnthropicError, AnthropicMessage, AnthropicMessageEvent, TokenCount
 from jaxserve.api.protocol.messages import CountTokensRequest, MessagesRequest
 from jaxserve.api.respond.messages_answer import MessagesAnswer
 from jaxserve.api.respond.wire import json_response
@@ -22,11 +22,11 @@ from jaxserve.api.tasks.messages import count_prompt, messages_task
 
 router = APIRouter()
 
+_MESSAGES = documented(AnthropicMessage, body=MessagesRequest, events=AnthropicMessageEvent, error=AnthropicError)
+_COUNT = documented(TokenCount, body=CountTokensRequest, error=AnthropicError)
 
-@router.post(
-    "/v1/messages",
-    **documented(AnthropicMessage, body=MessagesRequest, events=AnthropicMessageEvent, error=AnthropicError),
-)
+
+@router.post("/v1/messages", **_MESSAGES)
 async def create_message(request: Request) -> Response:
     """Answer a conversation in Anthropic's form."""
     state = server_state(request)
