@@ -19,8 +19,8 @@ class ApiFamily:
     """The form of errors and streams.
 
     status: HTTP status of an error. body: its JSON, given the error and the request's id
-    error_name: name of a stream's error event; "" for events without names
-    done: what ends a stream. ping: what is sent while a stream has nothing to say; "" for nothing
+    error_name: name of a stream's error event; empty: events have no names
+    done: the end of a stream. ping: sent while a stream has no events; empty: no pings
     """
 
     status: Callable[[HTTPError], int]

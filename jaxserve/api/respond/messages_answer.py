@@ -96,6 +96,7 @@ class JoinedBlocks:
         self._texts: dict[str, list[str]] = {}
 
     def add(self, event: Json) -> None:
+        """Append a block event."""
         if event["type"] == "content_block_start":
             self._blocks.append(dict(event["content_block"]))
         elif event["type"] == "content_block_delta":

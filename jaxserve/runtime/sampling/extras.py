@@ -114,7 +114,10 @@ class DeviceExtras:
         num_rows: int,
         prompt_id_logprobs: Mapping[int, np.ndarray],
     ) -> StepExtras:
-        """Wait for the arrays. sampling: the rows that `sampled` holds, in order"""
+        """Wait for the arrays and return those of `num_rows` rows.
+
+        sampling: the rows that `sampled` holds, in order. prompt_id_logprobs: of each row, float32 [n, MAX_LOGPROB_IDS]
+        """
         id_logprobs = masks = None
         if self.head and sampled is not None:
             assert sampled.id_logprobs is not None and sampled.candidates is not None
