@@ -83,8 +83,9 @@ def conversation(body: CountTokensRequest, state: ServerState, tools: ToolUse) -
     variables: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
         variables |= thinking(body.thinking.type == "enabled")
-    if body.output_config is not None and body.output_config.effort is not None:
-        variables["reasoning_effort"] = body.output_config.effort
+    effort = body.output_config.effort if body.output_config is not None else None
+    if effort is not None:
+        variables |= thinking(False) if effort == "none" else {"reasoning_effort": effort}
     return ChatMessages(
         make=make,
         size=body.size,
@@ -139,9 +140,14 @@ def _named(name: str | None, tools: Sequence[MessageTool], hosted: Sequence[Mess
     for tool in tools:
         if tool.name == name:
             return tool
+    if name is None:
+        code = "missing_required_parameter"
+        raise InvalidValueError("tool_choice.name is missing.", param="tool_choice.name", code=code)
     if any(tool.name == name for tool in hosted):
-        raise UnsupportedParameterError(f"tool_choice: {name!r} is not run by this server.", param="tool_choice.name")
-    raise InvalidValueError(f"tool_choice: there is no tool {name!r}.", param="tool_choice.name")
+        raise UnsupportedParameterError(
+            f"tool_choice.name: {name!r} is not run by this server.", param="tool_choice.name"
+        )
+    raise InvalidValueError(f"tool_choice.name: there is no tool {name!r}.", param="tool_choice.name")
 
 
 def _grammar_tool(tool: MessageTool) -> GrammarTool:
