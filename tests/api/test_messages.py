@@ -297,3 +297,81 @@ def test_a_client_that_leaves_ends_its_request(server: LiveServer) -> None:
     with server.http.stream("POST", "/v1/messages", json=body) as response:
         next(response.iter_lines())
     server.wait(lambda: not server.link.running, "the request went on without its client")
+
+
+def assistant_calls(*ids: str, **fields: Any) -> dict[str, Any]:
+    blocks = [{"type": "tool_use", "id": each, "name": "weather", "input": {"city": each}} | fields for each in ids]
+    return {"role": "assistant", "content": blocks}
+
+
+def result(call_id: str, text: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": call_id, "content": text} | fields
+
+
+def test_a_call_that_a_stop_sequence_cuts_is_not_one_to_run(server: LiveServer, claude: Any) -> None:
+    reply_with(server, CALL)
+    cut = both(claude, tools=[WEATHER], stop_sequences=["Paris"])
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "Paris")
+    complete = both(claude, tools=[WEATHER], stop_sequences=["</tool_call>"])
+    assert complete.stop_reason == "tool_use" and complete.content[0].input == {"city": "Paris"}
+
+
+def test_arguments_are_passed_on_as_written(server: LiveServer) -> None:
+    written = '{"city": 123456789012345678901234567890, "x": "\\ud83d"}'
+    body = {"model": "demo", "messages": USER, "max_tokens": 200, "tools": [WEATHER]}
+    reply_with(server, f'<tool_call>\n{{"name": "weather", "arguments": {written}}}\n</tool_call>')
+    answer = server.post("/v1/messages", body)
+    assert written in answer.text and answer.json()["stop_reason"] == "tool_use"
+    history = [*USER, assistant_calls("a", input={"n": 2**70}), {"role": "user", "content": [result("a", "x")]}]
+    assert server.post("/v1/messages", body | {"messages": history}).status_code == 200
+    assert str(2**70) in prompt_of(server)
+
+
+def test_results_stand_behind_their_calls_in_order(server: LiveServer, claude: Any) -> None:
+    reply_with(server, "ok")
+    first = {"role": "user", "content": [result("b", "second", is_error=True), {"type": "text", "text": "And now?"}]}
+    second = {"role": "user", "content": [result("a", "first")]}
+    both(claude, messages=[*USER, assistant_calls("a", "b"), first, second])
+    places = [prompt_of(server).rindex(text) for text in ("first", "Error: second", "And now?")]
+    assert places == sorted(places)
+
+
+def test_a_prefill_behind_a_call_keeps_the_call(server: LiveServer, claude: Any) -> None:
+    reply_with(server, "ok")
+    both(claude, messages=[*USER, assistant_calls("a"), {"role": "assistant", "content": "So"}])
+    assert '"city": "a"' in prompt_of(server) or '"city":"a"' in prompt_of(server)
+    assert prompt_of(server).endswith("So")
+    both(claude, messages=[*USER, {"role": "assistant", "content": []}])
+    assert prompt_of(server).count("<|im_start|>assistant") == 1
+
+
+def test_a_hosted_tool_without_a_name_is_dropped_and_an_own_one_refused(server: LiveServer) -> None:
+    reply_with(server, "ok")
+    body = {"model": "demo", "messages": USER, "max_tokens": 9}
+    hosted = {"type": "mcp_toolset", "mcp_server_name": "x"}
+    assert server.post("/v1/messages", body | {"tools": [hosted]}).status_code == 200
+    assert "tools.0.name" in error_of(server.post("/v1/messages", body | {"tools": [{"input_schema": {}}]}))[2]
+    wrong = {"messages": [{"role": "user", "content": assistant_calls("a")["content"]}]}
+    assert "messages.0.content.0" in error_of(server.post("/v1/messages", body | wrong))[2]
+
+
+def test_the_watermark_of_the_server_is_on_every_route() -> None:
+    with LiveServer(Config().replace(server={"watermark_key": 12345678901})) as server:
+        reply_with(server, "ok")
+        chat = {"model": "demo", "messages": USER, "max_tokens": 9, "temperature": 1.0}
+        bodies: dict[str, Any] = {"/v1/messages": chat, "/v1/chat/completions": chat, "/generate": {"text": "x"}}
+        bodies["/v1/completions"] = {"model": "demo", "prompt": "x", "temperature": 1.0}
+        for path, body in bodies.items():
+            assert server.post(path, body).status_code == 200
+            assert server.link.seen[-1].params.watermark_key == 12345678901, path
+
+
+def test_a_late_first_token_counts_what_was_cached(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.api.respond.messages_answer.START_SECONDS", 0.0)
+    reply_with(server, CALL)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    body = {"model": "demo", "messages": USER, "max_tokens": 99, "tools": [WEATHER], "tool_choice": choice}
+    whole = server.post("/v1/messages", body).json()["usage"]
+    text = server.post("/v1/messages", body | {"stream": True}).text
+    last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith('data: {"type":"message_delta"')]
+    assert last[0]["usage"]["cache_read_input_tokens"] == whole["cache_read_input_tokens"] > 0

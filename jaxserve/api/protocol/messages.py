@@ -41,6 +41,7 @@ class Block(Part):
     is_error: bool | None = None
     source: Source | str | None = None
     title: str | None = None
+    context: str | None = None
 
     @property
     def unknown_fields(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class InputMessage(Part):
 class MessageTool(Part):
     """A tool of the client. Tools that Anthropic hosts have another `type`; they are not offered."""
 
-    name: ToolName
+    name: ToolName | None = Field(None, description="Required of a tool of the client.")
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None

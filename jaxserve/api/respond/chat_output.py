@@ -76,7 +76,7 @@ class ChatChoices:
         events = turn.read(output)
         chunks: list[Chunk]
         # most outputs are one piece of text and nothing else
-        if self._is_plain(choice) and len(events) == 1 and isinstance(event := events[0], ContentDelta):
+        if self._is_plain(choice) and len(events) == 1 and isinstance(event := events[0], ContentDelta) and event.text:
             delta = {"content": event.text, **self._no_reasoning}
             chunks = [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
         else:

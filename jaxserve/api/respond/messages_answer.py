@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -31,6 +32,8 @@ class BlockWriter:
         self._hides_thinking = hides_thinking
         self._index = -1
         self._open = ""  # type of the open block
+        self._arguments: list[str] = []  # of the open call
+        self.last_call_is_cut = False
         self._thinking = hashlib.sha256()
 
     def write(self, events: list[Event]) -> Iterator[Json]:
@@ -51,6 +54,7 @@ class BlockWriter:
                     use = {"id": tool_id(event.id), "name": event.name, "input": {}}
                     yield from self._in_block("tool_use", use)
                 case ToolCallDelta(_, text):
+                    self._arguments.append(text)
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
                 case ToolCallEnd():
                     yield from self.close()
@@ -69,6 +73,9 @@ class BlockWriter:
             signature = base64.b64encode(self._thinking.digest()).decode()
             yield self._delta({"type": "signature_delta", "signature": signature})
             self._thinking = hashlib.sha256()
+        if self._open == "tool_use":
+            self.last_call_is_cut = not is_object("".join(self._arguments))
+            self._arguments = []
         self._open = ""
         yield {"type": "content_block_stop", "index": self._index}
 
@@ -107,20 +114,22 @@ class JoinedBlocks:
 
     def _settle(self, block: Json) -> None:
         for name, parts in self._texts.items():
-            text = "".join(parts)
-            block |= {"input": _object(text)} if name == "partial_json" else {name: text}
+            text: Any = "".join(parts)
+            if name == "partial_json":
+                name, text = "input", orjson.Fragment(text or "{}") if is_object(text) else {}
+            block[name] = text
         self._texts = {}
 
     def content(self) -> list[Json]:
         return self._blocks
 
 
-def _object(text: str) -> Any:
-    """Return the arguments of a call; {} for those that the token limit cut."""
+def is_object(text: str) -> bool:
+    """Return whether the arguments of a call are a whole JSON object. The token limit or a stop string may cut them."""
     try:
-        return orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
-        return {}
+        return isinstance(json.loads(text or "{}", parse_constant=int), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 class MessagesAnswer:
@@ -145,6 +154,7 @@ class MessagesAnswer:
                     self._note(await first)
                 yield self._start()
                 output = await first
+                self._note(output)
                 while output is not None:
                     for event in self._read(output):
                         yield named_event(event["type"], orjson.dumps(event))
@@ -212,7 +222,9 @@ class MessagesAnswer:
             limited = self._plan.prompt.params.max_tokens or 0
             word = "max_tokens" if self._options.max_tokens <= limited else "model_context_window_exceeded"
             return {"stop_reason": word, "stop_sequence": None}
-        if self._turn.num_calls:
+        if reason is FinishReason.ABORT:  # the turn is not complete, and calls in it may be cut
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if self._turn.num_calls and not (isinstance(matched, str) and self._blocks.last_call_is_cut):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}

@@ -30,7 +30,7 @@ async def generate(request: Request) -> Response:
     state = server_state(request)
     body = await read_body(request, GenerateRequest)
     state.check_generates(None)
-    task = native_task(body, state)
+    task = await native_task(body, state)
     generation = await Planner(state, caller_of(request), task.request).texts(task.prompts)
     _check_starts(generation, task.options)
     answer = NativeAnswer(generation, task.options, state.token_texts, single=task.single)

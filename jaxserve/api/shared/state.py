@@ -23,7 +23,7 @@ from jaxserve.api.shared.unread import UnreadStreams
 from jaxserve.api.shared.work_pool import SizedPools, Waiting, WorkPool
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.config import Config
-from jaxserve.errors import InvalidValueError, ModelNotFoundError, NotReadyError
+from jaxserve.errors import HTTPError, InvalidValueError, ModelNotFoundError, NotReadyError
 from jaxserve.store import Store
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
@@ -175,7 +175,7 @@ class ServerState:
             return template is not None and late in (
                 template.render_here(conversation) or template.render(conversation)
             )
-        except InvalidValueError:
+        except HTTPError:
             return False
 
     def stop_rendering(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import orjson
 
 from jaxserve.api.protocol.messages import Block, InputMessage, Source
 from jaxserve.errors import InvalidValueError, UnsupportedParameterError
@@ -28,6 +28,7 @@ _SKIPPED = frozenset(
         "mcp_tool_use",
         "mcp_tool_result",
         "container_upload",
+        "tool_search_tool_result",
         "tool_reference",
     }
 )
@@ -47,16 +48,24 @@ def _without_header(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(CHANGING_HEADER) else text
 
 
-def check_blocks(messages: Sequence[InputMessage], note: Callable[[str], None]) -> None:
+def check_blocks(
+    system: str | Sequence[Block] | None, messages: Sequence[InputMessage], note: Callable[[str], None]
+) -> None:
     """Check what the types cannot express. Raises a RequestError that names the block.
 
     note: called with the name of a kind of block that is dropped
     """
+    for block in system if isinstance(system, list) else ():
+        if block.type != "text":
+            note(f"system.{block.type}")
     for number, message in enumerate(messages):
         if isinstance(message.content, str):
             continue
         for place, block in enumerate(message.content):
-            _check(block, f"messages.{number}.content.{place}", note)
+            param = f"messages.{number}.content.{place}"
+            _check(block, param, note)
+            if block.type == ("tool_use" if message.role == "user" else "tool_result"):
+                raise InvalidValueError(f"{param}: a {message.role}'s message has no {block.type}.", param=param)
 
 
 def _check(block: Block, param: str, note: Callable[[str], None]) -> None:
@@ -91,7 +100,13 @@ def template_messages(system: str, messages: Sequence[InputMessage], *, system_i
         system = "\n".join(filter(None, [system, *late]))
         converted = [message for message in converted if message["role"] != "system"]
     head: list[Message] = [{"role": "system", "content": system}] if system else []
-    return _in_call_order(_joined(head + converted))
+    while converted and converted[-1]["role"] == "assistant" and not _says_something(converted[-1]):
+        converted.pop()  # an empty turn of the assistant is neither continued nor answered
+    return _joined(_in_call_order(head + converted))
+
+
+def _says_something(message: Message) -> bool:
+    return bool(message["content"] or message.get("tool_calls"))
 
 
 def _converted(message: InputMessage) -> Iterator[Message]:
@@ -99,9 +114,10 @@ def _converted(message: InputMessage) -> Iterator[Message]:
     if message.role == "assistant":
         yield _assistant(blocks)
         return
+    others = [block for block in blocks if block.type != "tool_result"]
     yield from (_tool_message(block) for block in blocks if block.type == "tool_result")
-    text = _text(blocks)
-    if text or not any(block.type == "tool_result" for block in blocks):
+    text = _text(others)
+    if text or len(others) == len(blocks):
         yield {"role": message.role, "content": _without_header(text) if message.role == "system" else text}
 
 
@@ -115,13 +131,15 @@ def _assistant(blocks: Sequence[Block]) -> Message:
 
 
 def _call(block: Block) -> dict[str, Any]:
-    arguments = orjson.dumps(block.input or {}).decode()
+    arguments = json.dumps(block.input or {}, ensure_ascii=False, separators=(",", ":"))
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
 def _tool_message(block: Block) -> Message:
     content = block.content
     text = content if isinstance(content, str) else _text(content or ())
+    if block.is_error:
+        text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
@@ -135,11 +153,13 @@ def _text_of(block: Block) -> str:
         return block.text or ""
     if block.type == "image":
         return NO_IMAGE
+    if block.type == "tool_result":  # inside another one
+        return block.content if isinstance(block.content, str) else _text(block.content or ())
     if block.type == "search_result":
         return "\n".join(filter(None, [block.title, _text(block.content if isinstance(block.content, list) else ())]))
     if block.type == "document" and isinstance(block.source, Source):
         inner = block.source.data if block.source.type == "text" else _nested(block.source.content)
-        return "\n".join(filter(None, [block.title, inner]))
+        return "\n".join(filter(None, [block.title, block.context, inner]))
     return ""
 
 
@@ -147,7 +167,7 @@ def _nested(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    return "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    return "\n".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
@@ -155,7 +175,8 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
     out: list[Message] = []
     for message in messages:
         last = out[-1] if out else None
-        if last is None or last["role"] != message["role"] or message["role"] == "tool":
+        apart = message["role"] == "tool" or (last is not None and "tool_calls" in last)
+        if last is None or last["role"] != message["role"] or apart:
             out.append(dict(message))
             continue
         for name in ("content", "reasoning_content"):
@@ -167,15 +188,21 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _in_call_order(messages: list[Message]) -> list[Message]:
-    """Sort the tool messages behind an assistant's message by its calls: clients send results as they finish."""
-    order: dict[str | None, int] = {}
+    """Put the results of an assistant's calls directly behind them, in their order: clients send them as they come."""
+    order: dict[str | None, int] | None = None
     out: list[Message] = []
-    for role, group in itertools.groupby(messages, key=lambda message: message["role"]):
+    for is_assistant, group in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
         found = list(group)
-        if role == "assistant":
-            calls = found[-1].get("tool_calls", ())
+        if is_assistant:
+            calls = [call for message in found for call in message.get("tool_calls", ())]
             order = {call["id"]: number for number, call in enumerate(calls)}
-        elif role == "tool":
-            found.sort(key=lambda message: order.get(message["tool_call_id"], len(order)))
+        elif order is not None:
+            found.sort(key=functools.partial(_place, order))
         out += found
     return out
+
+
+def _place(order: dict[str | None, int], message: Message) -> int:
+    if message["role"] != "tool":
+        return len(order) + 1
+    return order.get(message["tool_call_id"], len(order))

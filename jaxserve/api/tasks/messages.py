@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,13 @@ from jaxserve.api.protocol.messages import CountTokensRequest, MessagesRequest, 
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.chat import thinking
 from jaxserve.api.tasks.constraints import Constraint
+from jaxserve.api.tasks.details import mark
 from jaxserve.api.tasks.fields import new_id
 from jaxserve.api.tasks.message_blocks import check_blocks, system_text, template_messages
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, RequestOptions
 from jaxserve.api.tasks.tools import Mode, ToolUse
+from jaxserve.config_types import reveal
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedParameterError
 from jaxserve.grammar.tools import GrammarTool
 from jaxserve.grammar.translate import schema_spec
@@ -54,12 +57,13 @@ def messages_task(body: MessagesRequest, state: ServerState) -> MessagesTask:
         stop=body.stop_sequences,
     )
     budget = body.thinking.budget_tokens if body.thinking is not None and body.thinking.type == "enabled" else None
+    watermark_key = reveal(state.config.server.watermark_key)
     tools = _tool_use(body, state)
     messages = conversation(body, state, tools)
     prompt = ChatPrompt(
         messages=messages,
         continued=_prefill(body),
-        sampling=native_params(sampling, state.engine.info),
+        sampling=mark(native_params(sampling, state.engine.info), None, watermark_key, "watermark"),
         constraint=_constraint(body),
         tools=tools,
         thinking_budget=None if state.parsers.think_tags is None else budget,
@@ -76,7 +80,7 @@ def count_prompt(body: CountTokensRequest, state: ServerState) -> ChatMessages:
 
 def conversation(body: CountTokensRequest, state: ServerState, tools: ToolUse) -> ChatMessages:
     """Return the conversation for the chat template. Raises a RequestError that names the block."""
-    check_blocks(body.messages, lambda kind: state.unknown_fields.note(ROUTE, [kind]))
+    check_blocks(body.system, body.messages, lambda kind: state.unknown_fields.note(ROUTE, [kind]))
     make = functools.partial(
         template_messages, system_text(body.system), body.messages, system_in_middle=state.takes_late_system
     )
@@ -97,11 +101,9 @@ def conversation(body: CountTokensRequest, state: ServerState, tools: ToolUse) -
 
 def _prefill(body: CountTokensRequest) -> str:
     """Return the text of a final assistant message, which the output continues; "" if there is none."""
-    last = body.messages[-1]
-    if last.role != "assistant":
-        return ""
-    message = template_messages("", [last], system_in_middle=True)[0]
-    return "" if "tool_calls" in message else message["content"]
+    run = itertools.takewhile(lambda message: message.role == "assistant", reversed(body.messages))
+    found = template_messages("", list(run)[::-1], system_in_middle=True)
+    return found[-1]["content"] if found and "tool_calls" not in found[-1] else ""
 
 
 def _constraint(body: MessagesRequest) -> Constraint | None:
@@ -122,6 +124,10 @@ def _tool_use(body: CountTokensRequest, state: ServerState) -> ToolUse:
     tools = [tool for tool in body.tools or () if tool.type in (None, "custom")]
     hosted = [tool for tool in body.tools or () if tool.type not in (None, "custom")]
     state.unknown_fields.note(ROUTE, [f"tools.{tool.type}" for tool in hosted])
+    for number, tool in enumerate(body.tools or ()):
+        if tool.name is None and tool.type in (None, "custom"):
+            param = f"tools.{number}.name"
+            raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
     kind = choice.type if choice is not None else "auto"
     if kind == "none" or (kind == "auto" and not tools):
         return ToolUse()
@@ -151,7 +157,7 @@ def _named(name: str | None, tools: Sequence[MessageTool], hosted: Sequence[Mess
 
 
 def _grammar_tool(tool: MessageTool) -> GrammarTool:
-    return GrammarTool(tool.name, tool.input_schema, strict=bool(tool.strict))
+    return GrammarTool(tool.name or "", tool.input_schema, strict=bool(tool.strict))
 
 
 def _shown(tool: MessageTool) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.api.http.body import refuse_unsupported
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
@@ -54,8 +55,8 @@ class NativeTask:
     single: bool
 
 
-def native_task(body: GenerateRequest, state: ServerState) -> NativeTask:
-    """Read and check a body. Raises a RequestError that names the field."""
+async def native_task(body: GenerateRequest, state: ServerState) -> NativeTask:
+    """Read and check a body. Yields to the event loop between prompts. Raises a RequestError that names the field."""
     param, contents = _contents(body)
     count = len(contents)
     sampling = spread(body.sampling_params or NativeSampling.model_validate({}), count, "sampling_params")
@@ -67,19 +68,25 @@ def native_task(body: GenerateRequest, state: ServerState) -> NativeTask:
     request = _request(body, sampling)
     many = [f"{request.request_id}_{number}" for number in range(count)]
     ids = spread(body.rid if isinstance(body.rid, list) else [request.request_id] if single else many, count, "rid")
-    prompts = [
-        TextPrompt(
-            content=content,
-            param=param,
-            request_id=rid,
-            sampling=_params(body, each, shown, state),
-            constraint=constraint(each, state.engine.tokenizer),
-            mode=Mode(session=body.session_params, keeps_output=not shown.scoring),
-            experts_from=body.routed_experts_start_len,
-        )
-        for content, rid, each, shown in zip(contents, ids, sampling, options, strict=True)
-    ]
+    read: dict[tuple[int, NativeOptions], TextPrompt] = {}  # prompts with one sampling_params share what is read of it
+    prompts = []
+    for content, rid, each, shown in zip(contents, ids, sampling, options, strict=True):
+        if (id(each), shown) not in read:
+            await asyncio.sleep(0)
+            read[id(each), shown] = _prompt(body, each, shown, state)
+        prompts.append(replace(read[id(each), shown], content=content, param=param, request_id=rid))
     return NativeTask(prompts=prompts, options=options, request=request, single=single)
+
+
+def _prompt(body: GenerateRequest, sampling: NativeSampling, options: NativeOptions, state: ServerState) -> TextPrompt:
+    """Read all of a prompt but its text."""
+    return TextPrompt(
+        content="",
+        sampling=_params(body, sampling, options, state),
+        constraint=constraint(sampling, state.engine.tokenizer),
+        mode=Mode(session=body.session_params, keeps_output=not options.scoring),
+        experts_from=body.routed_experts_start_len,
+    )
 
 
 def _contents(body: GenerateRequest) -> tuple[str, list[str | list[int]]]:
