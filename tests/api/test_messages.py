@@ -227,6 +227,7 @@ def error_of(response: httpx2.Response) -> tuple[int, str, str]:
             "messages.0.content.0",
         ),
         ({"temperature": 3}, "temperature"),
+        ({"stop_sequences": ["x" * 1000] * 5}, "stop_sequences"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [WEATHER]}, "no tool 'x'"),
         (

@@ -363,3 +363,12 @@ def test_schemas_of_tools_that_cannot_be_enforced(server: LiveServer) -> None:
     body = {"model": "demo", "messages": MESSAGES, "tools": [broken], "tool_choice": "required"}
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 400 and response.json()["error"]["param"] == "tools", response.text
+
+
+def test_no_chunk_of_a_stream_has_empty_content_behind_the_first(server: LiveServer, client: Any) -> None:
+    """A call of a tool that was not offered ends as text, of which nothing may be left at the end."""
+    reply_with(server, '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>')
+    for tools in ([NOTE], [WEATHER]):
+        chunks = list(client.chat.completions.create(model="demo", messages=MESSAGES, tools=tools, stream=True))
+        contents = [chunk.choices[0].delta.content for chunk in chunks]
+        assert "" not in contents[1:]

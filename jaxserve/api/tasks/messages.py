@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.api.protocol.generate import NativeSampling
+from jaxserve.api.protocol.limits import MAX_STOP_CHARS
 from jaxserve.api.protocol.messages import CountTokensRequest, MessagesRequest, MessageTool
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.chat import thinking
@@ -56,6 +57,9 @@ def messages_task(body: MessagesRequest, state: ServerState) -> MessagesTask:
         top_k=body.top_k,
         stop=body.stop_sequences,
     )
+    if sum(map(len, body.stop_sequences or ())) > MAX_STOP_CHARS:
+        message = f"stop_sequences has more than {MAX_STOP_CHARS} characters in all."
+        raise InvalidValueError(message, param="stop_sequences")
     budget = body.thinking.budget_tokens if body.thinking is not None and body.thinking.type == "enabled" else None
     watermark_key = reveal(state.config.server.watermark_key)
     tools = _tool_use(body, state)
