@@ -298,6 +298,7 @@ def test_a_client_that_leaves_ends_its_request(server: LiveServer) -> None:
     with server.http.stream("POST", "/v1/messages", json=body) as response:
         next(response.iter_lines())
     server.wait(lambda: not server.link.running, "the request went on without its client")
+    assert server.link.aborted
 
 
 def assistant_calls(*ids: str, **fields: Any) -> dict[str, Any]:

@@ -20,18 +20,6 @@ from tests.store.helpers import new_batch
 LOG_BYTES = LOG_PAGES * PAGE_BYTES
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB that can really be full."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", path], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)
-
-
 def fill(disk: Path, but: int = 0) -> None:
     """Leave `but` bytes free."""
     ballast = disk / "ballast"

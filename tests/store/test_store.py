@@ -226,18 +226,6 @@ def test_publishing_is_all_or_nothing_and_may_be_tried_again(
     asyncio.run(main())
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB that can really be full."""
-    path = tmp_path / "store"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", path], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)
-
-
 def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path) -> None:
     store = Store(tiny_disk)
 

@@ -112,12 +112,3 @@ class MessagesRequest(CountTokensRequest):
     temperature: limits.Temperature | None = None
     top_p: limits.TopP | None = None
     top_k: limits.TopK | None = None
-    metadata: Any = Field(None, description="Ignored.")
-    service_tier: Any = Field(None, description="Ignored.")
-    context_management: Any = Field(None, description="Ignored.")
-    cache_control: Any = Field(None, description="Ignored: prefixes are cached by content.")
-    container: Any = Field(None, description="Ignored.")
-    speed: Any = Field(None, description="Ignored.")
-    inference_geo: Any = Field(None, description="Ignored.")
-    diagnostics: Any = Field(None, description="Ignored.")
-    mcp_servers: Any = Field(None, description="Ignored.")

@@ -163,7 +163,7 @@ class MessagesAnswer:
                     output = await _next(outputs)
             finally:
                 first.cancel()
-                await asyncio.wait({first})
+                await asyncio.gather(first, return_exceptions=True)
         ending = self._ending(output)
         yield named_event(
             "message_delta", orjson.dumps({"type": "message_delta", "delta": ending, "usage": self._usage()})

@@ -62,6 +62,8 @@ def messages_task(body: MessagesRequest, state: ServerState) -> MessagesTask:
         raise InvalidValueError(message, param="stop_sequences")
     budget = body.thinking.budget_tokens if body.thinking is not None and body.thinking.type == "enabled" else None
     watermark_key = reveal(state.config.server.watermark_key)
+    if budget is not None and state.parsers.think_tags is None:
+        state.unknown_fields.note(ROUTE, ["thinking.budget_tokens"])
     tools = _tool_use(body, state)
     messages = conversation(body, state, tools)
     prompt = ChatPrompt(
@@ -127,7 +129,7 @@ def _tool_use(body: CountTokensRequest, state: ServerState) -> ToolUse:
     choice = body.tool_choice
     tools = [tool for tool in body.tools or () if tool.type in (None, "custom")]
     hosted = [tool for tool in body.tools or () if tool.type not in (None, "custom")]
-    state.unknown_fields.note(ROUTE, [f"tools.{tool.type}" for tool in hosted])
+    state.unknown_fields.note(ROUTE, [str(tool.type) for tool in hosted])
     for number, tool in enumerate(body.tools or ()):
         if tool.name is None and tool.type in (None, "custom"):
             param = f"tools.{number}.name"
