@@ -1,6 +1,6 @@
 """Compare two servers on the same model directory, measured in turn: ratios with minimum, median and maximum.
 
-    python -m benchmarks.compare MODEL_DIR --peer VLLM_ENVIRONMENT [--concurrency 1 8 32] [--rounds 3]
+    python -m benchmarks.compare MODEL_DIR --peer VLLM_ENV [--concurrency 1 8 32] [--rounds 3] [--dtype bfloat16]
 
 Each round starts jaxserve, measures it at every concurrency, stops it, and does the same with vLLM. The order changes
 between rounds, so that a drift of the machine affects both. Only one server runs at a time. With `--json FILE` the
@@ -48,16 +48,16 @@ class Server:
     environment: dict[str, str]
 
 
-def jaxserve_server(model: Path, max_len: int) -> Server:
-    command = python_command("jaxserve", "launch", "--model", str(model), "--dtype", "float32")
+def jaxserve_server(model: Path, max_len: int, dtype: str = "float32") -> Server:
+    command = python_command("jaxserve", "launch", "--model", str(model), "--dtype", dtype)
     store = Path(tempfile.gettempdir()) / "jaxserve-compare"  # another server may use the default store
     return Server("jaxserve", (*command, "--max-model-len", str(max_len), "--store.path", str(store)), {})
 
 
-def vllm_server(model: Path, max_len: int, environment_dir: Path) -> Server:
+def vllm_server(model: Path, max_len: int, environment_dir: Path, dtype: str = "float32") -> Server:
     """Return vLLM for a CPU, from its virtual environment."""
     binaries = environment_dir / "bin"
-    command = (str(binaries / "vllm"), "serve", str(model), "--dtype", "float32", "--max-model-len", str(max_len))
+    command = (str(binaries / "vllm"), "serve", str(model), "--dtype", dtype, "--max-model-len", str(max_len))
     variables = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
@@ -196,12 +196,13 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--vocab-size", type=int, default=2000)
     parser.add_argument("--max-len", type=int, default=2048)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="floors are of float32")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     machine, model = measure_machine(), model_size(options.model)
-    servers = [jaxserve_server(options.model, options.max_len)]
+    servers = [jaxserve_server(options.model, options.max_len, options.dtype)]
     if options.peer is not None:
-        servers.append(vllm_server(options.model, options.max_len, options.peer))
+        servers.append(vllm_server(options.model, options.max_len, options.peer, options.dtype))
     records = _earlier(options.json)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # raises, so that the running server is ended too
 
@@ -213,7 +214,8 @@ def main() -> None:
     compare(servers, options, records, save)
     for concurrency, (low, median, high) in ratios(records, "jaxserve", "vllm").items():
         print(f"at {concurrency:3}: jaxserve / vllm {median:.2f} (min {low:.2f}, max {high:.2f})")
-    show_floors(records, machine, model, options)
+    if options.dtype == "float32":
+        show_floors(records, machine, model, options)
 
 
 if __name__ == "__main__":

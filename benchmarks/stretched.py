@@ -8,12 +8,17 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
+from jaxserve.api.decisions.protocol import DecisionRequest
+from jaxserve.api.messages.protocol import MessagesRequest
+from jaxserve.api.ollama.protocol import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.protocol.generate import GenerateRequest
-from jaxserve.api.protocol.messages import MessagesRequest
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jaxserve.api.response_state.conversation_protocol import CreateConversationRequest
+from jaxserve.api.responses.protocol import ResponsesRequest
+from jaxserve.api.scoring.protocol import ClassifyRequest, RerankRequest, ScoreRequest
 
 # route -> (its body, fields that make the smallest request, as JSON)
 ROUTES: dict[str, tuple[type[BaseModel], dict[str, str]]] = {
@@ -22,11 +27,29 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, str]]] = {
         {"model": '"demo"', "messages": '[{"role":"user","content":"Hi"}]', "max_tokens": "2"},
     ),
     "/v1/completions": (CompletionRequest, {"model": '"demo"', "prompt": '"Hi"', "max_tokens": "2"}),
+    "/v1/responses": (ResponsesRequest, {"model": '"demo"', "input": '"Hi"', "max_output_tokens": "2"}),
     "/v1/messages": (
         MessagesRequest,
         {"model": '"demo"', "messages": '[{"role":"user","content":"Hi"}]', "max_tokens": "2"},
     ),
+    "/api/chat": (
+        OllamaChatRequest,
+        {"model": '"demo"', "messages": '[{"role":"user","content":"Hi"}]', "options": '{"num_predict":2}'},
+    ),
+    "/api/generate": (
+        OllamaGenerateRequest,
+        {"model": '"demo"', "prompt": '"Hi"', "options": '{"num_predict":2}'},
+    ),
+    "/api/embed": (OllamaEmbedRequest, {"model": '"demo"', "input": '"Hi"'}),
+    "/v1/conversations": (CreateConversationRequest, {"items": '[{"role":"user","content":"Hi"}]'}),
     "/v1/embeddings": (EmbeddingRequest, {"model": '"demo"', "input": '"Hi"'}),
+    "/v1/rerank": (RerankRequest, {"model": '"demo"', "query": '"Hi"', "documents": '["Hi"]'}),
+    "/v1/score": (ScoreRequest, {"model": '"demo"', "queries": '"Hi"', "documents": '"Hi"'}),
+    "/v1/classify": (ClassifyRequest, {"model": '"demo"', "input": '"Hi"'}),
+    "/v1/decisions": (
+        DecisionRequest,
+        {"model": '"demo"', "input": '"Hi"', "questions": '[{"type":"predicate","instructions":"true?"}]'},
+    ),
     "/generate": (GenerateRequest, {"text": '"Hi"', "sampling_params": '{"max_new_tokens":2}'}),
     "/tokenize": (TokenizeRequest, {"prompt": '"Hi"'}),
     "/detokenize": (DetokenizeRequest, {"tokens": "[5]"}),
@@ -34,8 +57,10 @@ ROUTES: dict[str, tuple[type[BaseModel], dict[str, str]]] = {
 OUTPUT_LENGTHS = (
     "max_tokens",
     "max_completion_tokens",
+    "max_output_tokens",
     "ignore_eos",
     "min_tokens",
+    "options",
 )  # never stretched
 SMALL = (1, 30, 1000)
 SIZES = (*SMALL, 20_000, 100_000, 400_000)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pydantic import BaseModel
+
 from jaxserve.api.docs.type_text import type_text
 from jaxserve.cli.options.help import COMMON, default, section_title
 from jaxserve.cli.options.settings import variable_of
 from jaxserve.config import Config, known_keys
 from jaxserve.config_keys import ApiKey
+from jaxserve.config_models import ModelEntry
 
 _HEAD = """\
 # Configuration
@@ -42,16 +45,16 @@ configuration without secrets, `jaxserve config validate FILE` checks a file, an
 Schema for editors. Flags of vLLM and SGLang: [flags.md](flags.md).
 """
 _COLUMNS = "| key | type | default | environment variable | flag | meaning |\n|---|---|---|---|---|---|"
-_KEYS = """\
-## An entry of `server.keys`
-
-| field | type | meaning |
-|---|---|---|"""
+_ENTRIES = {"server.keys": ApiKey, "models.served": ModelEntry}
+_ENTRY_COLUMNS = "| field | type | meaning |\n|---|---|---|"
 
 
 def reference() -> str:
     """Return the whole page."""
-    return "\n".join([_HEAD, *(_section(name) for name in Config.model_fields), _KEYS, *_key_fields()]) + "\n"
+    sections = [_HEAD, *(_section(name) for name in Config.model_fields)]
+    for key, entry in _ENTRIES.items():
+        sections += [f"## An entry of `{key}`", "", _ENTRY_COLUMNS, *_entry_fields(entry), ""]
+    return "\n".join(sections)
 
 
 def _section(section: str) -> str:
@@ -76,8 +79,8 @@ def _type(schema: dict[str, object]) -> str:
     return f"{kind} or null" if nullable else kind or "null"
 
 
-def _key_fields() -> Iterator[str]:
-    for name, schema in ApiKey.model_json_schema()["properties"].items():
+def _entry_fields(entry: type[BaseModel]) -> Iterator[str]:
+    for name, schema in entry.model_json_schema()["properties"].items():
         yield f"| `{name}` | {_type(schema)} | {schema.get('description', '')} |"
 
 

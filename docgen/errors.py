@@ -36,6 +36,8 @@ class Entry(NamedTuple):
 # What to do about each error. A test fails if an error has no entry here.
 FIXES: dict[tuple[int, str | None], str] = {
     (400, "context_length_exceeded"): "Shorten the conversation or the prompt; `truncate_prompt_tokens` cuts it.",
+    (400, "conversation_locked"): "Wait until the response that works on the conversation has ended.",
+    (400, "previous_response_not_found"): "Send the whole conversation: the response expired or was deleted.",
     (400, "invalid_json"): "Send a JSON body.",
     (400, "invalid_json_schema"): "Simplify the schema, the pattern or the grammar that `param` names.",
     (400, "invalid_type"): "Send the type that docs/routes.md names for the field.",
@@ -48,6 +50,7 @@ FIXES: dict[tuple[int, str | None], str] = {
     (404, None): "Check the id; it may have expired or been deleted.",
     (404, "model_not_found"): "Use a name of `GET /v1/models`.",
     (404, "not_found"): "Check the path; docs/routes.md lists them.",
+    (503, "weights_lost"): "Update the weights again, all of them.",
     (405, "method_not_allowed"): "Use a method of the `Allow` header.",
     (408, "request_timeout"): "Send the body faster.",
     (
@@ -59,11 +62,14 @@ FIXES: dict[tuple[int, str | None], str] = {
     (429, "rate_limit_exceeded"): "Wait as long as `Retry-After` says, then send it again.",
     (500, None): "Send it again; if the error remains, ask the operator for the server's log.",
     (500, "internal_error"): "A defect of the server: ask the operator for its log.",
+    (501, "not_implemented"): "The operator chooses the model when the server starts.",
     (503, "engine_dead"): "Wait as long as `Retry-After` says: the engine is restarted. The request is not replayed.",
+    (502, "model_ended"): "Send it again: the model's process is started again, and other models are not affected.",
     (503, "not_ready"): "Wait as long as `Retry-After` says: the server is loading or draining.",
-    (503, "store_damaged"): "Ask the operator: files and batches are disabled, generation works.",
+    (503, "rate_limit_exceeded"): "Wait as long as `Retry-After` says, then send it again.",
+    (503, "store_damaged"): "Ask the operator: files, batches and stored responses are disabled, generation works.",
     (503, "store_lease_lost"): "Send it to the server that has the store, or ask the operator.",
-    (503, "store_unavailable"): "Ask the operator for a store: files and batches are disabled, generation works.",
+    (503, "store_unavailable"): "Ask the operator for a store; generation works without one.",
     (504, "request_timeout"): "Request fewer tokens, or send it when the server is less busy.",
     (507, "insufficient_storage"): "Delete files, or ask the operator for disk space.",
 }
@@ -73,6 +79,7 @@ _COMPUTED: list[tuple[Entry, str]] = [
     (Entry(400, "invalid_request_error", "invalid_type"), "{param}: {what is wrong with its type}"),
     (Entry(400, "invalid_request_error", "invalid_value"), "{param}: {what is wrong with its value}"),
     (Entry(400, "invalid_request_error", "missing_required_parameter"), "{param}: Field required"),
+    (Entry(503, "requests", "rate_limit_exceeded"), "the queue is full ({waiting} requests wait); on /v1/responses"),
     *(
         (Entry(400, "invalid_request_error", "context_length_exceeded"), example.message)
         for example in (

@@ -9,7 +9,38 @@ import sys
 
 from pydantic import BaseModel
 
+from jaxserve.api.decisions.protocol import (
+    DecisionChoice,
+    DecisionItem,
+    DecisionLevel,
+    DecisionPart,
+    DecisionQuestion,
+    DecisionRequest,
+)
 from jaxserve.api.docs.type_text import type_text
+from jaxserve.api.messages.protocol import (
+    Block,
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    MessageTool,
+    MessageToolChoice,
+    OutputConfig,
+    OutputFormat,
+    Source,
+    ThinkingConfig,
+)
+from jaxserve.api.ollama.protocol import (
+    OllamaCall,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaFunction,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+    ShowRequest,
+)
 from jaxserve.api.protocol.admin import AbortRequest
 from jaxserve.api.protocol.batches import CreateBatchRequest, OutputExpiresAfter
 from jaxserve.api.protocol.chat import (
@@ -42,20 +73,30 @@ from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.protocol.embeddings import EmbeddingRequest
 from jaxserve.api.protocol.files import UploadFields
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
-from jaxserve.api.protocol.messages import (
-    Block,
-    CountTokensRequest,
-    InputMessage,
-    MessagesRequest,
-    MessageTool,
-    MessageToolChoice,
-    OutputConfig,
-    OutputFormat,
-    Source,
-    ThinkingConfig,
-)
 from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
 from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from jaxserve.api.protocol.weights import (
+    ContinueRequest,
+    MemoryRequest,
+    PauseRequest,
+    UpdateVersionRequest,
+    UpdateWeightsRequest,
+)
+from jaxserve.api.responses.protocol import (
+    ConversationName,
+    InputItem,
+    ItemPart,
+    ReasoningConfig,
+    ResponsesRequest,
+    ResponseStreamOptions,
+    ResponseTool,
+    ResponseToolChoice,
+    TextConfig,
+    TextFormat,
+    ToolInputFormat,
+)
+from jaxserve.api.scoring.protocol import ClassifyRequest, RerankRequest, ScoreRequest
+from jaxserve.front.routes import ModelName
 
 _ROUTES = """\
 # Routes
@@ -66,23 +107,44 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 |---|---|
 | `POST /v1/chat/completions` | answer a conversation; a stream with `stream: true` |
 | `POST /v1/completions` | continue prompts |
+| `POST /v1/responses`, `POST /v1/responses/input_tokens` | OpenAI's Responses: Codex and the Agents SDK |
 | `POST /v1/messages`, `POST /v1/messages/count_tokens` | Anthropic's Messages: Claude Code and the anthropic SDKs |
+| `POST /api/chat`, `POST /api/generate`, `POST /api/embed`, `POST /api/embeddings` | Ollama's routes |
+| `GET /api/tags`, `POST /api/show`, `GET /api/ps`, `GET /api/version` | the model, as Ollama's clients ask for it |
 | `POST /v1/embeddings` | embed texts, with an encoder or a decoder's last hidden state |
+| `POST /v1/rerank`, `POST /v1/score` | sort, score documents ([rerank.md](rerank.md)); also without `/v1` |
+| `POST /v1/classify` | label texts, with a classification head; also without `/v1` |
+| `POST /v1/decisions` | answer questions about an input by probabilities |
 | `GET /v1/models`, `GET /v1/models/{id}` | the served names |
 | `POST /v1/files`, `GET /v1/files` | upload a file, list the files |
 | `GET /v1/files/{id}`, `GET /v1/files/{id}/content`, `DELETE /v1/files/{id}` | show, read or delete a file |
 | `POST /v1/batches`, `GET /v1/batches` | start a batch, list the batches ([batches.md](batches.md)) |
 | `GET /v1/batches/{id}`, `POST /v1/batches/{id}/cancel` | show or cancel a batch |
+| `GET`, `DELETE /v1/responses/{id}` | show or delete a stored response ([responses.md](responses.md)) |
+| `POST /v1/responses/{id}/cancel`, `GET /v1/responses/{id}/input_items` | cancel a background response; list an input |
+| `POST /v1/conversations`; `GET`, `POST`, `DELETE /v1/conversations/{id}` | conversations |
+| `POST`, `GET /v1/conversations/{id}/items` | add or list items |
+| `GET /v1/conversations/{id}/items/{item}`, `DELETE` likewise | show or remove an item |
 | `POST /generate` | SGLang's native form, with `meta_info` |
 | `POST /open_session`, `POST /close_session` | SGLang's sessions, which `session_params` continues |
 | `POST /tokenize`, `POST /detokenize`, `GET /tokenizer_info` | use the tokenizer; the first two also under `/v1` |
 | `GET /model_info`, `GET /server_info`, `GET /version` | what is served; also `/get_model_info`, `/get_server_info` |
+| `GET /` | a [page](page.md) for browsers; `Ollama is running` for others |
 | `GET /health` | 200 while requests are accepted and the engine runs; else 503 with phase, progress and `store` |
 | `GET /health_generate` | 200 after the engine has made a token for any request; 503 if not within 20 s |
 | `GET /live` | 200 while the process answers |
 | `GET /metrics` | Prometheus |
 | `GET /docs`, `GET /openapi.json` | this page with the responses, and as JSON |
+| `GET /key_usage` | requests and tokens of each key of `server.keys`; needs the admin key |
 | `POST /flush_cache`, `POST /abort_request` | need the admin key (`server.admin_api_key`); disabled without one |
+| `POST /update_weights_from_disk`, `/update_weights_from_tensor` | new weights ([weights.md](weights.md)); admin key |
+| `POST /update_weight_version` | another label for the weights; admin key |
+| `POST /pause_generation`, `/continue_generation` | stop and go, as SGLang; admin key |
+| `POST /pause`, `/resume`, `GET /is_paused` | the same as vLLM; admin key |
+| `POST /release_memory_occupation`, `/resume_memory_occupation` | free memory, take it again, as SGLang; admin key |
+| `POST /sleep`, `/wake_up`, `GET /is_sleeping` | the same as vLLM; admin key |
+| `POST /reset_prefix_cache` | as `/flush_cache`; admin key |
+| `GET /models`, `POST /models/load`, `/models/unload` | with [several models](several_models.md); admin key to load |
 
 Every error is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. Null means that a field is
 absent. An unknown field is accepted and logged once. A field of OpenAI's, SGLang's or vLLM's API that is not supported
@@ -90,21 +152,41 @@ is a 400 that names it (see the last table). Sampling fields that are not set ha
 generation_config.json. `max_tokens` is limited to the rest of the context; a prompt that leaves no room is a 400. JSON
 nested deeper than 200 levels is refused.
 
+On `/v1/responses` a full queue is 503, because Codex gives up at a 429. What its body only offers (hosted tools, images
+for a model that reads text) is dropped and logged once. Streams have named events with `sequence_number`.
+
 `/v1/messages` has Anthropic's form of errors, and its streams have named events. What its body only offers (tools that
 Anthropic hosts, cache marks, images for a model that reads text) is dropped and logged once. A key is sent as
 `Authorization: Bearer KEY` or `x-api-key: KEY`, on every route.
+
+The routes below `/api` are Ollama's: errors are `{"error": "text"}`, streams are a JSON object a line, `stream` is true
+by default, and a body needs no `Content-Type` unless a web page sends it. Routes that fetch, make or remove models
+answer 501.
 """
 
 
 _LISTS = """\
-## Query of GET /v1/files and GET /v1/batches
+## Query of GET /v1/files, GET /v1/batches and the lists of items
 
 | field | type and limits | meaning |
 |---|---|---|
 | `after` | string | id of the last entry of the previous page |
-| `limit` | integer ≥ 1 ≤ 10000 (files), ≤ 100 (batches) | entries per page; default 10000 (files), 20 (batches) |
-| `order` | asc or desc (files) | order by creation time; default desc |
+| `limit` | integer ≥ 1 ≤ 10000 (files), ≤ 100 (others) | entries per page; default 10000 (files), 20 (others) |
+| `order` | asc or desc (not batches) | order by creation time; default desc |
 | `purpose` | string (files) | only files with this purpose |
+
+## Query of the routes for weights, pauses and memory
+
+| field | type and limits | meaning |
+|---|---|---|
+| `weight_version` | string of 1 to 128 characters (/update_weights_from_tensor) | label; default: a number |
+| `abort_all_requests` | boolean (/update_weights_from_tensor) | end running requests; default false |
+| `partial` | boolean (/update_weights_from_tensor) | parameters that are not in the file stay; default false |
+| `flush_cache` | true (/update_weights_from_tensor) | only true: no prefix of old weights is ever used |
+| `level` | 0, 1, 2 (/sleep) | only pause; weights to the host's memory; drop them; default 1 |
+| `mode` | abort or keep (/pause, /sleep) | what becomes of running requests; default abort |
+| `clear_cache` | boolean (/pause) | with abort: drop the prefix cache; default true |
+| `tags` | weights, kv_cache, scheduling (/wake_up) | what to bring back; default all |
 """
 
 PARTS: tuple[type[BaseModel], ...] = (
@@ -113,8 +195,18 @@ PARTS: tuple[type[BaseModel], ...] = (
     *(ToolCall, Tool, FunctionDefinition, CustomDefinition, CustomFormat, CustomGrammar),
     *(ToolChoice, NamedTool, AllowedTools, Reasoning, Thinking),
 )
+RESPONSES_PARTS: tuple[type[BaseModel], ...] = (
+    *(InputItem, ItemPart, ResponseTool, ToolInputFormat, ResponseToolChoice),
+    *(TextConfig, TextFormat, ReasoningConfig, ConversationName, ResponseStreamOptions),
+)
 MESSAGES_PARTS: tuple[type[BaseModel], ...] = (
     *(InputMessage, Block, Source, MessageTool, MessageToolChoice, ThinkingConfig, OutputConfig, OutputFormat),
+)
+
+OLLAMA_PARTS: tuple[type[BaseModel], ...] = (OllamaOptions, OllamaMessage, OllamaCall, OllamaFunction)
+
+DECISION_PARTS: tuple[type[BaseModel], ...] = (
+    *(DecisionItem, DecisionPart, DecisionQuestion, DecisionChoice, DecisionLevel),
 )
 
 
@@ -125,10 +217,23 @@ def reference() -> str:
         _section("Fields of chat/completions and completions", SamplingFields),
         _section("Fields of chat/completions", ChatCompletionRequest, SamplingFields),
         _section("Fields of completions", CompletionRequest, SamplingFields),
+        _section("Fields of /v1/responses and /v1/responses/input_tokens", ResponsesRequest),
+        *(_section(f"Parts of /v1/responses: {part.__name__}", part) for part in RESPONSES_PARTS),
         _section("Fields of /v1/messages", MessagesRequest),
         _section("Fields of /v1/messages/count_tokens", CountTokensRequest),
         *(_section(f"Parts of /v1/messages: {part.__name__}", part) for part in MESSAGES_PARTS),
+        _section("Fields of /api/chat", OllamaChatRequest),
+        _section("Fields of /api/generate", OllamaGenerateRequest),
+        _section("Fields of /api/embed", OllamaEmbedRequest),
+        _section("Fields of /api/embeddings", OllamaEmbeddingsRequest),
+        _section("Fields of /api/show", ShowRequest),
+        *(_section(f"Parts of /api: {part.__name__}", part) for part in OLLAMA_PARTS),
         _section("Fields of embeddings", EmbeddingRequest),
+        _section("Fields of rerank", RerankRequest),
+        _section("Fields of score", ScoreRequest),
+        _section("Fields of classify", ClassifyRequest),
+        _section("Fields of /v1/decisions", DecisionRequest),
+        *(_section(f"Parts of /v1/decisions: {part.__name__}", part) for part in DECISION_PARTS),
         *(_section(f"Parts: {part.__name__}", part) for part in PARTS),
         _section("Fields of /generate", GenerateRequest),
         _section("Fields of sampling_params of /generate", NativeSampling),
@@ -137,6 +242,12 @@ def reference() -> str:
         _section("Fields of /tokenize", TokenizeRequest),
         _section("Fields of /detokenize", DetokenizeRequest),
         _section("Fields of /abort_request", AbortRequest),
+        _section("Fields of /models/load and /models/unload", ModelName),
+        _section("Fields of /update_weights_from_disk", UpdateWeightsRequest),
+        _section("Fields of /update_weight_version", UpdateVersionRequest),
+        _section("Fields of /pause_generation", PauseRequest),
+        _section("Fields of /continue_generation", ContinueRequest),
+        _section("Fields of /release_memory_occupation and /resume_memory_occupation", MemoryRequest),
         _section("Form fields of POST /v1/files, beside `file`", UploadFields),
         _section("Fields of POST /v1/batches", CreateBatchRequest),
         _section("Parts: OutputExpiresAfter", OutputExpiresAfter),

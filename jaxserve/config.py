@@ -8,17 +8,20 @@ cli/options/settings.py parses files, flags and environment variables.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, Secret, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from jaxserve.config_keys import ApiKey, ApiKeys, check_distinct
+from jaxserve.config_models import ModelsSection
 from jaxserve.config_types import (
     WEEK,
     Auto,
     DirPath,
+    DirPaths,
     Float,
     Int,
     Key,
@@ -26,25 +29,24 @@ from jaxserve.config_types import (
     Origins,
     Seconds,
     SecretSeed,
+    Section,
     Text,
     TextOrTemplate,
     Url,
+    Words,
+    reveal,
 )
 from jaxserve.errors import ConfigError
 
+DEFAULT_STORE = "~/.local/share/jaxserve"  # of store.path: auto
+_LISTS = ("keys", "served")  # whose errors name the entry
 SECRETS = ("api_key", "admin_api_key", "keys", "watermark_key")  # in the section server; never printed
-
-
-class Section(BaseModel):
-    """Base class of the sections. A section is frozen and refuses unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
 
 class ModelSection(Section):
     """Which model to serve."""
 
-    path: Text | None = Field(None, description="Hub id or local directory. null: the embedded demo model.")
+    path: Text | None = Field(None, description="Hub id, local directory or GGUF file. null: the embedded demo model.")
     served_name: Names = Field(
         (), description="Model names that clients may use; responses show the first. Default: the path."
     )
@@ -52,7 +54,15 @@ class ModelSection(Section):
         None, description="Hub id or local directory of the tokenizer. Default: the model's."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Data type of weights and activations. auto: float32 on CPU, bfloat16 elsewhere."
+        "auto",
+        description="Data type of weights and activations. On a CPU activations are float32 with bfloat16 weights too. "
+        "auto: bfloat16; on a CPU float32, unless the checkpoint is bfloat16 and the C kernels run.",
+    )
+    quantization: Literal["auto", "none", "int8", "fp8", "int4"] = Field(
+        "auto",
+        description="auto: weights of 8 and 4 bits as published, others not quantised. none: all are converted to "
+        "dtype. Others: linear layers and experts are quantised at load, to 8 bits with a scale for 128 numbers or 4 "
+        "bits with one for 32; embeddings, heads, norms and routers are not.",
     )
     max_model_len: Annotated[Int, Field(ge=8, le=2**26)] | None = Field(
         None, description="Context length in tokens, prompt plus output. Default: the model's."
@@ -65,6 +75,11 @@ class ModelSection(Section):
     )
     reasoning_parser: Text = Field(
         "auto", description="Name of the parser for reasoning. auto: chosen for the model; none: off."
+    )
+    classifier_from_token: Words = Field(
+        (),
+        description="The words by which a reranker says not relevant and relevant, e.g. no,yes. Default: as the "
+        "model's files say.",
     )
     revision: Text | None = Field(None, description="Branch, tag or commit of the model on the hub.")
     load_format: Literal["auto", "safetensors", "random"] = Field(
@@ -105,8 +120,10 @@ class CacheSection(Section):
         description="Share of XLA's memory that weights, KV cache and activations may use.",
     )
     prefix_cache: bool = Field(True, description="Reuse the KV pages of equal prompt prefixes.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Data type of keys and values. auto: the model's."
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
+        "auto",
+        description="Data type of keys and values. auto: that of the activations. int8 and fp8 (E4M3) have a float32 "
+        "scale for each token and head.",
     )
 
 
@@ -163,11 +180,39 @@ class RuntimeSection(Section):
     )
 
 
+class SpeculationSection(Section):
+    """Several tokens per step: guessed tokens are verified together. The output does not change."""
+
+    method: Literal["off", "ngram"] = Field(
+        "off", description="Where guesses come from. ngram: what followed the last tokens earlier in prompt and output."
+    )
+    num_speculative_tokens: Int = Field(15, ge=1, le=31, description="Maximum number of guessed tokens per step.")
+    prompt_lookup_min: Int = Field(2, ge=1, le=64, description="Number of last tokens that must match.")
+    prompt_lookup_max: Int = Field(
+        8, ge=1, le=64, description="The longest match wins; matches of this many tokens count as equal."
+    )
+
+    @field_validator("prompt_lookup_max")
+    @classmethod
+    def _ordered(cls, most: int, info: ValidationInfo) -> int:
+        if most < (least := info.data.get("prompt_lookup_min", most)):
+            raise ValueError(f"it must be at least prompt_lookup_min, {least}")
+        return most
+
+    @property
+    def max_drafts(self) -> int:
+        """The guessed tokens of a request in a step; 0: no speculation."""
+        return 0 if self.method == "off" else self.num_speculative_tokens
+
+
 class ServerSection(Section):
     """The HTTP server."""
 
     host: Text = Field("127.0.0.1", description="Address to listen on. 0.0.0.0: all addresses of this machine.")
     port: Int = Field(8000, ge=0, le=65535, description="Port to listen on. 0: any free port.")
+    workers: Int = Field(
+        1, ge=1, le=64, description="Processes that serve HTTP on the port, for one engine. 1: no further process."
+    )
     api_key: Key | None = Field(
         None, description="API key that clients send as a bearer token. null: no key is needed."
     )
@@ -176,6 +221,9 @@ class ServerSection(Section):
     )
     keys: ApiKeys = Field(
         (), description="More API keys: [{name, value or sha256}]. What one stores is invisible to the others."
+    )
+    weights_directories: DirPaths = Field(
+        (), description="Directories that admin routes may load weights from, beside the model's own."
     )
     watermark_key: SecretSeed | None = Field(
         None,
@@ -233,13 +281,13 @@ class ServerSection(Section):
 
 
 class StoreSection(Section):
-    """The store of files and batches."""
+    """The store of files, batches, responses and conversations."""
 
     path: Auto | DirPath | None = Field(
         "auto",
         union_mode="left_to_right",
-        description="Directory of files and batches. auto: ~/.local/share/jaxserve if usable; "
-        "null: no store, which disables the routes of files and batches.",
+        description="Directory of files, batches and responses. auto: ~/.local/share/jaxserve if usable; "
+        "null: no store, which disables the routes of files, batches and stored responses.",
     )
 
 
@@ -263,8 +311,10 @@ class Config(Section):
     cache: CacheSection = CacheSection()  # type: ignore[call-arg]
     scheduler: SchedulerSection = SchedulerSection()  # type: ignore[call-arg]
     runtime: RuntimeSection = RuntimeSection()  # type: ignore[call-arg]
+    speculation: SpeculationSection = SpeculationSection()  # type: ignore[call-arg]
     server: ServerSection = ServerSection()  # type: ignore[call-arg]
     store: StoreSection = StoreSection()  # type: ignore[call-arg]
+    models: ModelsSection = ModelsSection()  # type: ignore[call-arg]
     logging: LoggingSection = LoggingSection()  # type: ignore[call-arg]
 
     @classmethod
@@ -286,6 +336,10 @@ class Config(Section):
         """Return a copy without secrets, for a process that serves no clients."""
         return self.replace(server=dict.fromkeys(SECRETS) | {"keys": ()})
 
+    def with_secrets(self) -> str:
+        """Return the configuration as JSON with its secrets, for a process that serves clients. `parse` reads it."""
+        return json.dumps(self.model_dump(exclude_unset=True), default=_plain)
+
     @classmethod
     def of(cls, model: str | None = None, **keys: Any) -> Config:
         """Build a Config from keys without their section: `Config.of("DIR", max_num_seqs=8, num_pages=64)`.
@@ -301,6 +355,10 @@ class Config(Section):
                 raise ConfigError(f"no key {name!r}" if not sections else f"{name!r} is in {sections}")
             tree.setdefault(sections[0], {})[name] = value
         return cls.parse(tree)
+
+
+def _plain(value: Any) -> Any:
+    return reveal(value) if isinstance(value, Secret | SecretStr) else str(value)
 
 
 def known_keys() -> dict[str, FieldInfo]:
@@ -325,12 +383,12 @@ def _explain(error: ValidationError) -> str:
     for detail in error.errors(include_url=False):
         where = [str(part) for part in detail["loc"]]
         rest = where[1:2]
-        key = ".".join(where if rest == ["keys"] else where[:2])
+        key = ".".join(where if rest and rest[0] in _LISTS else where[:2])
         if detail["type"] == "extra_forbidden" and len(where) <= 2:
             reasons[f"unknown key {key}{suggestion(key, [*known_keys(), *Config.model_fields])}"] = []
             continue
         reasons.setdefault(key, []).append(detail["msg"].removeprefix("Value error, ").removeprefix("Input "))
-        if rest and rest[0] not in SECRETS:
+        if rest and rest[0] not in (*SECRETS, *_LISTS):
             shown[key] = f", not {detail['input']!r:.80}"
     lines = (
         f"{key}: {' or '.join(dict.fromkeys(words))}".removesuffix(": ") + shown.get(key, "")

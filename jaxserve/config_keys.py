@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-from jaxserve.config_types import Key, reveal
+from jaxserve.config_types import Key, json_list, reveal
 
 DEFAULT_KEY = "default"  # the name of server.api_key
 MAX_KEYS = 256  # each request is compared with all of them
@@ -40,6 +39,19 @@ class ApiKey(BaseModel):
         None, description="The SHA-256 hash of the key, in hexadecimal, instead of the key."
     )
 
+    weight: float = Field(
+        1.0, gt=0, le=1000, allow_inf_nan=False, description="Share of the engine, relative to the other keys."
+    )
+    max_running: int | None = Field(
+        None, ge=1, le=2**20, description="Requests of the key that run at once; further ones wait. Default: no limit."
+    )
+    max_queued: int | None = Field(
+        None, ge=0, le=2**20, description="Requests of the key that may wait; more are refused. Default: no limit."
+    )
+    tokens_per_minute: int | None = Field(
+        None, ge=1, le=2**40, description="Tokens, prompt and output, that refill evenly. Default: no limit."
+    )
+
     @model_validator(mode="after")
     def _one_of_both(self) -> ApiKey:
         if (self.value is None) == (self.sha256 is None):
@@ -52,17 +64,7 @@ class ApiKey(BaseModel):
         return digest_of(reveal(self.value)) if self.sha256 is None else bytes.fromhex(reveal(self.sha256))
 
 
-def _parsed(value: Any) -> Any:
-    """Parse the list, which is JSON text in the environment and as a flag."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        raise ValueError("should be a list, as JSON in the environment and as a flag") from None
-
-
-ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_parsed), Field(max_length=MAX_KEYS)]
+ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(json_list), Field(max_length=MAX_KEYS)]
 
 
 def check_distinct(keys: Sequence[ApiKey], single: SecretStr | None, admin: SecretStr | None) -> None:

@@ -5,19 +5,26 @@ Every number has a range, every text is printable, and every secret is masked if
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Secret, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, Secret, SecretStr
 
 WEEK = 7 * 24 * 3600.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _KEY = re.compile(r"[\x21-\x7e]+")
 _NO_KEYS = ("none", "null")
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
+
+
+class Section(BaseModel):
+    """Base class of the sections. A section is frozen and refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
 
 def _not_bool(value: Any) -> Any:
@@ -107,9 +114,28 @@ Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(_finite)]
 Seconds = Annotated[Float, Field(ge=0.001, le=WEEK)]
 Text = Annotated[str, AfterValidator(_text)]
 TextOrTemplate = Annotated[str, AfterValidator(_template)]
+
+
+def json_list(value: Any) -> Any:
+    """Parse a list, which is JSON text in the environment and as a flag. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ValueError("should be a list, as JSON in the environment and as a flag") from None
+
+
+def _words(value: Any) -> Any:
+    """Split a text at its commas."""
+    return value.split(",") if isinstance(value, str) else value
+
+
 Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_list)]
+Words = Annotated[tuple[Text, ...], BeforeValidator(_words)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_one_or_list)]
 DirPath = Annotated[Path, BeforeValidator(_directory)]
+DirPaths = Annotated[tuple[DirPath, ...], BeforeValidator(_one_or_list)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
 SecretSeed = Secret[Annotated[Int, Field(ge=0, lt=2**63)]]
 Url = Annotated[str, AfterValidator(_url), PlainSerializer(_without_password, when_used="json")]

@@ -20,8 +20,10 @@ JaxserveError
 │   └── QueueFullError              429 rate_limit_exceeded, Retry-After
 └── ServerError                 ours (5xx)
     ├── NotReadyError               503 while loading or draining, Retry-After
+    ├── ModelEndedError             502 the process of one of several models ended during the request
     ├── RequestTimeoutError         504 a deadline passed
     ├── EngineDeadError             503 the engine ended and the request cannot be replayed
+    ├── WeightsLostError            503 an update failed half way, and the model has no weights
     ├── StoreUnavailableError       503 the server runs without a store
     ├── StorageError                507 the store cannot be written
     │   └── DiskFullError               507 its disk is full
@@ -194,6 +196,13 @@ class NotReadyError(ServerError):
     retry_after = 1.0
 
 
+class ModelEndedError(ServerError):
+    """The process that serves the model ended before its answer was whole. Other models are not affected."""
+
+    status = 502
+    code = "model_ended"
+
+
 class RequestTimeoutError(ServerError):
     status = 504
     code = "request_timeout"
@@ -203,6 +212,13 @@ class EngineDeadError(ServerError):
     status = 503
     code = "engine_dead"
     retry_after = 5.0
+
+
+class WeightsLostError(ServerError):
+    """A device failed after the first old weights were freed. The model has no weights until the next update."""
+
+    status = 503
+    code = "weights_lost"
 
 
 class StoreUnavailableError(ServerError):

@@ -9,7 +9,7 @@ _ROOT = Path(__file__).parent.parent
 
 
 def install_command(extra: str, *, root: Path = _ROOT) -> str:
-    """Return the command that installs an extra (cuda, tpu, otel, bench) for this copy of the package.
+    """Return the command that installs an extra (cuda, tpu, otel, bench, gguf) for this copy of the package.
 
     A checkout is installed from its directory `root`, a wheel by its name.
     """

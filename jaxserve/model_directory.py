@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import check_directory
+from jaxserve.model_files import check_directory, gguf_file
 
 
 def local_directory(path_or_id: str | Path) -> Path | None:
-    """Return the local directory; None for a hub id. Raises ModelLoadError for a path that is not a directory."""
+    """Return the local directory or GGUF file; None for a hub id. Raises ModelLoadError for another path."""
     path = Path(path_or_id).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and gguf_file(path)):
         return path
     if path.exists():
         raise ModelLoadError(f"{path} is a file", fix="name the directory that holds config.json and the weights")
@@ -28,7 +28,7 @@ def check_local_model(path_or_id: str | Path) -> None:
     directory = local_directory(path_or_id)
     if directory is not None:
         check_directory(directory)
-    if directory is not None and not (directory / "config.json").is_file():
+    if directory is not None and not gguf_file(directory) and not (directory / "config.json").is_file():
         raise ModelLoadError(
             f"{directory / 'config.json'} does not exist", fix="name a directory with a published checkpoint"
         )

@@ -18,16 +18,18 @@ MAX_BYTES = 256 << 20  # per text file; the index of a checkpoint with 100,000 t
 MAX_TEMPLATE_BYTES = 256 << 10  # published templates have at most 20 kB; one of this size takes 2 s to compile
 # every file that the server, the loader or the converter opens
 _READ = (
-    *("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"),
-    *("additional_chat_templates/*.jinja", "*_Pooling/config.json", "arrays/*/*"),
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", "*.gguf"),
+    *("additional_chat_templates/*.jinja", "*_Pooling/config.json", "*_LogitScore/config.json", "arrays/*/*"),
 )
 
 
 def check_directory(directory: Path) -> None:
     """Raise ModelLoadError for a file that is not regular, or for a link that leads out of the directory.
 
+    directory: a GGUF file stands for the directory that it is in.
     Links of the hub's cache are allowed: they lead from snapshots/REVISION to the blobs of the same model.
     """
+    directory = directory.parent if directory.is_file() else directory
     root = directory.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in (path for pattern in _READ for path in sorted(directory.glob(pattern))):
@@ -35,6 +37,21 @@ def check_directory(directory: Path) -> None:
             raise ModelLoadError(
                 f"{path} is no regular file inside the model's directory", fix="put the file itself there, not a link"
             )
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that a model is: `path`, or the only weights in the directory `path`; None: it is none.
+
+    Raises ModelLoadError for a directory with several.
+    """
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    files = sorted(path.glob("*.gguf"))
+    if not files or any(path.glob("*.safetensors")) or (path / "arrays").is_dir():
+        return None
+    if len(files) > 1:
+        raise ModelLoadError(f"{path} has {len(files)} GGUF files", fix=f"name one of them, such as {files[0]}")
+    return files[0]
 
 
 def _is_inside(path: Path, allowed: list[Path]) -> bool:

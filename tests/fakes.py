@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ import numpy as np
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.extras import StepExtras
 from jaxserve.types.output import FinishReason, TokenOutput
+from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import PageTableUpdate, RowStatus, SampledTokens, ScheduledRow, SchedulerOutput, SlotInit
@@ -101,6 +103,37 @@ class CountingMatcher:
         self.length -= 1
         return True
 
+    drafts_allowed = True
+
+    def prefix(self, token_ids: Sequence[int]) -> int:
+        assert not self.in_thread
+        return len(list(itertools.takewhile(lambda token: not token % self.modulus, token_ids[: self.length])))
+
+    def forced(self) -> list[int]:
+        assert not self.in_thread
+        return []
+
+    def rollback(self, num_tokens: int) -> bool:
+        self.length += num_tokens
+        return True
+
+
+class OracleDrafter:
+    """Guesses right with a probability, and wrong otherwise. `outputs`: what each request yields."""
+
+    def __init__(self, rng: Random, right: float) -> None:
+        self.outputs: dict[str, list[int]] = {}
+        self._rng = rng
+        self._right = right
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        done = len(request.output_token_ids)
+        right = self.outputs.get(request.request_id, [])[done : done + most]
+        return [token if self._rng.random() < self._right else self._rng.randrange(VOCAB) for token in right]
+
+    def forget(self, request_id: str) -> None:
+        self.outputs.pop(request_id, None)
+
 
 class HandExecutor(Executor):
     """Threads that run a task when they are told to. A matcher whose mask is a task's may not be used before."""
@@ -152,7 +185,8 @@ class FakeStep:
         assert self.output.masked and self.bitmask is None
         assert all(self.output.rows[row].masked for row in late)
         self.late = list(late)
-        assert bitmask.shape == (len(self.output.rows), -(-VOCAB // 32)) and bitmask.dtype == np.int32
+        rows = len(self.output.rows) + self.output.num_drafts
+        assert bitmask.shape == (rows, -(-VOCAB // 32)) and bitmask.dtype == np.int32
         self.bitmask = bitmask
 
     def result(self) -> SampledTokens:
@@ -166,7 +200,6 @@ class FakeRunner:
     """A Runner of `config`'s sizes.
 
     not_finite   request ids whose hidden states are NaN from the position `nan_from` on
-    count        tokens that a decode row of q tokens at most yields; called once a row
     """
 
     def __init__(
@@ -175,7 +208,6 @@ class FakeRunner:
         *,
         not_finite: Container[str] = (),
         nan_from: int = 0,
-        count: Callable[[int], int] = lambda q: q,
     ) -> None:
         self.config = config
         self.not_finite = not_finite
@@ -185,7 +217,6 @@ class FakeRunner:
         self.slots: dict[int, FakeSlot] = {}
         self.num_steps = 0
         self.num_read_nan = 0  # rows of other requests that read what is not finite
-        self._count = count
         self._tables: dict[int, list[int]] = {}  # as dispatched: ahead of `slots`
         self._window_tables: dict[int, dict[int, int]] = {}
         self._unread: deque[FakeStep] = deque()
@@ -210,6 +241,9 @@ class FakeRunner:
         assert all(row.num_tokens == 1 and not row.token_ids for row in rows[: output.num_decode_rows])
         assert all(len(row.token_ids) == row.num_tokens for row in rows[output.num_decode_rows :])
         assert all(row.samples for row in rows if row.masked)
+        assert not output.num_drafts or (output.num_decode_rows == len(rows) and not self._unread)
+        assert not output.num_drafts or len(rows) + output.num_drafts <= config.verify_sizes[-1]
+        assert all(len(row.drafts) <= config.max_drafts for row in rows)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
         admitted = {init.slot for init in output.slot_inits}
         assert not admitted & {row.slot for step in self._unread for row in step.output.rows}, "a slot reused too early"
@@ -228,7 +262,7 @@ class FakeRunner:
     def _extend_table(self, row: ScheduledRow, first: bool) -> None:
         table, new = self._tables[row.slot], row.new_page_ids
         assert not new or row.first_new_page == len(table)
-        assert first or len(new) <= -(-(2 * self.config.tokens_per_step - 1) // self.config.page_size)
+        assert first or len(new) <= -(-(1 + len(row.drafts)) // self.config.page_size)
         for step in self._unread:
             others = [page for page in new if step.writes.get(page, row.request_id) != row.request_id]
             assert not others, "a page reused too early"
@@ -248,7 +282,7 @@ class FakeRunner:
         if self.config.window is None:
             return set()
         size, table = self.config.page_size, self._window_tables[row.slot]
-        last = row.start + row.num_tokens - 1 + (0 if row.token_ids else self.config.tokens_per_step - 1)
+        last = row.start + row.num_tokens - 1 + len(row.drafts)
         return {table[i] for i in range(self._oldest(row.start) // size, last // size + 1) if i in table}
 
     def _oldest(self, position: int) -> int:
@@ -257,7 +291,7 @@ class FakeRunner:
 
     def pages_written(self, row: ScheduledRow) -> set[int]:
         size, table = self.config.page_size, self._tables[row.slot]
-        last = row.start + row.num_tokens - 1 + (0 if row.token_ids else self.config.tokens_per_step - 1)
+        last = row.start + row.num_tokens - 1 + len(row.drafts)
         return set(table[row.start // size : last // size + 1])
 
     # --- the device
@@ -276,16 +310,19 @@ class FakeRunner:
         for update in step.output.window_pages:
             new = zip(itertools.count(update.first), update.page_ids, strict=False)
             self.slots[update.slot].window_table.update(new)
-        rows, per_step = step.output.rows, self.config.tokens_per_step
-        tokens = np.full((len(rows), per_step), EMPTY, np.int32)
+        rows = step.output.rows
+        tokens = np.full((len(rows), 1 + max(len(row.drafts) for row in rows)), EMPTY, np.int32)
         valid = np.zeros(len(rows), np.int32)
         status = np.zeros(len(rows), np.uint8)
+        ends = list(itertools.accumulate(1 + len(row.drafts) for row in rows))
         for i, row in enumerate(rows):
-            mask = step.bitmask[i] if row.masked and step.bitmask is not None else None
+            first = ends[i] - 1 - len(row.drafts)
+            masks = step.bitmask[first : ends[i]] if row.masked and step.bitmask is not None else None
+            mask = None if masks is None else masks[0]
             if i in step.late:
                 status[i] = self._run_late(row)
                 continue
-            new = self._run_row(row, mask)
+            new = self._run_row(row, masks)
             tokens[i, : len(new)], valid[i] = new, len(new)
             status[i] = self._status(row, mask)
         logprobs = self._logprobs(tokens) if any(row.logprobs is not None for row in rows) else ()
@@ -307,13 +344,12 @@ class FakeRunner:
         nothing = mask is not None and not np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].any()
         return RowStatus.NOTHING_ALLOWED if nothing else RowStatus.FINE
 
-    def _run_row(self, row: ScheduledRow, mask: np.ndarray | None) -> list[int]:
+    def _run_row(self, row: ScheduledRow, masks: np.ndarray | None) -> list[int]:
         slot = self.slots[row.slot]
         slot.page_table += row.new_page_ids
         if row.token_ids:
             slot.position = row.start
-        per_step = 1 if row.token_ids or row.masked else self._count(self.config.tokens_per_step)
-        assert slot.position <= row.start and (slot.position == row.start or self.config.tokens_per_step > 1)
+        assert slot.position == row.start
         nan_from = self.nan_from if row.request_id in self.not_finite else None
         self._write(slot, row.token_ids or [slot.last_token], nan_from)
         self.num_read_nan += nan_from is None and NAN in self._context(slot)
@@ -321,10 +357,13 @@ class FakeRunner:
             return []
         if row.token_ids and nan_from is None:
             assert self._context(slot).tolist() == slot.init.token_ids
-        new = [self._sample(slot, mask)]
-        while len(new) < per_step and slot.position < len(slot.page_table) * self.config.page_size:
-            self._write(slot, new[-1:], nan_from)
-            new.append(self._sample(slot, mask))
+        new = [self._sample(slot, None if masks is None else masks[0])]
+        right = True
+        for i, draft in enumerate(row.drafts, start=1):
+            self._write(slot, [draft], nan_from)
+            if right := right and draft == new[-1] and nan_from is None:
+                new.append(self._sample(slot, None if masks is None else masks[i]))
+        slot.position = row.start + row.num_tokens - 1 + len(new)
         slot.last_token = new[-1]
         return new
 
@@ -399,7 +438,7 @@ def small_config(**changes: object) -> SchedulerConfig:
 def make_core(config: SchedulerConfig, **options: object) -> EngineCore:
     core_options = {
         key: options.pop(key)
-        for key in ("eos_token_ids", "make_matcher", "mask_threads", "clock", "generates")
+        for key in ("eos_token_ids", "make_matcher", "mask_threads", "clock", "generates", "drafter")
         if key in options
     }
     core = CoreOptions(vocab_size=VOCAB, **core_options)  # type: ignore[arg-type]

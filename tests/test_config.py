@@ -18,12 +18,20 @@ WORDS = ["nan", "inf", "-inf", "0", "-1", "1000000000000", "", " ", "a\nb", "non
 
 TEXTS = (
     "model.path model.tokenizer model.chat_template model.tool_parser model.reasoning_parser model.revision "
-    "model.served_name server.host server.ssl_keyfile server.ssl_certfile runtime.compile_cache store.path"
+    "model.served_name model.classifier_from_token server.host server.ssl_keyfile server.ssl_certfile "
+    "runtime.compile_cache store.path server.weights_directories"
 )
 SWITCHES = [key for key, field in known_keys().items() if field.annotation is bool]
 TEXT_KEYS = [str(key) for key in TEXTS.split()]
 KEY = {"name": "tenant", "value": "t-12345"}
-LISTS = ("model.served_name", "server.cors_origins", "server.keys")
+LISTS = (
+    "model.served_name",
+    "model.classifier_from_token",
+    "server.cors_origins",
+    "server.keys",
+    "server.weights_directories",
+    "models.served",
+)
 PLAIN_WORDS = [word for word in WORDS if word.strip() and "\n" not in word]
 
 # (keys, values that are taken, why they do no harm)
@@ -31,8 +39,10 @@ HARMLESS: list[tuple[list[str], list[Any], str]] = [
     (TEXT_KEYS, ["é" * 3, "none", "null", *PLAIN_WORDS], "a name: no such file, host or parser is an error at start"),
     (["model.chat_template"], ["a\nb"], "a template may have several lines"),
     (SWITCHES, [True, 0, "0", "true"], "0 and true are how YAML and environments write a switch"),
+    (["model.quantization"], ["none"], "the word for weights that are not quantised"),
     (["server.port"], [0, "0"], "0 takes a free port"),
     (["server.drain_timeout"], [0, "0"], "0 gives running requests no time"),
+    (["models.wait_seconds"], [0, "0"], "0: no request waits for its model"),
     (["runtime.random_seed", "server.watermark_key"], [0, "0", 10**12, str(10**12)], "any number is a seed"),
     (["server.api_key", "server.admin_api_key"], [w for w in PLAIN_WORDS if w != "none"], "visible ASCII is a key"),
 ]

@@ -46,14 +46,14 @@ from jaxserve.text import tools
 
 tools.__path__.append(sys.argv[1])
 
-from jaxserve.grammar.tools import GrammarTool, tool_grammar
+from jaxserve.grammar.tools import CallModel, GrammarTool, tool_grammar
 from jaxserve.text.output.output_parser import choose_parsers
 from tests.text.whole_outputs import parse_whole
 
 choice = choose_parsers("{{ messages }} Write <call> before each call.")
 parser = choice.make(tools=tools.ToolSet(parameters={"f": {}}))
 (call,) = parse_whole(parser, '<call>{"name": "f", "arguments": {"x": 1}}</call>').tool_calls
-spec = tool_grammar(choice.tool, [GrammarTool("f")], required=True)
+spec = tool_grammar(CallModel(choice.tool), [GrammarTool("f")], required=True)
 print(choice.tool, call.name, call.arguments, "<call>" in spec.source)
 """
 
@@ -89,5 +89,8 @@ def test_no_more_files_than_the_table_says_name_it(name: str) -> None:
     row = re.search(rf"^\|[^|]*counted for `{name}`[^|]*\| (\d+) \|", TEXT, re.MULTILINE)
     assert row is not None
     named = re.compile(rf"\b((return|prompt)_)?{name}\b")
-    files = [path for path in (ROOT / "jaxserve").rglob("*.py") if named.search(path.read_text("utf-8"))]
+    # lists of other APIs' parameters, and the keys of OpenAI's response object, which stay as they are
+    others = ("ollama/protocol.py", "responses/protocol.py", "responses/task.py", "responses/answers.py")
+    sources = [path for path in (ROOT / "jaxserve").rglob("*.py") if not str(path).endswith(others)]
+    files = [path for path in sources if named.search(path.read_text("utf-8"))]
     assert len(files) <= int(row[1]), [str(path.relative_to(ROOT)) for path in files]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+PAGES = [ROOT / "llms.txt", *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
 PAGES.remove(ROOT / "CHANGELOG.md")  # it may name what a later version has removed
 ROOMS = "|".join(path.name for path in (ROOT / "jaxserve").iterdir() if path.is_dir())
 
@@ -28,9 +28,10 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
 def missing(text: str) -> Iterator[str]:
     """Modules of the repository that are run, and files and tests that are named, but do not exist."""
     for module in re.findall(r"python -m ((?:jaxserve|benchmarks|docgen|examples|tests)\.[\w.]+)", text):
-        if not (ROOT / module.replace(".", "/")).with_suffix(".py").exists():
+        path = ROOT / module.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
             yield module
-    for path in re.findall(r"`((?:jaxserve|tests|benchmarks|examples|docgen|configs)/[\w/.]+)", text):
+    for path in re.findall(r"`((?:jaxserve|tests|benchmarks|examples|docgen|configs|deploy)/[\w/.]+)", text):
         if not (ROOT / path).exists():
             yield path
     for path in re.findall(rf"`((?:{ROOMS})/[\w/.]+\.py)`", text):

@@ -15,6 +15,8 @@ ORDER = (
     "jaxserve.types",
     "jaxserve.transport",
     "jaxserve.kv",
+    "jaxserve.speculation",
+    "jaxserve.scheduler.waiting",
     "jaxserve.scheduler",
     "jaxserve.text",
     "jaxserve.text.reasoning",
@@ -22,18 +24,23 @@ ORDER = (
     "jaxserve.text.template",
     "jaxserve.text.output",
     "jaxserve.grammar",
+    "jaxserve.store.sqlite",
     "jaxserve.store",
     "jaxserve.ops",
+    "jaxserve.ops.quantized",
     "jaxserve.ops.native",
     "jaxserve.ops.linear",
     "jaxserve.ops.moe",
     "jaxserve.ops.paged_attention",
     "jaxserve.models",
     "jaxserve.models.families",
+    "jaxserve.models.loading.file_formats",
     "jaxserve.models.loading",
     "jaxserve.runtime.compilation",
     "jaxserve.runtime.sampling",
+    "jaxserve.runtime.steps",
     "jaxserve.runtime",
+    "jaxserve.runtime.numerics",
     "jaxserve.engine",
     "jaxserve.client",
     "jaxserve.telemetry",
@@ -47,19 +54,42 @@ ORDER = (
     "jaxserve.api.batch",
     "jaxserve.api.docs",
     "jaxserve.api.routes",
+    "jaxserve.api.messages",
+    "jaxserve.api.ollama",
+    "jaxserve.api.responses",
+    "jaxserve.api.response_state",
+    "jaxserve.api.scoring",
+    "jaxserve.api.decisions",
     "jaxserve.api",
+    "jaxserve.front",
     "jaxserve.bench",
     "jaxserve.cli.options",
+    "jaxserve.cli.terminal",
+    "jaxserve.cli.serving",
+    "jaxserve.cli.checks",
     "jaxserve.cli",
     "jaxserve.library",
 )
 TOP = ("jaxserve", "jaxserve.__main__")  # the public names, and `python -m jaxserve`
 
 # What runs where no device is, and what runs where no HTTP is, by the transitive closure of imports.
-HOST = ("types", "transport", "kv", "scheduler", "text", "grammar", "store", "client", "telemetry", "api")
-HOST_COMMANDS = ("main", "launch", "start", "batch", "config", "progress")
+HOST = (
+    "types",
+    "transport",
+    "kv",
+    "speculation",
+    "scheduler",
+    "text",
+    "grammar",
+    "store",
+    "client",
+    "telemetry",
+    "api",
+    "front",
+)
+HOST_COMMANDS = ("main", "launch", "several", "model_server", "start", "batch", "config", "terminal.progress")
 DEVICE = ("jax", "jaxlib", "flax", "jaxserve.ops", "jaxserve.models", "jaxserve.runtime")
-ENGINE = ("types", "transport", "kv", "scheduler", "ops", "models", "runtime", "engine")
+ENGINE = ("types", "transport", "kv", "speculation", "scheduler", "ops", "models", "runtime", "engine")
 HTTP = ("fastapi", "starlette", "uvicorn", "jaxserve.api", "jaxserve.client")
 
 

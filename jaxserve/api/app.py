@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -12,10 +13,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from jaxserve.api.batch.service import batches_running, install_batches
+from jaxserve.api.decisions import routes as decisions
 from jaxserve.api.docs.docs_page import install_docs
 from jaxserve.api.docs.openapi import install_openapi
 from jaxserve.api.errors.responses import install_error_handlers
+from jaxserve.api.http.forwarding import Forwarding
 from jaxserve.api.http.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
+from jaxserve.api.messages import routes as messages
+from jaxserve.api.ollama import routes as ollama
+from jaxserve.api.response_state import conversation_routes as conversations
+from jaxserve.api.response_state import routes as responses
+from jaxserve.api.response_state import stored_routes as stored_responses
+from jaxserve.api.response_state.service import install_responses, responses_running
 from jaxserve.api.routes import (
     admin,
     batches,
@@ -25,14 +34,20 @@ from jaxserve.api.routes import (
     files,
     health,
     info,
-    messages,
     models,
     native,
+    page,
     sessions,
     tokens,
+    weights,
 )
 from jaxserve.api.routes.no_store import no_store_router
+from jaxserve.api.schemas import ANSWERS, BODIES
+from jaxserve.api.scoring import classify_routes as classify
+from jaxserve.api.scoring import routes as rerank
 from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.api.shared.process_group import ProcessGroup
+from jaxserve.api.shared.sealing import Seal, sealing_key
 from jaxserve.api.shared.start_checks import check_template, check_vocabulary
 from jaxserve.api.shared.state import ServerState
 from jaxserve.config import Config
@@ -44,13 +59,17 @@ from jaxserve.text.output.output_parser import choose_parsers
 from jaxserve.types.messages import EngineStats
 from jaxserve.version import __version__
 
-STORE_ROUTERS = (files, batches)
-ROUTERS = (health, models, completions, chat, messages, embeddings, native, sessions, tokens, info, admin)
+STORE_ROUTERS = (files, batches, stored_responses, conversations)
+ROUTERS = (
+    *(health, page, models, completions, chat, responses, messages, ollama),
+    *(embeddings, rerank, classify, decisions, native, sessions, tokens, info, admin, weights),
+)
 
 BATCH_ENDPOINTS = {
     "/v1/chat/completions": chat.create_chat_completion,
     "/v1/completions": completions.create_completion,
     "/v1/embeddings": embeddings.create_embedding,
+    "/v1/responses": responses.create_response,
 }
 
 
@@ -60,16 +79,23 @@ def create_app(
     metrics: Metrics | None = None,
     store: Store | None = None,
     no_store: str = "This server was started without a store.",
+    group: ProcessGroup | None = None,
 ) -> FastAPI:
     """Build the application around one engine, which may still be loading. The caller starts and stops engine and
     store.
 
-    Without a store, the routes of files and batches answer 503 with the message `no_store`.
+    Without a store, the routes of files, batches and stored objects answer 503 with the message `no_store`. A worker of
+    `group` answers what needs the engine only, and passes on the rest.
     Raises ConfigError if the name of a parser is unknown.
     """
     choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
-    state = ServerState(engine, config, metrics or Metrics(), make_tracing(config.logging), store)
-    state.metrics.watch_engine(lambda: _read_engine(engine))
+    key = group.sealing_key if group is not None else b""
+    seal = Seal(key or sealing_key(store.directory if store is not None else None))
+    state = ServerState(
+        engine, config, metrics or Metrics(), make_tracing(config.logging), store, seal=seal, group=group
+    )
+    if group is None or not group.is_worker:
+        _watch(state)
     app = FastAPI(
         title="jaxserve",
         version=__version__,
@@ -81,15 +107,23 @@ def create_app(
     )
     app.state.server = state
     install_error_handlers(app)
-    install_openapi(app)
+    install_openapi(app, (*BODIES, *ANSWERS))
     install_docs(app)
     for module in ROUTERS if store is None else ROUTERS + STORE_ROUTERS:
         app.include_router(module.router)
     if store is None:
         app.include_router(no_store_router(no_store))
     else:
-        install_batches(app, state, store, BATCH_ENDPOINTS)
+        batches_of_app = install_batches(app, state, store, BATCH_ENDPOINTS)
+        install_responses(app, state, batches_of_app, responses.answer_started)
     return app
+
+
+def _watch(state: ServerState) -> None:
+    """Export what one process knows of the whole server."""
+    state.metrics.watch_engine(lambda: _read_engine(state.engine))
+    if state.config.server.keys:
+        state.metrics.watch_keys(lambda: _read_keys(state))
 
 
 def check_files(app: FastAPI) -> bool:
@@ -111,13 +145,14 @@ async def warm_up(app: FastAPI) -> None:
     """
     state: ServerState = app.state.server
     await asyncio.to_thread(check_vocabulary, state)  # renders the chat template
-    await state.grammars.start(state.engine)
+    if state.engine.info.task == "generate":
+        await state.grammars.start(state.engine)
 
 
 def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        """Run the batches while the application runs, and stop every helper at its end."""
+        """Run batches and background responses while the application runs, and stop every helper at its end."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(state.grammars.stop)
             stack.callback(state.text_work.stop)
@@ -126,6 +161,7 @@ def _lifespan(state: ServerState, store: Store | None) -> Lifespan[FastAPI]:
             if store is not None:
                 try:
                     await stack.enter_async_context(batches_running(app))
+                    await stack.enter_async_context(responses_running(app))
                 except Exception as error:
                     state.startup_error = error
                     raise
@@ -139,13 +175,21 @@ def _middleware(state: ServerState) -> list[Middleware]:
     section = state.config.server
     log_requests = state.config.logging.requests
     chain = [Middleware(RequestContext, metrics=state.metrics, tracing=state.tracing, log_requests=log_requests)]
+    if state.group is not None and state.group.is_worker:
+        chain.insert(0, Middleware(Forwarding, main_socket=state.group.main_socket))
     if section.cors_origins:
         headers = {"allow_origins": section.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         chain.append(Middleware(CORSMiddleware, **headers))
     return [
         *chain,
         Middleware(Authentication, config=section),
-        Middleware(ReadinessGate, engine=state.engine, metrics=state.metrics, prepare=state.load_template),
+        Middleware(
+            ReadinessGate,
+            engine=state.engine,
+            metrics=state.metrics,
+            prepare=state.load_template,
+            usage_of=lambda owner: state.key_usages.of(owner),
+        ),
         Middleware(BodyLimit, limits=state.body_limits, held=state.bodies, timeout=section.body_timeout),
     ]
 
@@ -155,3 +199,10 @@ def _read_engine(engine: EngineProtocol) -> EngineReading:
         return EngineReading(engine.info, engine.stats(), engine.restarts)
     except NotReadyError:
         return EngineReading(None, EngineStats(), 0)
+
+
+def _read_keys(state: ServerState) -> list[dict[str, Any]]:
+    try:
+        return [usage.as_dict() for usage in state.key_usages.all()]
+    except NotReadyError:
+        return []

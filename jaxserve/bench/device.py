@@ -1,10 +1,11 @@
 """The device suite: times of kernels, steps and the engine on this device, compared with the roofline.
 
-    python -m jaxserve.bench.device [--tiny] [--seconds 540] [--out DIR] [--only SECTION,...]
+    python -m jaxserve.bench.device [--tiny] [--seconds 540] [--out DIR] [--work DIR] [--only SECTION,...]
 
 Writes DIR/device.json after every row. With the same DIR it measures only the rows that are missing. Every section runs
-in a new process, so that a crash ends one section only, memory is free for the next, and a start of the engine is real.
-device_kernels.py and device_engine.py hold the measurements.
+in a new process, so that a crash ends one cell only, memory is free for the next, and a start of the engine is real. A
+cell that takes too long or ends its process is on the record, and the section goes on behind it in another process.
+device_kernels.py, device_steps.py and device_engine.py hold the measurements.
 
 --tiny runs everything in tiny sizes, with kernels in Pallas' interpreter. It checks the suite and measures nothing.
 """
@@ -17,65 +18,140 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxserve.bench.device_rows import Bench, Options, Results, Row, describe
+from jaxserve.bench.device_rows import ERROR_CHARS, Bench, Options, Reporter, Results, describe
 from jaxserve.transport.child_process import child_environment, python_command
 
 RESULTS = "device.json"
-ROW_PREFIX = "ROW "  # of a child's lines that are rows
-# the most valuable first, because the time may run out
+AUTOTUNE = "autotune"  # folder of the choices that XLA measured; a later run takes them over
+ROW_PREFIX, CELL_PREFIX = "ROW ", "CELL "  # of a child's lines: a finished row; a cell that begins
+# The most valuable first, because the time may run out. What may hang comes last, and in processes of its own.
 SECTIONS = (
     "ceilings",
     "numerics",
+    "steps-llama-8b",
+    "steps_in_parts-llama-8b",
+    "steps_async-llama-8b",
     "attention",
     "engine-llama-8b",
+    "tune",
     "write",
     "restart-llama-8b",
     "linear",
     "engine-qwen3-0.6b",
     "pool-llama-8b",
-    "tune",
+    "numerics-mosaic_gpu",
+    "attention-mosaic_gpu",
+    "tune-mosaic_gpu",
 )
+# Two variants of the steps: XLA's own choice of what is in a CUDA graph, and its newer client, which never waits.
+_XLA_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
+_ENVIRONMENTS = {
+    "steps_in_parts": {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={_XLA_GRAPHS}"},
+    "steps_async": {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1"},
+}
+Show = Callable[[str], None]
 
 
-def run_section(section: str, options: Options, results: Results, emit: Callable[[Row], None]) -> None:
+def run_section(section: str, options: Options, results: Results, reporter: Reporter) -> None:
     """Run all cells of a section in this process."""
-    from jaxserve.bench import device_engine, device_kernels  # noqa: PLC0415  the parent never touches a device
+    from jaxserve.bench import device_engine, device_kernels, device_steps  # noqa: PLC0415  the parent touches no device
 
-    bench = Bench(section, options, results, emit)
-    kind, _, model = section.partition("-")
+    bench = Bench(section, options, results, reporter)
+    kind, _, of = section.partition("-")
     if kind in device_kernels.SECTIONS:
         device_kernels.SECTIONS[kind](bench)
     else:
-        device_engine.SECTIONS[kind](bench, model)
+        (device_steps.SECTIONS | device_engine.SECTIONS)[kind](bench, of)
 
 
-def _run_child(section: str, options: Options, show: Callable[[str], None]) -> None:
-    """Run a section in a new process, which writes its rows. End it when the time is over."""
+class Watch:
+    """Kills a child process whose cell takes longer than it may, or longer than the suite may."""
+
+    def __init__(self, pid: int, until: float) -> None:
+        self.cell: str | None = None  # that is being measured
+        self.killed: str | None = None  # why
+        self._pid, self._until = pid, until
+        self._timer: threading.Timer | None = None
+        self.begin(None, 120)  # to import jax and find the device
+
+    def begin(self, cell: str | None, limit: float) -> None:
+        """Give the child `limit` seconds from now, and not more than are left."""
+        self.stop()
+        self.cell = cell
+        left = max(1.0, self._until - time.time() + 5)
+        why = "the time was over" if left < limit else f"did not finish in {limit:.0f} s"
+        self._timer = threading.Timer(min(left, limit), self._kill, (why,))
+        self._timer.start()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _kill(self, why: str) -> None:
+        self.killed = why
+        os.killpg(self._pid, signal.SIGKILL)
+
+
+def _run_child(section: str, options: Options, show: Show) -> Watch | None:
+    """Run a section in a new process, which writes its rows. Return its watch if the process did not end well."""
     command = python_command("jaxserve.bench.device", "--section", section, "--out", str(options.out))
-    command += ["--until", str(options.until), *(["--tiny"] if options.tiny else [])]
-    with subprocess.Popen(
-        command, env=child_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as child:
-        # The child checks the time between two cells. The timer ends a cell that hangs.
-        end = threading.Timer(max(1.0, options.until - time.time() + 5), os.killpg, (child.pid, signal.SIGKILL))
-        end.start()
+    command += ["--work", str(options.work), "--until", str(options.until), *(["--tiny"] if options.tiny else [])]
+    log = options.work / f"{section}.log"
+    with log.open("w") as errors, subprocess.Popen(
+        command, env=_environment(section, options), stdout=subprocess.PIPE, stderr=errors, text=True,
+        start_new_session=True,
+    ) as child:  # fmt: skip
+        watch = Watch(child.pid, options.until)
         try:
             assert child.stdout is not None
             for line in child.stdout:
-                show(
-                    describe(json.loads(line.removeprefix(ROW_PREFIX)))
-                    if line.startswith(ROW_PREFIX)
-                    else line.rstrip()
-                )
+                if line.startswith(CELL_PREFIX):
+                    watch.begin(*json.loads(line.removeprefix(CELL_PREFIX)))
+                elif line.startswith(ROW_PREFIX):
+                    watch.begin(None, 120)
+                    show(describe(json.loads(line.removeprefix(ROW_PREFIX))))
+                else:
+                    show(line.rstrip())
         finally:
-            end.cancel()
-    if child.returncode != 0:
-        show(f"{section}: ended with code {child.returncode}")
+            watch.stop()
+    if child.returncode == 0:
+        return None
+    watch.killed = watch.killed or f"ended with code {child.returncode}: {log.read_text()[-ERROR_CHARS:]}"
+    return watch
+
+
+def _run_to_the_end(section: str, options: Options, show: Show) -> None:
+    """Run a section. After a cell that ended the process go on behind it, three times at most."""
+    for _ in range(4):
+        watch = _run_child(section, options, show)
+        if watch is None or watch.killed is None:
+            return
+        row = {"section": section, "name": watch.cell or "(between cells)", "error": watch.killed}
+        row |= {"ended_process": watch.killed != "the time was over"}
+        Results(options.out / RESULTS, tiny=options.tiny).add(row)
+        show(describe(row))
+        if watch.cell is None or options.until - time.time() < 5:
+            return
+
+
+def _environment(section: str, options: Options) -> dict[str, str]:
+    added = dict(_ENVIRONMENTS.get(section.partition("-")[0], {}))
+    kept = options.work / AUTOTUNE
+    kept.mkdir(parents=True, exist_ok=True)
+    flags = [added.get("XLA_FLAGS", ""), f"--xla_gpu_per_fusion_autotune_cache_dir={kept}"]
+    return child_environment() | added | {"XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()}
+
+
+def _bring_back(options: Options) -> None:
+    """Put the choices of XLA's autotuner beside the results, so that the next machine need not measure them again."""
+    with tarfile.open(options.out / f"{AUTOTUNE}.tgz", "w:gz") as archive:
+        archive.add(options.work / AUTOTUNE, AUTOTUNE)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -83,23 +159,36 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--seconds", type=float, default=540)
-    parser.add_argument("--out", type=Path, default=Path("device-suite"))
+    parser.add_argument("--out", type=Path, default=Path("device-suite"), help="folder of the results")
+    parser.add_argument("--work", type=Path, help="folder of caches and models (default: DIR/work)")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # used by the child process
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
-    given.out.mkdir(parents=True, exist_ok=True)
-    options = Options(given.out.resolve(), given.tiny, given.until or time.time() + given.seconds)
+    options = Options(
+        given.out.resolve(),
+        (given.work or given.out / "work").resolve(),
+        given.tiny,
+        given.until or time.time() + given.seconds,
+    )
+    options.work.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     if given.section is not None:
         results = Results(options.out / RESULTS, tiny=options.tiny)
-        run_section(given.section, options, results, lambda row: print(ROW_PREFIX + json.dumps(row), flush=True))
+        run_section(given.section, options, results, Reporter(
+            begin=lambda name, limit: print(CELL_PREFIX + json.dumps([name, limit]), flush=True),
+            end=lambda row: print(ROW_PREFIX + json.dumps(row), flush=True),
+        ))  # fmt: skip
         return 0
     wanted = given.only.split(",")
     if unknown := set(wanted) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    for section in (section for section in SECTIONS if section in wanted):
-        if options.until - time.time() > 5:
-            _run_child(section, options, lambda line: print(line, flush=True))
+    try:
+        for section in (section for section in SECTIONS if section in wanted):
+            if options.until - time.time() > 5:
+                _run_to_the_end(section, options, lambda line: print(line, flush=True))
+    finally:
+        _bring_back(options)
     print(f"{options.out / RESULTS}: {len(Results(options.out / RESULTS, tiny=options.tiny).rows)} rows")
     return 0
 

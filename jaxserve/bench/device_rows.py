@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.bench.report import environment
 
@@ -15,15 +15,20 @@ Row = dict[str, Any]
 Cell = Callable[[], Row]
 
 SHOWN = ("us", "ms", "tok_s", "seconds", "GBps", "TFLOPs", "of_roofline", "rel_err", "ok", "error")
+LIMIT = 60.0  # seconds of a cell, unless it says otherwise
+ERROR_CHARS = 2000
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a run, the same in the parent and its child processes."""
+class Options(NamedTuple):
+    """Options of a run, the same in the parent and its child processes.
+
+    out: the results. work: caches and models, of no use afterwards. until: time.time() at which to stop
+    """
 
     out: Path
+    work: Path
     tiny: bool
-    until: float  # time.time() at which to stop
+    until: float
 
 
 class Results:
@@ -46,19 +51,29 @@ class Results:
         temporary.replace(self._path)
 
     def done(self, section: str, name: str) -> bool:
-        return "error" not in self.rows.get((section, name), {"error": ""})
+        """Whether a row is there. A cell that ended its process is not run again; one that raised is."""
+        row = self.rows.get((section, name), {"error": ""})
+        return "error" not in row or bool(row.get("ended_process"))
 
     def get(self, section: str, name: str, key: str) -> Any:
         """Return a figure of an earlier row, or None."""
         return self.rows.get((section, name), {}).get(key)
 
 
+@dataclass(frozen=True)
+class Reporter:
+    """Where a section tells its progress. begin: a cell's name and its seconds at most. end: a finished row."""
+
+    begin: Callable[[str, float], None]
+    end: Callable[[Row], None]
+
+
 class Bench:
     """Runs the cells of a section: skips those that are done, stops in time, records an error and goes on."""
 
-    def __init__(self, section: str, options: Options, results: Results, emit: Callable[[Row], None]) -> None:
+    def __init__(self, section: str, options: Options, results: Results, reporter: Reporter) -> None:
         self.section, self.options, self.results = section, options, results
-        self._emit = emit
+        self._reporter = reporter
 
     @property
     def tiny(self) -> bool:
@@ -72,17 +87,37 @@ class Bench:
         """Whether a cell is missing and `estimate` seconds are left for it."""
         return not self.results.done(self.section, name) and self.seconds_left > estimate
 
-    def cell(self, name: str, estimate: float, measure: Cell) -> None:
-        """Measure one row and record its result or error, unless it exists or less than `estimate` seconds are left."""
-        if not self.wants(name, estimate):
-            return
+    def cell(self, name: str, estimate: float, measure: Cell, *, limit: float = LIMIT) -> bool:
+        """Measure one row and record its result or error. Returns whether it is there without error.
+
+        Does nothing if it exists or less than `estimate` seconds are left. The process is killed after `limit` seconds;
+        the file says so from the start, so that not even a crash of the machine leaves a cell without a row.
+        """
+        if self.wants(name, estimate):
+            self._measure(name, measure, limit)
+        return self._worked(name)
+
+    def again(self, name: str, estimate: float, measure: Cell, *, limit: float = LIMIT) -> bool:
+        """Do `cell` even if the row exists, because later cells need what it makes. Not if it ended its process."""
+        row = self.results.rows.get((self.section, name), {})
+        if row.get("ended_process") or self.seconds_left <= estimate:
+            return False
+        self._measure(name, measure, limit)
+        return self._worked(name)
+
+    def _worked(self, name: str) -> bool:
+        return "error" not in self.results.rows.get((self.section, name), {"error": ""})
+
+    def _measure(self, name: str, measure: Cell, limit: float) -> None:
         row: Row = {"section": self.section, "name": name}
+        self.results.add(row | {"error": "did not finish"})
+        self._reporter.begin(name, limit)
         try:
             row |= measure()
         except Exception as error:  # a kernel that does not compile must not stop the others
-            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            row["error"] = f"{type(error).__name__}: {str(error)[:ERROR_CHARS]}"
         self.results.add(row)
-        self._emit(row)
+        self._reporter.end(row)
 
 
 def describe(row: Row) -> str:
@@ -92,4 +127,4 @@ def describe(row: Row) -> str:
 
 
 def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value).partition("\n")[0]

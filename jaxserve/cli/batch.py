@@ -23,7 +23,7 @@ from jaxserve.api.shared.body_cost import max_line_bytes
 from jaxserve.bench.load import root_url
 from jaxserve.cli.offline_batch import OfflineBatch, run_offline, validate
 from jaxserve.cli.options.settings import load_config
-from jaxserve.cli.progress import StartProgress
+from jaxserve.cli.terminal.progress import StartProgress
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError

@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(f"no action {action!r}", fix="use show, validate or schema")
     if flags and not flags[0].startswith("--"):
         flags = ["--config", *flags]
-    config = load_config(flags, os.environ)
+    config = load_config(flags, os.environ, several=True)
     print(dump(config) if action == "show" else "the configuration is valid")
     return 0
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from jaxserve.cli.plan import WEIGHT_DTYPES
+from jaxserve.errors import ConfigError
+from jaxserve.model_files import gguf_file
 from jaxserve.models.loading import orbax
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
@@ -25,6 +27,8 @@ def run(words: Sequence[str]) -> int:
     """Run the command `convert`. Raises ConfigError or ModelLoadError."""
     options = _parser().parse_args(words)
     source, target = resolve(options.model, revision=options.revision), Path(options.target)
+    if gguf_file(source) is not None:
+        raise ConfigError(f"{source} holds GGUF, which is not converted", fix=f"serve it: jaxserve launch {source}")
     config = read_config(source)
     logging.getLogger("absl").setLevel(logging.ERROR)  # hides Orbax's notices
     orbax.check_target(target)  # before the checkpoint is read

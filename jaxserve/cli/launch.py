@@ -9,41 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import os
 import signal
 import socket
 import sqlite3
-import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import uvicorn
 import uvloop
-from fastapi import FastAPI
 
 from jaxserve.api.app import check_files, create_app, warm_up
-from jaxserve.api.http.connection import limited_protocol
-from jaxserve.cli.progress import StartProgress, show_ready
+from jaxserve.api.shared.process_group import GroupKeeper
+from jaxserve.api.shared.sealing import sealing_key
+from jaxserve.cli.serving.heap import keep_heap_small
+from jaxserve.cli.serving.http_server import Server, http_config
+from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of
+from jaxserve.cli.serving.workers import Workers
+from jaxserve.cli.terminal.progress import StartProgress, show_ready
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.link import EngineLink
-from jaxserve.config import Config, ServerSection, StoreSection
+from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
 from jaxserve.store import Store
 from jaxserve.version import __version__
-
-DEFAULT_STORE = "~/.local/share/jaxserve"
-BACKLOG = 2048  # connections that the kernel queues
-KEEP_ALIVE = 75  # seconds; longer than the 60 s of common proxies, so that they close first
-
-_LOOPBACK: dict[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_BIND_FIXES = {
-    errno.EADDRNOTAVAIL: "choose another --host: this machine has no such address",
-    errno.EACCES: "choose another --port: one below 1024 needs a permission",
-}
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +43,7 @@ def serve(config: Config) -> int:
     """Serve until a signal and return the exit code. Raises ConfigError and UnexpectedEndError."""
     model = config.model.path or "the embedded demo model"
     print(f"jaxserve {__version__} starts with {model}", file=sys.stderr, flush=True)
+    keep_heap_small()
     with bind(config.server) as listener:
         try:
             return uvloop.run(_serve(config, listener))
@@ -62,46 +54,13 @@ def serve(config: Config) -> int:
 async def _serve(config: Config, listener: socket.socket) -> int:
     launch = Launch(config, listener)
     launch.handle_signals()
-    return await launch.serve(on_ready=_freeze)
+    return await launch.serve(on_ready=freeze)
 
 
-def _freeze() -> None:
+def freeze() -> None:
     """Exclude start-up objects from garbage collection; scanning them would pause every request for 80 ms."""
     gc.collect()
     gc.freeze()
-
-
-def warn_if_open(section: ServerSection) -> None:
-    """Warn if others can reach the server and it has no API key."""
-    if section.needs_key:
-        return
-    if section.host not in ("127.0.0.1", "localhost", "::1"):
-        logger.warning("listening on %s without an API key: anyone who can reach it can use it", section.host)
-    elif "api_key" in section.model_fields_set:
-        logger.warning("server.api_key is null: clients need no key")
-
-
-@contextlib.contextmanager
-def bind(section: ServerSection) -> Iterator[socket.socket]:
-    """Open a listening socket. Raises ConfigError if the port or the host cannot be used."""
-    try:
-        family = socket.getaddrinfo(section.host, section.port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot use the host {section.host}: {error.strerror}", fix="choose another --host"
-        ) from None
-    with listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((section.host, section.port))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            where = f"{section.host}:{section.port}"
-            fix = _BIND_FIXES.get(error.errno or 0, "choose another --port")
-            raise ConfigError(f"cannot listen on {where}: {error.strerror}", fix=fix) from None
-        warn_if_open(section)
-        yield listener
 
 
 def open_store(section: StoreSection) -> tuple[Store | None, str]:
@@ -118,47 +77,6 @@ def open_store(section: StoreSection) -> tuple[Store | None, str]:
     except (JaxserveError, RuntimeError, OSError, sqlite3.Error) as error:  # RuntimeError: a user without a home
         logger.warning("no files and no batches: %s; --store.path DIR gives this server its own directory", error)
         return None, "This server runs without a store: its directory cannot be used. The server's log says why."
-
-
-def check_certificates(section: ServerSection) -> None:
-    """Check the TLS files before the model loads. Raises ConfigError if they cannot be used."""
-    if section.ssl_certfile is None:
-        if section.ssl_keyfile is not None:
-            raise ConfigError("server.ssl_keyfile is set, and server.ssl_certfile is not", fix="set --ssl-certfile")
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(section.ssl_certfile, section.ssl_keyfile, password="")
-    except (OSError, ValueError) as error:  # SSLError is an OSError
-        files = " and ".join(filter(None, (section.ssl_certfile, section.ssl_keyfile)))
-        raise ConfigError(
-            f"the certificate cannot be used ({files}): {error}",
-            fix="set --ssl-certfile to a PEM certificate and --ssl-keyfile to its key, without a password",
-        ) from error
-
-
-def http_config(app: FastAPI, section: ServerSection, graceful_shutdown: int = 5) -> uvicorn.Config:
-    """Return uvicorn's settings. graceful_shutdown: seconds that open responses have when it stops."""
-    return uvicorn.Config(
-        app,
-        http=limited_protocol(section),
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=graceful_shutdown,
-        ssl_keyfile=section.ssl_keyfile,
-        ssl_certfile=section.ssl_certfile,
-    )
-
-
-class Server(uvicorn.Server):
-    """uvicorn without signal handlers. Launch handles signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Launch:
@@ -180,23 +98,24 @@ class Launch:
         self._store, no_store = open_store(config.store)
         self._stop = asyncio.Event()
         self._signals = 0
-        self._app = create_app(self.engine, config, store=self._store, no_store=no_store)
-        self._server = Server(http_config(self._app, config.server))
+        self._workers = self._make_workers() if config.server.workers > 1 else None
+        group = None if self._workers is None else self._workers.group
+        self._app = create_app(self.engine, config, store=self._store, no_store=no_store, group=group)
+        self._app.state.server.peers = self._workers
+        main_socket = None if self._workers is None else self._workers.main_socket
+        self._server = Server(http_config(self._app, config.server, unix_socket=main_socket))
+
+    def _make_workers(self) -> Workers:
+        key = sealing_key(self._store.directory if self._store is not None else None)
+        return Workers(self._config, self.engine, self._listener, key)
 
     @property
     def url(self) -> str:
-        scheme = "https" if self._config.server.ssl_certfile else "http"
-        host, port = self._listener.getsockname()[:2]
-        host = str(_LOOPBACK.get(host, host))  # an address that a client can use
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return url_of(self._listener, self._config.server)
 
     def handle_signals(self) -> None:
-        """Drain on the first SIGINT, SIGTERM or SIGHUP and exit on the second. Call in the main thread."""
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        """Drain on the first signal and exit on the second. Call in the main thread."""
+        on_signals(self._on_signal)
 
     def stop(self) -> None:
         """Drain the requests and end `serve`."""
@@ -211,7 +130,8 @@ class Launch:
         await self.engine.start(wait=False)
         watch = asyncio.create_task(self._watch(on_ready))
         drain = asyncio.create_task(self._drain())
-        tasks = (watch, http, drain)
+        workers = () if self._workers is None else (asyncio.create_task(self._workers.run(self._keeper())),)
+        tasks = (watch, http, drain, *workers)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -221,18 +141,37 @@ class Launch:
                 raise self._engine_failure()
             return 0
         finally:
-            self._server.should_exit = True
-            await self.engine.stop()
-            for task in (watch, drain):
+            if self._workers is not None:
+                await self._workers.finish()
+            await self._stop_engine()
+            for task in (watch, drain, *workers):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._workers is not None:
+                self._workers.close()
             if self._store is not None:
                 await self._store.close()
+
+    async def _stop_engine(self) -> None:
+        """End the engine, whose last requests get an error, and all HTTP once the clients have read it."""
+        if self._workers is None:
+            self._server.should_exit = True
+            return await self.engine.stop()
+        await self.engine.stop()
+        await self._workers.stop()
+        self._server.should_exit = True  # it served what the workers passed on
+
+    def _keeper(self) -> GroupKeeper:
+        """What this process does for the workers' limits."""
+        state = self._app.state.server
+        return GroupKeeper(
+            state.group, lambda: self.engine.load, lambda: state.key_usages.all() if self.engine.was_ready else []
+        )
 
     async def _serve_http(self) -> None:
         """Serve HTTP until the server is asked to exit. Raises ConfigError or UnexpectedEndError for any other end."""
         try:
-            await self._server.serve(sockets=[self._listener])
+            await self._server.serve(sockets=[self._listener] if self._workers is None else None)
         except SystemExit:  # raised by uvicorn if the application does not start
             error = self._app.state.server.startup_error
             if isinstance(error, ConfigError):
@@ -258,6 +197,8 @@ class Launch:
         if self.engine.status.phase == "ready":
             await asyncio.to_thread(check_files, self._app)
             await warm_up(self._app)
+            if self._workers is not None:
+                await self._workers.prepare()
             if progress is not None:
                 key = self._config.server.needs_key
                 show_ready(self.engine.info, self.url, api_key=key, seconds=progress.seconds)

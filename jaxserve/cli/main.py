@@ -19,8 +19,10 @@ from jaxserve.version import __version__
 COMMANDS = {
     "launch": ("jaxserve.cli.start", "serve a model over HTTP"),
     "serve": ("jaxserve.cli.start", "the same as launch"),
+    "chat": ("jaxserve.cli.chat", "talk to a model in the terminal, at a running server or one of its own"),
     "convert": ("jaxserve.cli.convert", "write a checkpoint in the form that loads fastest"),
     "plan": ("jaxserve.cli.plan", "print how much memory a model needs, from its config.json alone"),
+    "doctor": ("jaxserve.cli.doctor", "check this machine, the configuration and a model, and say what to do"),
     "config": ("jaxserve.cli.config", "show, validate or describe the configuration"),
     "batch": ("jaxserve.cli.batch", "run a batch file without a server, or send it to one"),
     "bench": ("jaxserve.cli.bench", "measure the engine or a server"),

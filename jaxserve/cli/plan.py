@@ -4,7 +4,7 @@ Prints one row per mesh. Its columns, per device: the bytes of weights, and of t
 KV cache of one token and of one request of the full context; the tokens and the full contexts that fit; and with
 --length the largest batch of requests of that length. If a model has sliding windows, the last column is the number of
 tokens that would fit without them. A mesh over which the model cannot be split has the reason instead. Weights are
-counted in --dtype, into which a quantised checkpoint is decoded; its own size is printed above the table.
+counted as they are held: in the bits of a quantised checkpoint, the others in --dtype. Its size is printed above.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ import jax.numpy as jnp
 from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hf_config import read_config_file
 from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.published_size import published_size, read_quantization
+from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build
+from jaxserve.runtime.runner_config import resolve_cache_dtype
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 
 MESHES = ("1", "8", "16")
+QUANTIZATIONS = ("auto", "none", "int8", "fp8", "int4")
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "KV per token", "per full context")
 
@@ -35,35 +39,43 @@ def run(words: Sequence[str]) -> int:
     """Run the command `plan`. Raises ConfigError for an encoder, ModelLoadError if no mesh fits the model."""
     options = _parse(words)
     path = _config_file(options.model)
-    config, dtype = read_config_file(path), jnp.dtype(options.dtype)
+    config = read_config_file(path)
+    kept = "none" if config.stored_form is None else "stored"
+    config = config.replace(quantization=kept if options.quantization == "auto" else options.quantization)
+    dtype = jnp.dtype(options.dtype)
     if config.bidirectional:
         raise ConfigError(f"{config.architecture} is an encoder: it has no KV cache to plan")
     meshes = [_mesh(text, config) for text in options.mesh]
-    plans = [_plan(config, dtype, mesh) for mesh in meshes]
+    cache_dtype = resolve_cache_dtype(options.cache_dtype, dtype)
+    plans = [_plan(config, dtype, cache_dtype, mesh) for mesh in meshes]
     if all(isinstance(plan, ModelLoadError) for plan in plans):
         raise plans[0]  # type: ignore[misc]
     context = options.max_model_len or config.max_position_embeddings
-    print(_head(config, dtype, path))
+    print(_head(config, dtype))
     print(f"each device has {options.memory:g} GiB; a full context is {context} tokens\n")
     columns = _Columns(int(options.memory * GIB), context, options.max_num_seqs, options.length)
     print(columns.table(meshes, plans))
     return 0
 
 
-def _plan(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> ShapePlan | ModelLoadError:
+def _plan(config: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype, mesh: Mesh) -> ShapePlan | ModelLoadError:
     try:
-        return plan_by_shape(config, dtype, *mesh)
+        return plan_by_shape(config, dtype, *mesh, cache_dtype=cache_dtype)
     except ModelLoadError as error:
         return error
 
 
-def _head(config: ModelConfig, dtype: jnp.dtype, path: Path) -> str:
+def _head(config: ModelConfig, dtype: jnp.dtype) -> str:
     structure = build(config, dtype)
-    lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {dtype}"]
-    size = published_size(structure, read_quantization(path))
+    bits = f"{config.stored_form.bits} bits" if config.stored_form is not None else ""
+    few = {"none": "", "stored": bits}.get(config.quantization, config.quantization)
+    form = f"{few} and {dtype}" if few else str(dtype)
+    lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {form}"]
+    size = published_size(structure)
     if size.form:
-        decoded = f"{structure.num_bytes / GIB:.2f} GiB as {dtype}"
-        lines.append(f"the checkpoint is {size.num_bytes / GIB:.2f} GiB of {size.form}, decoded at load to {decoded}")
+        decoded = f"{structure.num_bytes / GIB:.2f} GiB as {form}"
+        how = "held in" if config.quantization == "stored" else "decoded at load to"
+        lines.append(f"the checkpoint is {size.num_bytes / GIB:.2f} GiB of {size.form}, {how} {decoded}")
     return "\n".join(lines)
 
 
@@ -101,9 +113,9 @@ class _Columns:
 
 
 def _config_file(model: str) -> Path:
-    """Return the config.json of a hub id, a directory or a file."""
+    """Return the config.json or GGUF file of a hub id, a directory or a file."""
     path = Path(model).expanduser()
-    return path if path.is_file() else resolve(model) / "config.json"
+    return path if path.is_file() else config_file(resolve(model))
 
 
 def _mesh(text: str, config: ModelConfig) -> Mesh:
@@ -128,10 +140,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("jaxserve plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("model", nargs="?", help="hub id, directory or config.json")
+    parser.add_argument("model", nargs="?", help="hub id, directory, config.json or GGUF file")
     parser.add_argument("--mesh", nargs="+", default=MESHES, metavar="N", help="devices, or TENSORxEXPERT (1 8 16)")
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory per device (80)")
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="as model.quantization")
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="as cache.dtype")
     parser.add_argument(
         "--max-num-seqs",
         type=int,

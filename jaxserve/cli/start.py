@@ -25,10 +25,12 @@ def run(words: Sequence[str]) -> int:
     if any(word in ("-h", "--help", "--help-all") for word in words):
         print(launch_help(everything="--help-all" in words))
         return 0
-    config = load_config(words, os.environ)
+    config = load_config(words, os.environ, several=True)
     configure_logging(config.logging)
     for line in dump(config).splitlines():
         logger.debug("configuration: %s", line)
+    if config.models.served:
+        return imported("jaxserve.cli.several").serve(config)
     check_files(config)
     return imported("jaxserve.cli.launch").serve(config)
 

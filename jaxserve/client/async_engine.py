@@ -21,23 +21,17 @@ from typing import Any, Unpack
 
 import msgspec
 
+from jaxserve.client.control_record import ControlRecord
 from jaxserve.client.engine_calls import EngineCalls
 from jaxserve.client.generate_options import GenerateOptions
 from jaxserve.client.link import EngineLink, ProcessLink
+from jaxserve.client.queue_limit import Load, check_queue
 from jaxserve.client.sequence_sender import SequenceSender
 from jaxserve.client.sequence_table import LiveSequence, Outbox, SequenceTable
 from jaxserve.client.supervisor import Death, EngineStatus, Supervisor
 from jaxserve.config import Config
-from jaxserve.errors import (
-    ConfigError,
-    EngineDeadError,
-    HTTPError,
-    InvalidValueError,
-    NotReadyError,
-    QueueFullError,
-    ServerError,
-)
-from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
+from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, NotReadyError, ServerError
+from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, make_stops
 from jaxserve.text.stop import Stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import (
@@ -48,21 +42,24 @@ from jaxserve.types.messages import (
     FromEngine,
     Located,
     Outputs,
+    Refused,
     Reply,
     WaitingRequest,
 )
 from jaxserve.types.output import FinishReason, TokenOutput
-from jaxserve.types.request_seed import request_seed
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.siblings import siblings
+from jaxserve.types.siblings import request_seed, siblings
 
 logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """An engine behind a link. The default link is a child process."""
+    """An engine behind a link. The default link is a child process.
 
-    def __init__(self, config: Config, link: EngineLink | None = None) -> None:
+    id_prefix: of the engine ids made here, if other processes make ids for the same engine
+    """
+
+    def __init__(self, config: Config, link: EngineLink | None = None, *, id_prefix: str = "") -> None:
         self.config = config
         self._link = link or ProcessLink(config)
         self._supervisor = Supervisor(
@@ -74,13 +71,15 @@ class AsyncEngine:
             on_end=self._fail_all,
         )
         self._info: EngineInfo | None = None
+        self.located: Located | None = None  # the files of the model
         self._tokenizer: Tokenizer | None = None
         self._stats = EngineStats()
-        self._live = SequenceTable()
+        self._live = SequenceTable(id_prefix)
         self._sender = SequenceSender(
             self._live, self._link.send, self._end_with_error, self._supervisor.forget_restarts
         )
         self._calls = EngineCalls(self._link.send)
+        self._record = ControlRecord()
         self._seeds = random.Random(request_seed(config.runtime.random_seed))
 
     # -- start and stop ------------------------------------------------------------------------------------
@@ -122,10 +121,14 @@ class AsyncEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of the engine. Raises NotReadyError if it has never been ready."""
+        """Properties of the engine. Raises NotReadyError unless `was_ready`."""
         if self._info is None:
             raise NotReadyError(f"the model is loading ({self.status.detail or 'starting'})")
         return self._info
+
+    @property
+    def was_ready(self) -> bool:
+        return self._info is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -157,6 +160,11 @@ class AsyncEngine:
         """Number of accepted sequences that have not ended."""
         return len(self._live)
 
+    @property
+    def load(self) -> Load:
+        """The accepted sequences that have not ended."""
+        return Load(len(self._live), self._live.num_waiting_tokens)
+
     def stats(self) -> EngineStats:
         """The engine's latest statistics, at most 1 s old."""
         return self._stats
@@ -172,16 +180,7 @@ class AsyncEngine:
         """Raise QueueFullError unless `n` more sequences of so many prompt tokens may wait, InvalidValueError if they
         never can.
         """
-        section = self.config.scheduler
-        limit = self.info.max_num_seqs + section.max_queued_requests
-        if n > limit:
-            raise InvalidValueError(f"{n} sequences are more than the {limit} that the queue holds", param="n")
-        if n > limit - len(self._live):
-            message = f"the queue is full ({section.max_queued_requests} requests wait)"
-            raise QueueFullError(message, limit="max_queued_requests")
-        waiting, limit = self._live.num_waiting_tokens, section.max_queued_tokens
-        if limit is not None and waiting and waiting + n * num_prompt_tokens > limit:
-            raise QueueFullError(f"the queue is full ({waiting} prompt tokens wait)", limit="max_queued_tokens")
+        check_queue(self.config.scheduler, self.info.max_num_seqs, self.load, Load(n, n * num_prompt_tokens))
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -200,17 +199,18 @@ class AsyncEngine:
             params=params,
             priority=options.get("priority", 0),
             namespace=options.get("cache_salt", ""),
+            tenant=options.get("tenant"),
             deadline=options.get("deadline"),
         )
         given, signal = options.get("outbox"), options.get("signal")
         outputs = Outbox() if given is None else given
-        sequences = self._submit(request, outputs)
+        sequences = self._begin(request, outputs)
         logger.debug(
             "request %s accepted: %d choices from engine request %s on, %d prompt tokens, %d live",
-            *(request.client_id, len(sequences), sequences[0].engine_id, len(prompt_token_ids), len(self._live)),
+            *(request.client_id, len(sequences), sequences[0].engine_id, len(prompt_token_ids), self.num_live),
         )
         remaining = len(sequences)
-        abort = functools.partial(self._abort, sequences)
+        abort = functools.partial(self.abort_sequences, sequences)
         if signal is not None:
             signal.attach(abort)
         try:
@@ -218,8 +218,8 @@ class AsyncEngine:
                 output = await outputs.get()
                 if isinstance(output, HTTPError):
                     raise output
-                remaining -= output.finished
-                if output.finished:
+                if output.finish_reason is not None:
+                    remaining -= 1
                     logger.debug(
                         "request %s: choice %d finished: %s", request.client_id, output.index, output.finish_reason
                     )
@@ -229,7 +229,21 @@ class AsyncEngine:
                 signal.detach(abort)
             self._drop(sequences)
 
-    def _submit(self, request: EngineRequest, outputs: Outbox) -> list[LiveSequence]:
+    def submit(self, sequences: list[LiveSequence], message: Add) -> None:
+        """Send the sequences of one request of another process. Raises as `generate` does before the first output.
+
+        A request that an engine has answered is not refused for the queue or a restart.
+        """
+        if not sequences[0].is_answered:
+            self.check_ready()
+            self.check_queue(len(sequences), len(message.token_ids))
+        elif self.status.phase == "dead":
+            raise EngineDeadError(f"the engine is dead: {self.status.detail}")
+        for sequence in sequences:
+            self._live.add(sequence)
+        self._sender.send(sequences, message)
+
+    def _begin(self, request: EngineRequest, outputs: Outbox) -> list[LiveSequence]:
         """Send a request as `params.n` sequences. If it raises, nothing was sent and nothing is live."""
         self.check_ready()
         self.check_queue(request.params.n, len(request.prompt_token_ids))
@@ -262,9 +276,10 @@ class AsyncEngine:
 
         Their iterators yield a last output with finish_reason abort.
         """
-        return self._abort(self._live.of_client(request_id))
+        return self.abort_sequences(self._live.of_client(request_id))
 
-    def _abort(self, sequences: Iterable[LiveSequence]) -> bool:
+    def abort_sequences(self, sequences: Iterable[LiveSequence]) -> bool:
+        """Abort those of the sequences that are live; each ends with an output. Returns whether there were any."""
         found = [each for each in sequences if self._live.get(each.engine_id) is each]
         sent = [sequence.engine_id for sequence in found if sequence.is_sent]
         for sequence in found:
@@ -280,34 +295,38 @@ class AsyncEngine:
         """Answer an abort in place of an engine that does not have the sequence."""
         self._deliver(TokenOutput(request_id=sequence.engine_id, finish_reason=FinishReason.ABORT))
 
-    async def flush_cache(self) -> bool:
-        """Clear the prefix cache. Pages in use are freed when their requests end."""
-        return bool(await self.call("flush_cache"))
-
     async def waiting(self) -> list[WaitingRequest]:
         """The requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
         return msgspec.convert(await self.call("waiting"), list[WaitingRequest])
 
     async def call(self, method: str, **args: Any) -> Any:
-        """Make an administrative call to the engine. Raises InvalidValueError with the engine's reason."""
+        """Make an administrative call to the engine. Raises an HTTPError with the engine's reason."""
         self.check_ready()
-        return await self._calls.call(method, args)
+        result = await self._calls.call(method, args)
+        self._record.note(method, args, result)
+        return result
 
     # -- messages from the engine --------------------------------------------------------------------------
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: FromEngine | Refused) -> None:
         match message:
             case Outputs(outputs, stats, admitted):
-                self._live.admit(admitted)
-                self._sender.take(outputs)
+                if admitted:
+                    self._live.admit(admitted)
+                if self._sender.is_watching:
+                    self._sender.take(outputs)
                 for output in outputs:
                     self._deliver(output)
-                self._sender.settle()
+                if self._sender.is_watching:
+                    self._sender.settle()
                 if stats is not None:
                     self._stats = stats
             case Located(_, tokenizer_dir):
+                self.located = message
                 if self._tokenizer is None:
                     self._tokenizer = Tokenizer.from_directory(tokenizer_dir)
+            case Refused() if (sequence := self._live.get(message.request_id)) is not None:
+                self._end_with_error(sequence, message.error())
             case Reply():
                 self._calls.take(message)
 
@@ -321,6 +340,8 @@ class AsyncEngine:
 
     def _became_ready(self, info: EngineInfo) -> None:
         self._info = info
+        for method, args in self._record.calls():
+            self._calls.make(method, args)  # the engine takes it in before the requests that follow
         self._sender.ready()
 
     def _deliver(self, output: TokenOutput) -> None:
@@ -328,7 +349,7 @@ class AsyncEngine:
         if sequence is None:
             return  # already ended here (stop string, disconnect) while the engine computed one more token
         if output.finish_reason is FinishReason.ERROR:
-            self._end_with_error(sequence, _failure(output, sequence))
+            self._end_with_error(sequence, sequence.failure(output))
             return
         self._deliver_text(sequence, sequence.text.push, output)
         sequence.is_answered = True
@@ -346,7 +367,7 @@ class AsyncEngine:
         if self._live.get(sequence.engine_id) is not None:
             self._sender.send([sequence])
 
-    def _deliver_text(self, sequence: LiveSequence, take: Callable[..., RequestOutput], *outputs: TokenOutput) -> None:
+    def _deliver_text(self, sequence: LiveSequence, take: Callable[..., Any], *outputs: TokenOutput) -> None:
         """Deliver the result of `take`. It may find the end of the sequence."""
         try:
             result = take(*outputs)
@@ -357,7 +378,7 @@ class AsyncEngine:
             return
         if sequence.waiting:
             self._live.started(sequence)
-        if result.finished:
+        if result.finish_reason is not None:
             self._live.remove(sequence)
         if sequence.text.stopped_by_text:
             self._link.send(Abort([sequence.engine_id]))
@@ -371,12 +392,3 @@ class AsyncEngine:
         for sequence in self._live:
             self._end_with_error(sequence, error)
         self._calls.fail(error)
-
-
-def _failure(output: TokenOutput, sequence: LiveSequence) -> HTTPError:
-    """Return the exception for a failed output."""
-    error = error_of(output)
-    # an engine accepted it before the crash, so it is not the client's mistake that the next one refuses it
-    if sequence.was_admitted and error.status < 500:
-        return ServerError(f"the engine was restarted and cannot go on with this request: {error.message}")
-    return error

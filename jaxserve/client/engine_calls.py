@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.errors import HTTPError, InvalidValueError
+from jaxserve.errors import ConflictError, HTTPError, InvalidValueError, ServerError, WeightsLostError
 from jaxserve.types.messages import Call, Reply
+
+_ERRORS: dict[int, type[HTTPError]] = {400: InvalidValueError, 409: ConflictError, 503: WeightsLostError}
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCalls:
@@ -20,14 +26,19 @@ class EngineCalls:
         self._ids = itertools.count()
 
     async def call(self, method: str, args: dict[str, Any]) -> Any:
-        """Make a call and return its result. Raises InvalidValueError with the engine's reason."""
+        """Make a call and return its result. Raises an HTTPError with the engine's reason."""
+        return await self._begin(method, args)
+
+    def make(self, method: str, args: dict[str, Any]) -> None:
+        """Make a call without waiting for its result. A failure is logged."""
+        self._begin(method, args).add_done_callback(functools.partial(_log_failure, method))
+
+    def _begin(self, method: str, args: dict[str, Any]) -> asyncio.Future[Any]:
         call_id = next(self._ids)
         future = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._waiting.pop(call_id))
         self._send(Call(call_id, method, args))
-        try:
-            return await future
-        finally:
-            del self._waiting[call_id]
+        return future
 
     def take(self, reply: Reply) -> None:
         """Give a reply to its call. A call that was cancelled gets none."""
@@ -37,10 +48,15 @@ class EngineCalls:
         if reply.error is None:
             future.set_result(reply.result)
         else:
-            future.set_exception(InvalidValueError(reply.error))
+            future.set_exception(_ERRORS.get(reply.status, ServerError)(reply.error))
 
     def fail(self, error: HTTPError) -> None:
         """End all calls with an error."""
-        for future in self._waiting.values():
+        for future in [*self._waiting.values()]:
             if not future.done():
                 future.set_exception(error)
+
+
+def _log_failure(method: str, future: asyncio.Future[Any]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("%s failed in the new engine: %s", method, error)

@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from jaxserve.client.abort_signal import AbortSignal
 from jaxserve.client.sequence_table import Outbox
+from jaxserve.types.sampling import Tenant
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -14,6 +15,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None  # for `abort` and logs; need not be unique
     priority: int  # lower runs earlier; default 0
     cache_salt: str  # prompts share cached prefixes only within a salt; default ""
+    tenant: Tenant | None  # among whom the engine is shared; default: the tenant of all such requests
     deadline: float | None  # seconds from now after which the request ends with RequestTimeoutError
     signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
     outbox: Outbox | None  # the queue of unread outputs, if the caller wants to know its size

@@ -21,9 +21,11 @@ from jaxserve.transport.shared_state import Pulse
 from jaxserve.transport.socket_directory import SocketDirectory, sweep
 from jaxserve.types.messages import (
     EngineInfo,
+    EngineState,
     FromEngine,
     MessageError,
     Ready,
+    Refused,
     Stop,
     ToEngine,
     decode_from_engine,
@@ -50,7 +52,7 @@ class EngineLink(Protocol):
 
     def send(self, message: ToEngine) -> None: ...
 
-    async def receive(self) -> FromEngine:
+    async def receive(self) -> FromEngine | EngineState | Refused:
         """Return the next message. Raises EngineDeadError if the engine has ended and no message is left."""
         ...
 

@@ -35,6 +35,8 @@ class SequenceSender:
     send       sends a message to the engine
     end        ends a sequence with an error
     on_served  called if the engine works and only a request caused its crashes
+
+    is_watching: `take` and `settle` must be called for each message of outputs; False almost always
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SequenceSender:
         self._isolator = ProcessFaultIsolator()
         self._is_isolating = False
         self._has_blamed = False  # a request was blamed, and no group has passed since to show that the engine works
+        self.is_watching = False
 
     def send(self, sequences: Sequence[LiveSequence], message: Add | None = None) -> None:
         """Send the sequences of one request, or hold them until they may run. message: the encoded request, if
@@ -74,16 +77,17 @@ class SequenceSender:
 
     def _send_held(self) -> None:
         held = (sequence for sequence in self._live if not sequence.is_sent and self._may_run(sequence))
-        requests: dict[str, list[LiveSequence]] = {}
+        requests: dict[tuple[str, int], list[LiveSequence]] = {}
         for sequence in sorted(held, key=lambda each: each.started):
-            requests.setdefault(sequence.unit, []).append(sequence)
+            # a worker sends a choice anew when its thinking ends, with a prompt of its own
+            requests.setdefault((sequence.unit, id(sequence.request.prompt_token_ids)), []).append(sequence)
         for sequences in requests.values():
             self.send(sequences)
 
     def take(self, outputs: Sequence[TokenOutput]) -> None:
         """Note outputs before they are delivered."""
         if self._has_blamed and any(output.finish_reason in SERVED for output in outputs):
-            self._has_blamed = False
+            self._has_blamed, self.is_watching = False, self._is_isolating
             self._on_served()
         if self._is_isolating:
             for output in outputs:
@@ -108,7 +112,7 @@ class SequenceSender:
             return
         self._forget_ended()
         if not (self._isolator or self._leaving):
-            self._is_isolating = False
+            self._is_isolating, self.is_watching = False, self._has_blamed
             logger.info("all requests that were in work when the engine died have been tried again")
         elif self._is_up and not self._leaving:
             sent = (each for each in self._live if each.is_sent and not each.aborted)
@@ -147,7 +151,7 @@ class SequenceSender:
     def _judge(self, keys: list[str]) -> Death:
         quarantined = self._isolator.quarantined
         is_clear = quarantined is not None and set(keys) <= set(quarantined)  # only suspects were in work
-        self._is_isolating = True
+        self._is_isolating = self.is_watching = True
         try:
             culprit = self._isolator.died(keys, self._witness())
         except DeviceFaultError:

@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import msgspec
 
-from jaxserve.errors import HTTPError
-from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
+from jaxserve.errors import HTTPError, ServerError
+from jaxserve.text.output.sequence_text import RequestOutput, error_of
+from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import EngineRequest
 
 MAX_AT_ONCE = 32  # outputs read in a row; with 20 log-probabilities each takes 0.1 ms to write
@@ -61,13 +63,32 @@ class Outbox:
         return item
 
 
+class SequenceState(Protocol):
+    """What one sequence has brought so far. SequenceText, or only the tokens if another process makes the text."""
+
+    index: int
+    output_token_ids: list[int]
+    thinks_too_long: bool
+    stopped_by_text: bool
+
+    def push(self, output: TokenOutput) -> Any: ...
+
+    def end_thinking(self) -> Any: ...
+
+
+class OutputSink(Protocol):
+    """Takes the outputs of a sequence: what `SequenceState.push` returned, or the error that ends it."""
+
+    def put(self, item: Any) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """A live sequence: the request that was sent, its text state, and the queue for its outputs."""
+    """A live sequence: the request that was sent, its state, and where its outputs go."""
 
     request: EngineRequest
-    text: SequenceText
-    outputs: Outbox
+    text: SequenceState
+    outputs: OutputSink
     started: float = field(default_factory=time.monotonic)
     unit: str = field(init=False)  # id of the request; siblings share it
     key: str = field(init=False)  # constant, even if the engine id changes
@@ -89,13 +110,23 @@ class LiveSequence:
     def engine_id(self) -> str:
         return self.request.request_id
 
+    def failure(self, output: TokenOutput) -> HTTPError:
+        """Return the exception for a failed output."""
+        error = error_of(output)
+        # an engine accepted it before the crash, so it is not the client's mistake that the next one refuses it
+        if self.was_admitted and error.status < 500:
+            return ServerError(f"the engine was restarted and cannot go on with this request: {error.message}")
+        return error
+
 
 class SequenceTable:
-    """All live sequences of one AsyncEngine."""
+    """All live sequences of one AsyncEngine. prefix: of its engine ids"""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
         self.num_waiting_tokens = 0  # prompt tokens of the waiting sequences
         self._sequences: dict[str, LiveSequence] = {}
+        self.get = self._sequences.get  # engine id -> sequence or None; every output calls it, so it has no frame
         self._of_client: dict[str, dict[str, LiveSequence]] = {}  # client id -> engine id -> sequence
         self._numbers = itertools.count(1)
 
@@ -108,7 +139,7 @@ class SequenceTable:
 
     def new_id(self) -> str:
         """Return a new engine id. Ids are unique across clients and engine restarts."""
-        return format(next(self._numbers), "x")
+        return f"{self._prefix}{next(self._numbers):x}"
 
     def add(self, sequence: LiveSequence) -> None:
         self._enter(sequence)
@@ -123,9 +154,6 @@ class SequenceTable:
         self._leave(sequence)
         sequence.request = msgspec.structs.replace(sequence.request, request_id=self.new_id())
         self._enter(sequence)
-
-    def get(self, engine_id: str) -> LiveSequence | None:
-        return self._sequences.get(engine_id)
 
     def of_client(self, client_id: str) -> list[LiveSequence]:
         """Return the live sequences of all requests with this client id."""

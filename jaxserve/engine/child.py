@@ -26,6 +26,7 @@ from jaxserve.engine.server import BuiltEngine, EngineServer
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
 from jaxserve.runtime.host_memory import keep_freed_memory
+from jaxserve.transport.child_process import end_with_parent
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.transport.socket_directory import STATE
 from jaxserve.types.messages import (
@@ -103,13 +104,6 @@ class Heartbeat(threading.Thread):
             time.sleep(BEAT_INTERVAL)
 
 
-def _end_with_parent() -> None:
-    """Block until stdin closes, which means that the parent ended; then exit at once."""
-    while sys.stdin.buffer.read(4096):
-        pass
-    os._exit(1)
-
-
 def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
     """Run the engine that `build` returns. Returns the exit code."""
     directory = sys.argv[1]
@@ -117,7 +111,7 @@ def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     config = Config.model_validate_json(sys.stdin.buffer.readline())
     configure_logging(config.logging)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    end_with_parent()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     channel = SocketChannel(directory, context)
     state = SharedState(Path(directory) / STATE)

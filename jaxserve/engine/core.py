@@ -4,7 +4,7 @@ step t+1 is scheduled and dispatched  ->  the tokens of step t are read  ->  mas
 
 If `Scheduler.waits_for_read` says so, a step is read before the next one is scheduled. While batch requests run
 beside online requests on a CPU, at most one step with a prompt or two decode steps are in flight. This bounds how
-long a new online request waits.
+long a new online request waits. A step with drafts is made from all tokens of the step before it, which is read first.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ import numpy as np
 
 from jaxserve.engine.compiling import CompilingRequests, Prepare
 from jaxserve.engine.engine_stats import engine_stats
-from jaxserve.engine.request_factory import RequestFactory
-from jaxserve.errors import HTTPError, InvalidSchemaError, InvalidValueError, JaxserveError, UnsupportedParameterError
+from jaxserve.engine.request_factory import MakeMatcher, RequestFactory, make_mask
+from jaxserve.engine.serving_state import ServingState
+from jaxserve.errors import HTTPError, InvalidValueError, JaxserveError
 from jaxserve.grammar.mask_table import FillRows, MaskTable
-from jaxserve.grammar.token_mask import Matcher, TokenMask
+from jaxserve.grammar.token_mask import TokenMask
 from jaxserve.scheduler.scheduler import Scheduler
-from jaxserve.scheduler.waiting_reasons import WaitReason
+from jaxserve.scheduler.speculation import Speculation
+from jaxserve.scheduler.waiting.wait_reason import WaitReason
+from jaxserve.speculation.drafter import Drafter
 from jaxserve.types.fault_isolator import FaultIsolator
 from jaxserve.types.mask_budget import MaskBudget
 from jaxserve.types.messages import EngineStats, WaitingRequest
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request
-from jaxserve.types.sampling import EngineRequest, GrammarSpec
+from jaxserve.types.sampling import EngineRequest
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import Runner, SchedulerOutput, StepHandle
 
 logger = logging.getLogger(__name__)
 
-MakeMatcher = Callable[[GrammarSpec], Matcher]
 # output tokens from before a restart that the loop passes to the grammar; a thread handles longer outputs
 MAX_RESUMED = 256
 MAX_WAITING_SHOWN = 1024  # waiting requests whose reasons are shown; 2 us each
@@ -58,6 +60,7 @@ class CoreOptions:
     generates                    False: an embedding model
     fill_masks                   computes the masks of many grammars at once; None: one after the other
     mask_threads                 compute slow masks; None: every step waits for its masks
+    drafter                      guesses tokens; None: no speculation
     """
 
     vocab_size: int
@@ -67,6 +70,7 @@ class CoreOptions:
     generates: bool = True
     fill_masks: FillRows | None = None
     mask_threads: Executor | None = None
+    drafter: Drafter | None = None
     clock: Callable[[], float] = time.monotonic
 
 
@@ -75,19 +79,20 @@ class EngineCore:
 
     def __init__(self, runner: Runner, config: SchedulerConfig, options: CoreOptions) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(config, tuple(options.eos_token_ids))
+        self._masks = MaskTable(options.vocab_size, options.fill_masks, options.mask_threads)
+        speculation = None if options.drafter is None else Speculation(options.drafter, self._masks, config)
+        self.scheduler = Scheduler(config, tuple(options.eos_token_ids), speculation)
         self._requests = RequestFactory(config, options.vocab_size, options.generates, options.seed, options.clock)
         self._make_matcher = options.make_matcher
         self._clock = options.clock
-        self._masks = MaskTable(options.vocab_size, options.fill_masks, options.mask_threads)
         self._isolator = FaultIsolator()
         self._compiling = CompilingRequests(config.queue_timeout)
+        self.serving = ServingState()
         self.admitted: list[str] = []  # ids of the requests that the last call of `step` gave a slot
         self._outputs: list[TokenOutput] = []  # returned by the next `step`
         self._previous: tuple[SchedulerOutput, StepHandle] | None = None  # dispatched, not read yet
         self._rebuilds = 0
-        self._scheduler_seconds = 0.0
-        self._host_seconds = 0.0
+        self._scheduler_seconds = self._host_seconds = 0.0
 
     # --- requests
 
@@ -106,7 +111,7 @@ class EngineCore:
             for record in records:
                 self._compiling.add(record, prepare(grammar))
             return
-        masks = [self._mask(record, self._make_matcher) for record in records]
+        masks = [make_mask(record, self._make_matcher) for record in records]
         for record, mask in zip(records, masks, strict=True):
             self._queue(record, mask)
 
@@ -127,25 +132,11 @@ class EngineCore:
         if record.output_token_ids:
             self._resume(record)
 
-    def _mask(self, record: Request, make_matcher: MakeMatcher | None) -> TokenMask | None:
-        params = record.params
-        if params.grammar is None:
-            return TokenMask.of(params, None)
-        if make_matcher is None:
-            raise UnsupportedParameterError("this engine has no grammars", param="response_format")
-        try:
-            return TokenMask.of(params, make_matcher(params.grammar), record.mask_budget)
-        except HTTPError:
-            raise
-        # the boundary of one request: whatever its grammar makes the compiler raise ends this request only
-        except Exception as error:
-            raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
-
     def _queue_compiled(self, now: float) -> None:
         """Queue the requests whose grammars are compiled. End those that failed or have timed out."""
         for record, matcher in self._compiling.take_compiled():
             try:
-                self._queue(record, self._mask(record, lambda _, matcher=matcher: matcher.result()))
+                self._queue(record, make_mask(record, lambda _, matcher=matcher: matcher.result()))
             except HTTPError as error:
                 end = self._ended(record, FinishReason.ERROR, error.message, error.status)
                 end.error_param = error.param
@@ -204,13 +195,13 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self._outputs or self._previous or self.scheduler.has_work)
+        return bool(self._outputs or (not self.serving.halted and (self._previous or self.scheduler.has_work)))
 
     def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then read the previous one. Returns the new outputs since the last call.
 
         Only reads if the step in flight must be read before the next one is scheduled; see the module docstring.
-        Raises StepError if the device failed; call `recover` before the next `step`.
+        Dispatches nothing while halted. Raises StepError if the device failed; then call `recover` first.
         """
         began = self._clock()
         self.admitted = []
@@ -219,10 +210,15 @@ class EngineCore:
         if self._previous is not None and self.scheduler.waits_for_read(began):
             self._read_previous()
             return self._take_outputs()
+        if self.scheduler.wants_drafts:
+            self._read_previous()
+            began = self._clock()
         self._take_masks()
         self._deliver(self.scheduler.expire(began))
         if self._isolator:
             self._isolator.keep(self.scheduler.live_ids)
+        if self.serving.halted:
+            return self._take_outputs()
         output = self.scheduler.schedule(began, self._isolator.quarantined)
         self._scheduler_seconds += self._clock() - began
         handle = self._execute(output) if output is not None else None
@@ -261,6 +257,9 @@ class EngineCore:
         self._host_seconds += spent
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
+        if self.serving.labels:
+            for output in outputs:
+                output.weight_versions = self.serving.labels if output.token_ids or output.embedding else ()
         if len(self._masks):
             for output in outputs:
                 self._end_by_mask(output)
@@ -305,6 +304,18 @@ class EngineCore:
             end = self.scheduler.abort(request_id, reason)
         self._masks.drop(request_id)
         self._outputs += [end] if end is not None else []
+
+    def settle(self) -> None:
+        """Read the step in flight, so that nothing uses the device. The next `step` returns its outputs."""
+        try:
+            self._read_previous()
+        except StepError as error:
+            logger.error("a step failed, and is computed again: %s", error, exc_info=error.__cause__)
+            self.recover()
+
+    def abort_all(self) -> None:
+        """Abort every request. The next `step` returns their last outputs."""
+        self._outputs += self.abort([*self.compiling_ids, *self.scheduler.live_ids])
 
     def drain(self) -> list[TokenOutput]:
         """Step until no work is left."""
@@ -368,6 +379,7 @@ class EngineCore:
             compiles=self.runner.num_compiles(),
             host_seconds=self._host_seconds,
             details={"rebuilds": self._rebuilds, "scheduler_seconds": self._scheduler_seconds},
+            serving=self.serving,
         )
 
 

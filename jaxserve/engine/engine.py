@@ -18,16 +18,17 @@ from typing import Any, Self
 
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore, StepError
+from jaxserve.engine.engine_control import EngineControl
 from jaxserve.engine.factory import build_engine
+from jaxserve.engine.serving_state import Mode
 from jaxserve.errors import HTTPError, InvalidValueError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import Add, EngineInfo, FromEngine, Located
-from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput
-from jaxserve.types.request_seed import request_seed
+from jaxserve.types.output import FinishReason, TokenLogprobs, TokenOutput, joined_versions
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.siblings import siblings
+from jaxserve.types.siblings import request_seed, siblings
 
 Prompt = str | list[int]
 Sink = Callable[[RequestOutput], None]  # receives the outputs of a sequence
@@ -48,11 +49,15 @@ class Completion:
     matched_stop: int | str | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made its tokens; empty: the first ones
     embedding: bytes | None = None  # float32 [D], little-endian, if params.embed
     error: HTTPError | None = None  # why it failed; set with finish_reason error
 
     def add(self, output: RequestOutput) -> None:
         """Append one output of the sequence."""
+        if output.token_ids and self.weight_versions != output.weight_versions:
+            before = (self.weight_versions,) if self.token_ids else ()
+            self.weight_versions = joined_versions(*before, output.weight_versions)
         self.text += output.text
         self.token_ids += output.token_ids
         if output.logprobs is not None:
@@ -78,6 +83,7 @@ class Engine:
         self._tokenizer_dir = ""
         built = build_engine(self.config, self._on_message, seed=request_seed(self.config.runtime.random_seed))
         self.core: EngineCore = built.core
+        self._control = built.control
         self.info: EngineInfo = built.info
         self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir)
         self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
@@ -107,6 +113,12 @@ class Engine:
         if self._closed:
             raise ServerError("the engine is closed")
 
+    def _check_runs(self) -> None:
+        """Raise ServerError if waiting for outputs would never end."""
+        self._check_open()
+        if self.core.serving.halted:
+            raise ServerError("the engine is paused or asleep")
+
     @property
     def runner(self) -> Any:
         """The ModelRunner: weights, KV cache and compiled programs."""
@@ -130,7 +142,7 @@ class Engine:
         try:
             while not self._sequences.keys().isdisjoint(results):
                 self._turn()
-                self._check_open()
+                self._check_runs()
         finally:
             self._abort(results)
         return [[results[each.request_id] for each in group] for group in groups]
@@ -238,17 +250,64 @@ class Engine:
     def _abort(self, ids: Iterable[str]) -> None:
         self.core.abort([each for each in ids if self._sequences.pop(each, None) is not None])
 
-    def update_weights(self, leaves: Any) -> None:
-        """Replace the weights by a pytree of the same structure, shapes and dtypes. Nothing is compiled.
+    # --- weights and memory; between two steps, whether requests run or not
 
-        Clears the prefix cache, because its pages hold keys and values of the old weights. Raises ServerError while
-        requests are running.
+    @property
+    def control(self) -> EngineControl:
+        """Replaces weights, pauses, frees memory. Raises ServerError if the engine is closed."""
+        self._check_open()
+        if self._control is None:
+            raise ServerError("this engine's weights cannot be changed")
+        return self._control
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights that make the next tokens."""
+        return self.core.serving.version
+
+    def update_weights(
+        self,
+        weights: Any,
+        *,
+        version: str | None = None,
+        running: Mode | None = None,
+        partial: bool = False,
+        delete_old: bool = True,
+    ) -> str:
+        """Replace the weights; return their label. Nothing is compiled, and no memory of `weights` is kept.
+
+        weights: a tree of arrays with the shape and dtype of each leaf of `runner.structure.specs`, by position or by
+          name; or (checkpoint name, array) pairs, which are converted, fused and quantised as at load
+        version: the label; by default the number of updates so far
+        running: what becomes of running requests: "retract", the default, computes their KV again with the new weights;
+          "in_place", the default while paused in place, goes on with the old KV; "abort" ends them
+        partial: parameters that are not there stay as they are. One that is fused is replaced as a whole
+        delete_old: free each old parameter when its new one is there, so that memory peaks at one parameter more than
+          the weights. False: make the new weights first, in the memory of the host
+        Raises ModelLoadError that names what does not fit, before anything is replaced. Raises WeightsLostError if a
+        device fails half way; then no request runs until an update succeeds. No cached prefix of the old weights is
+        used.
         """
-        if self.has_unfinished:
-            raise ServerError("weights can be updated only while no request is running")
-        self.core.drain()  # the step in flight after the last stop
-        self.runner.update_weights(leaves)
-        self.core.flush_prefix_cache()
+        return self.control.update(weights, version=version, running=running, partial=partial, delete_old=delete_old)
+
+    def pause(self, mode: Mode = "abort") -> None:
+        """Run no steps until `resume`. mode: running requests end, or are computed again, or keep their KV."""
+        self.control.pause(mode)
+
+    def resume(self) -> None:
+        self.control.resume()
+
+    def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
+        """Free the devices' memory until `wake`: KV cache and weights. Compiled programs stay.
+
+        level: 1 keeps the weights in the host's memory; 2 drops them, so that `update_weights` must follow. mode: abort
+        or retract, as in `pause`
+        """
+        self.control.sleep(level, mode)
+
+    def wake(self) -> None:
+        """Undo `sleep`. Raises ServerError if there is no memory for it; then the engine sleeps on."""
+        self.control.wake()
 
 
 def _pushed(sequence: SequenceText, output: TokenOutput) -> RequestOutput:

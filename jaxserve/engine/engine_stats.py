@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.engine.compiling import CompilingRequests
+from jaxserve.engine.serving_state import ServingState
 from jaxserve.scheduler.scheduler_stats import SchedulerStats
 from jaxserve.types.messages import EngineStats
 
@@ -31,6 +32,7 @@ def engine_stats(
     compiles: int,
     host_seconds: float,
     details: dict[str, float],
+    serving: ServingState,
 ) -> EngineStats:
     """Return the current gauges and counters. details: further values that only the metrics show"""
     counters = stats.counters
@@ -52,8 +54,13 @@ def engine_stats(
         host_seconds=host_seconds,
         step_tokens=counters.step_tokens,
         step_sizes=list(counters.step_sizes),
+        drafts=stats.drafts,
+        weight_version=serving.version,
         details={
             **details,
+            "weight_updates": serving.num_updates,
+            "paused": float(serving.paused is not None),
+            "asleep": float(bool(serving.asleep)),
             "requests_preempted": stats.num_preempted,
             "pages_evictable": stats.num_pages_evictable,
             "window_pages_used": stats.num_window_pages_used,

@@ -11,24 +11,36 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+import jax.numpy as jnp
 import msgspec
 
-from jaxserve.config import Config
+from jaxserve.config import Config, SpeculationSection
 from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.reranking import has_raw_scores, label_token_ids
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.grammar.bitmask import BitmaskFiller
 from jaxserve.grammar.mask_table import mask_threads
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.loading.stored_config import read_quantization
 from jaxserve.models.pooling import PoolingConfig, is_embedder, read_pooling
+from jaxserve.ops.paged_attention import get_backend
+from jaxserve.runtime.compilation import program_cache
+from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
+from jaxserve.runtime.numerics.numeric_check import check_numbers
+from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
+from jaxserve.runtime.runner_setup import native_products
+from jaxserve.speculation.drafter import Drafter
+from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo, FromEngine, Located, Progress
 from jaxserve.types.scheduler_config import SchedulerConfig
@@ -60,9 +72,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     seed: from which the seeds of requests without one are derived; AsyncEngine always sets a seed
     """
     phases = Phases()
-    for name, value in (("replicas", config.mesh.replicas), ("data", config.mesh.data)):
-        if value > 1:
-            raise ConfigError(f"mesh.{name} above 1 is not served yet", fix="start one server a replica")
+    _refuse_replicas(config)
     send(Progress("model files"))
     directory = locate(config)
     tokenizer_dir = _tokenizer_dir(config, directory)
@@ -74,13 +84,13 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     loaded = _load(config, directory, mesh, send)
     phases.end("weights")
     send(Progress("programs", unit="programs"))
-    matchers = MatcherFactory(
-        Tokenizer.from_directory(tokenizer_dir).to_json(),
-        vocab_size=loaded.config.vocab_size,
-        eos_token_ids=loaded.config.eos_token_ids,
-    )
+    tokenizer = Tokenizer.from_directory(tokenizer_dir)
+    vocab_size, eos_token_ids = loaded.config.vocab_size, loaded.config.eos_token_ids
+    matchers = MatcherFactory(tokenizer.to_json(), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     embedder = is_embedder(directory, loaded.config)
-    if not embedder:
+    generates = not (embedder or loaded.config.labels)
+    config = config if generates else config.replace(speculation={"method": "off"})
+    if generates:
         matchers.warm_up()  # runs in a thread while the programs compile
     pooling = read_pooling(directory, loaded.config)
     runner = _runner(config, loaded, pooling, mesh, send)
@@ -90,13 +100,14 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
         runner,
         _scheduler_config(config, runner, times),
         CoreOptions(
-            generates=not embedder,
-            vocab_size=loaded.config.vocab_size,
-            eos_token_ids=loaded.config.eos_token_ids,
+            generates=generates,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
             seed=seed,
             make_matcher=matchers,
             fill_masks=BitmaskFiller().fill,
             mask_threads=mask_threads(),
+            drafter=_drafter(config.speculation),
         ),
     )
     info = _info(config, loaded, runner, times, phases.seconds)
@@ -104,10 +115,21 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
         info,
         is_embedding=embedder,
         embedding_size=loaded.config.hidden_size,
+        labels=list(loaded.config.labels),
+        multi_label=loaded.config.multi_label,
+        raw_scores=has_raw_scores(directory),
+        label_token_ids=label_token_ids(config.model, directory, tokenizer) if generates else (),
         routed=_routed(loaded.config),
         embedding_normalized=pooling.normalize,
     )
-    return BuiltEngine(core, info, matchers.submit)
+    weights = DeviceWeights(runner, loaded.structure)
+    return BuiltEngine(core, info, matchers.submit, EngineControl(core, runner, weights, directory))
+
+
+def _refuse_replicas(config: Config) -> None:
+    for name, value in (("replicas", config.mesh.replicas), ("data", config.mesh.data)):
+        if value > 1:
+            raise ConfigError(f"mesh.{name} above 1 is not served yet", fix="start one server a replica")
 
 
 def locate(config: Config) -> Path:
@@ -127,8 +149,10 @@ def _tokenizer_dir(config: Config, directory: Path) -> Path:
 
 
 def _load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
-    dtype = resolve_dtype(config.model.dtype, mesh.platform)
     model_config = read_config(directory)
+    dtype, activations = _dtypes(config, model_config, directory, mesh)
+    quantization = _quantization(config.model.quantization, model_config)
+    model_config = model_config.replace(activation_dtype=activations.name, quantization=quantization)
     if config.model.max_model_len is not None:
         model_config = model_config.for_context(config.model.max_model_len)
     return load_model(
@@ -142,11 +166,45 @@ def _load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> Load
     )
 
 
+def _quantization(asked: str, model: ModelConfig) -> str:
+    """Return ModelConfig.quantization. Raises ConfigError for what is not computed."""
+    form = model.stored_form
+    decoded = form is None or (model.bidirectional and not form.is_integer)
+    if asked == "none" or (asked == "auto" and decoded):
+        return "none"
+    if model.bidirectional:
+        raise ConfigError("an encoder's weights are not held in few bits", fix="set model.quantization: none")
+    if asked == "auto" or (form is not None and asked == form.method):
+        return "stored"
+    if form is not None and form.is_integer:
+        bits = f"{form.bits} bits ({form.method})"
+        raise ConfigError(f"the checkpoint has {bits} already", fix="set model.quantization: auto")
+    return asked
+
+
+def _dtypes(config: Config, model: ModelConfig, directory: Path, mesh: DeviceMesh) -> tuple[jnp.dtype, jnp.dtype]:
+    """Return the dtypes of weights and activations. An encoder's are the same."""
+    asked, platform = config.model.dtype, mesh.platform
+    published = model.dtype == "bfloat16" and not read_quantization(config_file(directory))
+    keeps = published and platform == "cpu" and asked == "auto" and not model.bidirectional
+    keeps = keeps and native_products(get_backend(config.runtime.attention, platform), mesh)
+    weights, activations = resolve_dtypes(asked, platform, keeps_bfloat16=keeps)
+    return weights, weights if model.bidirectional else activations
+
+
 def _runner(
     config: Config, loaded: LoadedModel, pooling: PoolingConfig, mesh: DeviceMesh, send: Send
 ) -> ModelRunner | EncoderRunner:
-    dtype = resolve_dtype(config.model.dtype, mesh.platform)
-    resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, dtype)
+    resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
+
+    if resolved.compile_cache is not None:
+        program_cache.enable(resolved.compile_cache)
+    check_numbers(
+        None if loaded.config.bidirectional else get_backend(resolved.attention, mesh.platform),
+        mesh,
+        loaded.structure.activation_dtype,
+        deterministic=resolved.deterministic,
+    )
 
     def progress(name: str, done: int, total: int) -> None:
         send(Progress("programs", done, total, "programs"))
@@ -163,7 +221,8 @@ def served_names(config: Config) -> list[str]:
     path = config.model.path
     if path is None:
         return [DEMO_NAME]
-    return [Path(path).expanduser().resolve().name if Path(path).expanduser().is_dir() else path]
+    found = Path(path).expanduser()
+    return [found.resolve().name if found.is_dir() else found.stem if found.is_file() else path]
 
 
 def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times: StepTimes) -> SchedulerConfig:
@@ -175,6 +234,8 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times
         max_num_seqs=runner.config.max_num_seqs,
         max_num_batched_tokens=runner.config.max_num_batched_tokens,
         max_model_len=runner.plan.max_model_len,
+        max_drafts=runner.config.max_drafts,
+        verify_sizes=runner.buckets.verify if isinstance(runner, ModelRunner) else (),
         window=runner.plan.window,
         num_window_pages=runner.plan.num_window_pages,
         policy=section.policy,
@@ -188,6 +249,10 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times
         aging_steps=section.aging_steps,
         queue_timeout=config.server.queue_timeout,
     )
+
+
+def _drafter(section: SpeculationSection) -> Drafter | None:
+    return None if section.method == "off" else NGramDrafter(section.prompt_lookup_min, section.prompt_lookup_max)
 
 
 def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:

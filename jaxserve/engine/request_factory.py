@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxserve.errors import InvalidValueError
+from jaxserve.errors import HTTPError, InvalidSchemaError, InvalidValueError, UnsupportedParameterError
+from jaxserve.grammar.token_mask import Matcher, TokenMask
 from jaxserve.scheduler.stopping import check_allowed
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.request import Request
-from jaxserve.types.sampling import MAX_LOGIT_BIAS, EngineRequest, SamplingParams
+from jaxserve.types.sampling import MAX_LOGIT_BIAS, EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduler_config import SchedulerConfig
+
+MakeMatcher = Callable[[GrammarSpec], Matcher]
 
 
 class RequestFactory:
@@ -49,7 +52,7 @@ class RequestFactory:
     def _check(self, request: EngineRequest) -> None:
         params = request.params
         if not (params.embed or self._generates):
-            raise InvalidValueError("the model makes embeddings and generates no text", param="model")
+            raise InvalidValueError("the model makes embeddings or classifies, and generates no text", param="model")
         if params.max_tokens is not None and params.max_tokens < 0:
             raise InvalidValueError(f"max_tokens is {params.max_tokens}", param="max_tokens")
         if request.deadline is not None and not math.isfinite(request.deadline):
@@ -89,6 +92,7 @@ class RequestFactory:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             max_tokens=room if max_tokens is None else min(max_tokens, room),
             priority=request.priority,
+            tenant=request.tenant,
             namespace=request.namespace,
             group=request.group,
             client_id=request.client_id,
@@ -96,3 +100,19 @@ class RequestFactory:
             deadline=None if request.deadline is None else now + request.deadline,
             output_token_ids=list(request.resumed_token_ids),
         )
+
+
+def make_mask(record: Request, make_matcher: MakeMatcher | None) -> TokenMask | None:
+    """Return the token mask of a request; None if it needs none. Raises RequestError."""
+    params = record.params
+    if params.grammar is None:
+        return TokenMask.of(params, None)
+    if make_matcher is None:
+        raise UnsupportedParameterError("this engine has no grammars", param="response_format")
+    try:
+        return TokenMask.of(params, make_matcher(params.grammar), record.mask_budget)
+    except HTTPError:
+        raise
+    # the boundary of one request: whatever its grammar makes the compiler raise ends this request only
+    except Exception as error:
+        raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxserve.engine.compiling import Prepare
 from jaxserve.engine.core import EngineCore, StepError
+from jaxserve.engine.engine_control import EngineControl
 from jaxserve.engine.output_groups import OutputGroups
 from jaxserve.engine.request_log import log_received, log_turn
 from jaxserve.engine.stats_log import StatsLog
@@ -44,11 +45,12 @@ class Channel(Protocol):
 
 
 class BuiltEngine(NamedTuple):
-    """A ready engine. `prepare` compiles a grammar in a thread."""
+    """A ready engine. `prepare` compiles a grammar in a thread. control: None if its weights cannot be changed"""
 
     core: EngineCore
     info: EngineInfo
     prepare: Prepare
+    control: EngineControl | None = None
 
 
 Build = Callable[[Channel], BuiltEngine]
@@ -58,7 +60,7 @@ class EngineServer:
     """Runs an EngineCore until a Stop message comes. state: shared memory that the API process reads."""
 
     def __init__(self, built: BuiltEngine, channel: Channel, state: SharedState, *, log_interval: float = 10.0) -> None:
-        core, info, self._prepare = built
+        core, info, self._prepare, control = built
         self._state = state
         self._record = WorkRecord(state)
         core.runner = RecordingRunner(core.runner, self._record)
@@ -66,6 +68,7 @@ class EngineServer:
         self._info = info
         self._channel = channel
         self._stopping = False
+        self._turns = 0
         self._groups = OutputGroups()
         self._stats_sent = 0.0
         self._was_busy = False
@@ -75,24 +78,30 @@ class EngineServer:
             "flush_cache": core.flush_prefix_cache,
             "waiting": lambda: core.waiting(),
         }
+        if control is not None:
+            self._calls |= control.calls
+            control.on_progress = self._tick
 
     def run(self) -> None:
         """Send the first stats and Ready, then run the loop until a Stop message comes."""
         # Sent before Ready, so that /metrics is already correct when /health turns 200.
         self._channel.send(Outputs([], self._core.stats()))
         self._channel.send(Ready(self._info))
-        turns = 0
         try:
             while not self._stopping:
-                turns += 1
-                self._turn(turns)
+                self._turn()
         finally:
             self._core.close()
 
-    def _turn(self, number: int) -> None:
+    def _tick(self) -> None:
+        """Show that the loop makes progress."""
+        self._turns += 1
+        self._state.turn(self._turns)
+
+    def _turn(self) -> None:
         refused = self._take_in(self._channel.receive(self._patience()))
         outputs = self._step()
-        self._state.turn(number)
+        self._tick()
         self._publish(self._groups.take(refused + outputs), self._core.admitted)
 
     def _waiting_reasons(self) -> list[str]:
@@ -169,7 +178,8 @@ class EngineServer:
         try:
             return Reply(call.call_id, result=method(**call.args))
         except (JaxserveError, TypeError) as error:
-            return Reply(call.call_id, error=str(error))
+            status = error.status if isinstance(error, HTTPError) else 400
+            return Reply(call.call_id, error=str(error), status=status)
 
     def _publish(self, outputs: list[TokenOutput], admitted: list[str]) -> None:
         log_turn(admitted, outputs)

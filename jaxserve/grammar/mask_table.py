@@ -42,7 +42,8 @@ class Made(NamedTuple):
 class StepMasks(NamedTuple):
     """The masks of a step of R rows.
 
-    bits      int32 [R, ceil(V/32)]; all ones for a row that has no mask, is late, or whose request must end
+    bits      int32 [R, ceil(V/32)]; all ones for a row that has no mask, is late, or whose request must end. A row
+              with k drafts has 1 + k of these rows
     ended     requests that must end, and why
     late      rows that yield no token in this step
     resting   requests that are paused until `MaskTable.take_ready` returns them
@@ -69,6 +70,7 @@ class MaskTable:
         self._made: dict[str, Future[Made]] = {}  # request id -> its next mask, if it is left to threads
         self._resting: set[str] = set()
         self._passed_over: set[str] = set()  # requests whose masks the last step had no time for
+        self._ahead: dict[str, np.ndarray] = {}  # request id -> masks after its drafts in the next step
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -78,6 +80,7 @@ class MaskTable:
 
     def drop(self, request_id: str) -> None:
         self._masks.pop(request_id, None)
+        self._ahead.pop(request_id, None)
         self._resting.discard(request_id)
         if (made := self._made.pop(request_id, None)) is not None:
             made.cancel()
@@ -128,6 +131,30 @@ class MaskTable:
             return f"this grammar cannot be enforced, it grew over a limit while the output was made: {limit}", 400
         return "the output left the grammar", 500
 
+    # --- drafts, see speculation.drafter.DraftMasks
+
+    def _ready(self, request_id: str) -> TokenMask | None:
+        """Return the mask of a request if it is quick and no thread uses it."""
+        mask = self._masks.get(request_id)
+        if mask is None or request_id in self._made or request_id in self._resting or self._is_slow(mask):
+            return None
+        return mask
+
+    def forced(self, request_id: str, most: int) -> list[int]:
+        """Return the next tokens if the grammar leaves no choice, `most` of them at most."""
+        mask = self._ready(request_id)
+        return mask.forced(request_id)[:most] if mask is not None else []
+
+    def allow(self, request_id: str, drafts: list[int]) -> list[int]:
+        """Return the drafts up to the first that the grammar refuses, and keep the masks after each for the step."""
+        mask = self._ready(request_id)
+        if mask is None:
+            return []
+        rows = np.full((len(drafts), self._num_words), -1, np.int32)
+        count = mask.fill_ahead(drafts, rows, request_id)
+        self._ahead[request_id] = rows[:count]
+        return drafts[:count]
+
     # --- the masks of a step
 
     def of_step(self, output: SchedulerOutput) -> StepMasks:
@@ -161,7 +188,20 @@ class MaskTable:
                 bits[i] = -1
             elif name in self._made or self._is_slow(mask):
                 self._resting.add(name)
-        return StepMasks(bits, list(ended.items()), sorted(late), self._resting)
+        return StepMasks(self._with_drafts(output, bits, late), list(ended.items()), sorted(late), self._resting)
+
+    def _with_drafts(self, output: SchedulerOutput, bits: np.ndarray, late: set[int]) -> np.ndarray:
+        """Return `bits` with one more row for each draft."""
+        if not output.num_drafts:
+            return bits
+        rows = []
+        for i, row in enumerate(output.rows):
+            rows.append(bits[i : i + 1])
+            after = self._ahead.pop(row.request_id, None) if row.masked else None
+            if row.drafts:
+                free = np.full((len(row.drafts), self._num_words), -1, np.int32)
+                rows.append(free if after is None or i in late else after[: len(row.drafts)])
+        return np.concatenate(rows)
 
     def _is_slow(self, mask: TokenMask) -> bool:
         return self._threads is not None and mask.is_slow

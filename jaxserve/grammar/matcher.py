@@ -115,6 +115,19 @@ class GrammarMatcher:
         self._num_free += 1
         return self._look_for_marker(token_id)
 
+    @property
+    def drafts_allowed(self) -> bool:
+        """Whether tokens can be taken back quickly here: not before the grammar's first token."""
+        return self._state == "grammar" and not self.ll.is_error()
+
+    def prefix(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the next tokens the grammar allows. Changes nothing."""
+        return self.ll.validate_tokens(list(token_ids))
+
+    def forced(self) -> list[int]:
+        """Return the tokens that the grammar prescribes next."""
+        return self.ll.compute_ff_tokens()
+
     def rollback(self, num_tokens: int) -> bool:
         """Take back the last tokens. Returns False if there are fewer or the matcher has failed."""
         kept = len(self._tokens) - num_tokens

@@ -45,6 +45,23 @@ class Matcher(Protocol):
         """Advance by a token. Returns False if the grammar does not allow it."""
         ...
 
+    @property
+    def drafts_allowed(self) -> bool:
+        """Whether tokens can be taken back quickly here."""
+        ...
+
+    def prefix(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the next tokens the grammar allows. Changes nothing."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Return the tokens that the grammar prescribes next."""
+        ...
+
+    def rollback(self, num_tokens: int) -> bool:
+        """Take back the last tokens. Returns False if that is not possible."""
+        ...
+
 
 class TokenMask:
     """The token mask of one request. The device handles bad words of one token; here are those with several.
@@ -96,13 +113,17 @@ class TokenMask:
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance by output tokens. Returns False if the grammar does not allow one of them."""
+        return self._advance(token_ids, len(token_ids))
+
+    def _advance(self, token_ids: Sequence[int], num_outputs: int) -> bool:
+        """num_outputs: how many of the tokens are output for good, which adds to the budget"""
         if self._bad_words:
             self._tail = [*self._tail, *token_ids][1 - self._longest :]
         if self.matcher is None:
             return True
         began = time.thread_time()
         accepted = all(self.matcher.accept(token) for token in token_ids)
-        self.budget.charge(time.thread_time() - began, len(token_ids))
+        self.budget.charge(time.thread_time() - began, num_outputs)
         return accepted
 
     def try_fill(self, row: np.ndarray, request_id: str) -> bool:
@@ -125,6 +146,43 @@ class TokenMask:
             self.is_quick = spent < QUICK
             self.budget.charge(spent)
         self.ban(row)
+
+    def forced(self, request_id: str) -> list[int]:
+        """Return the tokens that the grammar prescribes next."""
+        if self.matcher is None or not self.matcher.drafts_allowed:
+            return []
+        try:
+            return self.matcher.forced()
+        except Exception:  # a guess less; the request ends if its mask fails too
+            logger.exception("%s: the grammar's matcher failed", request_id)
+            return []
+
+    def fill_ahead(self, drafts: Sequence[int], rows: np.ndarray, request_id: str) -> int:
+        """Fill row i of `rows`, int32 [n, ceil(V/32)], all ones on entry, with the mask after drafts[: i + 1].
+
+        Returns how many drafts are allowed and do not complete the grammar; no other rows are filled. The mask is as
+        before.
+        """
+        tail, done = self._tail, 0
+        try:
+            if self.error is not None or not (self.matcher is None or self.matcher.drafts_allowed):
+                return 0
+            allowed = len(drafts) if self.matcher is None else self.matcher.prefix(drafts)
+            for draft, row in zip(drafts[:allowed], rows, strict=False):
+                if not self._advance([draft], 0):
+                    break
+                done += 1
+                if self.is_terminated:
+                    break
+                self.fill(row)
+            return done - self.is_terminated
+        except Exception:
+            logger.exception("%s: the grammar's matcher failed", request_id)
+            return 0
+        finally:
+            self._tail = tail
+            if self.matcher is not None and done:
+                self.matcher.rollback(done)
 
     def ban(self, row: np.ndarray) -> None:
         """Clear the bits of banned last tokens of bad words in row, int32 [ceil(V/32)]."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.embed import embed_before, embed_in_json
-from jaxserve.grammar.lark import LarkWriter, one_of
+from jaxserve.grammar.lark import ANY_TEXT, LarkWriter, one_of
 from jaxserve.grammar.translate import closed
 from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, PythonCall, TaggedCall
 from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
@@ -59,43 +59,71 @@ class GrammarTool:
         return closed(schema) if self.strict else schema
 
 
+@dataclass(frozen=True, slots=True)
+class CallModel:
+    """What the grammar of calls depends on besides the request.
+
+    family: of text/tools (None: calls as plain JSON, parsed by the "json" family)
+    template: the chat template's text, for families that have several formats
+    special_tokens: text -> id of the tokenizer's special tokens
+    """
+
+    family: str | None
+    template: str = ""
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
 def tool_grammar(
-    family: str | None,
+    model: CallModel,
     tools: Sequence[GrammarTool],
     *,
     required: bool,
     parallel: bool = True,
     answer: Mapping[str, Any] | bool | None = None,
-    template: str = "",
-    special_tokens: Mapping[str, int] | None = None,
+    limited: bool = False,
 ) -> GrammarSpec | None:
     """Return the grammar of a request's tool choice; None if nothing needs to be enforced.
 
-    family: of text/tools (None: calls as plain JSON, parsed by the "json" family)
     required: at least one call and nothing else. Otherwise auto: strict tools and custom tools with a format are
     enforced.
     parallel: more than one call is allowed
     answer: JSON schema of an answer; the output is calls or this answer. Only in auto mode.
-    template: the chat template's text, for families that have several formats
-    special_tokens: text -> id of the tokenizer's special tokens Raises InvalidSchemaError (param tools).
+    limited: the model sees tools that it may not call, so a call is enforced to name one of `tools`
+    Raises InvalidSchemaError (param tools).
     """
     if not tools:
         raise InvalidSchemaError("there are no tools to call", param="tools")
-    bound = answer is not None or not parallel or any(tool.strict or tool.regex or tool.lark for tool in tools)
+    bound = limited or answer is not None or not parallel
+    bound = bound or any(tool.strict or tool.regex or tool.lark for tool in tools)
     if not required and not bound:
         return None
     if is_raw_input(tools, required=required):
         return GrammarSpec(kind="lark", source=tools[0].lark or "")
-    calls = _calls_of(family, template)
+    calls = _calls_of(model.family, model.template)
     is_value = answer is not None and isinstance(calls.call, JsonCall) and not calls.trigger
-    builder = _Builder(LarkWriter(special_tokens or {}), calls, tools, parallel and not calls.single, is_value)
-    if family == HARMONY:
+    builder = _Builder(LarkWriter(model.special_tokens), calls, tools, parallel and not calls.single, is_value)
+    if model.family == HARMONY:
         start = builder.channels(required, answer)
     elif required or answer is not None:
         start = builder.required() if answer is None else f"{builder.required()} | {builder.writer.schema(answer)}"
     else:
         start = builder.auto()
     return GrammarSpec(kind="lark", source=builder.writer.finish(start))
+
+
+def no_call_grammar(model: CallModel) -> GrammarSpec | None:
+    """Return the grammar of a text in which no call begins; None for a model without a format of calls."""
+    if model.family is None:
+        return None
+    calls = _calls_of(model.family, model.template)
+    writer = LarkWriter(model.special_tokens)
+    if model.family == HARMONY:
+        start = _Builder(writer, calls, (), parallel=False, is_value=False).channels(False, None)
+    elif calls.trigger:
+        start = writer.text_without([calls.trigger])
+    else:
+        start = writer.rule(f"{ANY_TEXT} & ~{_OPENS_CALL}", terminal=True)
+    return GrammarSpec(kind="lark", source=writer.finish(start))
 
 
 def is_raw_input(tools: Sequence[GrammarTool], *, required: bool) -> bool:
@@ -128,13 +156,15 @@ class _Builder:
         return f"{self.writer.text_until(trigger)} {self._calls(len(trigger))} {tail} | {tail}"
 
     def channels(self, required: bool, answer: Mapping[str, Any] | bool | None) -> str:
-        """Harmony's channels: reasoning may come first; in auto mode an answer may replace the call."""
-        writer, call = self.writer, self._calls(0)
+        """Harmony's channels: reasoning may come first; in auto mode an answer may replace the call. Without tools
+        there is no call.
+        """
+        writer, calls = self.writer, [self._calls(0)] if self.tools else []
         analysis = f"{writer.literal('<|channel|>analysis<|message|>')} {writer.text_until('<|end|>')}"
         first = writer.rule(f"{analysis} {writer.literal('<|start|>assistant')}")
         text = writer.text() if answer is None else writer.schema(answer)
         final = writer.rule(f"{writer.literal('<|channel|>final<|message|>')} {text}")
-        return f"{first}? {call if required else one_of([call, final])}"
+        return f"{first}? {one_of(calls if required else [*calls, final])}"
 
     def _calls(self, skip: int) -> str:
         form, writer = self.format, self.writer
@@ -163,6 +193,7 @@ class _Builder:
                 return _python_call(self.writer, tool)
 
 
+_OPENS_CALL = r"/\s*(\[?\s*\{\s*\"name\"|\[\s*[A-Za-z_][\w.]*\()(.|\n)*/"  # of the formats without a trigger
 _NO_CALL = r"/([^\s{\[<](.|\n)*)?/"  # an answer that cannot be mistaken for a call
 
 

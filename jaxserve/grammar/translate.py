@@ -165,7 +165,11 @@ def _choice(source: str) -> str:
         raise InvalidSchemaError(f"there must be 1 to {MAX_CHOICES} choices", param="response_format")
     if not all(isinstance(choice, str) for choice in choices):
         raise InvalidSchemaError("a choice must be a text", param="response_format")
-    return _lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    texts = [json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices) if choice]
+    if not texts:
+        return _lark('start: ""')
+    # One terminal, not one rule a choice: the parser takes at most 2,000 rules that begin at one place.
+    return _lark(f"start: CHOICE{'?' if '' in choices else ''}\nCHOICE: {' | '.join(texts)}")
 
 
 _TRANSLATIONS: dict[str, Callable[[str], str]] = {

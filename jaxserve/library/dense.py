@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.decoder import AttendLayer
+from jaxserve.models.encoder import TextClassifier
 from jaxserve.models.layers import Cache
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, pool
@@ -42,6 +43,21 @@ def dense_embedding(
     else:
         hidden = dense_hidden(structure, leaves, token_ids)[None]
     return pool(hidden, lengths, pooling)[0]
+
+
+def dense_scores(
+    structure: ModelStructure, leaves: tuple[jax.Array, ...], token_ids: jax.Array, second_text: int = 0
+) -> jax.Array:
+    """Compute the numbers of a classification head, float32 [labels], of one text or pair, int32 [T].
+
+    second_text: index of the first token of token type 1; 0: there is none
+    """
+    if not structure.config.bidirectional:
+        return structure.bind(leaves).scores(dense_hidden(structure, leaves, token_ids)[-1:])[0]
+    model = structure.bind_encoder(leaves)
+    assert isinstance(model, TextClassifier), structure.config.architecture
+    lengths = jnp.full(1, token_ids.shape[0], jnp.int32)
+    return model.scores(model(token_ids[None, :], lengths, jnp.full(1, second_text, jnp.int32)))[0]
 
 
 def dense_attend(config: ModelConfig) -> AttendLayer:

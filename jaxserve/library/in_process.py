@@ -94,6 +94,7 @@ class Engine(text_engine.Engine):
             while outputs or not self._sequences.keys().isdisjoint(ids):
                 if not outputs:
                     self._turn()
+                    self._check_runs()
                     await asyncio.sleep(0)  # lets cancellation arrive and other beams of a search run
                     continue
                 output = outputs.popleft()
@@ -150,8 +151,9 @@ class _SteppedEngine:
         """Start the sequences of one prompt and yield their outputs."""
         return self.engine._outputs(prompt_token_ids, params, **options)
 
-    async def flush_cache(self) -> bool:
-        return self.engine.core.flush_prefix_cache()
+    async def call(self, method: str, **args: Any) -> Any:
+        """Raises InvalidValueError: no route of an operator is served in process."""
+        raise InvalidValueError(f"{method}: call the engine")
 
     async def waiting(self) -> list[WaitingRequest]:
         return self.engine.core.waiting()

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.cli.launch import Launch, bind
+from jaxserve.cli.launch import Launch
+from jaxserve.cli.serving.listening import bind
 from jaxserve.client.link import EngineLink
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, JaxserveError

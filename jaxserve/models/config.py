@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
+from jaxserve.models.stored_form import StoredForm
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,15 @@ class ModelConfig:
     weight_block: tuple[int, int] | None = None  # rows and columns of an FP8 weight that share a scale
     bidirectional: bool = False  # an encoder: makes embeddings and generates no text
     type_vocab_size: int = 0  # token types of an encoder
+    position_offset: int = 0  # row of an encoder's position table that the first token uses
+    labels: tuple[str, ...] = ()  # of a classification head, in place of an output head; (): there is none
+    multi_label: bool = False  # each label has a probability of its own
     ignored_tensors: tuple[str, ...] = ()  # regular expressions of checkpoint names that the model does not use
     dtype: str = "float32"  # of the checkpoint
+    activation_dtype: str | None = None  # None: the weights'
+    stored_form: StoredForm | None = None  # of a checkpoint's weights of few bits
+    # of linear layers and experts: at load; "stored": as in the checkpoint, see stored_form
+    quantization: Literal["none", "stored", "int8", "int4", "fp8"] = "none"
     generation: GenerationDefaults = GenerationDefaults()
 
     @property

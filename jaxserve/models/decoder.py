@@ -18,19 +18,9 @@ from flax import nnx
 
 from jaxserve.models.choices import KeepsChoices, take_choices
 from jaxserve.models.config import AttentionLayer, ModelConfig
-from jaxserve.models.layers import (
-    MLP,
-    AttendFn,
-    Attention,
-    Cache,
-    Embed,
-    Linear,
-    LinearFn,
-    RMSNorm,
-    RopeTable,
-)
+from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, Embed, Linear, RMSNorm, RopeTable
 from jaxserve.models.rope import RopeConfig, rope_table
-from jaxserve.ops.linear import linear as default_linear
+from jaxserve.ops.linear import Products
 
 
 class AttendLayer(Protocol):
@@ -49,14 +39,14 @@ class AttentionBlock(Protocol):
     """The attention block of a layer: x [T, D] -> (out [T, D], cache)."""
 
     def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]: ...
 
 
 class FeedForward(Protocol):
     """The feed-forward block of a layer, an MLP or experts: x [T, D] -> [T, D]."""
 
-    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array: ...
+    def __call__(self, x: jax.Array, linear: Products) -> jax.Array: ...
 
 
 class Layer(nnx.Module):
@@ -64,7 +54,7 @@ class Layer(nnx.Module):
 
     @abstractmethod
     def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         """Run the layer: x [T, D] -> (x [T, D], cache)."""
 
@@ -79,7 +69,7 @@ class PreNormLayer(Layer):
         self.mlp = mlp
 
     def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         out, cache = self.self_attn(self.input_layernorm(x), rope, cache, attend, linear)
         x = x + out
@@ -99,7 +89,7 @@ class SandwichLayer(Layer):
         self.post_feedforward_layernorm = RMSNorm(size, config, dtype)
 
     def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         out, cache = self.self_attn(self.input_layernorm(x), rope, cache, attend, linear)
         x = x + self.post_attention_layernorm(out)
@@ -122,7 +112,7 @@ class Decoder(KeepsChoices):
         positions: jax.Array,
         caches: Sequence[Cache],
         attend: AttendLayer,
-        linear: LinearFn,
+        linear: Products,
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """Run all layers: x [T, D], positions int32 [T] -> (normed hidden [T, D], caches, one per layer)."""
         ropes, specs = self.config.ropes, self.config.attention_layers
@@ -152,7 +142,7 @@ def run_layers(
     frames: Sequence[LayerFrame],
     caches: Sequence[Cache],
     attend: AttendLayer,
-    linear: LinearFn,
+    linear: Products,
 ) -> tuple[jax.Array, tuple[Cache, ...], list[jax.Array]]:
     """Run the layers in order on x [T, D] -> (x [T, D], caches, expert ids int32 [T, K] of each sparse layer).
 
@@ -190,7 +180,10 @@ class CausalLM(nnx.Module):
         layers = [self.make_layer(config, index, dtype) for index in range(config.num_layers)]
         self.model = Decoder(config, layers, dtype)
         size = config.vocab_size, config.hidden_size
-        self.lm_head = None if config.tie_word_embeddings else Linear(size, ("vocab", "embed"), dtype)
+        tied = config.tie_word_embeddings or bool(config.labels)
+        self.lm_head = None if tied else Linear(size, ("vocab", "embed"), dtype)
+        head = len(config.labels), config.hidden_size
+        self.score = Linear(head, (None, "embed"), dtype) if config.labels else None
 
     @classmethod
     @abstractmethod
@@ -203,7 +196,7 @@ class CausalLM(nnx.Module):
         positions: jax.Array,
         caches: Sequence[Cache],
         attend: AttendLayer,
-        linear: LinearFn = default_linear,
+        linear: Products = Products(),
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """Run token_ids and positions int32 [T] -> (hidden [T, D] after the final norm, caches per layer)."""
         return self.model(self.embed(token_ids), positions, caches, attend, linear)
@@ -214,9 +207,14 @@ class CausalLM(nnx.Module):
         scale = jnp.asarray(self.config.embed_scale, x.dtype)  # rounded to the dtype first, as in training
         return x if self.config.embed_scale == 1.0 else x * scale
 
-    def logits(self, hidden: jax.Array, linear: LinearFn = default_linear) -> jax.Array:
+    def logits(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
         """Compute the logits of hidden [R, D] -> float32 [R, V]."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         logits = linear(hidden, head.weight[...], out_dtype=jnp.float32)
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
+        """Compute the numbers of a classification head from hidden [R, D] of last tokens -> float32 [R, labels]."""
+        assert self.score is not None, self.config.architecture
+        return self.score.in_float32(hidden, linear)

@@ -192,6 +192,24 @@ def ropes_by_layer_type(hf: Json, head_dim: int) -> tuple[RopeConfig, RopeConfig
     return rope_config(hf, head_dim, by_type["full_attention"]), rope_config(hf, head_dim, by_type["sliding_attention"])
 
 
+MAX_LABELS = 2**16
+MAX_LABEL_CHARS = 1024
+
+
+def head_labels(hf: Json) -> dict[str, Any]:
+    """Return the fields labels and multi_label. Raises ValueError for damaged labels."""
+    names = hf.get("id2label")
+    if names is None:
+        count = optional_integer(hf, "num_labels", 2)
+        names = {str(i): f"LABEL_{i}" for i in range(min(count, MAX_LABELS + 1))}
+    if not isinstance(names, dict) or not 0 < len(names) <= MAX_LABELS:
+        raise ValueError(f"'id2label' must be an object of at most {MAX_LABELS} labels")
+    labels = tuple(names.get(str(i)) for i in range(len(names)))
+    if not all(isinstance(label, str) and len(label) <= MAX_LABEL_CHARS for label in labels):
+        raise ValueError(f"'id2label' must name the labels 0 to {len(names) - 1}")
+    return {"labels": labels, "multi_label": hf.get("problem_type") == "multi_label_classification"}
+
+
 def head_dim_or(hf: Json, default: int) -> dict[str, Any]:
     """Return the fields head_dim and rope, for families whose default head_dim is not hidden_size / num_heads."""
     head_dim = optional_integer(hf, "head_dim", default)

@@ -2,7 +2,8 @@
 
 Axes: T tokens of the step, D hidden size, F ffn, V vocabulary, N query heads, KH kv heads, G = N / KH, H head_dim.
 Each parameter names its logical axes for sharding: embed (D), kv_heads, q_heads, ffn, vocab, expert. None is never
-split. Activations have the weights' dtype. Norms, rotation, softmax and logits are computed in float32.
+split. Activations have the weights' dtype or ModelConfig.activation_dtype. Norms, rotation, softmax and logits are
+computed in float32.
 """
 
 from __future__ import annotations
@@ -13,30 +14,15 @@ from typing import Literal, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import apply_rope
 from jaxserve.models.weights import Part, param
+from jaxserve.ops.linear import Products
+from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 RopeTable = tuple[jax.Array, jax.Array]
-Cache = jax.Array | None
-
-
-class LinearFn(Protocol):
-    """`ops.linear.linear`, possibly with options bound: x [T, I], w [*O, I], bias [*O] -> [T, *O].
-
-    The result is in `out_dtype`, by default x's dtype.
-    """
-
-    def __call__(
-        self,
-        x: jax.Array,
-        w: jax.Array,
-        bias: jax.Array | None = None,
-        *,
-        out_dtype: DTypeLike | None = None,
-    ) -> jax.Array: ...
+Cache = Pages | None
 
 
 class AttendFn(Protocol):
@@ -73,10 +59,11 @@ class Embed(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.weight = param((config.vocab_size, config.hidden_size), ("vocab", "embed"), dtype)
+        self.out_dtype = jnp.dtype(config.activation_dtype or dtype)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Look up token_ids int32 [T] -> [T, D]. Ids are clipped to the vocabulary; the caller has checked them."""
-        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
+        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip").astype(self.out_dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -102,8 +89,14 @@ class Linear(nnx.Module):
         self.weight = param(size, axes, dtype)
         self.bias = param(size[:1], axes[:1], dtype, init="zeros") if bias else None
 
-    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+
+    def in_float32(self, x: jax.Array, linear: Products) -> jax.Array:
+        """Apply the layer to x [R, I] in float32 -> [R, O]. For small heads, whose results are compared."""
+        weight, bias = (None if w is None else w[...].astype(jnp.float32) for w in (self.weight, self.bias))
+        assert weight is not None
+        return linear(x.astype(jnp.float32), weight, bias)
 
 
 class QKVProj(nnx.Module):
@@ -141,7 +134,7 @@ class QKVProj(nnx.Module):
             row, first = row + rows, first + total
         return tuple(parts)
 
-    def __call__(self, x: jax.Array, linear: LinearFn) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, linear: Products) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Project x [T, D] -> q [T, N, H], k and v [T, KH, H]."""
         y = linear(x, self.weight[...], None if self.bias is None else self.bias[...])
         y = y.reshape(x.shape[0], self.kv_heads, self.group + 2, self.head_dim)
@@ -166,7 +159,7 @@ class Attention(nnx.Module):
         self.sinks = param((config.num_heads,), ("q_heads",), dtype) if config.attention_sinks else None
 
     def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         """Attend x [T, D] with the rotary table of its positions -> (out [T, D], cache)."""
         q, k, v = self.qkv_proj(x, linear)
@@ -205,7 +198,7 @@ class GateUpProj(nnx.Module):
                 parts.append(Part(f"{name}.{kind}", (ffn, *tail), view, start))
         return tuple(parts)
 
-    def __call__(self, x: jax.Array, linear: LinearFn) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, linear: Products) -> tuple[jax.Array, jax.Array]:
         """Project x [T, D] -> gate and up, each [T, F]."""
         y = linear(x, self.weight[...], None if self.bias is None else self.bias[...])
         return y[:, :, 0], y[:, :, 1]
@@ -220,6 +213,6 @@ class MLP(nnx.Module):
         self.gate_up_proj = GateUpProj(config, ffn, dtype)
         self.down_proj = Linear((config.hidden_size, ffn), ("embed", "ffn"), dtype, bias=config.mlp_bias)
 
-    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         """Run the MLP: x [T, D] -> [T, D]."""
         return self.down_proj(self.activation(*self.gate_up_proj(x, linear)), linear)

@@ -11,8 +11,9 @@ from flax import nnx
 
 from jaxserve.models.choices import KeepsChoices
 from jaxserve.models.config import ModelConfig, MoEConfig
-from jaxserve.models.layers import MLP, GatedActivation, LinearFn
+from jaxserve.models.layers import MLP, GatedActivation
 from jaxserve.models.weights import Part, param
+from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Experts as ExpertWeights
 from jaxserve.ops.moe import moe
 
@@ -123,7 +124,7 @@ class Experts(nnx.Module):
             else None,
         )
 
-    def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array, linear: Products) -> jax.Array:
         """Run x [T, D] through the chosen experts, ids int32 and weights float32 [T, K] -> [T, D]."""
         gate_up, down = self.gate_up_proj, self.down_proj
         experts = ExpertWeights(
@@ -132,7 +133,8 @@ class Experts(nnx.Module):
             None if gate_up.bias is None else gate_up.bias[...],
             None if down.bias is None else down.bias[...],
         )
-        return moe(x, ids, weights, experts, self.activation)
+        product = linear.of_experts(x.dtype, experts.gate_up, experts.down)
+        return moe(x, ids, weights, experts, self.activation, product)
 
 
 def _gate_up_parts(count: int, ffn: int, model: int, names: tuple[str, str, str]) -> tuple[Part, ...]:
@@ -177,9 +179,9 @@ class MoEBlock(nnx.Module):
         self.experts = Experts(config, moe_config, dtype)
         self.shared_experts = MLP(config, dtype, moe_config.shared_ffn) if moe_config.shared_ffn else None
 
-    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         """Run the block: x [T, D] -> [T, D]."""
-        out = self.experts(x, *self.gate(x))
+        out = self.experts(x, *self.gate(x), linear)
         return out if self.shared_experts is None else out + self.shared_experts(x, linear)
 
 

@@ -18,6 +18,7 @@ from jaxserve.model_files import read_json, read_object
 from jaxserve.models.config import ModelConfig
 
 Kind = Literal["mean", "cls", "last", "max", "mean_sqrt_len"]
+LOGIT_SCORE = "LogitScore"  # the module of a reranker that answers with a word
 _KEYS: dict[str, Kind] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -45,13 +46,10 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
     Any other directory gets the mean for an encoder and the last token for a decoder. Raises ModelLoadError for a
     damaged file or a pooling that is not supported.
     """
-    if not (directory / "modules.json").is_file():
-        return PoolingConfig("mean" if config.bidirectional else "last")
     file = directory / "modules.json"
-    listed = read_json(file)
-    if not isinstance(listed, list) or not all(isinstance(m, dict) and {"type", "path"} <= m.keys() for m in listed):
-        raise ModelLoadError(f"{file}: expected a list of modules with type and path")
-    modules = {str(m["type"]).rsplit(".", 1)[-1]: str(m["path"]) for m in listed}
+    modules = sentence_modules(directory)
+    if not modules or LOGIT_SCORE in modules or config.labels:
+        return PoolingConfig("mean" if config.bidirectional else "last")
     unknown = modules.keys() - {"Transformer", "Pooling", "Normalize"}
     if unknown or "Pooling" not in modules:
         raise ModelLoadError(f"{file}: cannot serve the modules {', '.join(sorted(modules))[:200]}")
@@ -71,9 +69,32 @@ def read_pooling(directory: Path, config: ModelConfig) -> PoolingConfig:
     return PoolingConfig(kinds[0], "Normalize" in modules, longest)
 
 
+def sentence_modules(directory: Path) -> dict[str, str]:
+    """Return {kind: path} of a sentence-transformers directory's modules; {} of any other directory.
+
+    Raises ModelLoadError for a damaged file.
+    """
+    file = directory / "modules.json"
+    if not file.is_file():
+        return {}
+    listed = read_json(file)
+    if not isinstance(listed, list) or not all(isinstance(m, dict) and {"type", "path"} <= m.keys() for m in listed):
+        raise ModelLoadError(f"{file}: expected a list of modules with type and path")
+    modules = {str(m["type"]).rsplit(".", 1)[-1]: str(m["path"]) for m in listed}
+    if not re.fullmatch(r"\w+_LogitScore", modules.get(LOGIT_SCORE, "1_LogitScore")):
+        raise ModelLoadError(f"{file}: the path of LogitScore must be a directory beside it, such as 1_LogitScore")
+    return modules
+
+
 def is_embedder(directory: Path, config: ModelConfig) -> bool:
-    """Return whether the model makes embeddings: an encoder, or a sentence-transformers directory."""
-    return config.bidirectional or (directory / "modules.json").is_file()
+    """Return whether the model makes embeddings: an encoder, or a sentence-transformers directory.
+
+    A model with a classification head makes none.
+    """
+    if config.labels:
+        return False
+    modules = sentence_modules(directory)
+    return config.bidirectional or bool(modules and LOGIT_SCORE not in modules)
 
 
 def pool(hidden: jax.Array, lengths: jax.Array, config: PoolingConfig) -> jax.Array:

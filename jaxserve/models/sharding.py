@@ -46,9 +46,10 @@ def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     for axis in filter(None, spec.axes):
         if not _divides(spec, axis, mesh):
             size = spec.shape[spec.axes.index(axis)]
+            other = ", or model.quantization: none" if spec.packing else ""
             raise ModelLoadError(
                 f"{spec.name}: {axis} of {size} cannot be split over {_count(axis, mesh)} devices",
-                fix="choose other mesh.tensor and mesh.expert",
+                fix=f"choose other mesh.tensor and mesh.expert{other}",
             )
     return _named((_present(axis, mesh) or None for axis in spec.axes), mesh)
 

@@ -23,6 +23,7 @@ from flax import nnx
 
 Axes = tuple[str | None, ...]
 Init = Literal["normal", "ones", "zeros"]
+Kind = Literal["int8", "int4", "fp8", "mxfp4"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,22 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """The part that a leaf is of a quantised parameter of shape `wide`, see `ops.quantized`.
+
+    stored: read as the checkpoint has it; else quantised at load.
+    """
+
+    kind: Kind
+    group: int
+    role: Literal["values", "scales", "zeros"]
+    wide: tuple[int, ...]
+    stored: bool = False
+
+
+@dataclass(frozen=True)
 class ParamSpec:
-    """A declared parameter of a model. Its `parts` have full checkpoint names."""
+    """A declared parameter of a model, or a leaf of a quantised one. Its `parts` have full checkpoint names."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,6 +71,22 @@ class ParamSpec:
     axes: Axes
     init: Init
     parts: tuple[Part, ...]
+    packing: Packing | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers of the parameter; scales are none."""
+        if self.packing is None:
+            return math.prod(self.shape)
+        return math.prod(self.packing.wide) if self.packing.role == "values" else 0
+
+    def wide(self) -> ParamSpec:
+        """Return the parameter that a leaf belongs to, in float32, or itself if it is wide."""
+        if self.packing is None:
+            return self
+        name = self.name.rpartition(".")[0]
+        dtype = jnp.dtype(jnp.float32)
+        return dataclasses.replace(self, name=name, shape=self.packing.wide, dtype=dtype, packing=None)
 
 
 def param(
@@ -71,12 +102,14 @@ def param_specs(state: nnx.State) -> Iterator[ParamSpec]:
     """Yield the declared parameters of an abstract model's state, in the order of its leaves."""
     for path, variable in nnx.to_flat_state(state):
         metadata = variable.get_metadata()
-        names = tuple(str(p) for p in path)
-        shape = tuple(variable.shape)
+        packing = metadata.get("packing")
+        leaf = tuple(str(p) for p in path)
+        names, shape = (leaf, tuple(variable.shape)) if packing is None else (leaf[:-1], packing.wide)
         whole = Part(names[-1], shape, shape, (0,) * len(shape))
         scope = names[:-2] if metadata["parts"] else names[:-1]
         parts = tuple(_with_scope(part, scope) for part in metadata["parts"] or (whole,))
-        yield ParamSpec(".".join(names), shape, variable.dtype, metadata["axes"], metadata["init"], parts)
+        kept = metadata["axes"], metadata["init"], parts, packing
+        yield ParamSpec(".".join(leaf), tuple(variable.shape), variable.dtype, *kept)
 
 
 def _with_scope(part: Part, scope: tuple[str, ...]) -> Part:

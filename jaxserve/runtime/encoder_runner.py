@@ -15,17 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.models.encoder import TextClassifier
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, pool
-from jaxserve.ops.linear import linear
+from jaxserve.ops.linear import Products
 from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.buckets import EncodeBuckets
 from jaxserve.runtime.compilation.compiler import CompileCounter, Program, Progress, compile_all, compiler_options
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.runtime.step_handle import DeviceStep, Pooled, StepOutputs
+from jaxserve.runtime.steps.step_handle import DeviceStep, Pooled, StepOutputs
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
 
 Leaves = tuple[jax.Array, ...]
@@ -75,7 +76,7 @@ class EncoderRunner:
 
     def _program(self, rows: int, length: int) -> Program:
         leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.leaves)
-        packed = jax.ShapeDtypeStruct((rows, 1 + length), jnp.int32, sharding=self.mesh.replicated)
+        packed = jax.ShapeDtypeStruct((rows, 2 + length), jnp.int32, sharding=self.mesh.replicated)
         options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
         name, weight = _name(rows, length), rows * length
         return Program(name, self._encode, (leaves, packed), (), self.mesh.replicated, weight, options)
@@ -90,6 +91,9 @@ class EncoderRunner:
 
     def rebuild(self) -> None:
         """Do nothing: an encoder keeps no state on the device between steps."""
+
+    def release(self) -> None:
+        """Do nothing, as `rebuild`."""
 
     def close(self) -> None:
         """Stop counting compilations. The arrays are freed with the object."""
@@ -127,22 +131,25 @@ def _name(rows: int, length: int) -> str:
 
 
 def pack_texts(texts: list[ScheduledRow], rows: int, length: int) -> np.ndarray:
-    """Pack texts -> int32 [rows, 1 + length]: number of tokens, then the tokens.
+    """Pack texts -> int32 [rows, 2 + length]: number of tokens, first token of type 1 (0: none), then the tokens.
 
     The array is newly allocated, because the device reads it after the call returns.
     """
-    packed = np.zeros((rows, 1 + length), np.int32)
+    packed = np.zeros((rows, 2 + length), np.int32)
     for out, text in zip(packed, texts, strict=False):
-        out[0] = text.num_tokens
-        out[1 : 1 + text.num_tokens] = text.token_ids
+        out[:2] = text.num_tokens, text.second_text
+        out[2 : 2 + text.num_tokens] = text.token_ids
     return packed
 
 
 def encode(
     structure: ModelStructure, pooling: PoolingConfig, deterministic: bool, leaves: Leaves, packed: jax.Array
 ) -> jax.Array:
-    """Encode packed, int32 [R, 1 + L] from `pack_texts` -> embeddings float32 [R, D]."""
-    lengths, token_ids = packed[:, 0], packed[:, 1:]
+    """Encode packed, int32 [R, 2 + L] from `pack_texts` -> embeddings float32 [R, D], or a head's [R, labels]."""
+    lengths, seconds, token_ids = packed[:, 0], packed[:, 1], packed[:, 2:]
     model = structure.bind_encoder(leaves)
-    hidden = model(token_ids, lengths, functools.partial(linear, deterministic=deterministic))
+    multiply = Products(deterministic=deterministic)
+    hidden = model(token_ids, lengths, seconds, multiply)
+    if isinstance(model, TextClassifier):
+        return model.scores(hidden, multiply)
     return pool(hidden, lengths, pooling)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.runtime.program_set import POOL_GROUP, PROMPT_CHUNK
 from jaxserve.runtime.programs import Leaves
 from jaxserve.runtime.sampling.extras import TokensOf, hidden_tokens, pack_ids
-from jaxserve.runtime.step_handle import Pooled, PromptChunk
+from jaxserve.runtime.steps.step_handle import Pooled, PromptChunk
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.step import ScheduledRow, SlotInit
 
@@ -40,27 +40,29 @@ class ExtraOutputs:
         """Forget all prompts."""
         self._prompts.clear()
 
-    def pool(self, hidden: jax.Array, embedding: Sequence[int], ends: Sequence[int]) -> list[Pooled]:
-        """Dispatch the embeddings of the rows `embedding`, from hidden [max T, D]."""
+    def pool(self, leaves: Leaves, hidden: jax.Array, embedding: Sequence[int], ends: Sequence[int]) -> list[Pooled]:
+        """Dispatch the embeddings, or numbers of a head, of the rows `embedding`, from hidden [max T, D]."""
         groups = [embedding[first : first + POOL_GROUP] for first in range(0, len(embedding), POOL_GROUP)]
-        return [(group, self._pool(hidden, [ends[i] - 1 for i in group])) for group in groups]
+        return [(group, self._pool(leaves, hidden, [ends[i] - 1 for i in group])) for group in groups]
 
-    def hidden_states(self, hidden: jax.Array, rows: Sequence[ScheduledRow], ends: Sequence[int]) -> list[TokensOf]:
+    def hidden_states(
+        self, leaves: Leaves, hidden: jax.Array, rows: Sequence[ScheduledRow], ends: Sequence[int]
+    ) -> list[TokensOf]:
         """Dispatch the hidden states that the rows request, from hidden [max T, D]."""
         tokens = hidden_tokens(rows, ends)
         groups = [tokens[first : first + POOL_GROUP] for first in range(0, len(tokens), POOL_GROUP)]
         return [
-            ([row for row, _ in group], self._pool(hidden, [token for _, token in group], plain=True))
+            ([row for row, _ in group], self._pool(leaves, hidden, [token for _, token in group], plain=True))
             for group in groups
         ]
 
-    def _pool(self, hidden: jax.Array, token_indices: Sequence[int], plain: bool = False) -> jax.Array:
+    def _pool(self, leaves: Leaves, hidden: jax.Array, token_indices: Sequence[int], plain: bool = False) -> jax.Array:
         """Dispatch embeddings, or if `plain` hidden states, of at most POOL_GROUP tokens of hidden [max T, D]."""
         packed = np.zeros(1 + POOL_GROUP, np.int32)
         packed[0] = plain
         packed[1 : 1 + len(token_indices)] = token_indices
         self.num_dispatches += 1
-        return self._compiled["pool"](hidden, packed)
+        return self._compiled["pool"](leaves, hidden, packed)
 
     def prompt_logprobs(
         self, leaves: Leaves, hidden: jax.Array, rows: Sequence[ScheduledRow], ends: Sequence[int]

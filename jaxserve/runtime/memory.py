@@ -98,6 +98,8 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
     elif sizes.window is not None:
         most = sizes.window.for_requests(sizes.max_num_seqs)
         window_pages = min(num_pages, most) if num_window_pages is None else num_window_pages
+    if config.num_pages is not None:
+        _check_room(sizes, num_pages, window_pages, device_bytes)
     longest = num_pages * sizes.page_size
     if longest < max_model_len and (not config.shrink_context or longest < sizes.page_size):
         raise ConfigError(_too_small(sizes, num_pages, window_pages, max_model_len, budget), fix=_advice(longest))
@@ -171,6 +173,17 @@ def plan_without_cache(
         page_size=max_model_len,
         max_model_len=max_model_len,
     )
+
+
+def _check_room(sizes: Sizes, num_pages: int, window_pages: int, device_bytes: int) -> None:
+    """Raise ConfigError if the configured pages do not fit beside the weights, whatever the memory fraction."""
+    pool = num_pages * sizes.page_bytes + window_pages * sizes.window_page_bytes
+    left = device_bytes - sizes.weight_bytes - sizes.state_bytes
+    if device_bytes and pool > left:
+        raise ConfigError(
+            f"cache.num_pages is {num_pages}, which takes {_mib(pool)}, and {_mib(left)} are left beside the weights",
+            fix=f"set it to at most {max(left, 0) * num_pages // pool}, or leave it out",
+        )
 
 
 def _too_small(sizes: Sizes, num_pages: int, window_pages: int, max_model_len: int, budget: int) -> str:

@@ -23,6 +23,7 @@ _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 # Share of a GPU's memory that XLA reserves at start. Its default of 0.75 would leave a quarter of the memory unused.
 # The rest is for CUDA's context, CUDA graphs and the workspaces of libraries.
 _GPU_FRACTION = "0.93"
+_FRACTION_NAMES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")  # jax refuses both at once
 _NVIDIA = Path("/proc/driver/nvidia/version")  # exists while the kernel driver is loaded
 
 
@@ -70,10 +71,11 @@ def find_devices(platform: str = "auto") -> list[Any]:
     """Return the devices of this process. "auto" is JAX's default platform.
 
     Raises ConfigError if the platform has no device, or if "auto" finds only the CPU although the machine has an
-    NVIDIA GPU. Sets XLA_PYTHON_CLIENT_MEM_FRACTION unless the environment has it; it takes effect on a GPU, at the
-    process's first use of a device.
+    NVIDIA GPU. Sets the share of a GPU's memory unless the environment does; it takes effect at the process's first use
+    of a device.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", _GPU_FRACTION)
+    if not any(name in os.environ for name in _FRACTION_NAMES):
+        os.environ[_FRACTION_NAMES[0]] = _GPU_FRACTION
     if platform == "auto":
         devices = jax.local_devices()
         if devices[0].platform == "cpu" and _NVIDIA.exists():

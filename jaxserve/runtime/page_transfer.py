@@ -6,15 +6,19 @@ compiled at its first call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
 from jaxserve.runtime.compilation.compiler import CompileCounter, compile_all
 from jaxserve.runtime.program_set import TRANSFER_PAGES, ProgramSet
 from jaxserve.runtime.programs import Caches
+
+HostPages = np.ndarray | ScaledPages  # whose arrays are numpy's
 
 
 class PageTransfer:
@@ -39,19 +43,21 @@ class PageTransfer:
             caches = self._run("copy_pages", caches, packed)
         return caches
 
-    def export(self, caches: Caches, page_ids: Sequence[int]) -> list[np.ndarray]:
-        """Return the content of pages: one array [n, page_size, 2 * KH, H] per layer."""
+    def export(self, caches: Caches, page_ids: Sequence[int]) -> list[HostPages]:
+        """Return the content of pages: [n, page_size, 2 * KH, H] per layer, see `Backend.export_pages`."""
         groups = [(self._run("export_pages", caches, ids), count) for ids, count in self._groups(page_ids)]
-        return [np.concatenate([np.asarray(pages[i])[:count] for pages, count in groups]) for i in range(len(caches))]
 
-    def fill(self, caches: Caches, page_ids: Sequence[int], pages: Sequence[np.ndarray]) -> Caches:
-        """Write `pages`, from `export`: one array [n, page_size, 2 * KH, H] per layer. Returns the new caches."""
+        def whole(*parts: jax.Array) -> np.ndarray:
+            return np.concatenate([np.asarray(part)[:count] for part, (_, count) in zip(parts, groups, strict=True)])
+
+        return list(jax.tree.map(whole, *(pages for pages, _ in groups)))
+
+    def fill(self, caches: Caches, page_ids: Sequence[int], pages: Sequence[HostPages]) -> Caches:
+        """Write `pages`, from `export`: [n, page_size, 2 * KH, H] per layer. Returns the new caches."""
         first = 0
         for ids, count in self._groups(page_ids):
-            padded = [np.zeros((TRANSFER_PAGES, *layer.shape[1:]), layer.dtype) for layer in pages]
-            for out, layer in zip(padded, pages, strict=True):
-                out[:count] = layer[first : first + count]
-            caches = self._run("import_pages", caches, ids, tuple(padded))
+            padded = jax.tree.map(functools.partial(_chunk, first, count), tuple(pages))
+            caches = self._run("import_pages", caches, ids, padded)
             first += count
         return caches
 
@@ -70,3 +76,10 @@ class PageTransfer:
             ids = np.full(TRANSFER_PAGES, self._num_pages, np.int32)
             ids[: len(chunk)] = chunk
             yield ids, len(chunk)
+
+
+def _chunk(first: int, count: int, pages: np.ndarray) -> np.ndarray:
+    """Return pages [first, first + count) with zeros behind them: [TRANSFER_PAGES, ...]."""
+    padded = np.zeros((TRANSFER_PAGES, *pages.shape[1:]), pages.dtype)
+    padded[:count] = pages[first : first + count]
+    return padded

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxserve.runtime import programs, step_input
-from jaxserve.runtime.compilation.buckets import Buckets
+from jaxserve.runtime import programs
+from jaxserve.runtime.compilation.buckets import Buckets, verify_rows
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.mesh import DeviceMesh
@@ -24,6 +24,7 @@ from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.vocab import Vocab
+from jaxserve.runtime.steps import step_input
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 
 TRANSFER_PAGES = 64  # pages per dispatch of copy, export and import
@@ -36,7 +37,7 @@ class Shapes:
     """The shapes of all long-lived device arrays, as pytrees of ShapeDtypeStruct with shardings."""
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    caches: tuple[jax.ShapeDtypeStruct, ...]
+    caches: tuple[Any, ...]  # structs of Pages
     state: SlotState
     hidden: jax.ShapeDtypeStruct  # [largest extend, D]
     replicated: NamedSharding
@@ -75,7 +76,7 @@ class Shapes:
 
     @property
     def cache_shardings(self) -> tuple[Any, ...]:
-        return tuple(cache.sharding for cache in self.caches)
+        return jax.tree.map(lambda leaf: leaf.sharding, self.caches)
 
     @property
     def state_shardings(self) -> SlotState:
@@ -94,6 +95,7 @@ class ProgramSet:
     shapes: Shapes
     buckets: Buckets
     options: Mapping[str, bool | str]
+    max_drafts: int = 0  # of a row
 
     def all(self) -> list[Program]:
         """Return every program that the runner compiles at start."""
@@ -102,13 +104,15 @@ class ProgramSet:
             *map(self.decode_hidden, self.buckets.decode_hidden),
             *map(self.extend, self.buckets.extend),
             *map(self.head_sample, self.buckets.head),
+            *map(self.verify, self.buckets.verify),
             *self._small(),
         ]
 
     def largest(self) -> list[Program]:
         """Return the programs that need the most temporary memory, one per family."""
         decode = [self.decode(self.buckets.decode[-1])] if self.buckets.decode else []
-        return [*decode, self.extend(self.buckets.extend[-1]), self.head_sample(self.buckets.head[-1])]
+        verify = [self.verify(self.buckets.verify[-1])] if self.buckets.verify else []
+        return [*decode, self.extend(self.buckets.extend[-1]), self.head_sample(self.buckets.head[-1]), *verify]
 
     def extend_rows(self, num_tokens: int) -> int:
         """Return the most rows that a step of `num_tokens` tokens can have."""
@@ -121,15 +125,30 @@ class ProgramSet:
         """
         return (self.extend_rows(num_tokens) + num_tokens // self.steps.page_size) * self.steps.num_groups
 
+    def packed_size(self, family: str, size: int) -> int:
+        """Return the length of the packed input of a program of a step."""
+        groups = self.steps.num_groups
+        match family:
+            case "decode":
+                return step_input.decode_size(size, groups)
+            case "decode_hidden":
+                return step_input.hidden_size(size, groups)
+            case "head_sample":
+                return step_input.head_size(size)
+            case "verify":
+                return step_input.verify_size(size, verify_rows(size))
+            case _:
+                return step_input.extend_size(size, self.extend_rows(size), self.extend_updates(size))
+
     def decode(self, rows: int) -> Program:
         s = self.shapes
-        args = (s.leaves, s.caches, s.state, s.ints(step_input.decode_size(rows, self.steps.num_groups)))
+        args = (s.leaves, s.caches, s.state, s.ints(self.packed_size("decode", rows)))
         out = (s.cache_shardings, s.state_shardings, s.replicated)
         return self._program(f"decode[{rows}]", self.steps.decode, args, (1, 2), out, weight=10_000 + rows)
 
     def decode_hidden(self, rows: int) -> Program:
         s = self.shapes
-        args = (s.leaves, s.caches, s.state, s.hidden, s.ints(step_input.decode_size(rows, self.steps.num_groups)))
+        args = (s.leaves, s.caches, s.state, s.hidden, s.ints(self.packed_size("decode_hidden", rows)))
         out = (s.cache_shardings, s.state_shardings, s.replicated, s.replicated)
         return self._program(
             f"decode_hidden[{rows}]", self.steps.decode_hidden, args, (1, 2, 3), out, weight=5_000 + rows
@@ -137,18 +156,24 @@ class ProgramSet:
 
     def extend(self, tokens: int) -> Program:
         s, rows = self.shapes, self.extend_rows(tokens)
-        size = step_input.extend_size(tokens, rows, self.extend_updates(tokens))
         function = functools.partial(self.steps.extend, size=(tokens, rows))
-        args = (s.leaves, s.caches, s.state, s.hidden, s.ints(size))
+        args = (s.leaves, s.caches, s.state, s.hidden, s.ints(self.packed_size("extend", tokens)))
         out = (s.cache_shardings, s.state_shardings, s.replicated, s.replicated, s.replicated)
         return self._program(f"extend[{tokens}]", function, args, (1, 2, 3), out, weight=20_000 + tokens)
 
     def head_sample(self, rows: int) -> Program:
         s = self.shapes
-        packed, bitmask = s.ints(step_input.head_size(rows)), s.ints(rows, s.mask_words)
+        packed, bitmask = s.ints(self.packed_size("head_sample", rows)), s.ints(rows, s.mask_words)
         args = (s.leaves, s.state, s.hidden, packed, bitmask, s.ints(rows, MAX_LOGPROB_IDS))
         out = (s.state_shardings, s.replicated)
         return self._program(f"head_sample[{rows}]", self.steps.head_sample, args, (1,), out, weight=rows)
+
+    def verify(self, tokens: int) -> Program:
+        s, rows = self.shapes, verify_rows(tokens)
+        function = functools.partial(self.steps.verify, size=(tokens, rows), most=self.max_drafts)
+        args = (s.leaves, s.state, s.hidden, s.ints(self.packed_size("verify", tokens)), s.ints(tokens, s.mask_words))
+        out = (s.state_shardings, s.replicated)
+        return self._program(f"verify[{tokens}]", function, args, (1,), out, weight=5_000 + tokens)
 
     def _small(self) -> Iterator[Program]:
         s, words = self.shapes, self.shapes.mask_words
@@ -163,7 +188,7 @@ class ProgramSet:
             yield self._program(name, function, (s.state, s.ints(*shape)), (0,), s.state_shardings)
         args = (s.leaves, s.hidden, s.ints(2, PROMPT_CHUNK), s.ints(MAX_LOGPROB_IDS))
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
-        yield self._program("pool", self.steps.pool, (s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
+        yield self._program("pool", self.steps.pool, (s.leaves, s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
 
     def page_programs(self) -> Iterator[Program]:
         """Yield the programs that copy, export and import pages. The runner compiles them at their first use.

@@ -3,9 +3,11 @@
 A step is composed here of model, attention backend, sampler and slot state. The runner chooses the shapes.
 
     decode          B rows of one token: forward pass, sampling and state update in one dispatch
-    decode_hidden   B rows of one token: forward pass only. `head_sample` follows once the token mask is known
+    decode_hidden   B rows of one token: forward pass only. `head_sample` or `verify` follows once the token mask is
+                    known
     extend          T ragged tokens: forward pass. The hidden states stay on the device in `hidden`
     head_sample     head and sampler for R tokens of the last extend or decode_hidden
+    verify          head and sampler for R rows of the last decode_hidden, T tokens with drafts
     prompt_logprobs head for C tokens of the last extend whose next token is known
     pool            embeddings or hidden states of R tokens of the last extend or decode_hidden
 
@@ -27,25 +29,29 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.models.choices import take_choices
 from jaxserve.models.decoder import CausalLM
-from jaxserve.models.layers import LinearFn
 from jaxserve.models.pooling import normalized
+from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend
+from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.sampling.logprobs import pack_logprobs_with_ids
 from jaxserve.runtime.sampling.sampler import ExtraInputs, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState, append_tokens, state_partition
+from jaxserve.runtime.sampling.verify import Verified, verify
 from jaxserve.runtime.sampling.vocab import Vocab
-from jaxserve.runtime.step_input import (
+from jaxserve.runtime.steps.step_input import (
     HeadInput,
     TokenInput,
     unpack_decode,
     unpack_extend,
     unpack_head,
+    unpack_hidden,
+    unpack_verify,
 )
 
 Leaves = tuple[jax.Array, ...]
-Caches = tuple[jax.Array, ...]
+Caches = tuple[Pages, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class StepPrograms:
     backend: Backend
     layers: tuple[LayerCache, ...]
     page_size: int
-    linear: LinearFn
+    linear: Products
     mesh: Mesh | None = None
     normalize_embeddings: bool = True
     per_token: bool = False
@@ -75,7 +81,7 @@ class StepPrograms:
         """Run a decode step: packed int32 [decode_size(B)] -> one sampled token per row."""
         state, tokens, head = unpack_decode(packed, state, self.num_groups)
         model = self.bind(leaves)
-        hidden, caches, state = self._forward(model, caches, state, tokens, decode_only=True)
+        hidden, caches = self._forward(model, caches, state, tokens, decode_only=True)
         bitmask = jnp.zeros((1, state.allow_mask.shape[1]), jnp.int32)
         state, sampled = self._sample(model, hidden, state, head, bitmask)
         return caches, state, sampled
@@ -83,14 +89,14 @@ class StepPrograms:
     def decode_hidden(
         self, leaves: Leaves, caches: Caches, state: SlotState, hidden: jax.Array, packed: jax.Array
     ) -> tuple[Caches, SlotState, jax.Array, jax.Array | None]:
-        """Run the forward pass of a decode step: packed int32 [decode_size(B)], its flags are not read.
+        """Run the forward pass of a decode step: packed int32 [hidden_size(B)], its flags are not read.
 
         hidden: [max T, D]; its first B rows get the hidden states. The last result is the routed experts, int32
         [B, L, K] for L sparse layers, or None for a dense model.
         """
-        state, tokens, _ = unpack_decode(packed, state, self.num_groups)
+        state, tokens = unpack_hidden(packed, state, self.num_groups)
         model = self.bind(leaves)
-        new, caches, state = self._forward(model, caches, state, tokens, decode_only=True)
+        new, caches = self._forward(model, caches, state, tokens, decode_only=True)
         return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), take_choices(model)
 
     def decode_slots(
@@ -119,7 +125,10 @@ class StepPrograms:
         num_tokens, num_rows = size
         state, tokens = unpack_extend(packed, state, num_tokens, num_rows)
         model = self.bind(leaves)
-        new, caches, state = self._forward(model, caches, state, tokens, decode_only=False)
+        new, caches = self._forward(model, caches, state, tokens, decode_only=False)
+        # Sampling adds 1. A row that is not sampled keeps this position and computes its last token again.
+        last = tokens.starts + tokens.num_tokens - 1
+        state = state.replace(position=state.position.at[tokens.slots].set(last, mode="drop"))
         finite = finite_rows(new, tokens.row_of_token, num_rows)
         return caches, state, jax.lax.dynamic_update_slice(hidden, new, (0, 0)), finite, take_choices(model)
 
@@ -142,12 +151,43 @@ class StepPrograms:
         extras = ExtraInputs(head.want_candidates, logprob_ids)
         return self._sample(self.bind(leaves), rows, state, head, bitmask, extras)
 
-    def pool(self, hidden: jax.Array, packed: jax.Array) -> jax.Array:
+    def verify(
+        self,
+        leaves: Leaves,
+        state: SlotState,
+        hidden: jax.Array,
+        packed: jax.Array,
+        bitmask: jax.Array,
+        *,
+        size: tuple[int, int],
+        most: int,
+    ) -> tuple[SlotState, Verified]:
+        """Run head and sampler for rows with at most `most` drafts, size (T tokens, R rows): packed int32
+        [verify_size(T, R)].
+
+        bitmask: int32 [T, W], allowed tokens after each token, read only if the packed flag is set.
+        """
+        num_tokens, num_rows = size
+        rows = unpack_verify(packed, num_rows)
+        logits = self.bind(leaves).logits(hidden[:num_tokens], self.linear)
+
+        def draw(logits: jax.Array, slots: jax.Array, state: SlotState, bitmask: jax.Array) -> Sampled:
+            """Draw from logits [R, V] for slots [R]; bitmask [R, W]."""
+            return self._draw(logits, state, bitmask, (slots, rows.masked, rows.want_logprobs), None)
+
+        return verify(logits, rows, state, bitmask, draw, most)
+
+    def pool(self, leaves: Leaves, hidden: jax.Array, packed: jax.Array) -> jax.Array:
         """Return embeddings, or if the flag is set hidden states, of R tokens: float32 [R, D].
 
+        With a classification head, return its numbers: float32 [R, labels].
         hidden: [max T, D]. packed: int32 [1 + R], the flag and the indices of the tokens in the step.
         """
-        rows = hidden.at[packed[1:]].get(mode="clip").astype(jnp.float32)
+        rows = hidden.at[packed[1:]].get(mode="clip")
+        model = self.bind(leaves)
+        if model.score is not None:
+            return model.scores(rows, self.linear)
+        rows = rows.astype(jnp.float32)
         return jnp.where(packed[0] > 0, rows, normalized(rows)) if self.normalize_embeddings else rows
 
     def prompt_logprobs(
@@ -180,7 +220,7 @@ class StepPrograms:
 
     def _forward(
         self, model: CausalLM, caches: Caches, state: SlotState, tokens: TokenInput, *, decode_only: bool
-    ) -> tuple[jax.Array, Caches, SlotState]:
+    ) -> tuple[jax.Array, Caches]:
         rows = each_token(tokens) if self.per_token else tokens
         decode_only = decode_only or self.per_token
         pools = {layer.group: cache.shape[0] for layer, cache in zip(self.layers, caches, strict=True)}
@@ -199,9 +239,9 @@ class StepPrograms:
             q: jax.Array,
             k: jax.Array,
             v: jax.Array,
-            cache: jax.Array | None,
+            cache: Pages | None,
             sinks: jax.Array | None = None,
-        ) -> tuple[jax.Array, jax.Array | None]:
+        ) -> tuple[jax.Array, Pages | None]:
             """Attend q [T, N, H], k and v [T, KH, H] of a layer -> (out [T, N, H], cache)."""
             assert cache is not None
             layer = self.layers[layer_index]
@@ -209,10 +249,7 @@ class StepPrograms:
             return write_and_attend(self.backend, self.mesh, q, k, v, cache, where, layer.attention, sinks)
 
         hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
-        # Sampling adds 1. A row that is not sampled keeps this position and computes its last token again.
-        last = tokens.starts + tokens.num_tokens - 1
-        state = state.replace(position=state.position.at[tokens.slots].set(last, mode="drop"))
-        return hidden, tuple(c for c in new_caches if c is not None), state
+        return hidden, tuple(c for c in new_caches if c is not None)
 
     def _sample(
         self,
@@ -223,13 +260,25 @@ class StepPrograms:
         bitmask: jax.Array,
         extras: ExtraInputs | None = None,
     ) -> tuple[SlotState, Sampled]:
-        logits = model.logits(hidden, self.linear)
+        flags = head.slots, head.masked, head.want_logprobs
+        sampled = self._draw(model.logits(hidden, self.linear), state, bitmask, flags, extras)
+        return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
+
+    def _draw(
+        self,
+        logits: jax.Array,
+        state: SlotState,
+        bitmask: jax.Array,
+        flags: tuple[jax.Array, jax.Array, jax.Array],
+        extras: ExtraInputs | None,
+    ) -> Sampled:
+        """Run the sampler on logits [R, V]. flags: slots [R], masked, want_logprobs of HeadInput"""
+        slots, masked, want_logprobs = flags
         vocab = Vocab.of(state.vocab_size, self.mesh)
         cuts = (vocab.columns, P(), state_partition(state, vocab.columns), P(), P(), P(), P())
         after = state.replace(position=state.position + 1)  # the position of the new token
-        args = (logits, head.slots, after, bitmask, head.masked, head.want_logprobs, extras)
-        sampled = vocab.call(functools.partial(sample, vocab=vocab), cuts, *args)
-        return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
+        args = (logits, slots, after, bitmask, masked, want_logprobs, extras)
+        return vocab.call(functools.partial(sample, vocab=vocab), cuts, *args)
 
 
 def finite_rows(hidden: jax.Array, row_of_token: jax.Array, num_rows: int) -> jax.Array:
@@ -294,4 +343,4 @@ def copy_pages(caches: Caches, packed: jax.Array) -> Caches:
     A destination of num_pages or above copies nothing.
     """
     source, destination = packed
-    return tuple(cache.at[destination].set(cache.at[source].get(mode="clip"), mode="drop") for cache in caches)
+    return jax.tree.map(lambda leaf: leaf.at[destination].set(leaf.at[source].get(mode="clip"), mode="drop"), caches)

@@ -38,42 +38,58 @@ class RunnerConfig:
     memory_fraction: float = 0.9
     shrink_context: bool = False
     deterministic: bool = False
+    max_drafts: int = 0  # of a row; 0: no speculation
     compile_cache: Path | None = None
 
     @classmethod
     def resolve(cls, config: Config, model: ModelConfig, platform: str, dtype: jnp.dtype) -> RunnerConfig:
-        """Resolve the configuration. dtype: of the weights.
+        """Resolve the configuration. dtype: of activations.
 
-        Raises ConfigError if the configured context is longer than the model's.
+        Raises ConfigError if the configured context is longer than the model's, or if settings exclude each other.
         """
         tpu, deterministic = platform == "tpu", config.runtime.deterministic
         seqs, tokens = _default_sizes(platform, deterministic)
         scheduler, cache = config.scheduler, config.cache
         max_num_seqs = _or(scheduler.max_num_seqs, seqs)
+        if deterministic and platform != "cpu" and config.speculation.max_drafts:
+            # one shape only, see `make_buckets`; its head has other rows than that of a step with drafts
+            raise ConfigError(
+                "speculation.method and runtime.deterministic work together on a CPU only", fix="leave one of them out"
+            )
+        if cache.dtype == "fp8" and platform == "cpu":
+            logger.warning("cache.dtype fp8: on a CPU XLA converts all pages in each step; int8 is as small, and quick")
         return cls(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=_or(scheduler.max_num_batched_tokens, max(tokens, max_num_seqs)),
             max_model_len=_context(config.model.max_model_len, model.max_position_embeddings),
             page_size=_or(cache.page_size, 128 if tpu else 16),
-            cache_dtype=dtype if cache.dtype == "auto" else jnp.dtype(cache.dtype),
+            cache_dtype=resolve_cache_dtype(cache.dtype, dtype),
             attention=config.runtime.attention,
             num_pages=None if cache.num_pages == "auto" else cache.num_pages,
             num_window_pages=None if cache.num_window_pages == "auto" else cache.num_window_pages,
             memory_fraction=cache.memory_fraction,
             shrink_context=config.model.max_model_len is None,
             deterministic=deterministic,
+            max_drafts=config.speculation.max_drafts,
             compile_cache=_compile_cache(config.runtime.compile_cache),
         )
 
 
-def resolve_dtype(name: str, platform: str) -> jnp.dtype:
-    """Return the dtype of weights and activations.
+def resolve_dtypes(name: str, platform: str, *, keeps_bfloat16: bool = False) -> tuple[jnp.dtype, jnp.dtype]:
+    """Return the dtypes of weights and activations.
 
-    "auto" is float32 on a CPU, where bfloat16 is slower and less exact, and bfloat16 elsewhere.
+    On a CPU activations are float32 also with bfloat16 weights, because it computes float32 faster.
+    keeps_bfloat16: "auto" is bfloat16 on a CPU too: the checkpoint has these weights, and kernels that widen them.
     """
+    cpu = platform == "cpu"
     if name == "auto":
-        name = "float32" if platform == "cpu" else "bfloat16"
-    return jnp.dtype(name)
+        name = "float32" if cpu and not keeps_bfloat16 else "bfloat16"
+    return jnp.dtype(name), jnp.dtype("float32" if cpu and name == "bfloat16" else name)
+
+
+def resolve_cache_dtype(name: str, activations: jnp.dtype) -> jnp.dtype:
+    """Return the dtype that `cache.dtype` names."""
+    return activations if name == "auto" else jnp.dtype(jnp.float8_e4m3fn if name == "fp8" else name)
 
 
 def _default_sizes(platform: str, deterministic: bool) -> tuple[int, int]:

@@ -5,14 +5,12 @@ Makes the program set that follows from them. Allocates nothing; `plan` may comp
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.models.loading.loader import LoadedModel
-from jaxserve.ops.linear import linear
+from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
@@ -63,14 +61,14 @@ class RunnerSetup:
             platform=mesh.platform,
             num_parameters=loaded.structure.num_parameters,
             deterministic=config.deterministic,
+            max_drafts=config.max_drafts,
         )
-        native = backend.name == "native" and len(mesh.devices) == 1  # the C kernels run on one device only
         steps = StepPrograms(
             bind=loaded.bind,
             backend=backend,
             layers=layers,
             page_size=config.page_size,
-            linear=functools.partial(linear, deterministic=config.deterministic, native=native),
+            linear=Products(deterministic=config.deterministic, native=native_products(backend, mesh)),
             mesh=mesh.mesh,
             normalize_embeddings=normalize_embeddings,
             per_token=config.deterministic,
@@ -83,7 +81,9 @@ class RunnerSetup:
         vocab_size = self.loaded.config.vocab_size
         parts = Vocab.of(vocab_size, self.mesh.mesh).parts
         state = slots.state_bytes(config.max_num_seqs, vocab_size, self._table_width(config.max_model_len), parts=parts)
-        hidden = self.buckets.max_tokens * self.loaded.config.hidden_size * self._dtype.itemsize
+        hidden = (
+            self.buckets.max_tokens * self.loaded.config.hidden_size * self.loaded.structure.activation_dtype.itemsize
+        )
         probe = config.num_pages is None and self.mesh.platform != "cpu"
         sizes = memory.Sizes(
             weight_bytes=sum(shard.data.nbytes for leaf in self.loaded.leaves for shard in leaf.addressable_shards),
@@ -104,16 +104,19 @@ class RunnerSetup:
         model = self.loaded.config
         state = slots.state_shapes(self.config.max_num_seqs, model.vocab_size, self._table_width(max_model_len))
         hidden = jax.ShapeDtypeStruct(
-            (self.buckets.max_tokens, model.hidden_size), self._dtype, sharding=self.mesh.replicated
+            (self.buckets.max_tokens, model.hidden_size),
+            self.loaded.structure.activation_dtype,
+            sharding=self.mesh.replicated,
         )
         shapes = Shapes.of(self.loaded.leaves, self.layers, self.mesh, num_pages=num_pages, state=state, hidden=hidden)
         options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
-        return ProgramSet(self.steps, shapes, self.buckets, options)
+        return ProgramSet(self.steps, shapes, self.buckets, options, self.config.max_drafts)
 
     def _window_size(self) -> WindowSize | None:
         if self.window is None:
             return None
-        return WindowSize(self.window, self.config.page_size, self.config.max_num_batched_tokens)
+        config = self.config
+        return WindowSize(self.window, config.page_size, config.max_num_batched_tokens, 1 + config.max_drafts)
 
     def _table_width(self, max_model_len: int) -> int:
         """Return the columns of a slot's row of page tables, all groups together."""
@@ -130,11 +133,11 @@ class RunnerSetup:
 
     def _estimate_scratch(self) -> int:
         """Return an upper estimate: ten float32 copies of a layer's widest activations, or of the logits."""
-        model, rows = self.loaded.config, self.config.max_num_seqs
+        model, rows = self.loaded.config, max(self.config.max_num_seqs, *self.buckets.verify, 1)
         widest = 2 * model.intermediate_size + 4 * model.hidden_size + 4 * model.num_heads * model.head_dim
         return 10 * 4 * max(self.buckets.max_tokens * widest, rows * model.vocab_size)
 
-    @property
-    def _dtype(self) -> jnp.dtype:
-        """The dtype of activations, which is the embedding's."""
-        return jnp.dtype(self.loaded.structure.specs[0].dtype)
+
+def native_products(backend: Backend, mesh: DeviceMesh) -> bool:
+    """Return whether linear layers are the C kernels, which run on one device only."""
+    return backend.name == "native" and len(mesh.devices) == 1

@@ -17,6 +17,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.structure import ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.ops.paged_attention import get_backend
+from jaxserve.ops.paged_attention.scaled_pages import is_scaled
 from jaxserve.runtime.memory import Sizes, split_pool
 from jaxserve.runtime.mesh import AXES
 from jaxserve.types.window_size import WindowSize
@@ -100,15 +101,25 @@ def default_mesh(config: ModelConfig, num_devices: int) -> tuple[int, int]:
 
 
 def plan_by_shape(
-    config: ModelConfig, dtype: jnp.dtype, tensor: int, expert: int, *, attention: str = "triton", page_size: int = 16
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    tensor: int,
+    expert: int,
+    *,
+    cache_dtype: jnp.dtype | None = None,
+    attention: str = "triton",
+    page_size: int = 16,
 ) -> ShapePlan:
-    """Plan a model on a mesh of tensor * expert devices. Raises ModelLoadError if the model cannot be split so."""
+    """Plan a model on a mesh of tensor * expert devices. Raises ModelLoadError if the model cannot be split so.
+
+    cache_dtype: None is `dtype`.
+    """
     mesh = AbstractMesh((1, tensor, expert), AXES)
     published = build(config, dtype)
     split = for_mesh(config, mesh)
     structure = published if split == config else build(split, dtype)
     weights, whole, largest = _weights(structure, mesh)
-    all_layers, windowed = _kv_token_bytes(split, dtype, tensor, attention, page_size)
+    all_layers, windowed = _kv_token_bytes(split, cache_dtype or dtype, tensor, attention, page_size)
     return ShapePlan(
         tensor=tensor,
         expert=expert,
@@ -150,6 +161,8 @@ def _kv_token_bytes(
         heads = layer.num_kv_heads // tensor if layer.num_kv_heads % tensor == 0 else layer.num_kv_heads
         shape = backend.cache_shape(1, page_size, heads, layer.head_dim, latent=layer.latent)
         size = math.prod(shape) * dtype.itemsize
+        if is_scaled(dtype):
+            size += math.prod(backend.scale_shape(1, page_size, heads, latent=layer.latent)) * 4
         total += size
         windowed += size if layer.sliding_window is not None else 0
     return total // page_size, windowed // page_size

@@ -69,15 +69,15 @@ class Room:
 
     def __init__(self, ratio: NewTokenRatio, kv: KVManager) -> None:
         self.ratio = ratio
-        self._kv = kv
+        self.kv = kv
 
     def reserve(self, requests: Iterable[Request]) -> list[int]:
         """Return the tokens by which requests are expected to grow. In the sliding-window group growth ends at the
         window.
         """
         reserved = [self.ratio.reserve(requests)]
-        if (window := self._kv.window) is not None:
-            size = self._kv.page_size
+        if (window := self.kv.window) is not None:
+            size = self.kv.page_size
             growth = [(request, window.num_to_grow(request, request.cache_node) * size) for request in requests]
             reserved.append(sum(min(self.ratio.reserve((request,)), room) for request, room in growth if room))
         return reserved
@@ -87,8 +87,8 @@ class Room:
 
         A negative value means that much is free. If no other request runs, no reserve for growth is needed.
         """
-        pairs = zip(self._kv.available(), self._kv.num_new_pages(request, node), strict=True)
-        room = [(available - new) * self._kv.page_size for available, new in pairs]
+        pairs = zip(self.kv.available(), self.kv.num_new_pages(request, node), strict=True)
+        room = [(available - new) * self.kv.page_size for available, new in pairs]
         if min(room) >= 0 and alone:
             return [-there for there in room]
         groups = zip(reserved, self.reserve((request,)), room, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 from collections.abc import Collection
 
 from jaxserve.kv.kv_manager import KVManager
@@ -12,8 +13,8 @@ from jaxserve.scheduler.admission import PrefillsInProgress
 from jaxserve.scheduler.preemption import Preemption
 from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters
-from jaxserve.scheduler.waiting_queue import WaitingQueue
-from jaxserve.scheduler.waiting_reasons import Refusals, WaitReason
+from jaxserve.scheduler.waiting.wait_reason import WaitReason
+from jaxserve.scheduler.waiting.waiting_queue import WaitingQueue
 from jaxserve.types.request import Request, RequestStatus
 
 MAX_LOOKUPS = 64  # waiting requests that are looked up in the prefix cache per step
@@ -23,6 +24,9 @@ MAX_SCANNED = 1024  # waiting requests that are scanned to find the short ones, 
 # Pages of the requests that start in one step, at 1 us each, but for the first request: 64 siblings of a prompt of
 # 100,000 tokens would hold up a step for 0.3 s.
 MAX_PAGES_TAKEN = 16_384
+
+
+logger = logging.getLogger(__name__)
 
 
 class Admitter:
@@ -47,6 +51,7 @@ class Admitter:
         self._preemption = preemption
         self._counters = counters
         self._room = preemption.room
+        self._tenants = preemption.tenants
         self._step = 0
         self._now = 0.0
         self._blocked = False  # a request found no room: no other may start before it
@@ -84,7 +89,7 @@ class Admitter:
         return awaits
 
     def _may_find_room(self) -> bool:
-        if self._kv.num_free_slots:
+        if self._tenants.some_may_start(self._kv.num_free_slots):
             return len(self._waiting) > 0
         best = self._waiting.best_priority
         return best is not None and self._preemption.could_help(best)
@@ -104,6 +109,8 @@ class Admitter:
         """Why a waiting request could not start in the last step."""
         if (refused := self._refusals.of(request)) is not None:
             return refused
+        if not self._tenants.may_start(request):
+            return WaitReason.KEY_LIMIT
         if not self._kv.num_free_slots:
             return WaitReason.SLOT
         return WaitReason.ROOM_BEFORE if self._blocked else WaitReason.TOKENS
@@ -121,13 +128,15 @@ class Admitter:
             self._refusals.note(request, WaitReason.LAST_STEP if in_flight else WaitReason.TOKENS)
             self._blocked = True
             return False
+        kept = self._kv.num_free_slots == 1 and self._tenants.keeps_last_slot(request)
         node = self._kv.match(request)
         if not request.aged and self._prefills.worth_waiting(request, node, self._step):
             self._refusals.note(request, WaitReason.SHARED_PREFIX)
             return False
         missing = self._room.missing(request, node, self._reserved, alone=not self._running)
-        if max(missing) > 0 or not self._kv.num_free_slots or self._aged_lack:
-            self._refusals.note(request, WaitReason.PAGES if self._kv.num_free_slots else WaitReason.SLOT)
+        if max(missing) > 0 or kept or not self._kv.num_free_slots or self._aged_lack:
+            has_slot = self._kv.num_free_slots and not kept
+            self._refusals.note(request, WaitReason.PAGES if has_slot else WaitReason.SLOT)
             self._make_room(request, missing)
             return False
         self._take(request, node, -missing[-1] // self._kv.page_size)
@@ -140,8 +149,9 @@ class Admitter:
         aged batch request would keep online requests waiting until other batch requests end.
         """
         lack = self._aged_lack or [0] * len(missing)
-        self._preemption.preempt_for(request, [own + aged for own, aged in zip(missing, lack, strict=True)])
-        if request.aged:
+        wanted = [own + aged for own, aged in zip(missing, lack, strict=True)]
+        self._preemption.preempt_for(request, wanted, self.started)
+        if request.aged and not self._tenants.several:
             self._aged_lack = [aged + max(0, own) for own, aged in zip(missing, lack, strict=True)]
         else:
             self._blocked = True
@@ -159,6 +169,7 @@ class Admitter:
         if request.admitted is None:
             request.admitted = self._now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._tenants.started(request)
         self._prefills.add(request, self._step)
         self._running.prefilling.append(request)
         self._reserved = [a + b for a, b in zip(self._reserved, self._room.reserve((request,)), strict=True)]
@@ -173,3 +184,29 @@ def _first_and_shortest(requests: list[Request]) -> list[Request]:
     later = requests[MAX_LOOKUPS - MAX_SHORT :]
     shortest = set(heapq.nsmallest(MAX_SHORT, later, key=lambda request: (request.priority, request.num_tokens)))
     return requests[: MAX_LOOKUPS - MAX_SHORT] + [request for request in later if request in shortest]
+
+
+class Refusals:
+    """Why requests were refused a slot in the last step.
+
+    Costs one dictionary entry for each request that was tried and refused. A debug line is written if a request's
+    reason changes.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[str, WaitReason] = {}
+        self._before: dict[str, WaitReason] = {}
+
+    def open(self) -> None:
+        """A new step begins."""
+        self._before, self._now = self._now, {}
+
+    def note(self, request: Request, reason: WaitReason) -> None:
+        """The request could not start in this step."""
+        self._now[request.request_id] = reason
+        if self._before.get(request.request_id) is not reason:
+            logger.debug("request %s waits: %s", request.request_id, reason.value)
+
+    def of(self, request: Request) -> WaitReason | None:
+        """The reason of the last step; None if the request was not tried in it."""
+        return self._now.get(request.request_id)

@@ -32,7 +32,15 @@ class StepLogprobs:
         return found
 
 
-def gather_prompt_logprobs(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
+def gather_prompt_outputs(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
+    """Store what a request asks for on the prompt tokens of a chunk."""
+    if row.prompt_logprobs is not None:
+        _gather_logprobs(request, row, index, sampled)
+    if request.prompt_extras is not None and sampled.extras is not None:
+        request.prompt_extras.add(sampled.extras, index, row.start)
+
+
+def _gather_logprobs(request: Request, row: ScheduledRow, index: int, sampled: SampledTokens) -> None:
     """Store a prompt chunk's log-probabilities at their positions. Positions beyond the prompt are skipped."""
     arrays = (sampled.prompt_logprobs or {}).get(index)
     entries, prompt, top = request.prompt_logprobs, request.prompt_token_ids, row.prompt_logprobs
@@ -82,7 +90,9 @@ def _with_ids(entry: TokenLogprobs, values: list[float]) -> TokenLogprobs:
 
 
 def ask_prompt_outputs(request: Request) -> None:
-    """Prepare to collect what a request asks for on its prompt tokens."""
+    """Prepare to collect what a request asks for on its prompt tokens, unless it was sent already."""
+    if request.is_answered:
+        return
     if request.params.prompt_logprobs is not None:
         unknown: list[TokenLogprobs | None] = [None]
         request.prompt_logprobs = unknown * request.num_prompt_tokens

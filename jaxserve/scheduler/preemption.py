@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from jaxserve.kv.kv_manager import KVManager
 from jaxserve.scheduler.admission import Room
 from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.scheduler.step_builder import pages_wanted
+from jaxserve.scheduler.waiting.tenants import TenantShares
 from jaxserve.types.request import Request
 
 logger = logging.getLogger(__name__)
@@ -20,28 +20,27 @@ class Preemption:
 
     def __init__(
         self,
-        kv: KVManager,
-        running: RunningSet,
         room: Room,
+        running: RunningSet,
+        tenants: TenantShares,
         counters: Counters,
         preempt: Callable[[Request], None],
-        tokens_per_step: int,
     ) -> None:
-        self._kv = kv
+        self._kv = room.kv
         self._running = running
+        self.tenants = tenants
         self.room = room
         self._counters = counters
         self._preempt = preempt
-        self._tokens_per_step = tokens_per_step
 
     # --- if pages run out
 
     def make_room(self, num_waiting: int) -> None:
         """Preempt requests if decoding requests need more pages than are free and no pages are about to be freed."""
         decoding, available = self._running.decoding, self._kv.num_available
-        if available >= len(decoding) * self._kv.num_pages_for(2 * self._tokens_per_step - 1):
+        if available >= len(decoding):
             return
-        wanted = sum(self._pages_wanted(request) for request in decoding)
+        wanted = sum(pages_wanted(request, self._kv) for request in decoding)
         if wanted > available:
             self._kv.merge_duplicates(self._running)
             available = self._kv.num_available
@@ -58,7 +57,7 @@ class Preemption:
         count, wanted = len(kept), max(missing)
         while max(missing) > 0 and len(kept) > 1:
             victim = kept.pop()
-            spared = self._pages_wanted(victim)
+            spared = pages_wanted(victim, self._kv)
             missing = [m - own - spared for m, own in zip(missing, self._kv.num_reclaimable(victim), strict=True)]
             self._preempt(victim)
         self.room.ratio.rise(kept)
@@ -70,26 +69,31 @@ class Preemption:
             wanted, preempted, count, num_waiting + preempted, self.room.ratio.value,
         )  # fmt: skip
 
-    def _pages_wanted(self, request: Request) -> int:
-        return pages_wanted(request, self._kv, self._tokens_per_step)
-
     # --- if a better request waits
 
     def could_help(self, priority: int) -> bool:
         """Whether a request of worse priority than this one runs."""
         return any(request.priority > priority for request in self._running)
 
-    def preempt_for(self, request: Request, missing: list[int]) -> None:
-        """Preempt requests of worse priority if that makes room for a better one.
+    def preempt_for(self, request: Request, missing: list[int], started: Collection[Request] = ()) -> None:
+        """Preempt requests of worse priority, or of a tenant with more than its share, if that makes room for a
+        better one.
 
         missing: token deficit of each layer group
+        started: requests that got their slot in this step; they keep it
         """
-        if self._kv.has_leaving or not self.could_help(request.priority):
+        claim = self.tenants.claim(request, self._running, self._kv.page_size)
+        if self._kv.has_leaving or not (claim or self.could_help(request.priority)):
             return
         victims: list[Request] = []
         for victim in reversed(self._running.best_first(by_priority=True)):
-            if self._is_enough(missing, victims) or victim.aged or victim.priority <= request.priority:
+            if self._is_enough(missing, victims) or (victim.aged and claim is None):
                 break
+            if victim.priority < request.priority or victim in started:
+                continue
+            if victim.priority == request.priority or victim.aged:
+                if claim is None or not claim.take(victim):
+                    continue
             victims.append(victim)
             freed = zip(missing, self._kv.num_reclaimable(victim), self.room.reserve((victim,)), strict=True)
             missing = [m - pages * self._kv.page_size - growth for m, pages, growth in freed]

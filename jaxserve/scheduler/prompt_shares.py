@@ -1,8 +1,8 @@
 """Divides the prompt tokens of one step among prompts. Knows no pages and no device.
 
-Half of the tokens go to prompts in this order: aged, then by priority, then by arrival. The other half goes to the
-prompts of the best priority with the fewest tokens left, so that a short prompt does not wait for a long one. Tokens
-that one half does not need go to the other half.
+Half of the tokens go to prompts in this order: aged, then by priority, by turn of the tenant, and by arrival. The
+other half goes to the prompts of the best priority and tenant with the fewest tokens left, so that a short prompt does
+not wait for a long one. Tokens that one half does not need go to the other half.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxserve.scheduler.waiting.tenants import Turn
 from jaxserve.types.request import Request, RequestStatus
 
 
@@ -20,6 +21,7 @@ class PromptShares:
 
     start       gives a waiting request its slot and its pages; returns whether there was room
     num_cached  tokens of a waiting request that the prefix cache holds
+    turn        sort key of a request, before its arrival: aged, priority, tenant
     reach       position, up to the given one, for which a running prompt has pages in this step
     whole       a prompt is computed in one step; prompts run in order of arrival up to the first that does not fit
     """
@@ -27,6 +29,7 @@ class PromptShares:
     start: Callable[[Request], bool]
     num_cached: Callable[[Request], int]
     reach: Callable[[Request, int], int]
+    turn: Callable[[Request], Turn]
     whole: bool = False
 
     def divide(
@@ -37,7 +40,7 @@ class PromptShares:
         running: in any order. waiting: in the order of the policy.
         """
         shares: dict[Request, int] = {}
-        in_order = heapq.merge(sorted(running, key=_order), waiting, key=_order)
+        in_order = heapq.merge(sorted(running, key=self._order), waiting, key=self._order)
         # Alternate between rounding up and down, so that a budget of one token serves both halves.
         half = budget if self.whole else (budget + step % 2) // 2
         left = budget - self._serve(in_order, half, shares)
@@ -66,13 +69,17 @@ class PromptShares:
             left -= tokens
         return budget - left
 
-    def _num_left(self, request: Request) -> tuple[int, int, float]:
-        """Sort key: priority, then the fewest tokens left."""
+    def _order(self, request: Request) -> tuple[Turn, float]:
+        return self.turn(request), request.arrival
+
+    def _num_left(self, request: Request) -> tuple[int, tuple[int, float], int, float]:
+        """Sort key: priority, turn of the tenant, then the fewest tokens left."""
         if _runs(request):
             left = request.num_prefill_tokens - request.num_computed_tokens
         else:
             left = request.num_tokens - self.num_cached(request)
-        return request.priority, left, request.arrival
+        _, priority, rank = self.turn(request)
+        return priority, rank, left, request.arrival
 
     def _rest(self, request: Request, tokens: int) -> int:
         return request.num_prefill_tokens - request.num_computed_tokens - tokens
@@ -80,7 +87,3 @@ class PromptShares:
 
 def _runs(request: Request) -> bool:
     return request.status is RequestStatus.RUNNING
-
-
-def _order(request: Request) -> tuple[bool, int, float]:
-    return not request.aged, request.priority, request.arrival

@@ -38,6 +38,12 @@ class RunningSet:
             self.decoding += done
             self.prefilling = [request for request in self.prefilling if not request.num_inflight_tokens]
 
+    def check_integrity(self) -> list[Request]:
+        """Return the running requests. Raises AssertionError if others are listed and `has_ended` does not say so."""
+        running = [request for request in self if request.status is RequestStatus.RUNNING]
+        assert self.has_ended or len(running) == len(list(self))
+        return running
+
     def best_first(self, by_priority: bool) -> list[Request]:
         """Sort the requests to keep first: aged, better priority, more output, shorter prompt."""
         return sorted(

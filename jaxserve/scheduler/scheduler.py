@@ -7,8 +7,8 @@ tokens. The KVManager owns slots and pages.
               ^           |                         every transition goes through `_finish`
               +-PREEMPTED-+  output kept
 
-`schedule` may be called again before `update` of the previous step. It assumes that each row in flight yields a
-token. If such a row ends its request, the token of the additional step is dropped.
+`schedule` may be called before `update` of the previous step, if that has no drafts. It assumes that each row in
+flight yields a token. If such a row ends its request, the token of the additional step is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxserve.scheduler.logprobs import (
     StepLogprobs,
     add_extras,
     ask_prompt_outputs,
-    gather_prompt_logprobs,
+    gather_prompt_outputs,
     report_first,
     too_many_candidates,
 )
@@ -35,50 +35,55 @@ from jaxserve.scheduler.preemption import Preemption
 from jaxserve.scheduler.prompt_shares import PromptShares
 from jaxserve.scheduler.running_set import RunningSet
 from jaxserve.scheduler.scheduler_stats import Counters, SchedulerStats
+from jaxserve.scheduler.speculation import Speculation
 from jaxserve.scheduler.step_builder import StepBuilder
 from jaxserve.scheduler.steps_in_flight import PromptProgress, StepsInFlight
-from jaxserve.scheduler.stopping import Timers, end_of, nothing_allowed, overdue
-from jaxserve.scheduler.waiting_queue import WaitingQueue
-from jaxserve.scheduler.waiting_reasons import WaitReason
+from jaxserve.scheduler.stopping import Timers, end_of, nothing_allowed, overdue, resolve
+from jaxserve.scheduler.waiting.tenants import TenantShares
+from jaxserve.scheduler.waiting.wait_reason import WaitReason
+from jaxserve.scheduler.waiting.waiting_queue import WaitingQueue
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.scheduler_config import SchedulerConfig
-from jaxserve.types.step import RowStatus, SampledTokens, SchedulerOutput
+from jaxserve.types.step import RowStatus, SampledTokens, ScheduledRow, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """eos_token_ids: the model's; they end a request unless it sets ignore_eos"""
+    """eos_token_ids: the model's; they end a request unless it sets ignore_eos. speculation: None: no drafts"""
 
-    def __init__(self, config: SchedulerConfig, eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, config: SchedulerConfig, eos_token_ids: tuple[int, ...] = (), speculation: Speculation | None = None
+    ) -> None:
         self.config = config
         self.counters = Counters()
         self.kv = KVManager(config)
         self._eos_token_ids = eos_token_ids
-        self._waiting = WaitingQueue(config, lambda request: self.kv.match(request).depth)
+        self._speculation = speculation
+        self._tenants = TenantShares(config.num_slots, config.num_pages, config.max_num_batched_tokens)
+        self._waiting = WaitingQueue(config, lambda request: self.kv.match(request).depth, self._tenants)
         self._running = RunningSet()
         self._live: dict[str, Request] = {}
         self._timers = Timers()
-        self.in_flight = StepsInFlight(config.tokens_per_step)
-        self._step = 0  # number of the last scheduled step
-        self._last_read = 0  # number of the last step whose tokens were read
+        self.in_flight = StepsInFlight()
+        self._num_chunk_tokens = 0  # prompt tokens of the last step
+        self._step = self._last_read = 0  # numbers of the last step that was scheduled, and whose tokens were read
         self._ratio = NewTokenRatio(config.new_token_ratio)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
         self._progress = PromptProgress(self.kv, self._prefills)
         self._batch_policy = make_policy(config)
         self._preemption = Preemption(
-            self.kv, self._running, Room(self._ratio, self.kv), self.counters, self._preempt, config.tokens_per_step
+            Room(self._ratio, self.kv), self._running, self._tenants, self.counters, self._preempt
         )
         self._admitter = Admitter(
             self.kv, self._waiting, self._running, self._prefills, self._preemption, self.counters
         )
         self._tried_alone: Collection[str] | None = None  # `only` of the last step
         self._batch_waits = False  # batch requests could not start in the last step
-        self._shares = PromptShares(
-            self._admitter.start, self._admitter.num_cached, self.kv.prompt_reach, config.whole_prompts
-        )
+        start, num_cached = self._admitter.start, self._admitter.num_cached
+        self._shares = PromptShares(start, num_cached, self.kv.prompt_reach, self._tenants.turn, config.whole_prompts)
 
     # --- requests come and go
 
@@ -92,19 +97,15 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises like `SchedulerConfig.check_fits`. AsyncEngine enforces the limits of the queue."""
-        params = request.params
         self.config.check_fits(request.num_prompt_tokens, request.max_tokens)
         if request.request_id in self._live:
             raise InvalidValueError(f"request id {request.request_id} is in use", param="request_id")
-        eos = () if params.ignore_eos else self._eos_token_ids
-        request.stop_token_ids = frozenset((*eos, *params.stop_token_ids))
-        request.max_computed_tokens = request.num_prompt_tokens + request.max_tokens - 1
-        request.extras = params.extras if params.extras.wanted else None
-        if not request.is_answered:
-            ask_prompt_outputs(request)
+        resolve(request, self._eos_token_ids)
+        ask_prompt_outputs(request)
         request.queued_step = self._step
         request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
+        self._tenants.add(request)
         self._batch_policy.count(request, 1)
         if request.output_token_ids:
             self._waiting.push_front(request)  # resumed: its client has already seen tokens
@@ -158,8 +159,11 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._live[request.request_id]
+        self._tenants.remove(request)
         self._batch_policy.count(request, -1)
         self.counters.count_end(reason)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         return TokenOutput(
             request_id=request.request_id,
             token_ids=token_ids or [],
@@ -173,41 +177,49 @@ class Scheduler:
 
     def _leave_device(self, request: Request) -> None:
         self._running.has_ended = True
+        self._tenants.left(request)
         self._prefills.remove(request)
         self.kv.release(request, self._last_read)
 
     def recover(self) -> list[str]:
-        """Recover from the loss of the device's state: drop the steps in flight and all pages, and requeue running
-        requests.
-
-        Returns the ids of the live requests that were in those steps.
-        """
+        """Drop steps in flight and all pages: the device's state is lost. Returns the live requests of those steps."""
         ids = [request_id for request_id in self.in_flight.request_ids() if request_id in self._live]
         self.in_flight.clear()
         self._last_read = self._step
         self.kv.cache.flush()
         self.kv.retire(self._step)
-        for request in reversed(self._running.best_first(by_priority=True)):
-            self._preempt(request)
+        self.retract()
         for request in self._live.values():
             request.num_inflight_tokens = 0
         return ids
+
+    def retract(self) -> None:
+        """Return all running requests to the queue. Their outputs are kept, and their KV is computed again."""
+        for request in reversed(self._running.best_first(by_priority=True)):
+            self._preempt(request)
 
     def waits_for_read(self, now: float) -> bool:
         """Whether the step in flight must be read before the next one is scheduled. now: seconds"""
         return bool(self.in_flight) and not self._batch_policy.runs_ahead(self.in_flight.newest, now)
 
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether the step in flight must be read first, because the next one should have drafts."""
+        if self._speculation is None or not self.in_flight:
+            return False
+        prompts = bool(self._running.prefilling or (self._waiting and self.kv.num_free_slots))
+        return self._speculation.wants(self.in_flight.newest, self._running.decoding, prompts=prompts)
+
     # --- scheduling a step
 
     def schedule(self, now: float, only: Collection[str] | None = None) -> SchedulerOutput | None:
-        """Return the next step, or None if nothing can run before a step in flight has been read.
-
-        now: seconds. only: ids of the waiting requests that may start; None: all.
+        """Return the next step; None if nothing can run before a read. now: seconds. only: waiting requests that may
+        start, by id; None: all.
         """
         running, policy = self._running, self._batch_policy
         running.drop_ended()
         self._preemption.make_room(len(self._waiting))
-        step = StepBuilder(self._step + 1, self.config.tokens_per_step, self.kv)
+        step = StepBuilder(self._step + 1, self.kv)
         self._waiting.age(step.number)
         online_prompts = self._waiting.num_online > 0 or bool(policy.online(running.prefilling))
         joins = policy.joins(len(self._live), online_prompts, now) or only is not None
@@ -223,13 +235,12 @@ class Scheduler:
             self._batch_waits = False
         step.fit(self.config.step_sizes)
         running.promote()
+        if self._speculation is not None and not (step.has_prompt or self.in_flight):
+            self._speculation.offer(step)
         return self._dispatch(step) if step.rows else None
 
     def _add_prompts(self, step: StepBuilder, now: float, only: Collection[str] | None, *, batch: bool) -> None:
-        """Divide the step's prompt tokens among running prompts and waiting requests.
-
-        only: as in `schedule`. batch: include batch requests.
-        """
+        """Divide the step's prompt tokens among prompts. only: as in `schedule`. batch: include batch requests."""
         policy, rows = self._batch_policy, step.num_decode_rows
         prompts = self._running.prefilling.copy() if batch else policy.online(self._running.prefilling)
         waiting = [] if step.short_of_pages else self._admitter.open(step.number, now, batch=batch, only=only)
@@ -237,6 +248,7 @@ class Scheduler:
             return
         room = self.config.max_num_batched_tokens - rows
         budget = min(room, policy.budget(rows, batch=batch and policy.num_batch > 0, now=now))
+        budget = min(budget, self._tenants.limit(budget, (*prompts, *waiting), self._num_chunk_tokens))
         shares = self._shares.divide(budget, prompts, waiting, step.number)
         for request in self._admitter.started if waiting else ():
             policy.started(request, request.num_prefill_tokens - request.num_computed_tokens)
@@ -248,9 +260,12 @@ class Scheduler:
         output = step.build()
         self._step = step.number
         self.in_flight.add(output, step.requests)
+        if self._tenants.counts:
+            self._tenants.charge(output.rows, step.requests)
         num_decodes, chunks = output.num_decode_rows, output.rows[output.num_decode_rows :]
         num_first = sum(row.samples and not row.embed for row in chunks)
-        self.counters.count_step(output.num_tokens - num_decodes, num_decodes + num_first)
+        self._num_chunk_tokens = output.num_tokens - num_decodes
+        self.counters.count_step(self._num_chunk_tokens, num_decodes + num_first)
         if num_decodes:
             self._ratio.decay()
         return output
@@ -265,7 +280,7 @@ class Scheduler:
 
     def waiting(self, limit: int) -> list[tuple[Request, WaitReason]]:
         """At most `limit` waiting requests in the order of the policy, each with the reason why it waits."""
-        return [(request, self._reason(request)) for request in itertools.islice(self._waiting.candidates(), limit)]
+        return [(request, self._reason(request)) for request in self._waiting.first(limit)]
 
     def _reason(self, request: Request) -> WaitReason:
         if self._tried_alone is not None and request.request_id not in self._tried_alone:
@@ -287,21 +302,18 @@ class Scheduler:
         """Process the tokens of the oldest step in flight. Raises ValueError for any other step."""
         requests = self.in_flight.take(output)
         self._last_read = output.step
-        per_step, fine, outputs = self.config.tokens_per_step, int(RowStatus.FINE), []
-        token_ids, num_valid, status = (
-            array.tolist() for array in (sampled.token_ids, sampled.num_valid, sampled.status)
-        )
+        fine, outputs = int(RowStatus.FINE), []
+        token_ids, num_valid, status = (a.tolist() for a in (sampled.token_ids, sampled.num_valid, sampled.status))
         logprobs = None if sampled.logprobs is None else StepLogprobs(sampled, output.rows)
         first_chunk = output.num_decode_rows
         for i, (row, request) in enumerate(zip(output.rows, requests, strict=True)):
-            if row.prompt_logprobs is not None:
-                gather_prompt_logprobs(request, row, i, sampled)
-            if request.prompt_extras is not None and sampled.extras is not None:
-                request.prompt_extras.add(sampled.extras, i, row.start)
+            if row.prompt_logprobs is not None or request.prompt_extras is not None:
+                gather_prompt_outputs(request, row, i, sampled)
             if i >= first_chunk and status[i] != RowStatus.NOT_FINITE:
                 self._progress.share_chunk(request, row)
+            most = 1 + len(row.drafts) if row.drafts else 1
             if samples := row.samples:
-                request.num_inflight_tokens -= per_step
+                request.num_inflight_tokens -= most
             if request.status is RequestStatus.FINISHED:
                 self.counters.dropped_tokens += num_valid[i] if samples else 0
             elif status[i] != fine:
@@ -314,10 +326,10 @@ class Scheduler:
                 outputs.append(self._finish(request, FinishReason.ERROR, error=error, error_status=400))
             else:
                 new = token_ids[i]
-                if num_valid[i] != per_step:
-                    request.num_computed_tokens -= per_step - num_valid[i]
+                if num_valid[i] != len(new):
+                    request.num_computed_tokens -= most - num_valid[i]
                     new = new[: num_valid[i]]
-                result = self._accept(request, new, now)
+                result = self._accept(request, row, new, now)
                 if row.logprobs is not None and logprobs is not None:
                     result.logprobs = logprobs.of_row(i, result.token_ids, row.logprobs)
                     add_extras(result, row, i, sampled.extras)
@@ -326,10 +338,11 @@ class Scheduler:
         self.kv.retire(output.step)
         return outputs
 
-    def _accept(self, request: Request, new: list[int], now: float) -> TokenOutput:
+    def _accept(self, request: Request, row: ScheduledRow, new: list[int], now: float) -> TokenOutput:
         """Append a row's tokens and check whether they end the request."""
         output = request.output_token_ids
         output += new
+        num_drafts = None if self._speculation is None else self._speculation.accept(request, row.drafts, new)
         first = not request.prompt_done
         if first:
             self._progress.complete_prompt(request)
@@ -337,6 +350,8 @@ class Scheduler:
             result = TokenOutput(request_id=request.request_id, token_ids=new)
         else:
             result = self._end_or_go_on(request, new)
+        if num_drafts is not None:
+            result.num_accepted_drafts, result.num_rejected_drafts = num_drafts
         self.counters.generation_tokens += len(result.token_ids)
         if first:
             report_first(request, result, now, self.counters)
@@ -368,24 +383,18 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the current gauges and a copy of the counters."""
-        num_preempted = sum(request.status is RequestStatus.PREEMPTED for request in self._waiting)
         return SchedulerStats(
             num_running=len(self._live) - len(self._waiting),
-            num_waiting=len(self._waiting),
-            num_preempted=num_preempted,
-            num_waiting_tokens=self._waiting.num_tokens,
+            **self._waiting.counts(),
             **self.kv.page_counts(),
             new_token_ratio=self._ratio.value,
             counters=copy.copy(self.counters),
+            drafts=copy.deepcopy(self._speculation.counters) if self._speculation is not None else None,
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page, slot and request is accounted for exactly once."""
-        running = [request for request in self._running if request.status is RequestStatus.RUNNING]
-        waiting = list(self._waiting)
-        ids = [request.request_id for request in itertools.chain(running, waiting)]
+        running = self._running.check_integrity()
+        ids = [request.request_id for request in itertools.chain(running, self._waiting.check_integrity())]
         assert sorted(ids) == sorted(self._live), "a request is lost or in two places"
-        assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in waiting)
-        assert self._waiting.num_tokens == sum(r.num_prompt_tokens for r in waiting)
-        assert self._running.has_ended or len(running) == len(list(self._running))
         self.kv.check_integrity(running)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.output import FinishReason
 from jaxserve.types.request import Request
 
@@ -89,3 +90,4 @@ class SchedulerStats:
     num_window_pages_used: int  # of the sliding-window layers: neither free nor evictable
     new_token_ratio: float
     counters: Counters
+    drafts: DraftCounters | None  # None: there is no speculation

@@ -6,6 +6,9 @@ All rows are built here. The scheduler decides which request gets a row and how 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
 
 from jaxserve.kv.kv_manager import KVManager
 from jaxserve.types.request import Request
@@ -18,39 +21,35 @@ _EMPTY: list[int] = []  # shared by all decode rows; never modified
 class StepBuilder:
     """Collects the rows of a step. Add decode rows first, then prompt chunks.
 
-    tokens_per_step    tokens that a sampling row may yield; the host assumes all of them until the step is read
     requests           of the rows, in their order
     short_of_pages     a decoding request had no page for its next token
     """
 
-    def __init__(self, number: int, tokens_per_step: int, kv: KVManager) -> None:
+    def __init__(self, number: int, kv: KVManager) -> None:
         self.number = number
         self.rows: list[ScheduledRow] = []
         self.requests: list[Request] = []
         self.short_of_pages = False
-        self._tokens_per_step = tokens_per_step
         self._kv = kv
         self._window = kv.window
         self._window_pages: list[PageTableUpdate] = []
         self._slot_inits: list[SlotInit] = []
         self._new_pages: dict[int, list[int]] = {}  # by slot, for the requests that started in this step
-        self._num_decode_rows = 0
+        self._num_decode_rows = self._num_drafts = 0
 
     def add_decodes(self, decoding: list[Request]) -> None:
         """Add a row for each request that has tokens left to generate and a page for the next one."""
-        number, per_step, rows, requests, kv = self.number, self._tokens_per_step, self.rows, self.requests, self._kv
+        number, rows, requests, kv = self.number, self.rows, self.requests, self._kv
         for request in decoding:
             start = request.num_computed_tokens
             if start >= request.max_computed_tokens or request.rests:
                 continue  # its last token is in flight, or its token mask is not ready
             first_new_page, new_page_ids = 0, _EMPTY
-            if start + per_step > request.page_capacity:
-                if (wanted := pages_wanted(request, kv, per_step)) > kv.num_available:
+            if start >= request.page_capacity:
+                if (wanted := pages_wanted(request, kv)) > kv.num_available:
                     self.short_of_pages = True
                     continue
-                first_new_page, new_page_ids = len(request.page_ids), kv.grow(request, wanted)
-                if self._window is not None:
-                    self._send_window_pages(request, self._window.grow(request, wanted))
+                first_new_page, new_page_ids = len(request.page_ids), self._grow(request, wanted)
             rows.append(
                 ScheduledRow(
                     request.request_id,
@@ -69,10 +68,35 @@ class StepBuilder:
                 )
             )
             requests.append(request)
-            request.num_computed_tokens = start + per_step
-            request.num_inflight_tokens += per_step
+            request.num_computed_tokens = start + 1
+            request.num_inflight_tokens += 1
             request.last_step = number
         self._num_decode_rows = len(rows)
+
+    def _grow(self, request: Request, count: int) -> list[int]:
+        page_ids = self._kv.grow(request, count)
+        if self._window is not None:
+            self._send_window_pages(request, self._window.grow(request, count))
+        return page_ids
+
+    def room_for_drafts(self, index: int, most: int) -> int:
+        """Return how many drafts, at most `most`, row `index` has pages for. One free page a row is left for others."""
+        request = self.requests[index]
+        free = max(0, self._kv.num_available - len(self.rows))
+        return max(0, min(most, request.page_capacity + free * self._kv.page_size - request.num_computed_tokens))
+
+    def add_drafts(self, index: int, drafts: Sequence[int]) -> None:
+        """Give decode row `index` at most as many drafts as `room_for_drafts` says. They count as right until the step
+        is read.
+        """
+        row, request = self.rows[index], self.requests[index]
+        request.num_computed_tokens += len(drafts)
+        request.num_inflight_tokens += len(drafts)
+        self._num_drafts += len(drafts)
+        first, pages = row.first_new_page or len(request.page_ids), row.new_page_ids
+        if (wanted := self._kv.num_pages_for(request.num_computed_tokens) - len(request.page_ids)) > 0:
+            pages = pages + self._grow(request, wanted)
+        self.rows[index] = msgspec.structs.replace(row, drafts=tuple(drafts), first_new_page=first, new_page_ids=pages)
 
     def init_slot(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
         """Initialize the slot of a request that just started. A prompt chunk of it must follow."""
@@ -109,6 +133,7 @@ class StepBuilder:
             logprobs=request.params.logprobs,
             prompt_logprobs=None if request.prompt_logprobs is None else request.params.prompt_logprobs,
             embed=request.params.embed and done,
+            second_text=request.params.second_text,
             extras=request.extras,
         )
         self.rows.append(row)
@@ -116,8 +141,7 @@ class StepBuilder:
         request.num_computed_tokens = end
         request.last_step = self.number
         if done:
-            request.num_computed_tokens += self._tokens_per_step - 1
-            request.num_inflight_tokens += self._tokens_per_step
+            request.num_inflight_tokens += 1
 
     def _send_window_pages(self, request: Request, pages: tuple[int, list[int]]) -> None:
         first, page_ids = pages
@@ -144,7 +168,7 @@ class StepBuilder:
         row, request = self.rows.pop(), self.requests.pop()
         request.num_computed_tokens = row.start
         if row.samples:
-            request.num_inflight_tokens -= self._tokens_per_step
+            request.num_inflight_tokens -= 1
         self.add_chunk(request, row.num_tokens - num_tokens)
 
     @property
@@ -156,10 +180,12 @@ class StepBuilder:
         return len(self.rows) > self._num_decode_rows
 
     def build(self) -> SchedulerOutput:
-        return SchedulerOutput(self.number, self.rows, self._num_decode_rows, self._slot_inits, self._window_pages)
+        return SchedulerOutput(
+            self.number, self.rows, self._num_decode_rows, self._slot_inits, self._window_pages, self._num_drafts
+        )
 
 
-def pages_wanted(request: Request, kv: KVManager, tokens_per_step: int) -> int:
-    """Return how many pages a decoding request lacks for its next step."""
-    end = min(request.num_computed_tokens + tokens_per_step, request.max_computed_tokens)
+def pages_wanted(request: Request, kv: KVManager) -> int:
+    """Return how many pages a decoding request lacks for its next token."""
+    end = min(request.num_computed_tokens + 1, request.max_computed_tokens)
     return max(0, kv.num_pages_for(end) - len(request.page_ids))

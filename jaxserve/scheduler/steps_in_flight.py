@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 class StepsInFlight:
     """The dispatched steps, oldest first, each with the requests of its rows."""
 
-    def __init__(self, tokens_per_step: int) -> None:
-        self._tokens_per_step = tokens_per_step
+    def __init__(self) -> None:
         self._steps: deque[tuple[SchedulerOutput, list[Request]]] = deque()
 
     def __len__(self) -> int:
@@ -53,8 +52,9 @@ class StepsInFlight:
         output, requests = self._steps[-1]
         for i in rows:
             output.rows[i] = msgspec.structs.replace(output.rows[i], samples=False)
-            requests[i].num_computed_tokens -= self._tokens_per_step
-            requests[i].num_inflight_tokens -= self._tokens_per_step
+            most = 1 + len(output.rows[i].drafts)
+            requests[i].num_computed_tokens -= most
+            requests[i].num_inflight_tokens -= most
 
     def rest(self, resting: Collection[str]) -> None:
         """Pause the masked requests of `resting` until `Scheduler.wake`. The other masked ones go on."""

@@ -12,6 +12,15 @@ from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
 
 
+def resolve(request: Request, eos_token_ids: tuple[int, ...]) -> None:
+    """Set what follows from a new request's parameters: stop tokens, the last token to compute, extra outputs."""
+    params = request.params
+    eos = () if params.ignore_eos else eos_token_ids
+    request.stop_token_ids = frozenset((*eos, *params.stop_token_ids))
+    request.extras = params.extras if params.extras.wanted else None
+    request.max_computed_tokens = request.num_prompt_tokens + request.max_tokens - 1
+
+
 def end_of(request: Request, count: int) -> tuple[int, FinishReason | None, int | None]:
     """Check whether the last `count` tokens of the output end the request.
 

@@ -1,6 +1,5 @@
-"""The durable store: files and batches. No jax, no HTTP."""
+"""The durable store: files, batches, responses and conversations. No jax, no HTTP."""
 
-from jaxserve.store.disk import Disk
 from jaxserve.store.records import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
@@ -13,6 +12,7 @@ from jaxserve.store.records import (
     Page,
     Usage,
 )
+from jaxserve.store.sqlite.disk import Disk
 from jaxserve.store.store import Store, Upload
 from jaxserve.store.validation import BatchLine, Validation, Validator, normalize_url
 

@@ -15,7 +15,6 @@ from dataclasses import asdict
 
 from jaxserve.errors import ConflictError, InvalidValueError, NotFoundError, StoreDamagedError
 from jaxserve.store.files import OWNED, insert_file, select_page
-from jaxserve.store.integrity import DAMAGED
 from jaxserve.store.records import (
     EDGES,
     BatchError,
@@ -28,6 +27,7 @@ from jaxserve.store.records import (
     Page,
     Usage,
 )
+from jaxserve.store.sqlite.integrity import DAMAGED
 
 IDEMPOTENCY_SECONDS = 48 * 3600
 

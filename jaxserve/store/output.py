@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from jaxserve.store import batches
-from jaxserve.store.disk import PendingFile
 from jaxserve.store.jsonl import read_lines
+from jaxserve.store.sqlite.disk import PendingFile
 from jaxserve.store.validation import BatchLine
 
 MissingLine = Callable[[str], bytes]  # custom_id -> the line of the error file, without the newline

@@ -2,7 +2,7 @@
 
     jaxserve-store marks the directory as a store and holds its version
     lock           held while a server runs
-    store.db       files, batches, results of batch requests, lease, idempotency keys
+    store.db       files, batches and their results, responses, conversations, lease, idempotency keys
     files/<id>     bytes; written once, never changed
     tmp/           unfinished files; removed at start
 
@@ -24,11 +24,6 @@ from typing import BinaryIO
 
 from jaxserve.errors import ConfigError, InvalidValueError, NotFoundError, StorageError, StoreDamagedError
 from jaxserve.store import batches, files
-from jaxserve.store.condition import StoreCondition
-from jaxserve.store.database import Database
-from jaxserve.store.directory import DATABASE, FILES, TMP, check_usable, mark, own_files
-from jaxserve.store.disk import Disk, PendingFile, is_full, storage_error
-from jaxserve.store.lock import DirectoryLock
 from jaxserve.store.output import MissingLine, OutputFiles, write_results
 from jaxserve.store.records import (
     MAX_EXPIRY_SECONDS,
@@ -41,12 +36,18 @@ from jaxserve.store.records import (
     NewBatch,
     Page,
 )
+from jaxserve.store.response_store import ResponseStore
+from jaxserve.store.sqlite.condition import StoreCondition
+from jaxserve.store.sqlite.database import Database
+from jaxserve.store.sqlite.directory import DATABASE, FILES, TMP, check_usable, mark, own_files
+from jaxserve.store.sqlite.disk import Disk, PendingFile, is_full, storage_error
+from jaxserve.store.sqlite.lock import DirectoryLock
 
 SWEEP_ROWS = 2000  # results removed in one transaction, so that no write waits long
 
 
 class Store:
-    """Files and batches.
+    """Files and batches; responses and conversations are in `responses`.
 
     A write is durable when it returns, and has changed nothing if it raises StorageError. Lists are in order of
     creation. They neither skip nor repeat an object while others are added or deleted.
@@ -73,6 +74,7 @@ class Store:
             with _usable(directory):
                 mark(directory, self.disk)
             self._database = Database(directory / DATABASE, self.disk)
+            self.responses = ResponseStore(self._database, self.now)
         except BaseException:
             self._lock.release()
             raise
@@ -88,6 +90,10 @@ class Store:
     def condition(self) -> StoreCondition:
         """Return whether the store can be written, as of the latest write."""
         return self._database.condition.now
+
+    @property
+    def directory(self) -> Path:
+        return self._directory
 
     def now(self) -> int:
         return int(self._clock())
@@ -262,7 +268,7 @@ class Store:
     # housekeeping
 
     async def sweep(self) -> None:
-        """Remove expired and deleted files, published results and old idempotency keys."""
+        """Remove expired and deleted files, published results, old idempotency keys and expired responses."""
         now = self.now()
         await self._database.write(files.hide_expired, now)
         await self._remove_bytes()
@@ -270,6 +276,7 @@ class Store:
             pass
         await self._database.write(files.forget_tombstones, now)
         await self._database.write(batches.forget_replies, now)
+        await self.responses.sweep()
 
     async def _remove_bytes(self) -> None:
         """Remove the bytes, then record that. A crash between the two is repaired at the next start."""
@@ -324,7 +331,8 @@ def _usable(directory: Path) -> Iterator[None]:
         yield
     except (OSError, StorageError, StoreDamagedError) as error:
         fix = "make room on its disk" if is_full(error) else "check --store.path"
-        raise ConfigError(f"the store {directory} cannot be used: {error}", fix=fix) from error
+        reason = (error.strerror or error) if isinstance(error, OSError) else error
+        raise ConfigError(f"the store {directory} cannot be used: {reason}", fix=fix) from error
 
 
 def _create_batch(

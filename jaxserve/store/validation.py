@@ -2,7 +2,7 @@
 
 An error here names the line and makes the whole file invalid. An error of a single request (a wrong temperature, an
 unknown tool) is found by its route when it runs, and fails only that request. Bodies are not parsed into objects: only
-`model` and `stream` are read, and the rest is checked to be JSON.
+`model`, `stream`, `background` and `conversation` are read, and the rest is checked to be JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -36,6 +37,8 @@ class BatchLine(msgspec.Struct, frozen=True):
 class _Body(msgspec.Struct, frozen=True):
     model: str | None = None  # as online: none means the server's first model
     stream: bool | None = None
+    background: Any = None  # this and the next of Responses; other routes have no such field, so it may be anything
+    conversation: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,12 @@ class Validator:
             self._add(line, "model_mismatch", f"The model {shown} is not that of the earlier lines.", "body.model")
         if body.stream:
             self._add(line, "unsupported_parameter", "A batch cannot stream.", "body.stream")
+        if body.background is True:
+            message = "A batch runs in the background; its output would not have the answer."
+            self._add(line, "unsupported_parameter", message, "body.background")
+        if body.conversation is not None:
+            message = "A batch cannot continue a conversation: its lines have no order, and a crash may run one again."
+            self._add(line, "unsupported_parameter", message, "body.conversation")
 
     def _add(self, line: Line, code: str, message: str, param: str | None = None) -> None:
         self._errors.append(BatchError(code, message, param, line.number))

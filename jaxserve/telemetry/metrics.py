@@ -17,7 +17,9 @@ from prometheus_client.registry import Collector
 
 from jaxserve.errors import HTTPError, QueueFullError
 from jaxserve.scheduler.scheduler_stats import STEP_SIZES
+from jaxserve.telemetry.merging import Families, FamilyCollector, merge_families, read_families
 from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.messages import EngineInfo, EngineStats
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 
@@ -57,6 +59,10 @@ _ALIASES = {
     "jaxserve:request_num_preemptions": ("vllm:request_num_preemptions",),
     "jaxserve:iteration_tokens": ("vllm:iteration_tokens_total",),
     "jaxserve:admission_rejections": ("vllm:admission_rejections",),
+    "jaxserve:spec_decode_num_drafts": ("vllm:spec_decode_num_drafts",),
+    "jaxserve:spec_decode_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
+    "jaxserve:spec_decode_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens",),
+    "jaxserve:spec_decode_num_accepted_tokens_per_pos": ("vllm:spec_decode_num_accepted_tokens_per_pos",),
 }
 
 
@@ -77,6 +83,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, descriptors and CPU of the API process
+        self.registry.register(_TaskCollector())
         self.model = ""  # label of vLLM's names; known after the engine was ready
         self._read_engine: EngineReader | None = None
         self.http_responses = self._counter("http_responses", "Answers by status.", ["method", "status"])
@@ -106,7 +113,10 @@ class Metrics:
         """Export the engine's numbers; `read` is called at each scrape."""
         self._read_engine = read
         self.registry.register(_EngineCollector(self, read))
-        self.registry.register(_TaskCollector())
+
+    def watch_keys(self, read: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        """Export the counts of each API key; `read` is called at each scrape. The field `name` is the label."""
+        self.registry.register(_KeyCollector(read))
 
     def watch_gauges(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Export gauges by name; `read` is called at each scrape."""
@@ -122,11 +132,13 @@ class Metrics:
         method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE", "HEAD", "OPTIONS") else "other"
         self.http_responses.labels(method, str(status)).inc()
 
-    def render(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
+    def render(self, others: Sequence[Families] = ()) -> bytes:
+        """Return the metrics in Prometheus' text format. others: of other processes, to be added"""
         info = self._read_engine().info if self._read_engine is not None else None
         self.model = info.served_names[0] if info is not None else self.model
-        return generate_latest(self.registry)
+        if not others:
+            return generate_latest(self.registry)
+        return generate_latest(FamilyCollector(merge_families([read_families(self.registry), *others])))
 
 
 class Latencies:
@@ -257,6 +269,29 @@ class _GaugeCollector(Collector):
             yield GaugeMetricFamily(name, _text(name), value=value)
 
 
+class _KeyCollector(Collector):
+    def __init__(self, read: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the counters of each key."""
+        keys = list(self._read())
+        live = GaugeMetricFamily("jaxserve:key_requests_live", "requests in hand of an API key", labels=["key"])
+        counters = {
+            name: CounterMetricFamily(f"jaxserve:key_{name}", f"{name.replace('_', ' ')} of an API key", labels=["key"])
+            for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "refused")
+        }
+        for key in keys:
+            live.add_metric([key["name"]], key["num_live"])
+            for name, family in counters.items():
+                family.add_metric([key["name"]], key[name])
+        yield live
+        yield from counters.values()
+
+
 class _EngineCollector(Collector):
     def __init__(self, metrics: Metrics, read: EngineReader) -> None:
         self._metrics = metrics
@@ -274,12 +309,24 @@ class _EngineCollector(Collector):
             yield from self._families(CounterMetricFamily, name, value)
         yield from self._step_sizes(reading.stats)
         yield self._waiting_by_reason(reading.stats)
+        if reading.stats.drafts is not None:
+            yield from self._drafts(reading.stats.drafts)
         if reading.info is not None:
             yield _cache_config(reading.info)
 
     def _step_sizes(self, stats: EngineStats) -> Iterable[Metric]:
         counts = stats.step_sizes or [0] * (len(STEP_SIZES) + 1)
         yield from _histograms(self._metrics, "jaxserve:iteration_tokens", STEP_SIZES, counts, stats.step_tokens)
+
+    def _drafts(self, counters: DraftCounters) -> Iterable[Metric]:
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            yield from self._families(CounterMetricFamily, f"jaxserve:spec_decode_{name}", getattr(counters, name))
+        name = "jaxserve:spec_decode_num_accepted_tokens_per_pos"
+        for each, labels in _names(self._metrics, name):
+            family = CounterMetricFamily(each, _text(name), labels=["position", *labels])
+            for position, count in enumerate(counters.accepted_per_pos):
+                family.add_metric([str(position), *labels.values()], count)
+            yield family
 
     def _waiting_by_reason(self, stats: EngineStats) -> Metric:
         """Split the waiting requests by vLLM's reasons: capacity, and deferred for those that could not run with free

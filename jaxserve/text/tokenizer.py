@@ -85,8 +85,8 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
-        """Read a model directory. Raises ModelLoadError naming the file that is missing or damaged."""
-        path = Path(path)
+        """Read a model directory, or that of a GGUF file. Raises ModelLoadError with the missing or damaged file."""
+        path = Path(path).parent if Path(path).is_file() else Path(path)
         config = _read_json(path / "tokenizer_config.json")
         eos_ids = _eos_ids(path / "generation_config.json") + _eos_ids(path / "config.json")
         templates = _chat_templates(path, config)
@@ -101,9 +101,7 @@ class Tokenizer:
         if not plain and SHIELD not in text:
             return _encode(self.backend, text, add_special_tokens)
         if plain:
-            with self._lock:  # the cached property must be made once
-                backend = self._plain
-            return _encode(backend, text.replace(SHIELD, ""), add_special_tokens)
+            return _encode(self.plain_backend(), text.replace(SHIELD, ""), add_special_tokens)
         return self._encode_shielded(text, add_special_tokens)
 
     def shield(self, text: str) -> str:
@@ -146,6 +144,11 @@ class Tokenizer:
         """The text of tokenizer.json, for libraries that build their own from it."""
         return self.backend.to_str()
 
+    def plain_backend(self) -> tokenizers.Tokenizer:
+        """Return the backend that reads special tokens as text."""
+        with self._lock:  # the cached property must be made once
+            return self._plain
+
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """A second backend that reads special tokens as text; the switch is state of a backend."""
@@ -167,9 +170,7 @@ class Tokenizer:
         return ids + self._plain_ids(text[position:])
 
     def _plain_ids(self, text: str) -> list[int]:
-        with self._lock:  # the cached property must be made once
-            plain = self._plain
-        return _encode(plain, text.replace(SHIELD, ""), False) if text else []
+        return _encode(self.plain_backend(), text.replace(SHIELD, ""), False) if text else []
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self.id_to_token(token_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Mapping
 
 _PATH = "PYTHONPATH"
@@ -27,6 +28,17 @@ def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     if _PATH in child:
         child[_PATH] = os.pathsep.join(filter(None, child[_PATH].split(os.pathsep)))
     return child
+
+
+def end_with_parent() -> None:
+    """Start a thread that waits until stdin closes, which means that the parent ended, and then exits at once."""
+    threading.Thread(target=_wait_and_exit, name="parent-watch", daemon=True).start()
+
+
+def _wait_and_exit() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(1)
 
 
 def without_empty_entries(path: list[str], environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -4,19 +4,34 @@ Nothing else crosses the private socket and nothing is unpickled. A frame that d
 
     API process  --ToEngine-->    Add · Abort · Call · Stop
                  <--FromEngine--  Located · Progress · Ready · Failed · Outputs · Reply
+
+With `server.workers`, the same messages connect the workers to the main process, and some more:
+
+    worker       --FromWorker-->  Add · Abort · Reply
+                 <--ToWorker--    Located · Ready · EngineState · Outputs · Refused · Call
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
-from jaxserve.errors import InvalidValueError, JaxserveError
+from jaxserve.errors import (
+    EngineDeadError,
+    HTTPError,
+    InvalidValueError,
+    JaxserveError,
+    NotReadyError,
+    QueueFullError,
+    RequestTimeoutError,
+    ServerError,
+)
 from jaxserve.types.bounds import Int32
-from jaxserve.types.output import TokenOutput
+from jaxserve.types.draft_counters import DraftCounters
+from jaxserve.types.output import FIRST_VERSION, TokenOutput
 from jaxserve.types.sampling import EngineRequest
 
 
@@ -48,7 +63,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_embedding: bool = False  # an embedding model, which generates no text
     embedding_size: int = 0
     embedding_normalized: bool = True  # embeddings have L2 norm 1
+    labels: list[str] = []  # of a classification head; a model with one generates no text
+    multi_label: bool = False  # each label has a probability of its own: sigmoid, not softmax
+    raw_scores: bool = False  # its files say that relevance is the head's number itself, without a sigmoid
+    label_token_ids: tuple[int, ...] = ()  # of a reranker that answers with a word: not relevant, relevant
     routed: tuple[int, int] = (0, 0)  # number of MoE layers, and routed experts per token in each
+
+    @property
+    def task(self) -> Literal["generate", "embed", "classify"]:
+        """What the model does; only `generate` makes text."""
+        if self.labels:
+            return "classify"
+        return "embed" if self.is_embedding else "generate"
 
     @property
     def num_kv_tokens(self) -> int:
@@ -56,7 +82,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitingRequest(msgspec.Struct, frozen=True):
-    """A request that has no slot, and why: a value of scheduler.waiting_reasons.WaitReason."""
+    """A request that has no slot, and why: a value of `WaitReason` of the scheduler."""
 
     request_id: str  # the engine's
     client_id: str
@@ -84,6 +110,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     host_seconds: float = 0.0  # host time of the steps: scheduling, packing, unpacking
     step_tokens: int = 0  # prompt tokens computed plus tokens sampled, summed over the steps
     step_sizes: list[int] = []  # number of steps by size, see scheduler_stats.STEP_SIZES
+    drafts: DraftCounters | None = None  # None: there is no speculation
+    weight_version: str = FIRST_VERSION
     details: dict[str, float] = {}
 
 
@@ -206,7 +234,43 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     call_id: int
     result: Any = None
     error: str | None = None
+    status: int = 400  # of the error
 
+
+class EngineState(msgspec.Struct, frozen=True, tag="state"):
+    """The state of the engine, as the main process sees it (see client/supervisor.py)."""
+
+    phase: Literal["loading", "ready", "restarting", "draining", "dead"]
+    detail: str = ""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The error that ends a sequence of a worker. kind: the class of the error"""
+
+    request_id: str
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    limit: str = ""
+
+    @classmethod
+    def of(cls, request_id: str, error: HTTPError) -> Refused:
+        limit = error.limit if isinstance(error, QueueFullError) else ""
+        return cls(request_id, type(error).__name__, error.message, error.param, error.code, limit)
+
+    def error(self) -> HTTPError:
+        error = _KINDS.get(self.kind, ServerError)(self.message, param=self.param)
+        error.code = self.code
+        if isinstance(error, QueueFullError):
+            error.limit = self.limit
+        return error
+
+
+_KINDS: dict[str, type[HTTPError]] = {
+    kind.__name__: kind
+    for kind in (InvalidValueError, QueueFullError, NotReadyError, EngineDeadError, RequestTimeoutError)
+}
 
 ToEngine = Add | Abort | Call | Stop
 
@@ -224,28 +288,44 @@ def weight(message: ToEngine) -> int:
 
 
 FromEngine = Located | Progress | Ready | Failed | Outputs | Reply
+FromWorker = Add | Abort | Reply
+ToWorker = Located | Ready | EngineState | Outputs | Refused | Call
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUEST = msgspec.msgpack.Decoder(EngineRequest)
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
+_FROM_WORKER = msgspec.msgpack.Decoder(FromWorker)
+_TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
+_M = TypeVar("_M")
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: ToEngine | FromEngine | ToWorker) -> bytes:
     return _ENCODER.encode(message)
 
 
 def decode_to_engine(frame: bytes) -> ToEngine:
     """Decode a frame sent to the engine. Raises MessageError if it is not a valid message."""
-    try:
-        return _TO_ENGINE.decode(frame)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise MessageError(f"no message to the engine: {error}") from None
+    return _decoded(_TO_ENGINE, frame, "to the engine")
 
 
 def decode_from_engine(frame: bytes) -> FromEngine:
     """Decode a frame sent by the engine. Raises MessageError if it is not a valid message."""
+    return _decoded(_FROM_ENGINE, frame, "from the engine")
+
+
+def decode_from_worker(frame: bytes) -> FromWorker:
+    """Decode a frame sent by a worker. Raises MessageError if it is not a valid message."""
+    return _decoded(_FROM_WORKER, frame, "from a worker")
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    """Decode a frame sent to a worker. Raises MessageError if it is not a valid message."""
+    return _decoded(_TO_WORKER, frame, "to a worker")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_M], frame: bytes, whose: str) -> _M:
     try:
-        return _FROM_ENGINE.decode(frame)
+        return decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise MessageError(f"no message from the engine: {error}") from None
+        raise MessageError(f"no message {whose}: {error}") from None

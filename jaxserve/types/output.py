@@ -8,6 +8,8 @@ import msgspec
 
 from jaxserve.types.extras import TokenExtras
 
+FIRST_VERSION = "default"  # label of the weights that the engine started with, as in SGLang
+
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop token, or a stop string (found by the API process)
@@ -42,6 +44,15 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     queue_seconds: float = 0.0  # arrival to admission; set on the first output with a token
     first_token_seconds: float = 0.0  # arrival to the first token on the host; set on that output
     num_preemptions: int = 0  # set with finish_reason
+    num_accepted_drafts: int = 0  # of token_ids, those that were drafts
+    num_rejected_drafts: int = 0  # drafts that were computed beside token_ids and are none of them
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made token_ids; empty: FIRST_VERSION
     error: str | None = None
     error_status: int = 500  # HTTP status of the answer if nothing was streamed yet
     error_param: str | None = None  # the request field that caused the error
+
+
+def joined_versions(*groups: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the labels of several outputs with tokens, as in `TokenOutput.weight_versions`: each once, in order."""
+    labels = tuple(dict.fromkeys(label for group in groups for label in group or (FIRST_VERSION,)))
+    return () if labels == (FIRST_VERSION,) else labels

@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.types.extras import ExtraParams, PromptExtras
 from jaxserve.types.mask_budget import MaskBudget
 from jaxserve.types.output import FinishReason, TokenLogprobs
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.sampling import SamplingParams, Tenant
 
 
 class RequestStatus(enum.Enum):
@@ -35,6 +35,7 @@ class Request:
     seed: int
     max_tokens: int  # resolved: never None, at most the rest of the context
     priority: int = 0
+    tenant: Tenant | None = None  # None: the default one
     namespace: str = ""
     group: str = ""
     client_id: str = ""
@@ -74,6 +75,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # collected so far; None: not requested, or sent
     prompt_extras: PromptExtras | None = None  # as above
     extras: ExtraParams | None = None  # those of params if they ask for extra outputs
+    speculation: Any = None  # Speculation's record of its drafts
 
     @property
     def reads_whole_prompt(self) -> bool:

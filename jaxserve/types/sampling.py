@@ -74,6 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: Count | None = None
     grammar: GrammarSpec | None = None
     embed: bool = False  # return the prompt's pooled hidden state instead of tokens
+    # with embed, of a pair of texts: the first token of token type 1; 0: all tokens have type 0
+    second_text: Count = 0
+    speculate: bool = True  # False: the request gets no drafts
     watermark_key: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None  # see text/watermark.py
     extras: ExtraParams = ExtraParams()  # extra outputs per token
     # used by the API process only
@@ -86,6 +89,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking: ThinkingBudget | None = None
 
 
+class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The owner of a request, among whom the engine is shared fairly."""
+
+    name: str = ""
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0  # its share, relative to those of the others
+    max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None  # requests with a slot; further ones wait
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. A request for n > 1 choices becomes n EngineRequests with the same `group`."""
 
@@ -94,6 +105,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_token_ids: list[Int32]
     params: SamplingParams
     priority: Int32 = 0  # lower runs earlier
+    tenant: Tenant | None = None  # None: the default one
     namespace: str = ""  # of the prefix cache: adapter and cache salt
     group: str = ""  # shared by the siblings of one n > 1 request; made by the server, unique
     # seconds from arrival, after which it ends with an error

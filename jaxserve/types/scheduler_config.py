@@ -26,7 +26,8 @@ class SchedulerConfig:
     queue_timeout: float | None = None  # seconds
     prefill_chunk_size: int | None = None  # prompt tokens per step, over all requests; None: the budget
     aging_steps: int = 1024  # steps after which a waiting request may not be passed any more
-    tokens_per_step: int = 1  # tokens that a row may yield per step (multi-step decode, speculative decoding)
+    max_drafts: int = 0  # drafts of a decode row; 0: no speculation
+    verify_sizes: tuple[int, ...] = ()  # tokens of a step with drafts, ascending
     window: int | None = None  # tokens that sliding-window layers see; None: no such layers
     num_window_pages: int = 0  # size of their own page pool
     # tokens, ascending; a step with a prompt is shortened to one of them if that saves padding
@@ -40,8 +41,8 @@ class SchedulerConfig:
             raise ConfigError("num_pages, page_size, max_num_seqs and max_model_len must be at least 1")
         if self.max_num_batched_tokens < 2:
             raise ConfigError("scheduler.max_num_batched_tokens must be at least 2: one to decode and one of a prompt")
-        if min(self.tokens_per_step, self.aging_steps, self.prefill_chunk_size or 1) < 1:
-            raise ConfigError("tokens_per_step, aging_steps and prefill_chunk_size must be at least 1")
+        if min(self.aging_steps, self.prefill_chunk_size or 1) < 1:
+            raise ConfigError("aging_steps and prefill_chunk_size must be at least 1")
         if self.whole_prompts and self.prefill_budget < self.max_model_len:
             raise ConfigError(f"a step of {self.prefill_budget} tokens is too small for texts of {self.max_model_len}")
         size = self.window_size
@@ -52,7 +53,7 @@ class SchedulerConfig:
     def window_size(self) -> WindowSize | None:
         if self.window is None:
             return None
-        return WindowSize(self.window, self.page_size, self.prefill_budget, self.tokens_per_step)
+        return WindowSize(self.window, self.page_size, self.prefill_budget, 1 + self.max_drafts)
 
     @property
     def num_slots(self) -> int:

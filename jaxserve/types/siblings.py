@@ -1,7 +1,9 @@
-"""Splits a request for n choices into n requests for one choice each."""
+"""Splits a request for n choices into n requests for one choice each, and gives each a seed."""
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +12,8 @@ from jaxserve.errors import InvalidValueError
 from jaxserve.types.sampling import EngineRequest
 
 MAX_SEED = 2**63 - 1
+
+logger = logging.getLogger(__name__)
 
 
 def siblings(request: EngineRequest, new_id: Callable[[], str], seed: int | None) -> list[EngineRequest]:
@@ -30,3 +34,16 @@ def siblings(request: EngineRequest, new_id: Callable[[], str], seed: int | None
         )
         for each, own in zip(ids, seeds, strict=True)
     ]
+
+
+def request_seed(configured: int | None) -> int:
+    """Return `runtime.random_seed`; if it is not set, draw a seed from the operating system and log it.
+
+    A fixed seed gives the requests of every server start the same sequence of seeds. Set the logged seed to repeat a
+    run.
+    """
+    if configured is not None:
+        return configured
+    seed = secrets.randbits(63)
+    logger.info("seed drawn: %d", seed)  # short enough for 80 columns with the log prefix
+    return seed

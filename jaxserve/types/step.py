@@ -50,8 +50,10 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     new_page_ids    pages appended to the slot's page table at index first_new_page
 
     The first row of a request has the SlotInit and brings the pages of the whole prompt. A later row brings no
-    pages, or in decode those of the tokens that it produces: at most one page if a step yields one token per row. If
-    a step yields more, `start` of a decode row is an upper bound and the device's own position counts.
+    pages, or in decode those of the tokens that it produces.
+
+    drafts          of a decode row: guesses of its next tokens. They are computed after the last token, so the row
+                    yields the tokens that equal its drafts and one more
     """
 
     request_id: str
@@ -67,6 +69,8 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: int | None = None
     embed: bool = False  # with samples: return the pooled hidden state instead of a token
     extras: ExtraParams | None = None  # set if extra outputs are requested; then logprobs is not None
+    second_text: int = 0  # with embed: the first token of token type 1; 0: none
+    drafts: tuple[int, ...] = ()
 
 
 class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
@@ -79,17 +83,22 @@ class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step for the device: decode rows (one token each) first, then prefill chunks."""
+    """One step for the device: decode rows (one token each, and drafts) first, then prefill chunks.
+
+    Only a step without chunks has drafts.
+    """
 
     step: int
     rows: list[ScheduledRow]
     num_decode_rows: int
     slot_inits: list[SlotInit]  # applied before the rows run
-    # of the sliding-window layers, at most one per row; entries before the row's window have no meaning
+    # of the sliding-window layers; entries before the row's window have no meaning
     window_pages: list[PageTableUpdate] = field(default_factory=list)
+    num_drafts: int = 0  # of all rows
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all rows, without drafts."""
         return self.num_decode_rows + sum(row.num_tokens for row in self.rows[self.num_decode_rows :])
 
     @property
@@ -124,7 +133,7 @@ class StepHandle(Protocol):
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
         """Sample a masked step. bitmask: int32 [R, ceil(V/32)], bit 1 allows the token; rows without a mask are all
-        ones.
+        ones. A row with k drafts has 1 + k of these rows, one for each token that it may yield.
 
         late: rows that yield no token; the next decode row of their slots computes the same token again.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NEARLY = 0.9  # share of the highest throughput that counts as nearly all of it
 
@@ -14,19 +14,27 @@ class StepTimes:
 
     decode     decode rows -> seconds
     prefill    tokens of a step with a prompt -> seconds
+    verify     tokens of a step with drafts -> seconds
     """
 
     decode: Mapping[int, float]
     prefill: Mapping[int, float]
+    verify: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, decode: Mapping[int, float], prefill: Mapping[int, float]) -> StepTimes:
+    def of(
+        cls, decode: Mapping[int, float], prefill: Mapping[int, float], verify: Mapping[int, float] | None = None
+    ) -> StepTimes:
         """Build the tables from one measurement per size. Removes noise: no size takes longer than a larger one."""
-        return cls(_rising(decode), _rising(prefill))
+        return cls(_rising(decode), _rising(prefill), _rising(verify or {}))
 
     def decode_seconds(self, rows: int) -> float:
         """Return the seconds of a step with `rows` decode rows; 0 if nothing was timed."""
         return _seconds(self.decode or self.prefill, rows)
+
+    def verify_seconds(self, tokens: int) -> float:
+        """Return the seconds of a step with drafts of `tokens` tokens; 0 if nothing was timed."""
+        return _seconds(self.verify, tokens)
 
     def prefill_seconds(self, tokens: int) -> float:
         """Return the seconds of the steps that compute so many prompt tokens; 0 if nothing was timed."""

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """window: tokens that a token sees, itself included. chunk: maximum number of prompt tokens per step."""
+    """window: tokens that a token sees, itself included. chunk: maximum number of prompt tokens per step.
+
+    tokens_per_step: maximum number of tokens of a decode row, drafts included
+    """
 
     window: int
     page_size: int

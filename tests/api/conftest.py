@@ -4,18 +4,20 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx2
+import msgspec
 import openai
 import pytest
 import uvloop
 
 from docgen.errors import entries
 from jaxserve.api.app import create_app
-from jaxserve.cli.launch import Server, http_config
+from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.store import Disk, Store
@@ -35,8 +37,9 @@ def check_indexed(response: httpx2.Response) -> None:
     if response.status_code < 400 or not is_json or not response.read():  # HEAD has no body
         return
     body = response.json()
-    error = None if body.get("type") == "error" else body.get("error")  # the index shows errors in OpenAI's form
-    found = error and (response.status_code, error["type"], error["code"])
+    error = body.get("error")
+    in_openai_form = isinstance(error, dict) and "code" in error  # which the index shows
+    found = in_openai_form and (response.status_code, error["type"], error["code"])
     assert not found or found in INDEXED, f"{found} is not in the index of errors: {body}"
 
 
@@ -134,6 +137,17 @@ def server(shared_server: LiveServer) -> Iterator[LiveServer]:
     link.aborted.clear()
 
 
+@contextmanager
+def serving(server: LiveServer, **changes: Any) -> Iterator[LiveServer]:
+    """The server as if its model were another one."""
+    info = server.engine.info
+    server.call(lambda: server.engine._became_ready(msgspec.structs.replace(info, **changes)))
+    try:
+        yield server
+    finally:
+        server.call(lambda: server.engine._became_ready(info))
+
+
 @pytest.fixture
 def client(server: LiveServer) -> Any:
     return server.client
@@ -144,4 +158,4 @@ def reply_with(server: LiveServer, text: str | list[int]) -> None:
     server.link.script = lambda prompt, params: text
 
 
-__all__ = ["AsyncEngine", "LiveServer", "reply_with"]
+__all__ = ["AsyncEngine", "LiveServer", "reply_with", "serving"]

@@ -35,6 +35,16 @@ MAX_MODEL_LEN = 512
 VECTOR = 8
 
 Script = Callable[[list[int], SamplingParams], list[int] | str]
+# what the engine answers to a call; True to others
+CALLS = {
+    "waiting": [],
+    "state": {"paused": False, "asleep": []},
+    "sleep": ["kv_cache", "weights"],
+    "wake": [],
+    "update_from_directory": "1",
+    "update_from_file": "1",
+    "set_weight_version": "1",
+}
 
 
 def demo_info(tokenizer: Tokenizer) -> EngineInfo:
@@ -67,13 +77,16 @@ def vector_of(token_ids: list[int]) -> np.ndarray:
     return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
-def logprobs_of(token_id: int, vocab_size: int, top: int, watched: Sequence[int] = ()) -> TokenLogprobs:
-    """Some numbers that depend on the token only; an odd token is the second most likely, a watched one is its id."""
+def logprobs_of(token_id: int, vocab_size: int, top: int, watched: Sequence[float] = ()) -> TokenLogprobs:
+    """Some numbers that depend on the token only; an odd token is the second most likely.
+
+    watched: the log-probabilities of the watched tokens
+    """
     values = [float(np.float32(-0.3 - 0.1 * (token_id % 7) - 0.7 * k)) for k in range(20)]
     others = [(token_id + k) % vocab_size for k in range(1, 20)]
     place = token_id % 2
     ids = [*others[:place], token_id, *others[place:]]
-    return TokenLogprobs(token_id, values[place], place + 1, ids[:top], values[:top], [-float(i) for i in watched])
+    return TokenLogprobs(token_id, values[place], place + 1, ids[:top], values[:top], list(watched))
 
 
 def experts_of(token_ids: list[int]) -> bytes:
@@ -108,6 +121,7 @@ class FakeLink:
         self.tokenizer = Tokenizer.from_directory(DEMO)
         self.info = demo_info(self.tokenizer)
         self.script: Script = script or (lambda prompt, params: f"I count {len(prompt)} tokens, é and 日本 too.")
+        self.watched: Callable[[list[int], int], float] = lambda prompt, token_id: -float(token_id)
         self.delay = 0.0  # seconds a token
         self.hold = asyncio.Event()
         self.hold.set()  # cleared: no token is made
@@ -143,7 +157,7 @@ class FakeLink:
                 self.calls.append(message)
                 if not self.answers_calls:
                     return
-                self._messages.put_nowait(Reply(message.call_id, [] if message.method == "waiting" else True))
+                self._messages.put_nowait(Reply(message.call_id, CALLS.get(message.method, True)))
 
     def pulse(self) -> None: ...
 
@@ -194,15 +208,16 @@ class FakeLink:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.info.eos_token_ids)}
         outputs = []
         last = params.max_tokens and params.max_tokens - done
+        wants_extras = params.extras.wanted
         for count, token_id in enumerate(token_ids[:last], done + 1):
             output = TokenOutput(request_id=request.request_id, token_ids=[token_id])
             if count == 1:
-                output.num_cached_tokens = len(prompt) // 16 * 16
+                output.num_cached_tokens = (len(prompt) - 1) // 16 * 16  # the last token is always computed
                 output.prompt_logprobs = self._prompt_logprobs(prompt, params)
             if params.logprobs is not None:
-                watched = params.extras.logprob_token_ids
+                watched = [self.watched(prompt, each) for each in params.extras.logprob_token_ids]
                 output.logprobs = [logprobs_of(token_id, self.info.vocab_size, params.logprobs, watched)]
-            if params.extras.wanted:
+            if wants_extras:
                 output.extras = _extras([*prompt, *token_ids], len(prompt), count, params.extras)
                 if params.extras.sampling_mask:
                     output.extras.sampling_masks = [mask_of(token_id)]
@@ -219,7 +234,7 @@ class FakeLink:
         top = params.prompt_logprobs
         if top is None:
             return None
-        watched = params.extras.logprob_token_ids
+        watched = [-float(each) for each in params.extras.logprob_token_ids]
         return [None, *(logprobs_of(token_id, self.info.vocab_size, top, watched) for token_id in prompt[1:])]
 
 

@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -159,6 +160,20 @@ def test_a_client_that_stops_reading_is_cut_and_its_request_ends(strict: LiveSer
     strict.link.delay = 0.0
     reply_with(strict, "fine")
     assert strict.post("/v1/completions", TEXT).json()["choices"][0]["text"] == "fine"
+
+
+def test_headers_in_one_read_with_a_large_body_are_not_over_the_limit() -> None:
+    """A client sends its next request while the server has not read the body of the one before, whose answer came."""
+    with LiveServer() as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+        following = request_of(TEXT, connection="close")
+        with connect(server) as connection, ThreadPoolExecutor(1) as pool:
+            busy = pool.submit(server.call, lambda: time.sleep(0.3))  # so that all of it is in one read
+            connection.sendall(request_of(TEXT | {"user": "x" * 150_000}) + following[:60])
+            busy.result()
+            time.sleep(0.1)
+            connection.sendall(following[60:])
+            assert read_all(connection).count(b"HTTP/1.1 200") == 2
 
 
 def test_a_client_that_pipelines_and_leaves_ends_its_request(server: LiveServer) -> None:

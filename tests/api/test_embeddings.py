@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import openai
 import pytest
 
+from jaxserve.api.generate.prompts import cut
 from jaxserve.api.protocol.answers import Embeddings
-from jaxserve.api.routes.embeddings import cut
-from tests.api.conftest import LiveServer
+from tests.api.conftest import LiveServer, serving
 from tests.api.fakes import MAX_MODEL_LEN, vector_of
 from tests.api.test_batches import results, upload, wait
 
@@ -118,10 +117,8 @@ def test_a_cut_keeps_the_tokens_around_a_text() -> None:
 @pytest.fixture
 def encoder(server: LiveServer) -> Iterator[LiveServer]:
     """The server as if it served an encoder."""
-    info = server.engine.info
-    server.call(lambda: server.engine._became_ready(msgspec.structs.replace(info, is_embedding=True)))
-    yield server
-    server.call(lambda: server.engine._became_ready(info))
+    with serving(server, is_embedding=True):
+        yield server
 
 
 def test_an_encoder_generates_nothing_and_says_so(encoder: LiveServer) -> None:

@@ -26,6 +26,9 @@ KEYS = [{"name": "alice", "value": ALICE}, {"name": "bob", "sha256": hashlib.sha
 SECTION = {"api_key": SINGLE, "admin_api_key": ADMIN, "keys": KEYS}
 LINE = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "demo", "prompt": "x"}}
 
+# a body that adds to a conversation, and changes its metadata
+ADDED = {"items": [{"role": "user", "content": "x"}], "metadata": {}}
+
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
@@ -85,17 +88,32 @@ def routes_with_an_id(server: LiveServer) -> list[tuple[str, str]]:
     return [each for each in found if "model" not in each[1]]
 
 
+def ids_of_responses(server: LiveServer, key: str) -> dict[str, list[str]]:
+    with client_of(server, key) as client:
+        response = client.responses.create(model="demo", input="x")
+        return {"response_id": [response.id], "conversation_id": [client.conversations.create().id]}
+
+
 def test_every_route_answers_another_key_as_if_the_id_were_unknown(several: LiveServer) -> None:
     batch = finished_batch(several, ALICE)
-    ids = {"file_id": [batch["input_file_id"], batch["output_file_id"]], "batch_id": [batch["id"]]}
+    ids = {
+        "file_id": [batch["input_file_id"], batch["output_file_id"]],
+        "batch_id": [batch["id"]],
+        **ids_of_responses(several, ALICE),
+    }
     for method, path in routes_with_an_id(several):
-        ((name, known),) = ((name, known) for name, known in ids.items() if name in path)
+        name, known = next((name, known) for name, known in ids.items() if f"{{{name}}}" in path)
+        path = path.replace("{item_id}", "msg_x")
         for object_id in known:
             unknown = "x" * len(object_id)
-            expected = several.http.request(method, path.format(**{name: unknown}), headers=bearer(BOB))
+            sent: dict[str, Any] = (
+                {"headers": bearer(BOB), "json": ADDED} if method == "POST" else {"headers": bearer(BOB)}
+            )
+            expected = several.http.request(method, path.format(**{name: unknown}), **sent)
             assert expected.status_code == 404
             for key in (BOB, SINGLE):
-                answer = several.http.request(method, path.format(**{name: object_id}), headers=bearer(key))
+                sent["headers"] = bearer(key)
+                answer = several.http.request(method, path.format(**{name: object_id}), **sent)
                 assert answer.status_code == 404, (method, path, key)
                 assert answer.text.replace(object_id, unknown) == expected.text
     for object_id in ids["file_id"]:

@@ -54,7 +54,7 @@ def prompt_of(server: LiveServer) -> str:
 def test_text(server: LiveServer, claude: Any) -> None:
     reply_with(server, "It is sunny.")
     message = both(claude, system="Be brief.")
-    assert [block.text for block in message.content] == ["It is sunny."]
+    assert message.id.startswith("msg_") and [block.text for block in message.content] == ["It is sunny."]
     assert (message.role, message.type, message.stop_reason, message.model) == (
         *("assistant", "message"),
         *("end_turn", "demo"),
@@ -193,7 +193,7 @@ def test_the_events_of_a_stream(server: LiveServer) -> None:
 
 def test_a_slow_answer_begins_at_once_and_is_pinged(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "PING_SECONDS", 0.05)
-    monkeypatch.setattr("jaxserve.api.respond.messages_answer.START_SECONDS", 0.05)
+    monkeypatch.setattr("jaxserve.api.respond.admission.START_SECONDS", 0.05)
     reply_with(server, "Hi")
     server.call(server.link.hold.clear)
     body = {"model": "demo", "messages": USER, "max_tokens": 9, "stream": True}
@@ -369,11 +369,23 @@ def test_the_watermark_of_the_server_is_on_every_route() -> None:
 
 
 def test_a_late_first_token_counts_what_was_cached(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.api.respond.messages_answer.START_SECONDS", 0.0)
+    monkeypatch.setattr("jaxserve.api.respond.admission.START_SECONDS", 0.0)
     reply_with(server, CALL)
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     body = {"model": "demo", "messages": USER, "max_tokens": 99, "tools": [WEATHER], "tool_choice": choice}
     whole = server.post("/v1/messages", body).json()["usage"]
     text = server.post("/v1/messages", body | {"stream": True}).text
-    last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith('data: {"type":"message_delta"')]
-    assert last[0]["usage"]["cache_read_input_tokens"] == whole["cache_read_input_tokens"] > 0
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    parts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    first, last = ([usage[part] for part in parts] for usage in (events[0]["message"]["usage"], events[-2]["usage"]))
+    assert last == [whole[part] for part in parts] and last[2] > 0
+    assert first == [sum(last), 0, 0]  # a client that keeps it where `last` has a 0 counts nothing twice
+
+
+def test_a_prompt_of_full_pages_has_input_tokens(server: LiveServer) -> None:
+    reply_with(server, "Hi")
+    for size in range(20, 20 + server.link.info.page_size):
+        body = {"model": "demo", "messages": [{"role": "user", "content": "a " * size}], "max_tokens": 9}
+        usage = server.post("/v1/messages", body).json()["usage"]
+        assert usage["input_tokens"] > 0
+        assert usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] > 0

@@ -54,7 +54,11 @@ def existing(server: LiveServer) -> dict[str, str]:
     """Names that exist, by the parameter that takes them: with drawn ones every answer would be a 404."""
     upload = {"file": ("a.jsonl", b'{"custom_id": "1"}\n'), "purpose": (None, "batch")}
     file_id = server.http.post("/v1/files", files=upload, headers=KEY).json()["id"]
-    return {"model": "demo", "file_id": file_id, "input_file_id": file_id}
+    item = {"role": "user", "content": "x"}
+    response_id = server.http.post("/v1/responses", json={"input": "x"}, headers=KEY).json()["id"]
+    conversation_id = server.http.post("/v1/conversations", json={"items": [item]}, headers=KEY).json()["id"]
+    kept = {"response_id": response_id, "previous_response_id": response_id, "conversation_id": conversation_id}
+    return {"model": "demo", "file_id": file_id, "input_file_id": file_id} | kept
 
 
 def aim(case: schemathesis.Case, names: dict[str, str]) -> None:

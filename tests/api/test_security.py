@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.api.http import middleware
 from jaxserve.api.shared import keys
-from jaxserve.cli.launch import bind
+from jaxserve.cli.serving.listening import bind
 from jaxserve.config import Config, LoggingSection
 from jaxserve.log import JsonFormatter, TextFormatter, configure_logging
 from tests.waiting import LAST_RESORT
@@ -25,7 +25,14 @@ from .conftest import LiveServer
 
 KEY, ADMIN = "a-key-of-the-operator", "another-key"
 OPEN = {"/health", "/live", "/metrics", "/"}
-ADMIN_ROUTES = {"/flush_cache", "/abort_request"}
+POSTS = (
+    "/flush_cache /reset_prefix_cache /abort_request /update_weights_from_disk /update_weights_from_tensor "
+    "/update_weight_version /pause_generation /continue_generation /release_memory_occupation "
+    "/resume_memory_occupation /pause /resume /sleep /wake_up"
+)
+GETS = ("/key_usage", "/is_paused", "/is_sleeping")
+ADMIN_ROUTES = dict.fromkeys(POSTS.split(), "POST") | dict.fromkeys(GETS, "GET")
+NEED_MORE = {"/update_weights_from_disk", "/update_weights_from_tensor", "/update_weight_version"}
 WRONG = ["", "x", KEY[:-1], KEY + "x", KEY.upper(), KEY[:1], "schlüssel", "k" * 20_000]
 
 
@@ -101,19 +108,22 @@ def test_no_header_opens_a_route(guarded: LiveServer, line: str) -> None:
 
 def test_admin_routes_need_the_admin_key(guarded: LiveServer) -> None:
     tagged = {path for path, operations in guarded.app.openapi()["paths"].items() if path in ADMIN_ROUTES}
-    assert tagged == ADMIN_ROUTES == set(middleware.ADMIN_PATHS)
-    for path in ADMIN_ROUTES:
+    assert tagged == set(ADMIN_ROUTES) == set(middleware.ADMIN_PATHS)
+    for path, method in ADMIN_ROUTES.items():
+        body = {"abort_all": True} if method == "POST" else None
         for key in [KEY, *WRONG]:
-            answer = guarded.http.post(path, json={"abort_all": True}, headers=bearer(key))
+            answer = guarded.http.request(method, path, json=body, headers=bearer(key))
             assert answer.status_code == 401, (path, key)
-        assert guarded.http.post(path, json={"abort_all": True}, headers=bearer(ADMIN)).status_code == 200
+        assert guarded.http.request(method, path, json=body, headers=bearer(ADMIN)).status_code == (
+            400 if path in NEED_MORE else 200
+        )
 
 
 def test_admin_routes_are_off_without_an_admin_key() -> None:
     with LiveServer(Config().replace(server={"api_key": KEY})) as server:
-        for path in ADMIN_ROUTES:
+        for path, method in ADMIN_ROUTES.items():
             for headers in ({}, bearer(KEY), bearer("None"), bearer("")):
-                assert server.http.post(path, json={}, headers=headers).status_code == 403
+                assert server.http.request(method, path, headers=headers).status_code == 403
 
 
 def test_keys_are_compared_in_constant_time(guarded: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,12 +235,25 @@ def test_bad_tools(server: LiveServer, keys: dict[str, Any], param: str) -> None
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
-def test_allowed_tools_show_only_those(server: LiveServer, client: Any) -> None:
-    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    client.chat.completions.create(model="demo", messages=MESSAGES, tools=[WEATHER, TIME], tool_choice=choice)
-    prompt = server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids)
-    assert '"time"' in prompt and '"weather"' not in prompt
+ALLOWED_TIME = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "time"}}]},
+}
+NAMED_TIME = {"type": "function", "function": {"name": "time"}}
+
+
+def test_the_prompt_does_not_depend_on_the_choice(server: LiveServer) -> None:
+    """So that requests with different choices share its prefix; the grammar limits the calls."""
+    reply_with(server, "fine")
+    grammar(server, tools=[WEATHER, TIME])
+    prompt = server.link.seen[-1].prompt_token_ids
+    for choice in ("none", ALLOWED_TIME, NAMED_TIME):
+        limits = grammar(server, tools=[WEATHER, TIME], tool_choice=choice)
+        assert server.link.seen[-1].prompt_token_ids == prompt
+        assert limits is not None and "weather" not in limits.source
+        assert ("time" in limits.source) == (choice != "none")
+    body = {"tools": [WEATHER, TIME], "tool_choice": "none", "use_beam_search": True, "temperature": 0}
+    assert grammar(server, **body) is None  # a beam search takes no grammar
 
 
 def test_as_many_tools_and_as_long_names_as_agents_bring(server: LiveServer) -> None:

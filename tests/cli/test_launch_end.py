@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from jaxserve.cli import main
-from jaxserve.cli.launch import Launch, bind, check_certificates
+from jaxserve.cli.launch import Launch
+from jaxserve.cli.serving.listening import bind, check_certificates
 from jaxserve.client import supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.cli.launch import DEFAULT_STORE, open_store
-from jaxserve.config import Config, StoreSection
+from jaxserve.cli.launch import open_store
+from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.errors import ConfigError
 from jaxserve.store import Store
 from tests.api.conftest import LiveServer

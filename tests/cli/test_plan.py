@@ -14,7 +14,7 @@ import pytest
 from jaxserve.cli.main import main
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import load_model
-from jaxserve.models.loading.published_size import published_size, read_quantization
+from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import ENCODERS
@@ -93,20 +93,25 @@ def test_a_quantised_checkpoint_is_told_by_its_own_bytes(
     )
     if beside is not None:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    assert main(["plan", str(tmp_path)]) == 0
-    line = capsys.readouterr().out.splitlines()[1]
-    found = re.fullmatch(r"the checkpoint is (\S+) GiB of (.*), decoded at load to (\S+) GiB as bfloat16", line)
-    assert found is not None and found[2] == form
-    assert 0.5 <= float(found[1]) / float(found[3]) < 0.55
+    sizes = []
+    for words, told in (
+        (["--quantization", "none"], "decoded at load to (.*) GiB as bfloat16"),
+        ([], "held in (.*) GiB as 8 bits and bfloat16"),
+    ):
+        assert main(["plan", str(tmp_path), *words]) == 0
+        line = capsys.readouterr().out.splitlines()[1]
+        found = re.fullmatch(rf"the checkpoint is (\S+) GiB of (.*), {told}", line)
+        assert found is not None and found[2] == form
+        sizes += [float(found[1]), float(found[3])]
+    assert sizes[0] == sizes[2] and 0.5 <= sizes[0] / sizes[1] < 0.55
+    assert sizes[2] <= sizes[3] < 0.65 * sizes[1]
 
 
 def test_the_size_of_a_quantised_checkpoint_is_that_of_its_tensors(tmp_path: Path) -> None:
     hf, stored, _ = gpt_oss_mxfp4()
     hf |= {"quantization_config": {"quant_method": "mxfp4"}}
     directory = write_checkpoint(tmp_path, hf, stored)
-    size = published_size(
-        build(read_config(directory), jnp.dtype("bfloat16")), read_quantization(tmp_path / "config.json")
-    )
+    size = published_size(build(read_config(directory), jnp.dtype("bfloat16")))
     halves = sum(tensor.size * (1 if tensor.dtype == np.uint8 else 2) for tensor in stored.values())
     assert (size.num_bytes, size.form) == (halves, "MXFP4")
 
@@ -166,3 +171,21 @@ def test_convert_then_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_the_command_is_found() -> None:
     done = subprocess.run([sys.executable, "-m", "jaxserve", "--help"], capture_output=True, text=True, check=True)
     assert "convert" in done.stdout and "plan" in done.stdout
+
+
+@pytest.mark.parametrize(("kind", "part"), [("int8", 0.52), ("int4", 0.32)])
+def test_a_quantised_model_is_planned(
+    kind: str, part: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the bytes of bfloat16, with the scales; embeddings and head are small here."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(TINY_LLAMA | {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 8})
+    )
+
+    def gib(*flags: str) -> float:
+        assert main(["plan", str(tmp_path), "--mesh", "1", *flags]) == 0
+        words = capsys.readouterr().out
+        assert ("as bfloat16\n" in words) != (f"as {kind} and bfloat16\n" in words)
+        return float(words.splitlines()[-1].split()[3])
+
+    assert gib("--quantization", kind) / gib() == pytest.approx(part, abs=0.01)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxserve.cli.progress import FIRST_PHASE, StartProgress, ready_card
+from jaxserve.cli.terminal.progress import FIRST_PHASE, StartProgress, ready_card
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo

@@ -10,10 +10,10 @@ import yaml
 
 from docgen.configuration import reference
 from jaxserve.cli.config import dump
-from jaxserve.cli.launch import warn_if_open
 from jaxserve.cli.main import main
 from jaxserve.cli.options.help import launch_help
 from jaxserve.cli.options.settings import load_config
+from jaxserve.cli.serving.listening import warn_if_open
 from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
 
@@ -118,7 +118,8 @@ def test_variables_that_are_not_the_operators() -> None:
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
 def test_every_preset_is_valid(path: Path) -> None:
-    assert load_config(["--config", str(path)], {}).model.served_name
+    config = load_config(["--config", str(path)], {}, several=True)
+    assert config.model.served_name or config.models.served
 
 
 def test_there_are_presets() -> None:
@@ -176,7 +177,7 @@ def test_named_keys_come_from_a_file_the_environment_or_a_flag(tmp_path: Path) -
         ({"keys": [{"name": "", "value": "the-key"}]}, "server.keys.0.name"),
         ({"keys": [{"name": "a", "value": "the-key", "sha256": HASH}]}, "one of them"),
         ({"keys": [{"name": "a", "sha256": "the-key"}]}, "server.keys.0.sha256"),
-        ({"keys": [{"name": "a", "value": "the-key", "weight": 1}]}, "server.keys.0.weight: Extra inputs"),
+        ({"keys": [{"name": "a", "value": "the-key", "rank": 1}]}, "server.keys.0.rank: Extra inputs"),
         ({"keys": [*KEYS, {"name": "alice", "value": "other"}]}, "'alice' is given twice"),
         ({"keys": [*KEYS, {"name": "bob", "sha256": HASH}]}, "'alice' is the same"),
         ({"keys": KEYS, "api_key": "the-key"}, "'alice' is the same"),

@@ -105,13 +105,13 @@ class Dying(World):
             self.die()
 
     def die(self) -> None:
-        config, rng = self.core.scheduler.config, self.rng
+        config = self.core.scheduler.config
         self.deaths += 1
         self.core = make_core(
             config,
             eos_token_ids=EOS,
             not_finite=self.broken,
-            count=lambda q: rng.randint(1, q),
+            drafter=self.drafter,
             make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
         )
         for name, request in self.requests.items():

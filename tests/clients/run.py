@@ -15,8 +15,15 @@ from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DEMO = Path(__file__).parents[2] / "jaxserve" / "assets" / "demo"
-CAPABILITIES = ("text", "stream", "tools", "tool loop", "JSON schema", "logprobs", "embeddings")
-AGENTS = ("use_aider.py", "use_claude-code.mjs", "use_opencode-ai.mjs")  # their prompts are too long for the demo model
+CAPABILITIES = ("text", "stream", "tools", "tool loop", "JSON schema", "logprobs", "embeddings", "rerank")
+# their prompts are too long for the demo model
+AGENTS = ("use_aider.py", "use_claude-code.mjs", "use_codex.mjs", "use_continue.mjs", "use_opencode-ai.mjs")
+# of clients that have another name in the table
+NPM_NAMES = {
+    "claude-code": "@anthropic-ai/claude-code",
+    "codex": "@openai/codex",
+    "continue": "@continuedev/cli",
+}
 TIME_LIMIT = 240.0  # seconds; a client takes some 5, and those that start programs of their own up to 40
 # nothing is to be fetched, and no proxy is to stand before the server
 OFFLINE = {"no_proxy": "127.0.0.1", "DO_NOT_TRACK": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -29,8 +36,9 @@ def scripts() -> list[str]:
 def interpreter(script: str, root: Path) -> Path:
     """What must be there for the script to run."""
     name = script.removeprefix("use_").partition(".")[0]
-    name = "@anthropic-ai/claude-code" if name == "claude-code" else name
-    return root / "node" / "node_modules" / name if script.endswith(".mjs") else root / name / "bin" / "python"
+    if script.endswith(".mjs"):
+        return root / "node" / "node_modules" / NPM_NAMES.get(name, name)
+    return root / name / "bin" / "python"
 
 
 def run_client(script: str, root: Path, url: str) -> dict[str, Any]:

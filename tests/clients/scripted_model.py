@@ -33,14 +33,20 @@ ANSWERS = {
         '"arguments": {"command": "echo made > made.txt", "description": ',
         '"Make the file"}}\n</tool_call>',
     ),
+    "exec": (  # the same for Codex
+        '<tool_call>\n{"name": "exec_command", "arguments": ',
+        '{"cmd": "echo made > made.txt"',
+        "}}\n</tool_call>",
+    ),
     "told": ("The file ", "made.txt ", "is there."),
     "edit": ("hello.py\n```\n", "print('hello from aider')\n", "```\n"),
 }
 CHOICE = """
 {%- if add_generation_prompt -%}
     {%- set called = messages | selectattr('role', 'equalto', 'tool') | list | length -%}
-    {%- set bash = tools and 'Bash' in (tools | map(attribute='function') | map(attribute='name') | list) -%}
-    {%- if bash and not called -%}{{- '<|Call|>' -}}
+    {%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list -%}
+    {%- if 'Bash' in names and not called -%}{{- '<|Call|>' -}}
+    {%- elif 'exec_command' in names and not called -%}{{- '<|exec|>' -}}
     {%- elif tools and not called -%}{{- '<|call|>' -}}
     {%- elif tools or messages | length == 1 or 'hello.py' not in messages | string -%}{{- '<|told|>' -}}
     {%- else -%}{{- '<|edit|>' -}}

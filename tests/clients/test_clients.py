@@ -18,7 +18,7 @@ HOW = "make the environments with `python -m tests.clients.environments DIR`, an
 
 @pytest.fixture(scope="module")
 def server(compile_cache: str) -> Iterator[RunningServer]:
-    with launch_server(compile_cache=compile_cache, **SMALL) as server:
+    with launch_server(compile_cache=compile_cache, classifier_from_token=("0", "1"), **SMALL) as server:
         yield server
 
 

@@ -1,6 +1,7 @@
 """One real server with the demo model for the whole session: HTTP in a thread, the engine in its own process."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
 from tests.conftest import SMALL
+from tests.e2e.browser import Browser, chromium
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,9 @@ def server(compile_cache: str) -> Iterator[RunningServer]:
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with chromium(tmp_path / "profile") as started:
+        yield started

@@ -63,8 +63,8 @@ def done(client: openai.OpenAI, batch_id: str) -> int:
 
 @pytest.fixture(scope="module")
 def short_of_pages(compile_cache: str) -> Iterator[RunningServer]:
-    """A server whose pool holds four of the answers that it would like to write sixteen of at once."""
-    sizes: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "num_pages": 80}
+    """A server whose pool holds one of the answers that it would like to write sixteen of at once."""
+    sizes: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "num_pages": 34}
     with launch_server(compile_cache=compile_cache, new_token_ratio=0.05, **sizes) as running:
         yield running
 

@@ -25,6 +25,7 @@ from tests.fakes import (
     CountingMatcher,
     FakeRunner,
     HandExecutor,
+    OracleDrafter,
     Transcripts,
     alone,
     make_core,
@@ -67,20 +68,22 @@ class World:
             policy=rng.choice(["fcfs", "lpm", "priority"]),
             prefix_cache=rng.random() < 0.75,
             new_token_ratio=rng.choice([0.01, 0.3, 1.0]),
-            tokens_per_step=rng.choice([1, 1, 1, 2, 5]),
+            max_drafts=rng.choice([1, 2, 5]),
+            verify_sizes=rng.choice([(2, 4, 8, 16, 32), (6, 16)]),
             aging_steps=rng.choice([3, 30, 1000]),
             batch_policy=rng.choice(["priority", "yield"]),
             step_times=StepTimes({8: rng.random()}, {1: 0.1, 8: 0.2, 16: rng.choice([0.3, 3.0])}),
         )
         self.threads = rng.choice([None, HandExecutor()])
         self.num_masked = rng.choice([0.15, 0.6])
+        self.drafter = OracleDrafter(rng, rng.choice([0.0, 0.5, 0.9, 1.0]))
         self.core = make_core(
             self.windowed(sizes),
             mask_threads=self.threads,
             eos_token_ids=EOS,
             not_finite=self.broken,
             nan_from=self.nan_from,
-            count=lambda q: rng.randint(1, q),
+            drafter=self.drafter,
             make_matcher=lambda spec: CountingMatcher(3, int(spec.source)),
         )
 
@@ -123,6 +126,7 @@ class World:
                 priority=rng.choice([0, 1, 2, BACKGROUND_PRIORITY, BACKGROUND_PRIORITY + 1]),
                 namespace=rng.choice(["", "", "salt"]),
             )
+            self.drafter.outputs[name], _ = self.expected(request)
             self.core.add(request)
             self.requests[name] = request
 

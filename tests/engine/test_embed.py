@@ -54,7 +54,7 @@ def test_not_finite_ends_that_request_only() -> None:
 
 def test_a_model_without_tokens_refuses_to_generate() -> None:
     core = make_core(small_config(), generates=False)
-    with pytest.raises(InvalidValueError, match="makes embeddings and generates no text"):
+    with pytest.raises(InvalidValueError, match="makes embeddings or classifies, and generates no text"):
         core.add(make_request("t", [1, 2]))
     assert embedding(run_all(core, [make_request("e", [1, 2], embed=True)]), "e")
 

@@ -66,6 +66,22 @@ def test_an_end_without_a_token_brings_what_was_held() -> None:
     assert last.extras is not None and last.extras.hidden_states == bytes([1, 2])
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [((), (), ()), (("1",), ("1",), ("1",)), ((), ("1",), ("default", "1")), (("1",), ("2",), ("1", "2"))],
+)
+def test_labels_of_weights_are_joined(
+    before: tuple[str, ...], after: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    groups = line("a")
+    outputs = [token("a", i) for i in range(4)]
+    for i, output in enumerate(outputs):
+        output.weight_versions = before if i < 3 else after
+        groups.take([output])
+    (last,) = groups.take([TokenOutput(request_id="a", finish_reason=FinishReason.ABORT)])
+    assert last.weight_versions == expected
+
+
 def test_any_mixture_of_requests_keeps_its_tokens_in_order() -> None:
     rng, groups = random.Random(1), OutputGroups()
     left = {f"r{i}": rng.randrange(1, 4 * GROUP_TOKENS) for i in range(20)}
@@ -87,7 +103,8 @@ def test_any_mixture_of_requests_keeps_its_tokens_in_order() -> None:
 
 def test_every_field_of_an_output_is_joined() -> None:
     """A field that is new must be thought of in `_prepend`, or be one that only a first or a last output has."""
-    joined = {"token_ids", "logprobs", "prompt_logprobs", "extras"}
+    joined = {"token_ids", "logprobs", "prompt_logprobs", "extras", "num_accepted_drafts", "num_rejected_drafts"}
+    joined |= {"weight_versions"}
     first = {"queue_seconds", "first_token_seconds"}
     last = {"finish_reason", "stop_token_id", "embedding", "num_cached_tokens", "num_preemptions"}
     last |= {"error", "error_status", "error_param"}

@@ -22,10 +22,10 @@ from jaxserve.types.sampling import GrammarSpec
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
 from tests.api.fakes import DEMO, demo_info
-from tests.fakes import VOCAB, FakeRunner, FakeStep, small_config
+from tests.fakes import FakeRunner, FakeStep, small_config
 
 SEGFAULT, EXIT, OUT_OF_MEMORY, HANG = MARKS = (96, 95, 94, 93)
-CONFIG = small_config(num_pages=2048, max_num_seqs=64, max_num_batched_tokens=256)
+CONFIG = small_config(num_pages=2048, max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512)
 
 
 class HarmfulRunner(FakeRunner):
@@ -78,7 +78,9 @@ def build(config: Config, send: Send) -> BuiltEngine:
     scheduler = dataclasses.replace(CONFIG, num_pages=pages)
     info = demo_info(Tokenizer.from_directory(DEMO))
     info = msgspec.structs.replace(info, max_num_seqs=scheduler.max_num_seqs, num_pages=pages)
-    return BuiltEngine(EngineCore(HarmfulRunner(scheduler), scheduler, CoreOptions(vocab_size=VOCAB)), info, no_grammar)
+    return BuiltEngine(
+        EngineCore(HarmfulRunner(scheduler), scheduler, CoreOptions(vocab_size=info.vocab_size)), info, no_grammar
+    )
 
 
 if __name__ == "__main__":

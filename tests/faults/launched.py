@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx2
 import psutil
@@ -52,7 +52,7 @@ class Launched:
             self._command += [f"--{key.replace('_', '-')}", str(value)]
         self._log = open(directory / "stderr.txt", "w+", encoding="utf-8")
 
-    def __enter__(self) -> Launched:
+    def __enter__(self) -> Self:
         self.process = subprocess.Popen(
             self._command,
             env=self._environment,

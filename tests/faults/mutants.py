@@ -138,9 +138,9 @@ MUTANTS = (
     ),
     Mutant(
         "what comes once comes again after a death",
-        "jaxserve/scheduler/scheduler.py",
-        "        if not request.is_answered:\n",
-        "        if True:\n",
+        "jaxserve/scheduler/logprobs.py",
+        "    if request.is_answered:\n        return\n    if request.params.prompt_logprobs",
+        "    if request.params.prompt_logprobs",
         "tests/client/test_replay.py::test_an_answered_request_reads_the_prefix_cache",
     ),
     Mutant(
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "an orphaned engine goes on",
-        "jaxserve/engine/child.py",
+        "jaxserve/transport/child_process.py",
         "    os._exit(1)\n\n",
         "\n",
         SIGNALS + "test_a_killed_server_leaves_nothing_behind",
@@ -222,9 +222,9 @@ MUTANTS = (
     ),
     Mutant(
         "a queue without an end",
-        "jaxserve/client/async_engine.py",
-        "        if n > limit - len(self._live):\n",
-        "        if False:\n",
+        "jaxserve/client/queue_limit.py",
+        "    if n > limit - load.num_live:\n",
+        "    if False:\n",
         "tests/faults/test_overload.py::test_ten_times_overload",
     ),
     Mutant(

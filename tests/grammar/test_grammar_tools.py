@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.matcher import GrammarMatcher, MatcherFactory
-from jaxserve.grammar.tools import GrammarTool, is_raw_input, tool_grammar
+from jaxserve.grammar.tools import CallModel, GrammarTool, is_raw_input, no_call_grammar, tool_grammar
 from jaxserve.text.output.harmony import HarmonyParser
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
@@ -48,7 +48,7 @@ def grammar(
 ) -> GrammarMatcher:
     family, template = TEMPLATES.get(name, (name, ""))
     special = {text: i for i in tokenizer.special_ids if (text := tokenizer.id_to_token(i))}
-    spec = tool_grammar(family, tools, template=template, special_tokens=special, **options)
+    spec = tool_grammar(CallModel(family, template, special), tools, **options)
     assert spec is not None
     return factory(spec)
 
@@ -165,18 +165,18 @@ def test_a_json_answer_or_calls(factory: MatcherFactory, tokenizer: Tokenizer, n
 
 def test_auto_without_strict_tools_is_free() -> None:
     loose = GrammarTool("f", {"type": "object"})
-    assert tool_grammar("hermes", [loose], required=False) is None
-    assert tool_grammar("hermes", [loose], required=False, parallel=False) is not None
+    assert tool_grammar(CallModel("hermes"), [loose], required=False) is None
+    assert tool_grammar(CallModel("hermes"), [loose], required=False, parallel=False) is not None
     with pytest.raises(InvalidSchemaError):
-        tool_grammar("hermes", [], required=True)
+        tool_grammar(CallModel("hermes"), [], required=True)
     with pytest.raises(InvalidSchemaError) as caught:
-        tool_grammar("nope", [loose], required=True)
+        tool_grammar(CallModel("nope"), [loose], required=True)
     assert caught.value.param == "tool_choice"
 
 
 def test_a_lark_tool_is_enforced_where_it_is_named(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
     tool = GrammarTool("calc", custom=True, lark='start: "1" ("+" "1")*')
-    spec = tool_grammar("hermes", [tool], required=True)
+    spec = tool_grammar(CallModel("hermes"), [tool], required=True)
     assert spec is not None and is_raw_input([tool], required=True)
     assert feed(factory(spec), tokenizer, "1+1+1") and not feed(factory(spec), tokenizer, "2")
     assert not is_raw_input([tool, NOW], required=True)
@@ -230,7 +230,7 @@ def test_lark_that_cannot_be_carried_over_is_refused(name: str, source: str) -> 
     if name == "hermes" and source not in REFUSED:
         return
     with pytest.raises(InvalidSchemaError, match="lark") as caught:
-        tool_grammar(name, [GrammarTool("f", custom=True, lark=source), NOW], required=True)
+        tool_grammar(CallModel(name), [GrammarTool("f", custom=True, lark=source), NOW], required=True)
     assert caught.value.param == "tools"
 
 
@@ -294,12 +294,32 @@ def test_a_text_between_tags_never_holds_the_closing_tag(factory: MatcherFactory
 def test_text_parameters_that_cannot_be_bound_are_refused() -> None:
     tool = GrammarTool("f", {"properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
     with pytest.raises(InvalidSchemaError, match="pattern"):
-        tool_grammar("glm45", [tool], required=True)
-    assert tool_grammar("hermes", [tool], required=True) is not None
+        tool_grammar(CallModel("glm45"), [tool], required=True)
+    assert tool_grammar(CallModel("hermes"), [tool], required=True) is not None
 
 
 def test_special_tokens_are_written_as_tokens() -> None:
     own = byte_tokenizer()
     special = {text: i for i in own.special_ids if (text := own.id_to_token(i))}
-    spec = tool_grammar("hermes", [NOW], required=True, special_tokens=special)
+    spec = tool_grammar(CallModel("hermes", special_tokens=special), [NOW], required=True)
     assert spec is not None and f"<[{special['<tool_call>']}]>" in spec.source and '"<tool_call>' not in spec.source
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_where_no_call_is_allowed_text_is_free_and_calls_are_not(
+    name: str, factory: MatcherFactory, tokenizer: Tokenizer
+) -> None:
+    family, template = TEMPLATES.get(name, (name, ""))
+    special = {text: i for i in tokenizer.special_ids if (text := tokenizer.id_to_token(i))}
+    spec = no_call_grammar(CallModel(family, template, special))
+    assert spec is not None
+    final = "<|channel|>final<|message|>" if name == "harmony" else ""
+    for text in ("It is sunny.\n", '{"answer": [1, 2]}', "[1, 2]", "f(x) < 2"):
+        assert feed(factory(spec), tokenizer, final + text), text
+    rng = random.Random(5)
+    calls = [sample(grammar(factory, tokenizer, name, [WEATHER, NOW], required=True), tokenizer, rng) for _ in range(9)]
+    written = [call for call in calls if call is not None]
+    assert written
+    for call in written:
+        assert not feed(factory(spec), tokenizer, call), call
+    assert no_call_grammar(CallModel(None)) is None

@@ -203,8 +203,8 @@ def test_a_step_waits_for_its_masks_no_longer_than_its_patience(monkeypatch: pyt
     class Slow(CountingMatcher):
         def fill(self, bitmask_row: np.ndarray) -> None:
             super().fill(bitmask_row)
-            began = time.perf_counter()
-            while time.perf_counter() - began < 0.002:
+            began = time.thread_time()  # as masks are measured: it stands still while the machine does other things
+            while time.thread_time() - began < 0.002:
                 pass
 
     monkeypatch.setattr(mask_table, "PATIENCE", 0.001)

@@ -44,6 +44,9 @@ def feed(matcher: GrammarMatcher, tokenizer: Tokenizer, text: str) -> bool:
     (GrammarSpec(kind="json_object", source=""), '{"x": [1, {}], "y": null}', "[1]"),
     (GrammarSpec(kind="regex", source="^a+b?$"), "aaab", "ba"),
     (choice_spec(["yes", 'n"o']), 'n"o', "maybe"),
+    (choice_spec(["a", "ab", "abc", ""]), "ab", "ac"),
+    (choice_spec(["same"] * 4096), "same", "some"),
+    (choice_spec([f"choice {i:04}" for i in range(4096)]), "choice 4095", "choice 4096"),
     (grammar_spec('root ::= "x" digit+\ndigit ::= [0-9]'), "x12", "xy"),
     (grammar_spec('start: "x" DIGIT+\nDIGIT: /[0-9]/'), "x12", "xy"),
     (schema_spec(True), '[true, "é"]', "x"),
@@ -67,6 +70,12 @@ def test_the_end(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
     assert feed(ended, tokenizer, "a") and ended.accept(eos) and ended.is_terminated
     full = factory(GrammarSpec(kind="regex", source="xy"))
     assert feed(full, tokenizer, "xy") and full.is_terminated and mask(full) == {eos}
+
+
+def test_an_empty_choice_ends_at_once(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    (eos,) = tokenizer.eos_token_ids
+    assert mask(factory(choice_spec([""]))) == {eos}
+    assert {eos} < mask(factory(choice_spec(["", "a"])))
 
 
 def test_padding_of_the_vocabulary_is_never_allowed(factory: MatcherFactory, tokenizer: Tokenizer) -> None:

@@ -3,10 +3,13 @@
 import time
 
 import numpy as np
+import pytest
 
+from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.grammar.token_mask import TokenMask
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.mask_budget import MaskBudget
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from tests.fakes import CountingMatcher
 
 
@@ -69,3 +72,59 @@ def test_what_masks_cost_is_charged_in_cpu_time() -> None:
         mask.fill(np.full(3, -1, np.int32))
         fills += 1
     assert not mask.is_quick and 2 <= fills <= 5
+
+
+@pytest.mark.parametrize("bad_words", [[], [(300, 301)]])
+def test_masks_after_drafts_are_those_after_tokens(
+    factory: MatcherFactory, tokenizer: Tokenizer, bad_words: list[tuple[int, ...]]
+) -> None:
+    """At every place of an output, with drafts that become wrong after some tokens. Drafts leave no trace."""
+    properties = '{"name": {"enum": ["abc"]}, "n": {"type": "integer"}}'
+    schema = f'{{"type": "object", "properties": {properties}, "additionalProperties": false}}'
+    output = tokenizer.encode('{"name": "abc", "n": 17}', add_special_tokens=False)
+    ahead, plain = (TokenMask(factory(GrammarSpec(kind="json_schema", source=schema)), bad_words) for _ in range(2))
+    expected = []
+    for token in output:
+        row = np.full(10, -1, np.int32)
+        plain.fill(row)
+        expected.append(row)
+        assert plain.accept([token])
+    assert plain.is_terminated
+    for i in range(len(output)):
+        drafts = [*output[i : i + 5], output[0], output[0]]
+        rows = np.full((len(drafts), 10), -1, np.int32)
+        count = ahead.fill_ahead(drafts, rows, "r")
+        assert count == min(5, len(output) - i - 1), "the token that completes the grammar is no draft"
+        np.testing.assert_array_equal(rows[:count], np.array(expected)[i + 1 : i + 1 + count])
+        now = np.full(10, -1, np.int32)
+        ahead.fill(now)
+        np.testing.assert_array_equal(now, expected[i])
+        assert ahead.accept([output[i]])
+    assert ahead.is_terminated and ahead.error is None
+
+
+def test_what_a_grammar_prescribes_is_a_draft(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    """The tokens of a text that cannot be another."""
+    schema = '{"type": "object", "properties": {"abcdefg": {"const": 1}}, "required": ["abcdefg"]}'
+    mask = TokenMask(factory(GrammarSpec(kind="json_schema", source=schema)), [])
+    assert mask.accept(tokenizer.encode('{"', add_special_tokens=False))
+    forced = mask.forced("r")
+    rows = np.full((len(forced), 10), -1, np.int32)
+    assert len(forced) >= 2 and mask.fill_ahead(forced, rows, "r") == len(forced)
+    assert TokenMask(None, [(1, 2)]).forced("r") == []
+
+
+def test_no_drafts_before_the_grammar_begins(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    """Tokens there cannot be taken back quickly."""
+    marker = tuple(tokenizer.encode("</think>", add_special_tokens=False))
+    mask = TokenMask(factory(GrammarSpec(kind="regex", source="[0-9]+", begin_after=marker)), [])
+    assert mask.fill_ahead([5, 6], np.full((2, 10), -1, np.int32), "r") == 0 and mask.forced("r") == []
+
+
+def test_drafts_earn_no_budget(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    mask = TokenMask(factory(GrammarSpec(kind="regex", source="[0-9]+")), [])
+    digit = tokenizer.encode("7", add_special_tokens=False)[-1]
+    before = mask.budget._left
+    for _ in range(20):
+        assert mask.fill_ahead([digit] * 5, np.full((5, 10), -1, np.int32), "r") == 5
+    assert mask.budget._left < before

@@ -66,7 +66,7 @@ def write_words(directory: Path, vocab_size: int) -> Path:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     backend.add_special_tokens(words[:4])
     backend.post_processor = tokenizers.processors.TemplateProcessing(  # type: ignore[assignment]
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text("{}")

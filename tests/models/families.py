@@ -167,6 +167,21 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-12,
     },
 }
+_HEAD = {"id2label": {"0": "bad", "1": "so so", "2": "good"}, "label2id": {"bad": 0, "so so": 1, "good": 2}}
+_ROBERTA = {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 66, "layer_norm_eps": 1e-5}
+
+# with a classification head: its numbers for a pair whose second text begins at PAIR_SECOND
+PAIR_SECOND = 9
+CLASSIFIERS: dict[str, dict[str, Any]] = {
+    "bert_classifier": ENCODERS["bert"] | {"architectures": ["BertForSequenceClassification"]} | _HEAD,
+    "roberta_classifier": ENCODERS["bert"]
+    | {"architectures": ["XLMRobertaForSequenceClassification"], "model_type": "xlm-roberta"}
+    | _ROBERTA
+    | {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}},
+    "qwen2_classifier": CASES["qwen2"] | {"architectures": ["Qwen2ForSequenceClassification"]} | _HEAD,
+    "qwen3_classifier": CASES["qwen3"] | {"architectures": ["Qwen3ForSequenceClassification"]} | _HEAD,
+    "gemma2_classifier": CASES["gemma2"] | {"architectures": ["Gemma2ForSequenceClassification"]} | _HEAD,
+}
 SENTENCES = (
     "The cat sits on the warm windowsill.",
     "A kitten is resting by the window.",

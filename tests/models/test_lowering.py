@@ -5,7 +5,6 @@ What this cannot show: that it is right or fast there.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -16,14 +15,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxserve.models.loading.hf_config import from_hf
 from jaxserve.models.loading.loader import build
 from jaxserve.models.loading.structure import ModelStructure
-from jaxserve.ops.linear import linear
+from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionSpec, Backend
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton import TritonBackend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling.slots import state_shapes
-from jaxserve.runtime.step_input import decode_size
+from jaxserve.runtime.steps.step_input import decode_size
 from tests.models.published import PUBLISHED
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -61,7 +60,7 @@ def test_a_decode_step_lowers(name: str, platform: str) -> None:
         backend=backend,
         layers=tuple(layer_of(structure, i, cache) for i, cache in enumerate(caches)),
         page_size=PAGE[platform],
-        linear=functools.partial(linear, deterministic=False),
+        linear=Products(deterministic=False),
     )
     leaves = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in structure.specs)
     state = state_shapes(ROWS, structure.config.vocab_size, 8)

@@ -12,9 +12,9 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading import orbax
+from jaxserve.models.loading.file_formats.zarr_array import open_array
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.structure import LoadedModel
-from jaxserve.models.loading.zarr_array import open_array
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")

@@ -12,8 +12,9 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.part_reader import PartReader
-from jaxserve.models.loading.quantization import decode_mxfp4
+from jaxserve.models.loading.quantization import decode_mxfp4, mxfp4_codes
 from jaxserve.models.weights import Part
+from jaxserve.ops.quantized import Quantized
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES
 
@@ -92,6 +93,10 @@ def test_mxfp4_as_transformers_decodes_it() -> None:
     assert np.array_equal(decode_mxfp4(golden["blocks"], golden["scales"], part, whole), golden["decoded"])
     region = (slice(1, 2), slice(2, 5), slice(7, 70))
     assert np.array_equal(decode_mxfp4(golden["blocks"], golden["scales"], part, region), golden["decoded"][region])
+    kept = {
+        role: jnp.asarray(a) for role, a in mxfp4_codes(golden["blocks"], golden["scales"], part, whole[:-1]).items()
+    }
+    assert np.array_equal(Quantized(**kept).astype(jnp.float32), golden["decoded"])
 
 
 def gpt_oss_mxfp4() -> tuple[dict[str, Any], Tensors, Tensors]:
@@ -141,7 +146,9 @@ def test_a_missing_scale_is_named(tmp_path: Path) -> None:
         load(tmp_path, TINY_LLAMA | BLOCK_FP8, stored)
 
 
-@pytest.mark.parametrize("quantization", [{"quant_method": "awq"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}])
+@pytest.mark.parametrize(
+    "quantization", [{"quant_method": "bitsandbytes"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}]
+)
 def test_other_quantizations_are_refused_by_name(quantization: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"awq|NVFP4"):
+    with pytest.raises(ModelLoadError, match=r"bitsandbytes|NVFP4"):
         load(tmp_path, TINY_LLAMA | {"quantization_config": quantization}, random_tensors(TINY_LLAMA))

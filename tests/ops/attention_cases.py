@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import jax
@@ -9,6 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages, is_scaled
+
+# The numbers of FP8 E4M3 that are not negative, in the order of their codes: 4 bits of exponent, 3 of mantissa.
+E4M3 = np.array([np.ldexp(c % 8 + 8 * (c >= 8), max(c // 8, 1) - 10) for c in range(127)])
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Case:
     head_dim: int = 64
     page_size: int = 16
     dtype: str = "float32"
+    pages: str | None = None  # dtype of the cache, None: `dtype`
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
@@ -92,14 +98,24 @@ def make_batch(case: Case, seed: int = 0) -> Batch:
     return Batch(case, q, contexts, metadata, sinks, num_pages, np.concatenate(slots).astype(np.int32))
 
 
-def filled_cache(backend: Backend, batch: Batch) -> jax.Array:
+def empty_cache(backend: Backend, case: Case, num_pages: int, fill: float = 0.0) -> Pages:
+    """Pages whose every number is `fill`. int8 has no NaN, so its values are 1 and its scales `fill`."""
+    sizes = num_pages, case.page_size, case.num_kv_heads
+    shape = backend.cache_shape(*sizes, case.head_dim, latent=case.latent)
+    dtype = jnp.dtype(case.pages or case.dtype)
+    if not is_scaled(dtype):
+        return jnp.full(shape, fill, dtype)
+    scales = jnp.full(backend.scale_shape(*sizes, latent=case.latent), fill, jnp.float32)
+    return ScaledPages(jnp.full(shape, 1 if dtype == jnp.int8 else fill, dtype), scales)
+
+
+def filled_cache(backend: Backend, batch: Batch) -> Pages:
     """A pool of NaN, but for the contexts of the batch, written by the backend."""
     case = batch.case
-    sizes = batch.num_pages, case.page_size, case.num_kv_heads, case.head_dim
-    shape = backend.cache_shape(*sizes, latent=case.latent)
-    cache = jnp.full(shape, jnp.nan, case.dtype)
+    cache = empty_cache(backend, case, batch.num_pages, math.nan)
     k, v = (np.concatenate([context[half] for context in batch.contexts]) for half in (0, 1))
-    return backend.write(cache, jnp.asarray(k), jnp.asarray(v), jnp.asarray(batch.all_slots))
+    k, v = (jnp.asarray(half).astype(case.dtype) for half in (k, v))
+    return backend.write(cache, k, v, jnp.asarray(batch.all_slots))
 
 
 def run(backend: Backend, batch: Batch) -> np.ndarray:
@@ -118,12 +134,26 @@ def expected(batch: Batch) -> np.ndarray:
     out = np.zeros(batch.q.shape, np.float64)
     starts = np.asarray(batch.metadata.cu_q_lens)
     for row, (q_len, kv_len) in enumerate(batch.case.rows):
-        k, v = (_rounded(half, batch.case.dtype) for half in batch.contexts[row])
+        k, v = (_kept(half, batch.case) for half in batch.contexts[row])
         for i in range(q_len if kv_len else 0):
             token = starts[row] + i
             q = _rounded(batch.q[token], batch.case.dtype)
             out[token] = _dense(batch.case, q, k, v, kv_len - q_len + i, batch.sinks)
     return out
+
+
+def _kept(x: np.ndarray, case: Case) -> np.ndarray:
+    """K or V [tokens, KH, D] as the pages hold it: 8 bits are multiples of a float32 scale, ties to even."""
+    if case.pages is None:
+        return _rounded(x, case.dtype)
+    x = _rounded(x, case.dtype).astype(np.float32)
+    steps = np.arange(128.0) if case.pages == "int8" else E4M3
+    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / steps[-1])
+    wanted = np.abs(x * (np.float32(1) / scale))
+    above = np.clip(np.searchsorted(steps, wanted), 1, len(steps) - 1)
+    low, high = steps[above - 1], steps[above]
+    up = (wanted - low > high - wanted) | ((wanted - low == high - wanted) & (above % 2 == 0))
+    return np.copysign(np.where(up, high, low), x) * scale.astype(np.float64)
 
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -36,6 +36,16 @@ def test_dtypes(rows: int) -> None:
     np.testing.assert_allclose(wide, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [1, WEIGHT_FIRST_ROWS, WEIGHT_FIRST_ROWS + 1])
+def test_a_weight_of_another_dtype_is_converted_first(rows: int, deterministic: bool) -> None:
+    x, w, bias = _arrays(rows, 3, 8)
+    narrow, small = w.astype(jnp.bfloat16), bias.astype(jnp.bfloat16)
+    multiply = jax.jit(lambda x, w, b: linear(x, w, b, deterministic=deterministic))
+    want = multiply(x, narrow.astype(jnp.float32), small.astype(jnp.float32))
+    np.testing.assert_array_equal(multiply(x, narrow, small), want)
+
+
 def _lowered(rows: int, platform: str, deterministic: bool = False) -> str:
     x, w, _ = _arrays(rows, 40)
     traced = jax.jit(lambda x, w: linear(x, w, deterministic=deterministic)).trace(x, w)

@@ -17,6 +17,7 @@ from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backe
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton import TritonBackend
+from tests.ops.attention_cases import Case, empty_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
@@ -32,7 +33,15 @@ def struct(*shape: int, dtype: DTypeLike = jnp.int32) -> Any:
 
 def lower(backend: Backend, platform: str, rows: int, tokens: int | None, page_size: int, **layer) -> str:
     """StableHLO of one layer's attention, in bfloat16; tokens None: decode only."""
-    sizes = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "window": None, "sinks": False, "latent": False} | layer
+    sizes = {
+        "num_kv_heads": 8,
+        "group": 4,
+        "head_dim": 128,
+        "window": None,
+        "sinks": False,
+        "latent": False,
+        "pages": None,
+    } | layer
     kv_heads, heads, head_dim = sizes["num_kv_heads"], sizes["num_kv_heads"] * sizes["group"], sizes["head_dim"]
 
     total = tokens or rows
@@ -41,9 +50,8 @@ def lower(backend: Backend, platform: str, rows: int, tokens: int | None, page_s
     )
     spec = AttentionSpec(head_dim**-0.5, kv_heads, sizes["window"], 30.0 if sizes["window"] else None)
     q = struct(total, heads, head_dim, dtype=jnp.bfloat16)
-    cache = struct(
-        *backend.cache_shape(2000, page_size, kv_heads, head_dim, latent=sizes["latent"]), dtype=jnp.bfloat16
-    )
+    case = Case("", (), kv_heads, 1, head_dim, page_size, "bfloat16", pages=sizes["pages"], latent=sizes["latent"])
+    cache = jax.eval_shape(lambda: empty_cache(backend, case, 2000))
     sinks = struct(heads, dtype=jnp.bfloat16) if sizes["sinks"] else None
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=DEVICES[platform])):
         traced = jax.jit(backend.attend, static_argnums=3).trace(q, cache, metadata, spec, sinks)
@@ -57,6 +65,9 @@ LAYERS = {
     "head-dim-80": {"num_kv_heads": 32, "group": 1, "head_dim": 80},
     "head-dim-256": {"num_kv_heads": 4, "group": 2, "head_dim": 256},
     "latent": {"num_kv_heads": 1, "group": 16, "head_dim": 576, "latent": True},
+    "int8": {"pages": "int8"},
+    "fp8": {"pages": "float8_e4m3fn"},
+    "latent-int8": {"num_kv_heads": 1, "group": 16, "head_dim": 576, "latent": True, "pages": "int8"},
 }
 
 
@@ -64,14 +75,15 @@ LAYERS = {
 @pytest.mark.parametrize("tokens", [None, 2048], ids=["decode", "mixed"])
 def test_triton_lowers_for_hopper(layer: dict, tokens: int | None) -> None:
     text = lower(TritonBackend(), "cuda", 100, tokens, 16, **layer)
-    assert text.count("gpu$xla.gpu.triton") == (1 if tokens is None else 2)
+    splits = TritonBackend().tuning.splits(100, layer.get("num_kv_heads", 8), 64 * 16)
+    assert text.count("gpu$xla.gpu.triton") == (1 if tokens is None else 2) + (splits > 1)  # one kernel joins splits
 
 
 @pytest.mark.parametrize("rows", [1, 500])
 def test_triton_splits_follow_the_batch(rows: int) -> None:
     """One row is cut so that it fills the machine; five hundred are not."""
     splits = TritonBackend().tuning.splits(rows, 8, 64 * 16)
-    assert splits == (8 if rows == 1 else 1)
+    assert splits == (16 if rows == 1 else 1)
     assert f"tensor<{rows}x{splits}x8x4x128x" in lower(TritonBackend(), "cuda", rows, None, 16)
 
 

@@ -1,11 +1,18 @@
 """Grouped experts against every token through every expert."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.errors import ConfigError
+from jaxserve.models.loading.encode import encode
+from jaxserve.ops import native
+from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Experts, _grouped_ragged_dot, _grouped_tiles, moe
+from jaxserve.ops.quantized import Quantized
 from tests.ops.moe_reference import moe_reference
 
 
@@ -70,6 +77,25 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     run = jax.jit(moe, static_argnums=4)
     other = run(x.at[1:].set(0.5), ids.at[1:].set(ids[0]), weights, experts, swiglu)
     assert jnp.array_equal(run(x, ids, weights, experts, swiglu)[0], other[0])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kernel_of_a_cpu_agrees(bias: bool) -> None:
+    """Experts in float32 and int8. Another form is left to XLA."""
+    try:
+        native.load()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    experts = make_experts(6, 32, 64, bias)
+    ids, weights = make_routing(20, 3, 6)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(20, 64)), jnp.float32)
+    few = [Quantized(*map(jnp.asarray, encode(np.asarray(w), "int8", 32))) for w in (experts.gate_up, experts.down)]
+    for form in (experts, dataclasses.replace(experts, gate_up=few[0], down=few[1])):
+        product = Products(native=True).of_experts(x.dtype, form.gate_up, form.down)
+        assert product is not None
+        out = jax.jit(moe, static_argnums=(4, 5))(x, ids, weights, form, swiglu, product)
+        assert jnp.allclose(out, moe(x, ids, weights, form, swiglu), atol=1e-3)
+    assert Products(native=True).of_experts(x.dtype, experts.gate_up.astype(jnp.float16)) is None
 
 
 def test_bfloat16_comes_back_as_bfloat16() -> None:

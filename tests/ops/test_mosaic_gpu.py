@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend, MosaicTuning
-from jaxserve.ops.paged_attention.triton import TritonTuning
 from tests.ops.attention_cases import Case, expected, filled_cache, make_batch, run
 
 CASES = [
@@ -29,14 +28,15 @@ CASES = [
 def test_matches_dense_attention(case: Case) -> None:
     backend = MosaicGpuBackend(
         interpret=True,
-        tuning=MosaicTuning(stages=2),
-        triton=TritonTuning(programs=8, decode_tile=16),
+        tuning=MosaicTuning(stages=2, split_tokens=32, programs=8),
     )
     batch = make_batch(case)
     np.testing.assert_allclose(run(backend, batch), expected(batch), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("page_size", "head_dim", "reason"), [(16, 80, "head_dim"), (128, 64, "page_size")])
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "reason"), [(16, 80, "head_dim"), (128, 64, "page_size"), (16, 256, "shared memory")]
+)
 def test_refuses_shapes_it_has_no_kernel_for(page_size: int, head_dim: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         MosaicGpuBackend().cache_shape(10, page_size, 2, head_dim)

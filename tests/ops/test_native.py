@@ -14,10 +14,13 @@ import pytest
 
 from jaxserve.cache_directory import opened
 from jaxserve.errors import ConfigError
+from jaxserve.models.loading.encode import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import linear
 from jaxserve.ops.native import library as builder
 from jaxserve.ops.paged_attention import get_backend
+from jaxserve.ops.quantized import Quantized
+from tests.ops.test_quantized import test_kernels_have_the_bits_of_the_wide_numbers
 
 RNG = np.random.default_rng(0)
 # Rows of x around the widths of panels, rows of w around the heights of tiles, and depths around a cache line.
@@ -48,10 +51,42 @@ def test_matmul_is_numpys(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize(("rows", "depth"), [(1, 1), (25, 63), (24, 64), (100, 200), (7, 1000)])
-def test_matvec_is_numpys(rows: int, depth: int) -> None:
-    x, w = _arrays(1, rows, depth)
+def test_matmul_few_is_numpys(rows: int, depth: int) -> None:
+    """And a row has the same bits among 2 and among 8."""
+    x, w = _arrays(native.FEW, rows, depth)
     want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    np.testing.assert_allclose(native.matvec(x, w), want, rtol=1e-4, atol=1e-4)
+    got = native.matmul_few(x, w)
+    for tokens in range(1, native.FEW + 1):
+        few = native.matmul_few(x[:tokens], w)
+        np.testing.assert_allclose(few, want[:tokens], rtol=1e-4, atol=1e-4)
+        if tokens > 1:
+            np.testing.assert_array_equal(few, got[:tokens])
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("few", [False, True])
+def test_groups_have_the_bits_of_products_alone(kind: str, few: bool) -> None:
+    """Groups without rows, of one, of FEW and of more; rows behind the last group give zeros."""
+    sizes, rows, depth = [3, 0, 1, native.FEW, 20, 0, 9], 50, 96
+    x, wide = _arrays(sum(sizes) + 2, len(sizes) * rows, depth)
+    w: jax.Array | Quantized = wide.reshape(len(sizes), rows, depth)
+    if kind in ("int8", "int4", "fp8"):
+        values, scales = encode(np.asarray(w), kind, 32)
+        zeros = None if kind == "fp8" else jnp.asarray(RNG.uniform(-3, 3, scales.shape).astype(np.float32))
+        w = Quantized(jnp.asarray(values), jnp.asarray(scales), zeros)
+    else:
+        w = w.astype(kind)
+    got = native.matmul_grouped(x, w, jnp.asarray(sizes, jnp.int32), few=few)
+    ends = np.cumsum(sizes)
+    for group, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        product = native.matmul_few if few and size <= native.FEW else native.matmul
+        part = x[end - size : end]
+        if size:
+            alone = product(part, jax.tree.map(lambda leaf, i=group: leaf[i], w))
+            np.testing.assert_array_equal(got[end - size : end], alone)
+            number = jax.tree.map(lambda leaf, i=group: leaf[i], w).astype(jnp.float32)
+            np.testing.assert_allclose(alone, np.asarray(part) @ np.asarray(number).T, rtol=1e-3, atol=1e-3)
+    np.testing.assert_array_equal(got[ends[-1] :], 0)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
@@ -61,15 +96,27 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
         np.testing.assert_array_equal(native.matmul(x[:rows], w), alone[:rows])
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 12, 16, 31, 33, 100])
+def test_a_bfloat16_weight_has_the_bits_of_the_float32_one(tokens: int) -> None:
+    """Depths below a block, of a block and a rest, and of more than the piece that is widened at a time."""
+    for rows, depth in ((1, 1), (25, 31), (61, 64), (30, 300), (23, 500)):
+        x, w = _arrays(tokens, rows, depth)
+        narrow = w.astype(jnp.bfloat16)
+        np.testing.assert_array_equal(native.matmul(x, narrow), native.matmul(x, narrow.astype(jnp.float32)))
+        few, wide = x[: native.FEW], narrow.astype(jnp.float32)
+        np.testing.assert_array_equal(native.matmul_few(few, narrow), native.matmul_few(few, wide))
+
+
 def test_linear_takes_the_kernel_for_float32() -> None:
-    def lowered(rows: int, dtype: str = "float32", deterministic: bool = False) -> str:
-        x, w = (jnp.zeros(shape, dtype) for shape in ((rows, 32), (3, 8, 32)))
+    def lowered(rows: int, dtype: str = "float32", deterministic: bool = False, weights: str = "") -> str:
+        x, w = jnp.zeros((rows, 32), dtype), jnp.zeros((3, 8, 32), weights or dtype)
         return jax.jit(lambda x, w: linear(x, w, native=True, deterministic=deterministic)).lower(x, w).as_text()
 
-    assert "jaxserve_matmul" in lowered(2) and "jaxserve_matmul" in lowered(600)
-    assert "jaxserve_matmul" in lowered(1, deterministic=True)
-    assert "jaxserve_matvec" in lowered(1)
+    assert all("jaxserve_matmul" in lowered(rows) and "matmul_few" not in lowered(rows) for rows in (9, 600))
+    assert all("matmul_few" not in lowered(rows, deterministic=True) for rows in (1, 8))
+    assert "jaxserve_matmul_few" in lowered(1) and "jaxserve_matmul_few" in lowered(8)
     assert "custom_call" not in lowered(8, "bfloat16")
+    assert "jaxserve_matmul" in lowered(9, weights="bfloat16") and "matmul_few" in lowered(1, weights="bfloat16")
     x, w = _arrays(7, 24, 32)
     got = linear(x, w.reshape(3, 8, 32), jnp.ones((3, 8)), native=True)
     np.testing.assert_allclose(got, np.einsum("tk,abk->tab", x, w.reshape(3, 8, 32)) + 1, rtol=1e-4, atol=1e-4)
@@ -160,6 +207,31 @@ def test_scores_that_are_far_apart() -> None:
     np.testing.assert_allclose(out[0], want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_attention_to_pages_of_8_bits(dtype: str) -> None:
+    """Each of the format's finite numbers, with scales of several magnitudes, against double precision."""
+    rng = np.random.default_rng(0)
+    codes = np.array([code for code in range(256) if code not in ((127, 255) if dtype != "int8" else (128,))], np.uint8)
+    values = rng.permutation(np.resize(codes, 3 * 2 * 16 * 2 * 64)).view(jnp.dtype(dtype)).reshape(3, 2, 16, 128)
+    scales = 2.0 ** rng.integers(-12, -8, (3, 2, 16, 2)).astype(np.float32)
+    q = rng.standard_normal((1, 6, 64)).astype(np.float32)
+    out = native.attend(
+        jnp.asarray(q),
+        jnp.asarray(values),
+        jnp.arange(3, dtype=jnp.int32)[None],
+        jnp.array([47], jnp.int32),
+        None,
+        sliding_window=None,
+        soft_cap=None,
+        scales=jnp.asarray(scales),
+    )
+    numbers = values.astype(np.float64).reshape(3, 2, 16, 2, 64) * scales[..., None]
+    k, v = (numbers[:, half].reshape(48, 2, 64)[:47].repeat(3, axis=1) for half in (0, 1))
+    weights = np.exp(np.einsum("nd,tnd->nt", q[0].astype(np.float64), k))
+    want = np.einsum("nt,tnd->nd", weights / weights.sum(axis=1, keepdims=True), v)
+    np.testing.assert_allclose(out[0], want, rtol=2e-5, atol=2e-6)
+
+
 # --- building
 
 
@@ -173,18 +245,32 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
         pytest.skip(f"this processor is no {level}")
     flags = [f"-march={level}" if flag == "-march=native" else flag for flag in builder.FLAGS]
     library = ctypes.CDLL(str(builder.build(tmp_path, [*flags, "-Wall", "-Wextra", "-Werror"])))
-    for name in ("_MATMUL", "_MATVEC", "_ATTEND"):
+    for name in ("_MATMUL", "_MATMUL_FEW", "_GROUPED", "_GROUPED_FEW", "_ATTEND"):
         target = f"{getattr(native, name)}_{level}"
         symbol = getattr(library, getattr(native, name))
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(symbol), platform="cpu")
         monkeypatch.setattr(native, name, target)
     for shape in SHAPES:
         test_matmul_is_numpys(shape)
-    test_matvec_is_numpys(100, 200)
+    test_matmul_few_is_numpys(100, 200)
     test_a_row_has_the_same_bits_alone_and_among_others()
+    for tokens in (1, 8, 20, 40):
+        test_a_bfloat16_weight_has_the_bits_of_the_float32_one(tokens)
+    test_groups_have_the_bits_of_products_alone("int8", few=True)
+    for kind in ("int8", "fp8", "int4", "mxfp4"):
+        test_kernels_have_the_bits_of_the_wide_numbers(kind, zeros=True)
+    for dtype in ("int8", "float8_e4m3fn"):
+        test_attention_to_pages_of_8_bits(dtype)
     test_scores_that_are_far_apart()
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel of four: its library is made in a fifth of the time."""
+    monkeypatch.setattr(builder, "SOURCES", builder.SOURCES[:1])
+
+
+@pytest.mark.usefixtures("small")
 def test_the_library_is_kept(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -229,7 +315,7 @@ def test_without_kernels_auto_is_xla_and_native_an_error(monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scratch(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private directory for the compiler, beside a cache in tmp_path / jaxserve / kernels.
 
     A path that was loaded before in this process is not read again, and descriptors have the same numbers.
@@ -294,6 +380,7 @@ def test_a_library_that_was_cut_short_is_made_anew(scratch: Path, size: int) -> 
     assert path.stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("small")
 def test_the_compiler_of_cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -m64")
     with pytest.raises(ConfigError, match="no-such-compiler"):

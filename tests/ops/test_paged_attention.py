@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 
 import jax
@@ -15,10 +16,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.paged_attention.native import NativeBackend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
+from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.tpu import TpuBackend, TpuTuning
 from jaxserve.ops.paged_attention.triton import TritonBackend, TritonTuning
 from jaxserve.ops.paged_attention.xla import XlaBackend
-from tests.ops.attention_cases import Case, expected, filled_cache, make_batch, run
+from tests.ops.attention_cases import Case, empty_cache, expected, filled_cache, make_batch, run
 
 SMALL_TILES = TritonTuning(decode_tile=16, extend_rows=16, extend_tile=16, programs=8)
 BACKENDS: dict[str, Backend] = {
@@ -64,6 +66,15 @@ CASES = [
     Case("prefill-only", ((65, 65),), group=4, num_kv_heads=1, head_dim=80, kernels=False),
     Case("padding-only", ((0, 0), (0, 0)), padding=4, kernels=False),
 ]
+CASES += [  # in 8 bits
+    Case(
+        "decode-window-sinks-int8", EDGES, window=20, sinks=True, group=3, head_dim=80, decode_only=True, pages="int8"
+    ),
+    Case("mixed-window-int8", MIXED, window=24, page_size=4, pages="int8"),
+    Case("mixed-latent-int8", MIXED, num_kv_heads=1, group=4, head_dim=72, latent=True, padding=2, pages="int8"),
+    Case("decode-bfloat16-fp8", EDGES, decode_only=True, dtype="bfloat16", num_kv_heads=4, pages="float8_e4m3fn"),
+    Case("mixed-soft-cap-fp8", MIXED, soft_cap=3.0, padding=5, pages="float8_e4m3fn", kernels=False),
+]
 
 
 @pytest.mark.parametrize(
@@ -103,56 +114,69 @@ def test_xla_does_not_depend_on_the_page_table_width() -> None:
     np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
+EACH_PAGES = pytest.mark.parametrize("kept", [None, "int8", "float8_e4m3fn"])
+
+
+@EACH_PAGES
 @pytest.mark.parametrize("name", BACKENDS)
-def test_write_drops_what_has_no_slot(name: str) -> None:
+def test_write_drops_what_has_no_slot(name: str, kept: str | None) -> None:
     backend = BACKENDS[name]
-    cache = jnp.zeros(backend.cache_shape(3, 4, 2, 8))
+    cache = empty_cache(backend, Case("", (), head_dim=8, page_size=4, pages=kept), 3)
     tokens = np.arange(4 * 2 * 8, dtype=np.float32).reshape(4, 2, 8) + 1
     written = backend.write(
         cache, jnp.asarray(tokens), jnp.asarray(-tokens), jnp.asarray([11, 12, 2, 10**6], jnp.int32)
     )
-    pages = np.asarray(backend.export_pages(written, jnp.arange(3, dtype=jnp.int32), 2)).reshape(12, 2, 2, 8)
-    assert np.array_equal(pages[11, :, 0], tokens[0]) and np.array_equal(pages[11, :, 1], -tokens[0])
-    assert np.array_equal(pages[2, :, 0], tokens[2])
+    exported = backend.export_pages(written, jnp.arange(3, dtype=jnp.int32), 2).astype(jnp.float32)
+    pages, near = np.asarray(exported).reshape(12, 2, 2, 8), 0.07 if kept else 0
+    np.testing.assert_allclose(pages[11], np.stack([tokens[0], -tokens[0]], axis=1), rtol=near)
+    np.testing.assert_allclose(pages[2, :, 0], tokens[2], rtol=near)
     assert np.count_nonzero(np.any(pages != 0, axis=(1, 2, 3))) == 2
 
 
+@EACH_PAGES
 @pytest.mark.parametrize("name", BACKENDS)
-def test_pages_have_one_common_form(name: str) -> None:
+def test_pages_have_one_common_form(name: str, kept: str | None) -> None:
     """Exported pages are the same from every backend, and come back in at other places."""
-    batch = make_batch(Case("", ((1, 30), (1, 45)), decode_only=True))
+    batch = make_batch(Case("", ((1, 30), (1, 45)), decode_only=True, pages=kept))
     backend, cache = BACKENDS[name], filled_cache(BACKENDS[name], batch)
     ids = jnp.asarray([2, 0, 1], jnp.int32)
     pages = backend.export_pages(cache, ids, 2)
     reference = BACKENDS["reference"]
-    np.testing.assert_array_equal(pages, reference.export_pages(filled_cache(reference, batch), ids, 2))
+    assert_same(pages, reference.export_pages(filled_cache(reference, batch), ids, 2))
     target = jnp.asarray([0, 10**6, 2], jnp.int32)
     moved = backend.export_pages(backend.import_pages(cache, target, pages), jnp.asarray([0, 2], jnp.int32), 2)
-    np.testing.assert_array_equal(moved, pages[np.array([0, 2])])
+    assert_same(moved, jax.tree.map(lambda leaf: leaf[np.array([0, 2])], pages))
 
 
+def assert_same(pages: Pages, others: Pages) -> None:
+    as_float32 = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf).astype(np.float32))
+    jax.tree.map(np.testing.assert_array_equal, as_float32(pages), as_float32(others))
+
+
+@EACH_PAGES
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_latent_row_is_kept_once(name: str) -> None:
+def test_a_latent_row_is_kept_once(name: str, kept: str | None) -> None:
     backend = BACKENDS[name]
     assert backend.cache_shape(9, 16, 1, 576, latent=True)[0] == 9
     once, twice = (np.prod(backend.cache_shape(9, 16, 1, 576, latent=latent)) for latent in (True, False))
     assert 2 * once == twice
-    batch = make_batch(Case("", ((1, 30), (1, 45)), num_kv_heads=1, head_dim=24, latent=True, decode_only=True))
+    batch = make_batch(
+        Case("", ((1, 30), (1, 45)), num_kv_heads=1, head_dim=24, latent=True, decode_only=True, pages=kept)
+    )
     pages = backend.export_pages(filled_cache(backend, batch), jnp.arange(3, dtype=jnp.int32), 1)
     assert pages.shape == (3, 16, 1, 24)
-    empty = jnp.zeros_like(filled_cache(backend, batch))
+    empty = empty_cache(backend, batch.case, batch.num_pages)
     back = backend.import_pages(empty, jnp.arange(3, dtype=jnp.int32), pages)
-    np.testing.assert_array_equal(backend.export_pages(back, jnp.arange(3, dtype=jnp.int32), 1), pages)
+    assert_same(backend.export_pages(back, jnp.arange(3, dtype=jnp.int32), 1), pages)
 
 
+@pytest.mark.parametrize("kept", [None, "int8"])  # on a CPU XLA converts pages of FP8 to float16 and back
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name not in INTERPRETED])  # the interpreter copies
-def test_step_writes_in_place(name: str) -> None:
+def test_step_writes_in_place(name: str, kept: str | None) -> None:
     """Write and attend compile to a program whose cache output is its cache input, without a copy of it."""
-    backend, batch = BACKENDS[name], make_batch(Case("", ((1, 40), (1, 20)), decode_only=True))
+    backend, batch = BACKENDS[name], make_batch(Case("", ((1, 40), (1, 20)), decode_only=True, pages=kept))
     case, metadata = batch.case, batch.metadata
-    cache = jax.ShapeDtypeStruct(
-        backend.cache_shape(4096, case.page_size, case.num_kv_heads, case.head_dim), jnp.float32
-    )
+    cache = jax.eval_shape(lambda: empty_cache(backend, case, 4096))
     new = jax.ShapeDtypeStruct((2, case.num_kv_heads, case.head_dim), jnp.float32)
 
     def step(cache, q, k, v, metadata):
@@ -161,7 +185,7 @@ def test_step_writes_in_place(name: str) -> None:
 
     compiled = jax.jit(step, donate_argnums=0).lower(cache, batch.q, new, new, metadata).compile()
     memory = compiled.memory_analysis()
-    size = int(np.prod(cache.shape)) * 4
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert memory is not None
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / 8

@@ -79,7 +79,7 @@ class HandScheduler:
     def execute(self, rows: list[ScheduledRow]) -> StepHandle:
         self.steps += 1
         decode = sum(not row.token_ids for row in rows)
-        output = SchedulerOutput(self.steps, rows, decode, self.inits)
+        output = SchedulerOutput(self.steps, rows, decode, self.inits, num_drafts=sum(len(row.drafts) for row in rows))
         self.inits = []
         return self.runner.execute(output)
 

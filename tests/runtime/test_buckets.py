@@ -46,3 +46,14 @@ def test_above_the_largest_is_an_error() -> None:
 def test_a_prompt_is_never_padded_to_more_than_twice_its_length(parameters: int) -> None:
     extend = make_buckets(64, 512, platform="cpu", num_parameters=parameters).extend
     assert all(fit(extend, count) < 2 * count for count in range(17, 513))
+
+
+@pytest.mark.parametrize(("platform", "deterministic"), [("cpu", False), ("cpu", True), ("gpu", False)])
+@pytest.mark.parametrize(("seqs", "tokens"), [(1, 512), (3, 40), (64, 512), (512, 8192)])
+def test_steps_with_drafts(seqs: int, tokens: int, deterministic: bool, platform: str) -> None:
+    """Few sizes, each a size of the forward pass too, and one for a single row with all of its drafts."""
+    buckets = make_buckets(
+        seqs, tokens, platform=platform, num_parameters=10**9, deterministic=deterministic, max_drafts=7
+    )
+    assert set(buckets.verify) <= set(buckets.decode_hidden) and 8 in buckets.verify
+    assert len(buckets.verify) <= 8 and max(buckets.verify) <= tokens

@@ -64,4 +64,14 @@ def test_sums_of_products_are_right(num_rows: int, width: int) -> None:
 def test_the_option_is_for_the_version_that_needs_it() -> None:
     single_dots = compiler_options("cpu", deterministic=True, version="0.12.0")
     assert single_dots and compiler_options("cpu", version="0.10.2") == single_dots
-    assert compiler_options("cpu", version="0.11.2") == compiler_options("cuda", deterministic=True) == {}
+    assert compiler_options("cpu", version="0.11.2") == compiler_options("tpu", deterministic=True) == {}
+
+
+def test_a_step_is_one_graph_on_a_gpu_unless_the_operator_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    options = compiler_options("gpu")
+    assert "WHILE" in str(options["xla_gpu_enable_command_buffer"]) and options == compiler_options(
+        "gpu", deterministic=True
+    )
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert compiler_options("gpu") == {}

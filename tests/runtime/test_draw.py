@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve.runtime.sampling import draw, slots
+from jaxserve.runtime.sampling.vocab import top_k_by_groups
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.threefry import threefry2x32
 from tests.runtime.test_sampler import GREEDY, S, V, oracle_support, programs, random_logits, run, state_of, tokens
@@ -163,3 +164,23 @@ def test_padding_rows_change_nothing() -> None:
     sampled = run(logits, state, rows=[0, S, S])
     after = slots.append_tokens(state, jnp.asarray([0, S, S], jnp.int32), sampled.tokens[:, 0])
     assert int(after.token_counts.astype(jnp.int32).sum()) == 1 and int(after.num_outputs.sum()) == 1
+
+
+# --- reductions for a GPU, which no CPU program takes
+
+
+def test_the_argmax_in_one_pass_is_the_first_maximum() -> None:
+    logits = random_logits(6)
+    logits[1, [3, 90]], logits[2], logits[3, 7], logits[4, 5] = 50.0, -np.inf, np.inf, np.nan
+    found, peak = jax.jit(draw.argmax_in_one_pass)(jnp.asarray(logits))
+    np.testing.assert_array_equal(np.asarray(found), logits.argmax(axis=1))  # numpy takes NaN for a maximum too
+    np.testing.assert_array_equal(np.asarray(peak), logits.max(axis=1))
+
+
+@pytest.mark.parametrize("size, k", [(4096, 20), (4099, 20), (2560, 20), (300, 20), (40_000, 256)])
+def test_top_k_by_groups_is_top_k(size: int, k: int) -> None:
+    logits = np.random.default_rng(3).normal(size=(5, size)).astype(np.float32)
+    logits[1] = np.round(logits[1])  # many equal values: the first tokens of them
+    logits[2], logits[3, 10:] = 1.0, -np.inf
+    for found, expected in zip(top_k_by_groups(jnp.asarray(logits), k), jax.lax.top_k(logits, k), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -17,10 +18,20 @@ def test_layers_have_their_own_geometry(mesh: DeviceMesh, backend: str) -> None:
     assert len(caches) == 2
     assert [cache.page_bytes for cache in caches] == [2 * 8 * 4 * 16 * 2, 2 * 8 * 2 * 32 * 2]
     assert kv_cache.page_bytes(caches) == 2 * 2048
-    arrays = kv_cache.allocate(caches, (5,))
+    arrays = jax.tree.leaves(kv_cache.allocate(caches, (5,)))
     assert [array.shape for array in arrays] == [cache.struct(5).shape for cache in caches]
     assert sum(array.nbytes for array in arrays) == 5 * kv_cache.page_bytes(caches)
     assert not any(array.any() for array in arrays)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_pages_of_8_bits_have_scales(mesh: DeviceMesh, dtype: str) -> None:
+    for backend in ("xla", "reference"):
+        caches = kv_cache.layer_caches(LAYERS, get_backend(backend, "cpu"), 8, jnp.dtype(dtype), mesh)
+        assert [cache.page_bytes for cache in caches] == [2 * 8 * 4 * (16 + 4), 2 * 8 * 2 * (32 + 4)]
+        leaves = jax.tree.leaves(kv_cache.allocate(caches, (5,)))
+        assert sum(leaf.nbytes for leaf in leaves) == 5 * kv_cache.page_bytes(caches)
+        assert [str(leaf.dtype) for leaf in leaves] == [dtype, "float32"] * 2
 
 
 def test_the_attention_of_a_layer_is_carried(mesh: DeviceMesh) -> None:

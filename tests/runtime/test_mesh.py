@@ -35,11 +35,14 @@ def test_a_gpu_that_jax_cannot_use_is_not_passed_over(monkeypatch: pytest.Monkey
     assert mesh.find_devices("cpu")
 
 
-def test_the_share_of_a_gpu_is_raised_unless_the_caller_chose_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+@pytest.mark.parametrize("name", mesh._FRACTION_NAMES)
+def test_the_share_of_a_gpu_is_raised_unless_the_caller_chose_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in mesh._FRACTION_NAMES:
+        monkeypatch.setenv(other, "")  # so that it is as before after the test
+        monkeypatch.delenv(other)
     monkeypatch.setenv(name, "0.5")
     mesh.find_devices("cpu")
-    assert os.environ[name] == "0.5"
+    assert {key: os.environ[key] for key in mesh._FRACTION_NAMES if key in os.environ} == {name: "0.5"}
     monkeypatch.delenv(name)
     mesh.find_devices("cpu")
-    assert float(os.environ[name]) > 0.75
+    assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) > 0.75

@@ -6,7 +6,7 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.hf_config import from_hf
-from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtype
+from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from tests.models.checkpoints import TINY_LLAMA
 
 FLOAT32 = jnp.dtype("float32")
@@ -40,11 +40,25 @@ def test_what_is_configured_is_taken() -> None:
     assert config.cache_dtype == jnp.dtype("bfloat16")
 
 
+def test_dtypes_of_the_cache() -> None:
+    assert resolve(cache={"dtype": "int8"}).cache_dtype == jnp.dtype("int8")
+    assert resolve(cache={"dtype": "fp8"}, platform="gpu").cache_dtype == jnp.dtype("float8_e4m3fn")
+
+
+def test_pages_of_fp8_on_a_cpu_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve(cache={"dtype": "fp8"}).cache_dtype == jnp.dtype("float8_e4m3fn")
+    assert "int8 is as small, and quick" in caplog.text
+
+
 def test_a_context_beyond_the_models_is_refused() -> None:
     with pytest.raises(ConfigError, match="was made for 64 tokens"):
         resolve(model={"max_model_len": 65})
 
 
 def test_dtypes() -> None:
-    assert [resolve_dtype("auto", p) for p in ("cpu", "gpu")] == [FLOAT32, jnp.dtype("bfloat16")]
-    assert resolve_dtype("float16", "cpu") == jnp.dtype("float16")
+    bfloat16, float16 = jnp.dtype("bfloat16"), jnp.dtype("float16")
+    assert resolve_dtypes("auto", "cpu") == (FLOAT32, FLOAT32)
+    assert resolve_dtypes("auto", "cpu", keeps_bfloat16=True) == (bfloat16, FLOAT32)
+    assert resolve_dtypes("bfloat16", "cpu") == (bfloat16, FLOAT32)
+    assert resolve_dtypes("auto", "gpu") == resolve_dtypes("bfloat16", "gpu") == (bfloat16, bfloat16)
+    assert resolve_dtypes("float16", "cpu") == (float16, float16)

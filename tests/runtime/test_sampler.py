@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.runtime.sampling import draw, logit_rules, logprobs, sampler, slots
+from jaxserve.runtime.sampling import draw, logprobs, sampler, slots
+from jaxserve.runtime.sampling.logit_rules import LogitRules
 from jaxserve.text.watermark import token_numbers
 from jaxserve.types.extras import MAX_CANDIDATES
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, SamplingParams
@@ -127,9 +128,8 @@ def test_penalties_against_an_oracle(params: SamplingParams) -> None:
     logits = random_logits(2)
     state = state_of([params, GREEDY], prompt=prompt, output=output)
     rows = jnp.arange(2, dtype=jnp.int32)
-    shaped = logit_rules.shape_logits(
-        jnp.asarray(logits), rows, state, jnp.zeros((2, 7), jnp.int32), jnp.asarray(False)
-    )
+    rules = LogitRules.of(rows, state, jnp.zeros((2, 7), jnp.int32), jnp.asarray(False))
+    shaped = rules.apply(jnp.asarray(logits))
     expected = oracle_penalties(logits[0], params, prompt, output)
     np.testing.assert_allclose(np.asarray(shaped)[0], expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(np.asarray(shaped)[1], logits[1])  # a neighbour without penalties
@@ -174,7 +174,7 @@ def test_as_many_biases_as_there_is_room_for() -> None:
     state = state_of([GREEDY, SamplingParams(temperature=0, logit_bias=bias)], vocab=vocab)
     rows = jnp.arange(2, dtype=jnp.int32)
     words = jnp.zeros((2, slots.mask_words(vocab)), jnp.int32)
-    shaped = logit_rules.shape_logits(jnp.zeros((2, vocab)), rows, state, words, jnp.asarray(False))
+    shaped = LogitRules.of(rows, state, words, jnp.asarray(False)).apply(jnp.zeros((2, vocab)))
     np.testing.assert_array_equal(np.asarray(shaped)[1], [bias.get(token, 0.0) for token in range(vocab)])
     assert not np.asarray(shaped)[0].any()
 

@@ -77,3 +77,10 @@ def test_windowed_layers_leave_room_for_more_tokens() -> None:
 def test_the_plan_without_windows_is_the_old_one() -> None:
     plan = plan_by_shape(from_hf(PUBLISHED["Llama-3.1-8B"].hf), BFLOAT16, 1, 1)
     assert plan.room(80 * GIB, 131072) == (plan.kv_tokens(80 * GIB), plan.kv_tokens(80 * GIB) / 131072)
+
+
+def test_pages_of_8_bits_are_counted_with_their_scales() -> None:
+    model = from_hf(PUBLISHED["Llama-3.1-8B"].hf)
+    wide, narrow = (plan_by_shape(model, BFLOAT16, 1, 1, cache_dtype=dtype) for dtype in (None, jnp.dtype("int8")))
+    assert wide.kv_token_bytes == 32 * 2 * 8 * 128 * 2
+    assert narrow.kv_token_bytes == 32 * 2 * 8 * (128 + 4)

@@ -10,7 +10,7 @@ from jaxserve.scheduler.logprobs import (
     StepLogprobs,
     add_extras,
     ask_prompt_outputs,
-    gather_prompt_logprobs,
+    gather_prompt_outputs,
     take_prompt_outputs,
     too_many_candidates,
 )
@@ -137,7 +137,7 @@ def test_a_prompts_entries_end_with_the_prompt() -> None:
     arrays = (part.logprobs[:, 0], part.ranks[:, 0], part.top_ids[:, 0], part.top_logprobs[:, 0])
     chunk = dataclasses.replace(part, prompt_logprobs={0: arrays})
     asks = msgspec.structs.replace(row(3, 4), prompt_logprobs=1)
-    gather_prompt_logprobs(made, asks, 0, chunk)
+    gather_prompt_outputs(made, asks, 0, chunk)
     assert made.prompt_logprobs == [
         *[None] * 4,
         TokenLogprobs(4, 0.0, 0, [0], [0.0]),

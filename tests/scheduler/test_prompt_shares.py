@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from jaxserve.scheduler.prompt_shares import PromptShares
+from jaxserve.scheduler.waiting.tenants import TenantShares
 from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import SamplingParams
 
@@ -35,7 +36,13 @@ class Engine:
     asked: list[str] = field(default_factory=list)
 
     def divide(self, budget: int, requests: list[Request], step: int = 2) -> dict[str, int]:
-        shares = PromptShares(self.start, self.num_cached, self.reach, self.whole)
+        shares = PromptShares(
+            self.start,
+            self.num_cached,
+            self.reach,
+            TenantShares(1, 1, 1).turn,
+            self.whole,
+        )
         runs = [request for request in requests if request.status is RequestStatus.RUNNING]
         waits = [request for request in requests if request not in runs]
         return {request.request_id: tokens for request, tokens in shares.divide(budget, runs, waits, step).items()}

@@ -431,7 +431,7 @@ def test_a_live_request_id_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_pages": 0}, {"max_num_batched_tokens": 1}, {"tokens_per_step": 0}, {"prefill_chunk_size": -1}]
+    "changes", [{"num_pages": 0}, {"max_num_batched_tokens": 1}, {"aging_steps": 0}, {"prefill_chunk_size": -1}]
 )
 def test_numbers_that_cannot_work_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):

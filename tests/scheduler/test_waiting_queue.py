@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.scheduler.waiting_queue import WINDOW, WaitingQueue
+from jaxserve.scheduler.waiting.tenants import TenantShares
+from jaxserve.scheduler.waiting.waiting_queue import WINDOW, WaitingQueue
 from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 from tests.fakes import small_config
@@ -19,9 +20,11 @@ def request(name: str, *, priority: int = 0, queued_step: int = 0, matched: int 
 
 def queue(policy: str, *requests: Request, aging_steps: int = 100) -> WaitingQueue:
     config = small_config(policy=policy, aging_steps=aging_steps)
-    result = WaitingQueue(config, lambda each: each.num_cached_tokens)
+    tenants = TenantShares(config.num_slots, config.num_pages, config.max_num_batched_tokens)
+    result = WaitingQueue(config, lambda each: each.num_cached_tokens, tenants)
     for each in requests:
         each.priority = config.rank(each.priority)
+        tenants.add(each)
         result.push(each)
     return result
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jaxserve.engine.core import EngineCore
-from jaxserve.scheduler.waiting_reasons import WaitReason
-from jaxserve.types.sampling import BACKGROUND_PRIORITY
+from jaxserve.scheduler.waiting.wait_reason import WaitReason
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, Tenant
 from tests.fakes import make_core, make_request, small_config
 
 
@@ -24,6 +24,14 @@ def no_slot() -> EngineCore:
     core.add(make_request("first", [1, 2], max_tokens=50))
     core.step()
     core.add(make_request("late", [3], max_tokens=5))
+    return core
+
+
+def key_limit() -> EngineCore:
+    core, tenant = core_of(), Tenant("limited", max_running=1)
+    core.add(make_request("first", [1, 2], max_tokens=50, tenant=tenant))
+    core.step()
+    core.add(make_request("late", [3], max_tokens=5, tenant=tenant))
     return core
 
 
@@ -56,6 +64,7 @@ def batch_beside_online() -> EngineCore:
 CASES = {
     WaitReason.SLOT: no_slot,
     WaitReason.PAGES: no_pages,
+    WaitReason.KEY_LIMIT: key_limit,
     WaitReason.SHARED_PREFIX: same_prefix,
     WaitReason.ONLINE_FIRST: batch_beside_online,
 }

@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.errors import ConfigError, StorageError
 from jaxserve.store import BatchStatus, LineResult, Store
-from jaxserve.store.database import LeaseLostError
+from jaxserve.store.sqlite.database import LeaseLostError
 from tests.store.disks import FailingDisk
 from tests.store.helpers import content, new_batch, upload
 

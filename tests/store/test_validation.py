@@ -75,6 +75,8 @@ def test_no_requests(tmp_path: Path, data: bytes) -> None:
         (line(2, body={"model": "other"}), "model_mismatch", "body.model"),
         (line(2, body={"model": None}), "model_mismatch", "body.model"),
         (line(2, body={"model": "demo", "stream": True}), "unsupported_parameter", "body.stream"),
+        (line(2, body={"model": "demo", "background": True}), "unsupported_parameter", "body.background"),
+        (line(2, body={"model": "demo", "conversation": "conv_1"}), "unsupported_parameter", "body.conversation"),
         (line(2, body={"model": "demo", "text": "x" * 5000}), "request_too_large", None),
     ],
 )

@@ -75,7 +75,7 @@ class BatchJob:
         self._turn = turn
         self._settings = settings
         self._stop = asyncio.Event()
-        self.pause = StoragePause(batch_id, settings.retry_delay)
+        self.pause = StoragePause(f"batch {batch_id}", settings.retry_delay)
         self._stages = {
             BatchStatus.VALIDATING: self._validate,
             BatchStatus.IN_PROGRESS: self._execute,

@@ -1,4 +1,4 @@
-"""Delay a batch while the store refuses writes: longer after each attempt, and visible to the client."""
+"""Delay work while the store refuses writes: longer after each attempt, and visible to the client of a batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class StoragePause:
-    """The current delay of one batch, if it is delayed.
+    """The current delay of one batch or response, if it is delayed.
 
+    name: for the log
     first_delay: seconds until the second attempt. The delay doubles up to MAX_FACTOR times that, less a random part
-    of up to one half, so that the batches of a server do not all retry at once.
+    of up to one half, so that those of a server do not all retry at once.
     """
 
-    def __init__(self, batch_id: str, first_delay: float) -> None:
-        self._batch_id = batch_id
+    def __init__(self, name: str, first_delay: float) -> None:
+        self._name = name
         self._first_delay = first_delay
         self._factor = 1
         self._reason: str | None = None
@@ -37,7 +38,7 @@ class StoragePause:
     async def wait(self, error: StorageError) -> None:
         """Return when it is time for the next attempt."""
         if self._reason is None:
-            logger.warning("batch %s waits: %s", self._batch_id, error.message)
+            logger.warning("%s waits: %s", self._name, error.message)
         self._reason = error.message
         delay = self._first_delay * self._factor * random.uniform(0.5, 1.0)
         self._factor = min(2 * self._factor, MAX_FACTOR)
@@ -46,5 +47,5 @@ class StoragePause:
     def end(self) -> None:
         """Reset the delay: the store accepted a write."""
         if self._reason is not None:
-            logger.info("batch %s goes on", self._batch_id)
+            logger.info("%s goes on", self._name)
         self._factor, self._reason = 1, None

@@ -98,5 +98,10 @@ def with_batch_priority(body: bytes) -> bytes:
     own = fields.get("priority") or 0
     if type(own) is not int:
         return body
-    fields["priority"] = BATCH_PRIORITY + max(-OWN_PRIORITIES, min(own, OWN_PRIORITIES))
+    fields["priority"] = batch_priority(own)
     return orjson.dumps(fields)
+
+
+def batch_priority(own: int) -> int:
+    """Return a client's priority moved into the background range."""
+    return BATCH_PRIORITY + max(-OWN_PRIORITIES, min(own, OWN_PRIORITIES))

@@ -21,7 +21,7 @@ from jaxserve.errors import NotReadyError
 from jaxserve.store import Store
 
 
-def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: Mapping[str, Endpoint]) -> None:
+def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: Mapping[str, Endpoint]) -> BatchRunner:
     """Create the runner of `app`, which runs within `batches_running`. endpoints: what batch requests may name."""
     settings = BatchSettings(
         known_model=lambda name: name in state.engine.info.served_names,
@@ -33,6 +33,7 @@ def install_batches(app: FastAPI, state: ServerState, store: Store, endpoints: M
     )
     app.state.batches = runner
     state.metrics.watch_gauges(lambda: _gauges(runner))
+    return runner
 
 
 def _gauges(runner: BatchRunner) -> dict[str, float]:

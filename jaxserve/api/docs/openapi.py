@@ -6,6 +6,7 @@ FastAPI cannot infer the models, since body.py parses bodies and responses are p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,30 +15,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from jaxserve.api.protocol import answers
-from jaxserve.api.protocol.admin import AbortRequest
-from jaxserve.api.protocol.batches import BatchAnswer, BatchList, CreateBatchRequest
-from jaxserve.api.protocol.chat import ChatCompletionRequest
-from jaxserve.api.protocol.completions import CompletionRequest
-from jaxserve.api.protocol.embeddings import EmbeddingRequest
-from jaxserve.api.protocol.files import FileAnswer, FileDeleted, FileList
-from jaxserve.api.protocol.generate import GenerateRequest
-from jaxserve.api.protocol.messages import CountTokensRequest, MessagesRequest
-from jaxserve.api.protocol.sessions import CloseSessionRequest, OpenSessionRequest
-from jaxserve.api.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 _REF = "#/components/schemas/{model}"
-BODIES: tuple[type[BaseModel], ...] = (
-    *(ChatCompletionRequest, CompletionRequest, GenerateRequest, EmbeddingRequest),
-    *(TokenizeRequest, DetokenizeRequest, AbortRequest, CreateBatchRequest),
-    *(OpenSessionRequest, CloseSessionRequest, MessagesRequest, CountTokensRequest),
-)
-ANSWERS: tuple[type[BaseModel], ...] = (
-    *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.Completion, answers.ModelList),
-    *(answers.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
-    *(answers.Embeddings, answers.Aborted, answers.Success, answers.Facts, answers.SessionId),
-    *(answers.AnthropicError, answers.AnthropicMessage, answers.AnthropicMessageEvent, answers.TokenCount),
-    *(FileAnswer, FileList, FileDeleted, BatchAnswer, BatchList),
-)
 
 
 def documented(
@@ -77,20 +56,20 @@ def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def install_openapi(app: FastAPI) -> None:
-    """Build /openapi.json from the declared models."""
+def install_openapi(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
+    """Build /openapi.json. models: bodies and answers that the routes declare"""
 
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _build(app)
+            app.openapi_schema = _build(app, models)
         return app.openapi_schema
 
     app.openapi = build
 
 
-def _build(app: FastAPI) -> dict[str, Any]:
+def _build(app: FastAPI, models: Sequence[type[BaseModel]]) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
-    pairs = [(model, "validation") for model in (*BODIES, *ANSWERS)]
+    pairs = [(model, "validation") for model in models]
     _, schemas = models_json_schema(pairs, ref_template=_REF)  # type: ignore[arg-type]
     components = document.setdefault("components", {})
     components["schemas"] = schemas["$defs"]

@@ -10,8 +10,11 @@ import orjson
 
 from jaxserve.errors import HTTPError, NotReadyError, QueueFullError
 
+NDJSON = b"application/x-ndjson"
 MAX_MESSAGE_CHARS = 1000  # characters; a message may quote the client's input, so never send a large one back
 ANTHROPIC_PREFIX = "/v1/messages"
+RESPONSES_PREFIX = "/v1/responses"
+OLLAMA_PREFIX = "/api/"
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class ApiFamily:
     status: HTTP status of an error. body: its JSON, given the error and the request's id
     error_name: name of a stream's error event; empty: events have no names
     done: the end of a stream. ping: sent while a stream has no events; empty: no pings
+    content_type: of a stream. Server-sent events, or a JSON object a line
+    event_body: the data of an error event, if it is not the body
     """
 
     status: Callable[[HTTPError], int]
@@ -28,13 +33,18 @@ class ApiFamily:
     error_name: str = ""
     done: bytes = b""
     ping: bytes = b""
+    content_type: bytes = b"text/event-stream; charset=utf-8"
+    event_body: Callable[[HTTPError, str], dict[str, Any]] | None = None
 
     def error_body(self, error: HTTPError, request_id: str = "") -> bytes:
         return orjson.dumps(self.body(error, request_id))
 
     def error_event(self, error: HTTPError, request_id: str = "") -> bytes:
+        if self.content_type == NDJSON:
+            return self.error_body(error, request_id) + b"\n"
         name = f"event: {self.error_name}\n".encode() if self.error_name else b""
-        return b"%bdata: %b\n\n" % (name, self.error_body(error, request_id))
+        data = (self.event_body or self.body)(error, request_id)
+        return b"%bdata: %b\n\n" % (name, orjson.dumps(data))
 
 
 def _short(message: str) -> str:
@@ -69,17 +79,51 @@ def _anthropic_body(error: HTTPError, request_id: str) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     if status == 503 and not isinstance(error, NotReadyError):
         kind = "api_error"
-    # this form has no field for the parameter, so the message names it
+    return {"type": "error", "error": {"type": kind, "message": _naming(error)}, "request_id": request_id}
+
+
+def _naming(error: HTTPError) -> str:
+    """Return the message for a form that has no field for the parameter."""
     named = error.param is None or error.param in error.message
-    message = error.message if named else f"{error.param}: {error.message}"
-    return {"type": "error", "error": {"type": kind, "message": _short(message)}, "request_id": request_id}
+    return _short(error.message if named else f"{error.param}: {error.message}")
+
+
+_RESPONSES_PARAMS = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+
+def _responses_status(error: HTTPError) -> int:
+    """Return 503 for a full queue: Codex sends such a request again, and ends at a 429."""
+    return 503 if isinstance(error, QueueFullError) else error.status
+
+
+def _responses_body(error: HTTPError, request_id: str) -> dict[str, Any]:
+    """Return OpenAI's body. What is common with chat names its fields: those of Responses have other names."""
+    inner = _openai_body(error, request_id)["error"]
+    return {"error": inner | {"param": _RESPONSES_PARAMS.get(inner["param"], inner["param"])}}
+
+
+def _responses_event(error: HTTPError, request_id: str) -> dict[str, Any]:
+    """Build the data of an error event in both forms that clients read: flat, and below `error`."""
+    inner = _responses_body(error, request_id)["error"]
+    return {"type": "error", **{key: inner[key] for key in ("code", "message", "param")}, "error": inner}
+
+
+def _ollama_body(error: HTTPError, request_id: str) -> dict[str, Any]:
+    return {"error": _naming(error)}
 
 
 OPENAI = ApiFamily(lambda error: error.status, _openai_body, done=b"data: [DONE]\n\n")
 ANTHROPIC = ApiFamily(
     _anthropic_status, _anthropic_body, error_name="error", ping=b'event: ping\ndata: {"type":"ping"}\n\n'
 )
+RESPONSES = ApiFamily(
+    *(_responses_status, _responses_body, "error"), done=OPENAI.done, ping=b": ping\n\n", event_body=_responses_event
+)
+OLLAMA = ApiFamily(lambda error: error.status, _ollama_body, content_type=NDJSON)
+
+# /api/v1 is what an OpenAI client with a wrong base URL asks for
+_BY_PREFIX = {ANTHROPIC_PREFIX: ANTHROPIC, RESPONSES_PREFIX: RESPONSES, "/api/v1/": OPENAI, OLLAMA_PREFIX: OLLAMA}
 
 
 def family_of(path: str) -> ApiFamily:
-    return ANTHROPIC if path.startswith(ANTHROPIC_PREFIX) else OPENAI
+    return next((family for prefix, family in _BY_PREFIX.items() if path.startswith(prefix)), OPENAI)

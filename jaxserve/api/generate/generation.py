@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from jaxserve.api.shared.key_usage import KeyUsage
 from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.task import RequestOptions
@@ -24,10 +25,12 @@ from jaxserve.client.sequence_table import Outbox
 from jaxserve.errors import HTTPError, InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.extras import TokenExtras
-from jaxserve.types.sampling import SamplingParams
+from jaxserve.types.messages import EngineInfo
+from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 
 MAX_CHOICE_TOKENS = 2**20  # prompt tokens of all choices of a request: 2,048 texts of 512
 CONTEXTS_A_REQUEST = 32  # or this multiple of the context length, if that is more
+BEGUN_AT_ONCE = 16  # streams of a request; to begin one takes up to 0.1 ms
 MAX_MERGED = 64  # outputs between the streams and their reader; further ones wait where they are counted
 
 T = TypeVar("T")
@@ -61,29 +64,39 @@ class Usage:
     cached_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_tokens: int = 0  # completion tokens that were drafts
+    rejected_tokens: int = 0  # drafts that are no completion tokens
 
     def as_dict(self, uncounted: int = 0) -> dict[str, Any]:
         """Build OpenAI's usage object. uncounted: completion tokens to leave out."""
         completion_tokens = self.completion_tokens - uncounted
+        details = {"reasoning_tokens": self.reasoning_tokens}
+        if self.accepted_tokens or self.rejected_tokens:
+            details["accepted_prediction_tokens"] = self.accepted_tokens
+            details["rejected_prediction_tokens"] = self.rejected_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "completion_tokens_details": details,
             "reasoning_tokens": self.reasoning_tokens,
         }
 
 
 @dataclass
 class Generation:
-    """All engine work of one HTTP request. `outputs()` may be iterated once; closing it aborts."""
+    """All engine work of one HTTP request. `outputs()` may be iterated once; closing it aborts.
+
+    at_once: at most so many prompts are in the engine at a time, which leaves room for other requests; None: all
+    """
 
     state: ServerState
     options: RequestOptions
     prompts: list[PromptTask]
     caller: Caller = DEFAULT_CALLER
     usage: Usage = field(default_factory=Usage)
+    at_once: int | None = None
 
     def __post_init__(self) -> None:
         self._num_sequences = sum(each.params.n for each in self.prompts)
@@ -91,6 +104,7 @@ class Generation:
         self.usage.prompt_tokens = sum(len(each.prompt_token_ids) for each in self.prompts)
         self._cached = [0] * len(self.prompts)
         self._outboxes: WeakSet[Outbox] = WeakSet()
+        self._key = self.state.key_usages.of(self.caller.owner)
 
     def _check_size(self) -> None:
         """Raises InvalidValueError if one request asks for too much, so that waiting would not help."""
@@ -108,11 +122,13 @@ class Generation:
 
     def outputs(self) -> Outputs:
         """Yield (number of the prompt, output) as outputs arrive. Raises what the engine raises."""
+        if self._key is not None and self.options.priority < BACKGROUND_PRIORITY:
+            self._check_key(self._key)
         if len(self.prompts) == 1:
             merged = self._measured(0)
         else:
             self._check_queue()
-            merged = merge([self._measured(number) for number in range(len(self.prompts))])
+            merged = merge([self._measured(number) for number in range(len(self.prompts))], self.at_once)
         return merged if self.options.interval <= 1 else coalesce(merged, self.options.interval)
 
     def held_bytes(self) -> int:
@@ -127,6 +143,14 @@ class Generation:
             self.state.metrics.count_error(error)
             raise
 
+    def _check_key(self, key: KeyUsage) -> None:
+        """Raises KeyLimitError if all sequences together exceed a limit of the API key."""
+        try:
+            key.check(self._num_sequences)
+        except HTTPError as error:
+            self.state.metrics.count_error(error)
+            raise
+
     async def _measured(self, number: int) -> Outputs:
         """Yield the outputs of one prompt and record their timings. Runs for every token, so keep it cheap."""
         metrics, usage = self.state.metrics, self.usage
@@ -137,6 +161,9 @@ class Generation:
         prompt = self.prompts[number]
         stream = self._generate(prompt)
         self.state.live.add(prompt.signal, prompt.request_id or self.options.request_id, self.caller)
+        key = self._key
+        if key is not None:
+            key.begin(prompt.params.n, prompt.params.n * len(prompt.prompt_token_ids))
         try:
             async for output in stream:
                 now = time.perf_counter()
@@ -150,6 +177,10 @@ class Generation:
                         times.inter_token.observe((now - before) / count)
                     last[output.index] = now
                     usage.completion_tokens += count
+                    usage.accepted_tokens += output.num_accepted_drafts
+                    usage.rejected_tokens += output.num_rejected_drafts
+                    if key is not None:
+                        key.generated(count)
                 if output.finish_reason is not None:
                     self._finished(number, output)
                     begun, queued = first.get(output.index, (now, output.queue_seconds))
@@ -159,6 +190,8 @@ class Generation:
             metrics.count_error(error)
             raise
         finally:
+            if key is not None:
+                key.end(prompt.params.n, time.perf_counter() - started, self._cached[number])
             self.state.tracing.generation(self.options.request_id, time.perf_counter() - started, usage.as_dict())
             self.state.live.remove(prompt.signal)
             await stream.aclose()
@@ -174,6 +207,7 @@ class Generation:
                 request_id=self.caller.engine_name(prompt.request_id or self.options.request_id),
                 priority=self.options.priority,
                 cache_salt=self.options.cache_salt,
+                tenant=None if self._key is None else self._key.tenant,
                 deadline=self.state.config.server.request_timeout,
                 signal=prompt.signal,
                 outbox=outbox,
@@ -187,6 +221,22 @@ class Generation:
         more = max(0, output.num_cached_tokens - self._cached[number])
         self._cached[number] += more
         self.usage.cached_tokens += more
+
+
+def half_of_rows(info: EngineInfo) -> int:
+    """Return how many prompts of one request should be in the engine at a time, so that others need not wait."""
+    return max(1, info.max_num_seqs // 2)
+
+
+async def embeddings(generation: Generation) -> list[bytes]:
+    """Run prompts with `embed` and return the float32 numbers of each. Raises InvalidValueError if one was aborted."""
+    found: dict[int, bytes] = {}
+    async with aclosing(generation.outputs()) as outputs:
+        async for number, output in outputs:
+            if output.embedding is None:
+                raise InvalidValueError("The request was aborted.", code="request_aborted")
+            found[number] = output.embedding
+    return [found[number] for number in range(len(generation.prompts))]
 
 
 async def coalesce(stream: Outputs, interval: int) -> Outputs:
@@ -229,26 +279,33 @@ def _chained(values: Iterable[list[T] | None]) -> list[T] | None:
     return list(itertools.chain.from_iterable(found)) if found else None
 
 
-async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+async def merge(streams: Sequence[AsyncGenerator[T, None]], at_once: int | None = None) -> AsyncGenerator[T, None]:
     """Interleave several streams. Closing the result closes all of them.
 
+    at_once: so many streams are read at a time, the next one is begun when one ends; None: all
     Raises the first error of any stream, which also ends the others.
     """
     queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(MAX_MERGED)
+    waiting = iter(streams)
 
-    async def pump(stream: AsyncGenerator[T, None]) -> None:
-        """Put the items of one stream into the queue, then None, or the error that ended it."""
+    async def pump() -> None:
+        """Put the items of streams into the queue, then None, or the error that ended one."""
         try:
-            async with aclosing(stream):
-                async for item in stream:
-                    await queue.put(item)
+            for stream in waiting:
+                async with aclosing(stream):
+                    async for item in stream:
+                        await queue.put(item)
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    running = min(len(streams), at_once or len(streams))
+    tasks: list[asyncio.Task[None]] = []
     try:
-        running = len(tasks)
+        for number in range(running):
+            tasks.append(asyncio.create_task(pump()))
+            if number % BEGUN_AT_ONCE == BEGUN_AT_ONCE - 1:
+                await asyncio.sleep(0)
         while running:
             item = await queue.get()
             if item is None:

@@ -13,7 +13,7 @@ from jaxserve.api.tasks.constraints import Constraint, special_tokens
 from jaxserve.api.tasks.task import ChatPrompt
 from jaxserve.api.tasks.tools import ToolUse
 from jaxserve.errors import InvalidValueError
-from jaxserve.grammar.tools import tool_grammar
+from jaxserve.grammar.tools import CallModel, no_call_grammar, tool_grammar
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.sampling import GrammarSpec
 
@@ -24,12 +24,13 @@ _FORMATS = ("json_schema", "json_object")  # formats of a text answer; other con
 def with_tools(answer: Constraint | None, use: ToolUse, state: ServerState) -> Constraint | None:
     """Return the constraint on the whole output; `answer` is the constraint on its text.
 
+    none: the answer; without one, any text that does not begin a call of the tools that the prompt shows.
     required: only calls are allowed; a JSON format for text then has no effect.
     auto: the answer or calls. A JSON answer still allows calls; any other constraint applies to the whole output.
     Raises InvalidValueError (tool_choice) if a call is required beside a constraint of another kind.
     """
     if use.mode == "none":
-        return answer
+        return _without_calls(state) if use.forbids_calls and answer is None else answer
     if use.mode == "required":
         if answer is not None and answer[0].kind not in _FORMATS:
             message = f"{answer[1]} cannot be kept where tool_choice requires a call."
@@ -43,18 +44,26 @@ def with_tools(answer: Constraint | None, use: ToolUse, state: ServerState) -> C
     return _either(answer, use, state)
 
 
+def _without_calls(state: ServerState) -> Constraint | None:
+    spec = no_call_grammar(_model(state))
+    return None if spec is None else (spec, "tool_choice")
+
+
+def _model(state: ServerState) -> CallModel:
+    template = state.chat_template.source if state.chat_template is not None else ""
+    return CallModel(state.parsers.tool, template, special_tokens(state.engine.tokenizer))
+
+
 def _calls(
     use: ToolUse, state: ServerState, *, required: bool, answer: dict[str, Any] | bool | None = None
 ) -> GrammarSpec | None:
-    template = state.chat_template
     return tool_grammar(
-        state.parsers.tool,
+        _model(state),
         use.tools,
         required=required,
         parallel=use.parallel or (answer is None and not required),  # in auto mode the output ends after its first call
         answer=answer,
-        template=template.source if template is not None else "",
-        special_tokens=special_tokens(state.engine.tokenizer),
+        limited=use.allows_some,
     )
 
 
@@ -75,7 +84,9 @@ async def compiled(found: Constraint | None, state: ServerState) -> GrammarSpec 
 
 async def chat_grammar(prompt: ChatPrompt, rendered: RenderedChat, state: ServerState) -> GrammarSpec | None:
     """Return the compiled grammar of the whole output of a conversation."""
-    found = with_tools(prompt.constraint, prompt.tools, state)
+    is_beam_search = prompt.mode.beam_length_penalty is not None  # takes no grammar
+    tools = ToolUse() if is_beam_search and prompt.tools.forbids_calls else prompt.tools
+    found = with_tools(prompt.constraint, tools, state)
     spec = await compiled(found, state)
     if spec is None:
         return None

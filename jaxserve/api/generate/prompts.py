@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from jaxserve.api.generate.infill import infill_prompt
 from jaxserve.api.protocol.common import SessionParams
 from jaxserve.api.shared.keys import Caller
 from jaxserve.api.shared.state import ServerState
-from jaxserve.api.tasks.task import TextPrompt, Truncation
+from jaxserve.api.tasks.task import Side, TextPrompt, Truncation
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.types.messages import EngineInfo
 
@@ -29,6 +31,55 @@ def truncate(token_ids: list[int], how: Truncation, max_tokens: int | None, limi
     if len(token_ids) <= count:
         return token_ids
     return token_ids[:count] if how.side == "right" else token_ids[len(token_ids) - count :]
+
+
+def cut(token_ids: list[int], frame: list[int], keep: int, side: Side) -> list[int]:
+    """Keep at most `keep` tokens, cutting at `side` of the text.
+
+    frame: special tokens that the tokenizer adds around a text; they are kept if there is room
+    """
+    if len(token_ids) <= keep:
+        return token_ids
+    before = 0
+    while before < len(frame) and token_ids[before] == frame[before]:
+        before += 1
+    after = len(frame) - before
+    if keep < len(frame):
+        return token_ids[:keep]
+    text, room = token_ids[before : len(token_ids) - after], keep - len(frame)
+    kept = text[:room] if side == "right" else text[len(text) - room :]
+    return token_ids[:before] + kept + token_ids[len(token_ids) - after :]
+
+
+@dataclass(frozen=True)
+class TextCut:
+    """How a text that gets one result is tokenized.
+
+    keep: tokens that remain; -1: as many as fit, None: all, then a longer text is an error
+    """
+
+    keep: int | None = None
+    side: Side = "right"
+    special: bool = True
+
+
+async def whole_text(prompt: str | list[int], how: TextCut, state: ServerState, param: str = "input") -> list[int]:
+    """Tokenize a text that gets one result, or check its token ids. Raises a RequestError."""
+    info, tokenizer, keep = state.engine.info, state.engine.tokenizer, how.keep
+    if isinstance(prompt, list):
+        check_ids(prompt, info, param)
+        frame, token_ids = [], prompt
+    else:
+        frame = tokenizer.encode("") if how.special else []
+        limit = info.max_model_len if keep is None else None
+        token_ids = await state.encoder.encode(prompt, add_special_tokens=how.special, limit=limit, param=param)
+    if keep is not None:
+        token_ids = cut(token_ids, frame, min(keep, info.max_model_len) if keep >= 0 else info.max_model_len, how.side)
+    if not token_ids:
+        raise InvalidValueError(f"{param} has no tokens.", param=param)
+    if len(token_ids) > info.max_model_len:
+        raise ContextLengthError.too_long(len(token_ids), info.max_model_len, param=param)
+    return token_ids
 
 
 async def text_tokens(prompt: TextPrompt, state: ServerState) -> list[int]:

@@ -16,6 +16,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from jaxserve.api.errors.families import OLLAMA_PREFIX
 from jaxserve.api.errors.responses import ClientDisconnected, from_validation
 from jaxserve.api.protocol.common import UNSUPPORTED, Body, Part
 from jaxserve.api.shared.body_cost import is_large
@@ -44,6 +45,8 @@ async def read_body(request: Request, model: type[B]) -> B:
         raw = await request.body()
     except ClientDisconnect:
         raise ClientDisconnected from None
+    if server_state(request).group is not None:
+        request.scope["state"]["body"] = raw  # see forwarding.py
     return await parse_body(raw, model, request)
 
 
@@ -112,6 +115,8 @@ def _unknown_inside(body: BaseModel, prefix: str = "") -> Iterator[str]:
             continue
         path = f"{prefix}{name}."
         for part in parts:
+            if not isinstance(part, Part):
+                continue
             if unknown := part.unknown_fields:
                 some = itertools.islice(unknown.items(), MAX_UNKNOWN)
                 yield from (path + key for key, given in some if given not in _NOTHING)
@@ -120,7 +125,12 @@ def _unknown_inside(body: BaseModel, prefix: str = "") -> Iterator[str]:
 
 
 def _check_content_type(request: Request) -> None:
-    """Refuse bodies that are not declared as JSON. A web page cannot send JSON across origins without a preflight."""
+    """Refuse bodies that are not declared as JSON. A web page cannot send JSON across origins without a preflight.
+
+    Clients of Ollama's routes declare nothing or a form. There, what a web page sends is known by its Origin header.
+    """
+    if request.scope["path"].startswith(OLLAMA_PREFIX) and "origin" not in request.headers:
+        return
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise InvalidValueError(f"Send JSON with Content-Type: application/json (it is {kind or 'missing'}).")

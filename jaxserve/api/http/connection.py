@@ -48,6 +48,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._pace = ClientPace()
         self._in_headers = True
         self._header_bytes = 0
+        self._message = 0  # number of the request on this connection
         self._too_large = False
         self._idle_bytes = 0  # bytes received since the headers or the last piece of the body
 
@@ -67,15 +68,21 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
+        cycle.scope.setdefault("state", {})["send_body"] = cycle.send  # see sse.EventStream
         super()._start_asgi_task(cycle, app)
 
     # --- headers
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and close the connection if headers or bytes without body data exceed their limit."""
+        """Parse bytes, and close the connection if headers or bytes without body data exceed their limit.
+
+        The piece in which a request begins is not counted: most of it may be the body of the request before. It has at
+        most the 256 KiB of one read, and `on_headers_complete` checks the exact size.
+        """
+        message = self._message
         super().data_received(data)
         if self._in_headers:
-            self._header_bytes += len(data)
+            self._header_bytes += len(data) if message == self._message else 0
             if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
                 self._refuse(431, "The request's headers are too large.")
         else:
@@ -93,6 +100,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._message += 1
         self._in_headers, self._header_bytes, self._idle_bytes = True, 0, 0
         if self._header_timer is None:
             self._header_timer = self.loop.call_later(self.header_timeout, self._headers_are_late)

@@ -17,9 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.api.errors.families import ANTHROPIC_PREFIX
 from jaxserve.api.errors.responses import ClientDisconnected, as_http_error, send_error
+from jaxserve.api.http.page_paths import PAGE_PATHS
 from jaxserve.api.shared.body_cost import BodyLimits, BodySum
 from jaxserve.api.shared.engine_protocol import EngineProtocol
+from jaxserve.api.shared.key_usage import KeyUsage
 from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller, KeyRing, set_caller
+from jaxserve.api.shared.process_group import Elsewhere
 from jaxserve.config import ServerSection
 from jaxserve.errors import (
     AuthenticationError,
@@ -31,9 +34,26 @@ from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # open without a key and in every phase
-ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/generate"})
-UPLOAD_PATHS = ("/v1/files", "/files")  # have their own, larger limit
+WEIGHTS_UPLOAD = "/update_weights_from_tensor"
+_ALWAYS_ANSWERED = OPEN_PATHS | PAGE_PATHS | {"/metrics"}
+ADMIN_PATHS = frozenset(
+    {
+        *("/flush_cache", "/reset_prefix_cache", "/abort_request", "/key_usage"),
+        *("/update_weights_from_disk", WEIGHTS_UPLOAD, "/update_weight_version"),
+        *("/pause_generation", "/continue_generation", "/release_memory_occupation", "/resume_memory_occupation"),
+        *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
+    }
+)
+GENERATING_PATHS = frozenset(
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate"),
+        *("/v1/messages", "/v1/responses"),
+        *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
+        *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/v1/classify", "/classify"),
+        "/v1/decisions",
+    }
+)
+UPLOAD_PATHS = ("/v1/files", "/files", WEIGHTS_UPLOAD)  # have their own, larger limit
 
 SLOWEST_BYTES = 10_000.0  # bytes per second that a slow client's body must reach
 
@@ -58,8 +78,8 @@ class RequestContext:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        state["send_body"] = send  # layers between here and the route do not look at the body; see sse.EventStream
-        status = 0
+        state.setdefault("send_body", send)  # the connection sets it; another ASGI server does not
+        status, counts = 0, True
         is_anthropic = scope["path"].startswith(ANTHROPIC_PREFIX)  # its clients read another header
 
         async def tagged(message: Message) -> None:
@@ -82,6 +102,9 @@ class RequestContext:
                     await self.app(scope, receive, tagged)
                 except ClientDisconnected:
                     status = status or 499
+                except Elsewhere:
+                    counts = False  # the process that answers it counts it
+                    raise
                 except Exception as error:
                     http_error = as_http_error(error)
                     if status == 0:
@@ -89,8 +112,9 @@ class RequestContext:
                 finally:
                     span.end_with(status)
         finally:
-            self.metrics.count_response(scope, status)
-            if self.log_requests:
+            if counts:
+                self.metrics.count_response(scope, status)
+            if self.log_requests and counts:
                 seconds = time.perf_counter() - started
                 logger.info("%s %s %d %.3f s %s", scope["method"], scope["path"], status, seconds, request_id)
 
@@ -106,10 +130,11 @@ class Authentication:
     With `server.keys`, each key may also abort its own requests by id.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerSection) -> None:
+    def __init__(self, app: ASGIApp, config: ServerSection, more_admin_paths: frozenset[str] = frozenset()) -> None:
         self.app = app
+        self._admin_paths = ADMIN_PATHS | more_admin_paths
         self._keys = KeyRing(config)
-        self._open = OPEN_PATHS | {"/"} | (set() if config.metrics_auth else {"/metrics"})
+        self._open = OPEN_PATHS | PAGE_PATHS | (set() if config.metrics_auth else {"/metrics"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -122,12 +147,13 @@ class Authentication:
     def _caller(self, scope: Scope) -> Caller:
         """Return the caller of a request. Raises HTTPError if its key does not open the path."""
         path, keys = scope["path"], self._keys
-        if path not in ADMIN_PATHS and path in self._open:
+        is_admin = path in self._admin_paths
+        if not is_admin and path in self._open:
             return DEFAULT_CALLER
         caller = keys.find(scope)
-        if path not in ADMIN_PATHS and not keys.needed:
+        if not is_admin and not keys.needed:
             return caller or DEFAULT_CALLER
-        if path not in ADMIN_PATHS or (path == "/abort_request" and keys.isolates):
+        if not is_admin or (path == "/abort_request" and keys.isolates):
             allowed = caller is not None
         elif keys.has_admin:
             allowed = caller is not None and caller.admin
@@ -145,30 +171,39 @@ class ReadinessGate:
     under overload that they are many.
 
     prepare: what every request needs, waited for if it is not there yet
+    usage_of: returns the usage of an API key, whose limits are checked here too; None: it has none
     """
 
     def __init__(
-        self, app: ASGIApp, engine: EngineProtocol, metrics: Metrics, prepare: Callable[[], Awaitable[None]]
+        self,
+        app: ASGIApp,
+        engine: EngineProtocol,
+        metrics: Metrics,
+        prepare: Callable[[], Awaitable[None]],
+        usage_of: Callable[[str], KeyUsage | None],
     ) -> None:
         self.app = app
+        self.usage_of = usage_of
         self.prepare = prepare
         self.engine = engine
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["path"] not in ("/metrics", "/"):
+        if scope["type"] == "http" and scope["path"] not in _ALWAYS_ANSWERED:
             try:
                 self.engine.check_ready()
                 await self.prepare()
                 if scope["path"] in GENERATING_PATHS and scope["method"] == "POST":
-                    self._check_queue()
+                    self._check_queue(scope["state"]["caller"])
             except HTTPError as error:
                 return await send_error(error, scope, receive, send)
         await self.app(scope, receive, send)
 
-    def _check_queue(self) -> None:
+    def _check_queue(self, caller: Caller) -> None:
         try:
             self.engine.check_queue()
+            if (usage := self.usage_of(caller.owner)) is not None:
+                usage.check()
         except HTTPError as error:
             self.metrics.count_error(error)
             raise
@@ -226,7 +261,7 @@ class _LimitedBody:
         self._complete = not message.get("more_body", False)
         self._received += size
         if self._limits is not None:
-            self._sum.held += size
+            self._sum.add(size)
             self._limits.check_size(self._received)
             self._sum.check(0, self._limits.max_sum)
         return message
@@ -234,7 +269,7 @@ class _LimitedBody:
     def forget(self) -> None:
         """Release the bytes of the body: the request has ended."""
         if self._limits is not None:
-            self._sum.held -= self._received
+            self._sum.add(-self._received)
 
     async def _next_part(self) -> Message:
         began = time.monotonic()

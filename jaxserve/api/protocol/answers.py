@@ -32,7 +32,11 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
+    """Without speculation, or if it was not used, the last two fields are absent."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class UsageAnswer(Answer):
@@ -218,6 +222,12 @@ class Embeddings(Answer):
     usage: EmbeddingUsage
 
 
+class OllamaError(Answer):
+    """The body of every 4xx and 5xx below /api."""
+
+    error: str
+
+
 class AnthropicErrorDetail(Answer):
     type: str
     message: str
@@ -280,6 +290,7 @@ class ModelAnswer(Answer):
 class ModelList(Answer):
     object: str
     data: list[ModelAnswer]
+    models: list[Any]
 
 
 class StoreHealth(Answer):
@@ -302,6 +313,7 @@ class MetaInfo(Answer):
     completion_tokens: int
     cached_tokens: int
     weight_version: str
+    weight_versions: list[str] | None = None
     e2e_latency: float
     input_token_logprobs: list[list[Any]] | None = None
     output_token_logprobs: list[list[Any]] | None = None
@@ -345,6 +357,21 @@ class SessionId(RootModel[str]):
 
 class Success(Answer):
     success: bool
+
+
+class GenerationState(Success):
+    status: str
+    message: str
+
+
+class MemoryState(Success):
+    asleep: list[str]
+
+
+class WeightsUpdated(Success):
+    message: str
+    weight_version: str
+    num_paused_requests: int
 
 
 class Facts(BaseModel):

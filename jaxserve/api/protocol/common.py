@@ -184,6 +184,9 @@ class SamplingFields(Body):
         None, description="The output does not end before this many tokens. Default 0."
     )
     ignore_eos: bool | None = Field(None, description="Ignore the end-of-sequence token. Default false.")
+    speculate: bool | None = Field(
+        None, description="false: no speculation for this request. It changes the time of an answer, not its tokens."
+    )
     stop: limits.StopText | limits.Stops | None = Field(
         None, description="Texts that end the output; at most 4,096 characters in total."
     )

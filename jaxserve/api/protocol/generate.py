@@ -27,6 +27,7 @@ class NativeSampling(Part):
     stop_token_ids: limits.TokenIds | None = None
     stop_regex: limits.StopPattern | limits.StopPatterns | None = None
     ignore_eos: bool | None = None
+    speculate: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None

@@ -18,6 +18,6 @@ def model_object(name: str, info: EngineInfo, created: int) -> dict[str, Any]:
         "root": info.model_path,
         "parent": None,
         "max_model_len": info.max_model_len,
-        "task": "embed" if info.is_embedding else "generate",
+        "task": info.task,
         "permission": [],
     }

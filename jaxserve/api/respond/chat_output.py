@@ -39,6 +39,7 @@ class _Choice:
 class ChatChoices:
     """The choices of one conversation.
 
+    complete: every choice has ended. A choice may end before its engine output does.
     about_prompt: vLLM's prompt fields beside the choices, set with the first chunk; else empty
     """
 
@@ -54,11 +55,7 @@ class ChatChoices:
         self._plain = not (shown.logprobs is not None or shown.token_ids or shown.hidden_state or self._extras.wanted)
         self._no_reasoning = dict.fromkeys(options.reasoning_fields)
         self.about_prompt: dict[str, Any] = {}
-
-    @property
-    def complete(self) -> bool:
-        """Return whether every choice has ended. A choice may end before its engine output does."""
-        return self._running == 0
+        self.complete = False
 
     def take_about_prompt(self) -> dict[str, Any]:
         """Return `about_prompt` and clear it: only one chunk of a stream carries it."""
@@ -76,17 +73,14 @@ class ChatChoices:
         events = turn.read(output)
         chunks: list[Chunk]
         # most outputs are one piece of text and nothing else
-        if self._is_plain(choice) and len(events) == 1 and isinstance(event := events[0], ContentDelta) and event.text:
+        plain = self._plain and choice.begun and not choice.held_reasoning  # nothing stands beside the text
+        if plain and len(events) == 1 and type(event := events[0]) is ContentDelta and event.text:
             delta = {"content": event.text, **self._no_reasoning}
             chunks = [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
         else:
             self._collect(choice, output)
             chunks = self._deltas(choice, events)
         return chunks + self._last(choice, output) if turn.ended else chunks
-
-    def _is_plain(self, choice: _Choice) -> bool:
-        """Return whether a chunk of text holds nothing beside it."""
-        return self._plain and choice.begun and not choice.held_reasoning
 
     def _begin(self, output: RequestOutput) -> _Choice:
         if not self._choices:
@@ -194,6 +188,7 @@ class ChatChoices:
 
     def _last(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
         self._running -= 1
+        self.complete = self._running == 0
         prompt, num_calls = self._plan.prompt, choice.turn.num_calls
         chunks = [] if choice.begun else [self._first(choice, num_calls == 0 and not choice.held_reasoning)]
         finish = finish_fields(output, prompt.params.stop_token_ids)

@@ -11,8 +11,7 @@ from jaxserve.api.generate.generation import PromptTask
 from jaxserve.api.respond.details import Candidates, RoutedExperts
 from jaxserve.api.tasks.task import ExtraFields
 from jaxserve.text.output.sequence_text import RequestOutput
-
-WEIGHT_VERSION = "default"
+from jaxserve.types.output import FIRST_VERSION, joined_versions
 
 
 class Extras:
@@ -24,16 +23,22 @@ class Extras:
         self._output_ids: dict[tuple[int, int], list[int]] = {}
         self._candidates: dict[tuple[int, int], Candidates] = {}
         self._experts: dict[tuple[int, int], RoutedExperts] = {}
+        self._versions: dict[tuple[int, int], tuple[str, ...]] = {}
         self.wanted = fields != ExtraFields()
 
     def note(self, number: int, output: RequestOutput) -> None:
         """Collect the tokens of an output of prompt `number`."""
         key = number, output.index
         self._output_ids.setdefault(key, []).extend(output.token_ids)
+        if output.token_ids:
+            self._versions[key] = joined_versions(*self._versions_of(key), output.weight_versions)
         if self._fields.sampling_mask:
             self._candidates_of(key).note(output)
         if self._fields.experts_from is not None:
             self._experts.setdefault(key, RoutedExperts()).note(output)
+
+    def _versions_of(self, key: tuple[int, int]) -> list[tuple[str, ...]]:
+        return [self._versions[key]] if key in self._versions else []
 
     def _candidates_of(self, key: tuple[int, int]) -> Candidates:
         if key not in self._candidates:
@@ -46,7 +51,7 @@ class Extras:
         if self._fields.meta_info or self._fields.sampling_mask:
             extras["meta_info"] = self._meta_info(number, prompt, output)
         if self._fields.weight_versions:
-            extras["weight_versions"] = [WEIGHT_VERSION]
+            extras["weight_versions"] = self._labels(number, output)
         sglext = self._sglext(number, prompt, output)
         return extras | {"sglext": sglext} if sglext else extras
 
@@ -56,17 +61,20 @@ class Extras:
             "prompt_tokens": len(prompt.prompt_token_ids),
             "completion_tokens": len(self._output_ids.get((number, output.index), ())),
             "cached_tokens": output.num_cached_tokens,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self._labels(number, output)[-1],
         }
         candidates = self._candidates.get((number, output.index))
         return meta if candidates is None else meta | candidates.as_dict()
+
+    def _labels(self, number: int, output: RequestOutput) -> list[str]:
+        return list(self._versions.get((number, output.index), ()) or (FIRST_VERSION,))
 
     def _sglext(self, number: int, prompt: PromptTask, output: RequestOutput) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self._fields.cached_tokens:
             found["cached_tokens_details"] = {"device": output.num_cached_tokens, "host": 0}
         if self._fields.spec_tokens:
-            found["spec_tokens_details"] = None  # speculative decoding is not used
+            found["spec_tokens_details"] = None  # drafts are counted for a whole request, in usage
         if self._fields.experts_from is not None:
             experts = self._experts[number, output.index]
             found["routed_experts"] = experts.encoded(self._fields.experts_from, len(prompt.prompt_token_ids))

@@ -16,7 +16,7 @@ from jaxserve.api.respond.native_logprobs import NativeLogprobs
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason
+from jaxserve.types.output import FIRST_VERSION, FinishReason, joined_versions
 
 
 @dataclass
@@ -35,6 +35,7 @@ class NativeChoice:
     experts: RoutedExperts = field(default_factory=RoutedExperts)
     prompt_hidden: bytes | None = None
     hidden: list[np.ndarray] = field(default_factory=list)
+    versions: list[tuple[str, ...]] = field(default_factory=list)  # labels of weights, as outputs have them
 
     def __post_init__(self) -> None:
         self.logprobs = NativeLogprobs(self.options, self.texts)
@@ -54,6 +55,8 @@ class NativeChoice:
         self.text.append(output.text)
         self.token_ids.extend(output.token_ids)
         self.num_tokens += len(output.token_ids)
+        if output.token_ids and output.weight_versions not in self.versions:
+            self.versions.append(output.weight_versions)
         self.last = output
 
     def _add_hidden(self, output: RequestOutput) -> None:
@@ -80,9 +83,11 @@ class NativeChoice:
             "prompt_tokens": len(self.prompt.prompt_token_ids),
             "completion_tokens": self.num_tokens,
             "cached_tokens": self.last.num_cached_tokens,
-            "weight_version": "default",
+            "weight_version": (joined_versions(*self.versions) or (FIRST_VERSION,))[-1],
             "e2e_latency": time.perf_counter() - self.started,
         }
+        if len(versions := joined_versions(*self.versions)) > 1:
+            meta["weight_versions"] = list(versions)
         if self.options.sampling_mask:
             meta |= self.candidates.as_dict()
         if self.options.hidden and ended:

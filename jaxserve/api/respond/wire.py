@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,14 @@ async def json_answer(content: Any) -> Response:
         written.append(orjson.Fragment(orjson.dumps(choice)))
         await asyncio.sleep(0)
     return json_response(written if isinstance(content, list) else content | {"choices": written})
+
+
+def is_object(text: str) -> bool:
+    """Return whether the arguments of a call are a whole JSON object. The token limit or a stop string may cut them."""
+    try:
+        return isinstance(json.loads(text or "{}", parse_constant=int), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,16 @@ router = APIRouter()
 @router.get("/flush_cache", include_in_schema=False)
 async def flush_cache(request: Request) -> Response:
     """Drop the prefix cache. Raises InvalidValueError (400) while requests are using it."""
-    if not await server_state(request).engine.flush_cache():
+    if not await server_state(request).engine.call("flush_cache"):
         raise InvalidValueError("The cache is in use by running requests.")
     return json_response({"success": True})
+
+
+@router.get("/key_usage", **documented())
+async def key_usage(request: Request) -> Response:
+    """Show what each API key of `server.keys` has used since the start, and what it has in hand."""
+    usages = server_state(request).key_usages.all()
+    return json_response({"object": "list", "data": [usage.as_dict() for usage in usages]})
 
 
 @router.post("/abort_request", **documented(Aborted, body=AbortRequest))
@@ -40,5 +47,8 @@ async def abort_request(request: Request) -> Response:
     body = await read_body(request, AbortRequest)
     if not body.abort_all and not body.rid:
         raise InvalidValueError("Give rid or abort_all.", param="rid")
-    aborted = state.live.abort("" if body.abort_all else body.rid or "", caller_of(request).sees)
+    prefix, sees = "" if body.abort_all else body.rid or "", caller_of(request).sees
+    aborted = state.live.abort(prefix, sees)
+    if state.peers is not None:
+        aborted = sorted({*aborted, *await state.peers.abort(prefix, sees)})
     return json_response({"success": True, "aborted": aborted})

@@ -64,11 +64,6 @@ async def live() -> Response:
 @router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    return Response(server_state(request).metrics.render(), media_type=CONTENT_TYPE)
-
-
-@router.get("/", response_class=PlainTextResponse, include_in_schema=False)
-@router.head("/", include_in_schema=False)
-async def root() -> Response:
-    """Answer the probes that some clients and routers send here first."""
-    return PlainTextResponse("jaxserve is running. The API is under /v1, its description at /docs.\n")
+    state = server_state(request)
+    others = [] if state.peers is None else await state.peers.metrics()
+    return Response(state.metrics.render(others), media_type=CONTENT_TYPE)

@@ -21,7 +21,9 @@ async def list_models(request: Request) -> Response:
     state = server_state(request)
     info = state.engine.info
     data = [model_object(name, info, state.created) for name in info.served_names]
-    return json_response({"object": "list", "data": data})
+    # Codex looks for `models`, its own form of a list. Without entries it keeps its own prompt and settings; an entry
+    # that has no prompt would replace them.
+    return json_response({"object": "list", "data": data, "models": []})
 
 
 @router.get("/v1/models/{model:path}", **documented(ModelAnswer))

@@ -1,4 +1,4 @@
-"""The routes of files and batches on a server without a store: 503 with the reason."""
+"""The routes of files, batches, stored responses and conversations on a server without a store: 503 with the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from starlette.responses import Response
 from jaxserve.errors import StoreUnavailableError
 
 _METHODS = ["GET", "POST", "DELETE"]
-_PATHS = ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
+_PATHS = (
+    *("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}"),
+    *("/v1/responses/{rest:path}", "/v1/conversations", "/v1/conversations/{rest:path}"),
+)
 
 
 def no_store_router(reason: str) -> APIRouter:

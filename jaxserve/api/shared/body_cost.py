@@ -5,6 +5,7 @@ Limits of single fields are in limits.py. docs/reliability.md shows the table be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.config import ServerSection
@@ -71,10 +72,25 @@ def max_line_bytes(section: ServerSection) -> int:
 
 
 class BodySum:
-    """The bytes of all request bodies in memory."""
+    """The bytes of all request bodies in memory.
 
-    def __init__(self) -> None:
-        self.held = 0
+    row, column: where those of this process are counted. whole: returns those of all processes
+    """
+
+    def __init__(
+        self, row: list[float] | memoryview[float], column: int = 0, whole: Callable[[], float] | None = None
+    ) -> None:
+        self._row = row
+        self._column = column
+        self._whole = whole
+
+    @property
+    def held(self) -> float:
+        return self._row[self._column] if self._whole is None else self._whole()
+
+    def add(self, size: int) -> None:
+        """Count bytes that have come, or, below zero, have been freed."""
+        self._row[self._column] += size
 
     def check(self, more: int, limit: int) -> None:
         """Raises QueueFullError if `size` more bytes would exceed the limit."""

@@ -10,10 +10,13 @@ import asyncio
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from jaxserve.api.shared.work_pool import SizedPools
 from jaxserve.errors import ContextLengthError, InvalidValueError
 from jaxserve.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 INLINE_CHARS = 4096  # longer texts leave the event loop; the library releases the interpreter's lock
 LONG_CHARS = 256 * 1024  # longer ones have a thread of their own: they delay no shorter one
@@ -60,16 +63,27 @@ class TextEncoder:
         Raises ContextLengthError if the text is found to exceed `limit` before it is fully encoded.
         Raises InvalidValueError if `limit` is None and the text has more than `max_whole_chars` characters.
         """
-        if limit is None and len(text) > self.max_whole_chars:
+        if limit is None:
+            self.check_whole(text, param)
+        work = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens, plain=plain)
+        if len(text) > INLINE_CHARS:
+            work = partial(self._encode_within, work, text, plain, limit, param)
+        return await self.run(work, len(text))
+
+    async def run(self, work: Callable[[], T], chars: int) -> T:
+        """Run work on a text of so many characters: outside the event loop if it is long."""
+        if chars > INLINE_CHARS:
+            return await self._work.run(work, chars)
+        await asyncio.sleep(0)
+        return work()
+
+    def check_whole(self, text: str, param: str) -> None:
+        """Raises InvalidValueError if a text is too long to be tokenized whole."""
+        if len(text) > self.max_whole_chars:
             message = (
                 f"{param} has {len(text)} characters; a text that is tokenized whole may have {self.max_whole_chars}."
             )
             raise InvalidValueError(message, param=param)
-        work = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens, plain=plain)
-        if len(text) <= INLINE_CHARS:
-            await asyncio.sleep(0)
-            return work()
-        return await self._work.run(partial(self._encode_within, work, text, plain, limit, param), len(text))
 
     def _encode_within(
         self, work: Callable[[], list[int]], text: str, plain: bool, limit: int | None, param: str

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 from jaxserve.client.generate_options import GenerateOptions
 from jaxserve.config import Config
@@ -68,6 +68,6 @@ class EngineProtocol(Protocol):
         """The requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
         ...
 
-    async def flush_cache(self) -> bool:
-        """Drop the prefix cache; return False if requests are using it."""
+    async def call(self, method: str, **args: Any) -> Any:
+        """Make a call that the engine's server knows: flush_cache, or one of EngineControl. Raises an HTTPError."""
         ...

@@ -48,7 +48,7 @@ async def check_generates(engine: EngineProtocol) -> None:
 
 
 async def _answer(engine: EngineProtocol) -> None:
-    params = EMBED if engine.info.is_embedding else ONE_TOKEN
+    params = ONE_TOKEN if engine.info.task == "generate" else EMBED
     outputs = engine.generate([(engine.info.eos_token_ids or [0])[0]], params, deadline=TIMEOUT)
     async with aclosing(cast(Any, outputs)) as stream:
         async for _ in stream:

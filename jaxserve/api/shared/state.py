@@ -16,7 +16,10 @@ from jaxserve.api.shared.body_cost import BodyLimits, BodySum
 from jaxserve.api.shared.encoding import TextEncoder, TextWork
 from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.api.shared.grammar_checks import GrammarChecks
+from jaxserve.api.shared.key_usage import KeyUsages
 from jaxserve.api.shared.keys import Caller
+from jaxserve.api.shared.process_group import Peers, ProcessGroup, SessionsElsewhere
+from jaxserve.api.shared.sealing import Seal, sealing_key
 from jaxserve.api.shared.sessions import Sessions
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.shared.unread import UnreadStreams
@@ -28,6 +31,7 @@ from jaxserve.store import Store
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import Tracing
 from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
+from jaxserve.text.pairs import PairEncoder
 from jaxserve.text.template.renderer import LONG_BYTES, Renderer
 from jaxserve.text.template.template_worker import Conversation
 
@@ -113,15 +117,23 @@ class ServerState:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     text_work: TextWork = field(default_factory=TextWork)
-    bodies: BodySum = field(default_factory=BodySum)
+    bodies: BodySum = field(default_factory=lambda: BodySum([0.0]))
     body_work: WorkPool = field(default_factory=body_pool)
     template_work: SizedPools = field(default_factory=template_pools)
     file_work: Waiting = field(default_factory=lambda: Waiting("pieces of files", MAX_FILE_PIECES, MAX_FILE_BYTES))
     live: LiveRequests = field(default_factory=LiveRequests)
     sessions: Sessions = field(default_factory=Sessions)
+    seal: Seal = field(default_factory=lambda: Seal(sealing_key(None)))
     _template_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     startup_error: Exception | None = None  # why the application could not start
     created: int = field(default_factory=lambda: int(time.time()))
+    group: ProcessGroup | None = None  # with server.workers
+    peers: Peers | None = None  # the workers, in the main process
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            self.bodies = self.group.bodies()
+            self.sessions = SessionsElsewhere() if self.group.is_worker else self.sessions
 
     def body_limits(self) -> BodyLimits:
         """Return the limits of bodies; before the model is known, those of a small model."""
@@ -135,12 +147,23 @@ class ServerState:
         return BodyLimits.of(self.config.server, self.engine.info.max_model_len)
 
     @cached_property
+    def key_usages(self) -> KeyUsages:
+        usages = KeyUsages(self.config.server.keys, self.engine.info.max_num_seqs)
+        if self.group is not None:
+            self.group.join(usages)
+        return usages
+
+    @cached_property
     def unread(self) -> UnreadStreams:
         return UnreadStreams(self.config.server.max_unread_bytes, self.metrics.count_error)
 
     @cached_property
     def encoder(self) -> TextEncoder:
         return TextEncoder(self.engine.tokenizer, self.text_work, self.engine.info.max_model_len)
+
+    @cached_property
+    def pair_encoder(self) -> PairEncoder:
+        return PairEncoder(self.engine.tokenizer)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -207,11 +230,15 @@ class ServerState:
         return name
 
     def check_generates(self, name: str | None) -> str:
-        """As `check_model`, for a route that generates text. Raises InvalidValueError if the model only embeds."""
+        """As `check_model`, for a route that generates text. Raises InvalidValueError if the model makes none."""
         name = self.check_model(name)
-        if self.engine.info.is_embedding:
-            message = f"The model {name!r} makes embeddings and generates no text. Use /v1/embeddings."
-            raise InvalidValueError(message, param="model")
+        match self.engine.info.task:
+            case "embed":
+                message = f"The model {name!r} makes embeddings and generates no text. Use /v1/embeddings."
+                raise InvalidValueError(message, param="model")
+            case "classify":
+                message = f"The model {name!r} classifies texts and generates none. Use /v1/classify or /v1/rerank."
+                raise InvalidValueError(message, param="model")
         return name
 
 

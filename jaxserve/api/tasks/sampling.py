@@ -67,6 +67,7 @@ def _shared_fields(body: SamplingFields | NativeSampling, info: EngineInfo) -> d
         "n": body.n or 1,
         "logit_bias": _logit_bias(body.logit_bias, info),
         "ignore_eos": bool(body.ignore_eos),
+        "speculate": body.speculate is not False,
         "stop_token_ids": _vocabulary(body.stop_token_ids, info, "stop_token_ids"),
         "stop": _stops(body.stop),
         "stop_regex": _patterns(body.stop_regex, body.n or 1),

@@ -23,13 +23,24 @@ class ToolUse:
     tools: those that the model may call; empty with mode "none"
     mode: also "required" for a named tool, which is then the only one here
     parallel: whether an output may have several calls; False for a named tool
-    shown: the tools as the chat template reads them
+    shown: all tools, as the chat template reads them. The prompt does not depend on the choice, so that requests with
+    different choices share its prefix; the grammar limits the calls.
     """
 
     tools: tuple[GrammarTool, ...] = ()
     mode: Mode = "none"
     parallel: bool = True
     shown: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def forbids_calls(self) -> bool:
+        """Whether the prompt shows tools of which the model may call none."""
+        return self.mode == "none" and bool(self.shown)
+
+    @property
+    def allows_some(self) -> bool:
+        """Whether the model may, but need not, call some of the tools that the prompt shows."""
+        return self.mode == "auto" and len(self.tools) < len(self.shown)
 
     @property
     def tool_set(self) -> ToolSet | None:
@@ -62,9 +73,19 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse:
         raise InvalidValueError(f"{param} asks for a call, but there are no tools.", param=param)
     named = isinstance(choice, ToolChoice) and choice.type != "allowed_tools"
     parallel = body.parallel_tool_calls is not False and not (legacy or named)
+    shown = tuple(map(_shown, tools))
     if mode == "none":
+        return ToolUse(shown=shown)
+    return ToolUse(tuple(map(_grammar_tool, allowed)), mode, parallel, shown)
+
+
+def offered_tools(tools: list[Tool]) -> ToolUse:
+    """Read tools that the model may call, of an API without tool_choice. Raises a RequestError."""
+    for number, tool in enumerate(tools):
+        _check_tool(tool, f"tools.{number}")
+    if not tools:
         return ToolUse()
-    return ToolUse(tuple(map(_grammar_tool, allowed)), mode, parallel, tuple(map(_shown, allowed)))
+    return ToolUse(tuple(map(_grammar_tool, tools)), "auto", shown=tuple(map(_shown, tools)))
 
 
 def tool_name(tool: Tool) -> str:
@@ -134,14 +155,21 @@ def _legacy_choice(body: ChatCompletionRequest) -> str | ToolChoice | None:
     return body.function_call
 
 
-def _shown(tool: Tool) -> dict[str, Any]:
+def shown_function(name: str | None, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Describe a tool as chat templates expect it: as a function."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def shown_custom(name: str, description: str | None) -> dict[str, Any]:
+    """Describe a custom tool to a model that only knows functions."""
+    return shown_function(name, description, _CUSTOM_INPUT)
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
     if tool.custom is None:
         return tool.model_dump(exclude_unset=True, exclude={"custom"})
-    function: dict[str, Any] = {"name": tool.custom.name, "parameters": _CUSTOM_INPUT}
-    if tool.custom.description is not None:
-        function["description"] = tool.custom.description
-    return {"type": "function", "function": function}
+    return shown_custom(tool.custom.name, tool.custom.description)
 
 
 def _grammar_tool(tool: Tool) -> GrammarTool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from jaxserve.cli.options.flag_answers import Answer, Key, NoEffect, Refused, count, json_list, reserved_share
 
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_CACHE_DTYPES = _DTYPES | {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
 _LEVELS = {"critical": "error", "trace": "debug", "warn": "warning", "notset": "info"}
 _DEVICES = {"cuda": "gpu", "rocm": "gpu"}
 
@@ -22,10 +23,10 @@ _WARM = NoEffect("every program runs once before the server is ready")
 _PER_REQUEST = NoEffect("a request may always ask for it")
 _LOG = NoEffect("--logging.level and --logging.requests decide what is logged")
 _METRICS = NoEffect("/metrics is always served, with its own buckets and labels")
-_WORKERS = NoEffect("one API process serves; tokenizing happens in its threads")
+_WORKERS = NoEffect("--server.workers N serves with N processes; each tokenizes in threads and makes its own text")
 _SAFETENSORS = NoEffect("weights are read from safetensors files by several threads")
 _LORA = Refused("adapters (LoRA) are not served yet: merge the adapter into the checkpoint")
-_SPECULATION = Refused("leave it out: speculative decoding is not served yet")
+_SPECULATION = Refused("write --speculation.method ngram, or leave it out: no other method is served yet")
 _NODES = Refused("leave it out: one server runs on one machine; start one on each, behind a load balancer")
 _SPLIT = Refused("leave it out: prefill and decode run in one engine")
 _OFFLOAD = Refused("leave it out: weights and KV cache stay in device memory; --cache.memory-fraction sets how much")
@@ -41,9 +42,11 @@ _TEMPLATE = Refused("write a template file and name it with --chat-template, or 
 _DEFAULTS = Refused("change generation_config.json in the model's directory, or send the parameters in requests")
 _MODEL_FILE = Refused("change config.json in a copy of the model's directory")
 _DEBUG = Refused("leave it out: --log-level debug and /metrics show what the engine does")
-_SLEEP = Refused("leave it out: a server holds its memory until it ends")
 _RESPONSES = Refused("leave it out: the Responses API is not served")
-_QUANTIZED = Refused("leave it out: config.json shows whether a checkpoint is quantised; no model is quantised at load")
+_QUANTIZED = Refused(
+    "leave it out: config.json shows whether a checkpoint is quantised; --quantization quantises another"
+)
+_STORED = ("null", "none", "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors")  # config.json says
 _EMBEDDER = NoEffect("config.json shows whether the model is an encoder")
 
 # fmt: off
@@ -69,7 +72,7 @@ ROWS: list[tuple[str, Answer]] = [
     ("--model-impl",
      NoEffect("the models are jaxserve's own", ("auto",), "leave it out: the models are jaxserve's own")),
     ("--config-format --model-config-parser", NoEffect("config.json is read")),
-    ("--quantization -q", NoEffect("this is the default", ("none", "null", "auto"), _QUANTIZED.fix)),
+    ("--quantization -q", Key("model.quantization", words=dict.fromkeys(_STORED, "auto"))),
     ("--quantization-config --quantization-param-path --quantize-and-serve! --rl-quant-profile", _QUANTIZED),
     ("--modelopt-*", _QUANTIZED),
     ("--allow-deprecated-quantization! --fail-on-environ-validation!", _NOTHING),
@@ -102,7 +105,7 @@ ROWS: list[tuple[str, Answer]] = [
 
     # memory and pages
     ("--gpu-memory-utilization --device-memory-utilization --mem-fraction-static", Key("cache.memory_fraction")),
-    ("--kv-cache-dtype", Key("cache.dtype", words=_DTYPES)),
+    ("--kv-cache-dtype", Key("cache.dtype", words=_CACHE_DTYPES)),
     ("--page-size --block-size", Key("cache.page_size")),
     ("--num-gpu-blocks-override", Key("cache.num_pages")),
     ("--max-total-tokens", Refused("write --cache.num-pages N, where N is the tokens divided by the page size")),
@@ -126,11 +129,12 @@ ROWS: list[tuple[str, Answer]] = [
      "--flexkv-config-file --enable-unified-cache-external-linker! --enable-linker-mla-dedup! --unified-cache-* "
      "--kv-transfer-config --ec-transfer-config --ec-manager-config --kv-events-config", _TIERS),
     ("--calculate-kv-scales! --kv-cache-dtype-skip-layers --qsa-indexer-dtype",
-     Refused("leave it out: the KV cache is float32, bfloat16 or float16")),
+     Refused("leave it out: --cache.dtype is for all layers; fp8 and int8 have a scale for each token and head")),
     ("--kv-sharing-fast-prefill! --enable-shm-tensor-arena! --enable-cumem-allocator! --enable-kv-cache-sharding!",
      _NOTHING),
-    ("--enable-sleep-mode! --enable-memory-saver! --sleep-* --enable-weights-cpu-backup! "
-     "--enable-draft-weights-cpu-backup!", _SLEEP),
+    ("--enable-sleep-mode! --enable-memory-saver! --enable-weights-cpu-backup!",
+     NoEffect("every server can sleep, if it has an admin key (docs/weights.md)")),
+    ("--sleep-* --enable-draft-weights-cpu-backup!", _NOTHING),
     ("--sleep-on-idle!", NoEffect("an idle engine sleeps")),
 
     # scheduling
@@ -251,7 +255,8 @@ ROWS: list[tuple[str, Answer]] = [
     ("--shutdown-timeout", Key("server.drain_timeout")),
     ("--watchdog-timeout", Key("server.watchdog_timeout")),
     ("--soft-watchdog-timeout", NoEffect("the stacks are logged before a restart: --server.watchdog-timeout")),
-    ("--api-server-count -asc --tokenizer-worker-num --detokenizer-worker-num --renderer-num-workers "
+    ("--api-server-count -asc --tokenizer-worker-num", Key("server.workers")),
+    ("--detokenizer-worker-num --renderer-num-workers "
      "--enable-http-worker-reuseport! --disable-frontend-multiprocessing! --enable-dynamic-batch-tokenizer! "
      "--dynamic-batch-tokenizer-batch-size --dynamic-batch-tokenizer-batch-timeout --enable-tokenizer-batch-encode! "
      "--disable-tokenizer-batch-decode!", _WORKERS),
@@ -326,7 +331,9 @@ ROWS: list[tuple[str, Answer]] = [
     ("--enable-lora! --lora-* --max-lora* --max-cpu-loras --max-loaded-loras --fully-sharded-loras! --default-mm-loras "
      "--specialize-active-lora! --enable-lora-* --enable-mixed-moe-lora-format! --enable-moe-shared-loras! "
      "--enable-tower-connector-lora! --experts-shared-outer-loras --qlora-adapter-name-or-path --uno-lora-path", _LORA),
-    ("--speculative-* -sc --spec-* --num-speculative-tokens --enable-multi-layer-eagle!", _SPECULATION),
+    ("--speculative-algorithm", Key("speculation.method", words={"NGRAM": "ngram"})),
+    ("--num-speculative-tokens --speculative-num-draft-tokens", Key("speculation.num_speculative_tokens")),
+    ("--speculative-* -sc --spec-* --enable-multi-layer-eagle!", _SPECULATION),
     ("--enable-multimodal --mm-* --limit-mm-* --allowed-local-media-path --allowed-media-domains --media-* "
      "--enable-mm-* --interleave-mm-strings! --skip-mm-profiling! --video-* --disable-chunked-mm-input! "
      "--enable-prefix-mm-cache! --enable-broadcast-mm-inputs-process! --trust-mm-content-hashes! "

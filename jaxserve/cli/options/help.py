@@ -15,8 +15,8 @@ WIDTH = 80  # columns of a terminal
 GIB = 2**30
 _HEAD = """usage: jaxserve launch [MODEL] [--config FILE] [flags]
 
-Serves MODEL, a hub id or a directory, over HTTP; without MODEL the embedded
-demo model. `jaxserve serve` is the same."""
+Serves MODEL, a hub id, a directory or a GGUF file, over HTTP; without MODEL
+the embedded demo model. `jaxserve serve` is the same."""
 _FOOT = """  --config FILE        a YAML file of the same keys
   --help-all           every key with its default and its aliases
 

@@ -31,11 +31,15 @@ def _to_stderr(notice: str) -> None:
 
 
 def load_config(
-    argv: Iterable[str], environ: Mapping[str, str], *, notice: Callable[[str], None] = _to_stderr
+    argv: Iterable[str],
+    environ: Mapping[str, str],
+    *,
+    notice: Callable[[str], None] = _to_stderr,
+    several: bool = False,
 ) -> Config:
     """Return the Config of the flags in `argv`, the environment and the file that --config names.
 
-    notice: called with a message for each flag without effect
+    notice: called with a message for each flag without effect. several: whether it may be of several models
 
     Raises ConfigError with every wrong key and value, and a suggestion for an unknown key.
     """
@@ -44,14 +48,17 @@ def load_config(
         notice(line)
     flags = parsed.values
     path = flags.pop(CONFIG, None)
-    tree: dict[str, Any] = _read_yaml(Path(path)) if path is not None else {}
+    tree: dict[str, Any] = read_yaml(Path(path)) if path is not None else {}
     for key, value in (_parse_environment(environ) | flags).items():
         section, _, name = key.partition(".")
         part = tree.setdefault(section, {})
         if not isinstance(part, dict):
             raise ConfigError(f"{section} in {path} is not a mapping")
         part[name] = value
-    return validate(tree, source=path)
+    config = validate(tree, source=path)
+    if config.models.served and not several:
+        raise ConfigError("models.served: this command is for one model", fix="name the model or its own --config")
+    return config
 
 
 def validate(tree: Mapping[str, Any], *, source: str | None = None) -> Config:
@@ -62,7 +69,8 @@ def validate(tree: Mapping[str, Any], *, source: str | None = None) -> Config:
         raise ConfigError(str(error) + (f" (in {source})" if source else "")) from None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the sections of a configuration file. Raises ConfigError."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

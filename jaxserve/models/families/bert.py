@@ -1,4 +1,7 @@
-"""BERT (https://arxiv.org/abs/1810.04805), an encoder: each token of a text sees all others. No KV cache, no logits."""
+"""BERT (https://arxiv.org/abs/1810.04805), an encoder: each token of a text sees all others. No KV cache, no logits.
+
+With a classification head it scores pairs of texts (ms-marco-MiniLM) or labels texts.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.encoder import Encoder, TextClassifier
 from jaxserve.models.family import Family
-from jaxserve.models.hf_keys import Json, number, optional_integer
-from jaxserve.models.layers import Linear, LinearFn
+from jaxserve.models.hf_keys import Json, head_labels, number, optional_integer
+from jaxserve.models.layers import Linear
 from jaxserve.models.weights import param
-from jaxserve.ops.linear import linear as default_linear
+from jaxserve.ops.linear import Products
 
 
 class LayerNorm(nnx.Module):
@@ -43,17 +47,18 @@ class Table(nnx.Module):
 
 
 class Embeddings(nnx.Module):
-    """The sum of word, absolute position and first token type embeddings, then LayerNorm."""
+    """The sum of word, absolute position and token type embeddings, then LayerNorm."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.word_embeddings = Table(config.vocab_size, "vocab", config, dtype)
-        self.position_embeddings = Table(config.max_position_embeddings, None, config, dtype)
+        self.position_embeddings = Table(config.max_position_embeddings + config.position_offset, None, config, dtype)
         self.token_type_embeddings = Table(config.type_vocab_size, None, config, dtype)
         self.LayerNorm = LayerNorm(config, dtype)
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        first_type = self.token_type_embeddings(jnp.zeros_like(token_ids))
-        return self.LayerNorm(self.word_embeddings(token_ids) + self.position_embeddings(positions) + first_type)
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, types: jax.Array) -> jax.Array:
+        """Embed token_ids, positions and token types, each int32 [T] -> [T, D]."""
+        x = self.word_embeddings(token_ids) + self.position_embeddings(positions) + self.token_type_embeddings(types)
+        return self.LayerNorm(x)
 
 
 class SelfAttention(nnx.Module):
@@ -66,7 +71,7 @@ class SelfAttention(nnx.Module):
         self.key = Linear(size, ("q_heads", "embed"), dtype, bias=True)
         self.value = Linear(size, ("q_heads", "embed"), dtype, bias=True)
 
-    def __call__(self, x: jax.Array, seen: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, seen: jax.Array, linear: Products) -> jax.Array:
         """Attend x [R * L, D] -> [R * L, D]. seen: bool [R, L], False for padding."""
         split = (*seen.shape, self.heads, -1)
         q, k, v = (f(x, linear).reshape(split) for f in (self.query, self.key, self.value))
@@ -83,7 +88,7 @@ class Output(nnx.Module):
         self.dense = Linear((config.hidden_size, size), ("embed", axis), dtype, bias=True)
         self.LayerNorm = LayerNorm(config, dtype)
 
-    def __call__(self, x: jax.Array, residual: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, residual: jax.Array, linear: Products) -> jax.Array:
         return self.LayerNorm(residual + self.dense(x, linear))
 
 
@@ -94,7 +99,7 @@ class AttentionBlock(nnx.Module):
         self.self = SelfAttention(config, dtype)
         self.output = Output(config.hidden_size, "q_heads", config, dtype)
 
-    def __call__(self, x: jax.Array, seen: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, seen: jax.Array, linear: Products) -> jax.Array:
         return self.output(self.self(x, seen, linear), x, linear)
 
 
@@ -104,7 +109,7 @@ class Intermediate(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         self.dense = Linear((config.intermediate_size, config.hidden_size), ("ffn", "embed"), dtype, bias=True)
 
-    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         return jax.nn.gelu(self.dense(x, linear), approximate=False)
 
 
@@ -116,7 +121,7 @@ class BertLayer(nnx.Module):
         self.intermediate = Intermediate(config, dtype)
         self.output = Output(config.intermediate_size, "ffn", config, dtype)
 
-    def __call__(self, x: jax.Array, seen: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, seen: jax.Array, linear: Products) -> jax.Array:
         x = self.attention(x, seen, linear)
         return self.output(self.intermediate(x, linear), x, linear)
 
@@ -128,34 +133,91 @@ class BertEncoder(nnx.Module):
         self.layer = nnx.List([BertLayer(config, dtype) for _ in range(config.num_layers)])
 
 
-class BertModel(nnx.Module):
-    """The encoder: token ids -> hidden states. Attention scores need memory for [R, N, L, L]."""
+class Pooler(nnx.Module):
+    """tanh(dense(first token))."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.dense = Linear((config.hidden_size, config.hidden_size), (None, "embed"), dtype, bias=True)
+
+    def __call__(self, hidden: jax.Array, linear: Products) -> jax.Array:
+        """Pool hidden [R, L, D] -> float32 [R, D]."""
+        return jnp.tanh(self.dense.in_float32(hidden[:, 0], linear))
+
+
+class BertModel(Encoder):
+    """The encoder: token ids -> hidden states. Attention scores need memory for [R, N, L, L]."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, pooler: bool = False) -> None:
         self.config = config
         self.embeddings = Embeddings(config, dtype)
         self.encoder = BertEncoder(config, dtype)
+        self.pooler = Pooler(config, dtype) if pooler else None
 
-    def __call__(self, token_ids: jax.Array, lengths: jax.Array, linear: LinearFn = default_linear) -> jax.Array:
-        """Encode token_ids int32 [R, L], of which the first lengths[r] count -> hidden [R, L, D]."""
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+        seconds: jax.Array | None = None,
+        linear: Products = Products(),
+    ) -> jax.Array:
+        """Encode a batch of texts, see `Encoder`."""
         rows, longest = token_ids.shape
         index = jnp.arange(longest, dtype=jnp.int32)
-        x = self.embeddings(token_ids.reshape(-1), jnp.tile(index, rows))
+        first = jnp.zeros(rows, jnp.int32) if seconds is None else seconds
+        types = ((index[None, :] >= first[:, None]) & (first[:, None] > 0)).astype(jnp.int32)
+        positions = jnp.tile(index + self.config.position_offset, rows)
+        x = self.embeddings(token_ids.reshape(-1), positions, types.reshape(-1))
         seen = index[None, :] < lengths[:, None]
         for layer in self.encoder.layer:
             x = layer(x, seen, linear)
         return x.reshape(rows, longest, -1)
 
 
-def _bert(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+class BertForSequenceClassification(TextClassifier):
+    """classifier(pooler(first token))."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.bert = BertModel(config, dtype, pooler=True)
+        self.classifier = Linear((len(config.labels), config.hidden_size), (None, "embed"), dtype, bias=True)
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+        seconds: jax.Array | None = None,
+        linear: Products = Products(),
+    ) -> jax.Array:
+        """Encode a batch of texts, see `Encoder`."""
+        return self.bert(token_ids, lengths, seconds, linear)
+
+    def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
+        """Compute the head's numbers from hidden [R, L, D] -> float32 [R, labels]."""
+        assert self.bert.pooler is not None
+        return self.classifier.in_float32(self.bert.pooler(hidden, linear), linear)
+
+
+def encoder_fields(hf: Json) -> dict[str, Any]:
+    """Return the fields of BERT and of the encoders with its layers. Raises ValueError for other positions."""
     if hf.get("position_embedding_type", "absolute") != "absolute":
         raise ValueError(f"position_embedding_type {hf['position_embedding_type']!r} is not supported")
     return {
         "norm_eps": number(hf, "layer_norm_eps", 1e-12),
         "bidirectional": True,
         "type_vocab_size": optional_integer(hf, "type_vocab_size", 2),
-        "ignored_tensors": (r"^pooler\.", r"position_ids$"),
+        "ignored_tensors": (r"position_ids$",),
     }
 
 
-FAMILIES = (Family("BertModel", BertModel, _bert),)
+def _bert(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    return encoder_fields(hf) | {"ignored_tensors": (r"^pooler\.", r"position_ids$")}
+
+
+def _bert_classifier(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+    return encoder_fields(hf) | head_labels(hf)
+
+
+FAMILIES = (
+    Family("BertModel", BertModel, _bert),
+    Family("BertForSequenceClassification", BertForSequenceClassification, _bert_classifier),
+)

@@ -22,10 +22,11 @@ from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
 from jaxserve.models.hf_keys import Json, boolean, integer, number, optional_integer, rope_config
-from jaxserve.models.layers import AttendFn, Cache, Linear, LinearFn, RMSNorm, RopeTable
+from jaxserve.models.layers import AttendFn, Cache, Linear, RMSNorm, RopeTable
 from jaxserve.models.moe import feed_forward
 from jaxserve.models.rope import apply_rope
 from jaxserve.models.weights import Part, param
+from jaxserve.ops.linear import Products
 
 
 class HeadProj(nnx.Module):
@@ -60,7 +61,7 @@ class LatentAttention(nnx.Module):
         self.o_proj = Linear(out, ("embed", "q_heads"), dtype, bias=config.out_bias)
 
     def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         """Attend x [T, D] -> (out [T, D], cache)."""
         assert rope is not None
@@ -69,7 +70,7 @@ class LatentAttention(nnx.Module):
         row = self.kv_a_proj_with_mqa(x, linear)
         latent = self.kv_a_layernorm(row[:, :rank])[:, None, :]
         k_rope = apply_rope(row[:, None, rank:], rope, self.interleaved)
-        kv_b = self.kv_b_proj.weight[...]
+        kv_b = self.kv_b_proj.weight[...].astype(x.dtype)
         q_latent = jnp.einsum("tnh,nhr->tnr", q[:, :, :nope], kv_b[:, :nope])
         q = jnp.concatenate([q_latent, apply_rope(q[:, :, nope:], rope, self.interleaved)], axis=-1)
         k = jnp.concatenate([latent, k_rope], axis=-1)
@@ -77,7 +78,7 @@ class LatentAttention(nnx.Module):
         out = jnp.einsum("tnr,nvr->tnv", out[:, :, :rank], kv_b[:, nope:])
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
 
-    def _queries(self, x: jax.Array, linear: LinearFn) -> jax.Array:
+    def _queries(self, x: jax.Array, linear: Products) -> jax.Array:
         """Project x [T, D] -> queries [T, N, nope + rope]."""
         if self.q_proj is not None:
             return linear(x, self.q_proj.weight[...])

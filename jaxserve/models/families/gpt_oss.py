@@ -12,8 +12,9 @@ from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
 from jaxserve.models.hf_keys import Json, boolean, head_dim_or, integer, number, optional_integer, windows_by_type
-from jaxserve.models.layers import Attention, LinearFn
+from jaxserve.models.layers import Attention
 from jaxserve.models.moe import Experts, Router
+from jaxserve.ops.linear import Products
 
 
 class GptOssMLP(nnx.Module):
@@ -24,9 +25,9 @@ class GptOssMLP(nnx.Module):
         self.router = Router(config, config.moe, dtype)
         self.experts = Experts(config, config.moe, dtype)
 
-    def __call__(self, x: jax.Array, linear: LinearFn) -> jax.Array:
+    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         """Run the block: x [T, D] -> [T, D]."""
-        return self.experts(x, *self.router(x))
+        return self.experts(x, *self.router(x), linear)
 
 
 class GptOssForCausalLM(CausalLM):

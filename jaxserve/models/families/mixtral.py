@@ -12,8 +12,9 @@ from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.decoder import CausalLM, Layer
 from jaxserve.models.family import Family
 from jaxserve.models.hf_keys import Json, optional_integer, window_everywhere
-from jaxserve.models.layers import AttendFn, Attention, Cache, LinearFn, RMSNorm, RopeTable
+from jaxserve.models.layers import AttendFn, Attention, Cache, RMSNorm, RopeTable
 from jaxserve.models.moe import Experts, Router
+from jaxserve.ops.linear import Products
 
 
 class MixtralMoE(nnx.Module):
@@ -24,9 +25,9 @@ class MixtralMoE(nnx.Module):
         self.gate = Router(config, config.moe, dtype)
         self.experts = Experts(config, config.moe, dtype, names=("w1", "w3", "w2"))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         """Run the block: x [T, D] -> [T, D]."""
-        return self.experts(x, *self.gate(x))
+        return self.experts(x, *self.gate(x), linear)
 
 
 class MixtralLayer(Layer):
@@ -39,11 +40,11 @@ class MixtralLayer(Layer):
         self.block_sparse_moe = MixtralMoE(config, dtype)
 
     def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         out, cache = self.self_attn(self.input_layernorm(x), rope, cache, attend, linear)
         x = x + out
-        return x + self.block_sparse_moe(self.post_attention_layernorm(x)), cache
+        return x + self.block_sparse_moe(self.post_attention_layernorm(x), linear), cache
 
 
 class MixtralForCausalLM(CausalLM):

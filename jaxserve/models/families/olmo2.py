@@ -16,7 +16,8 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM, Layer
 from jaxserve.models.family import Family
 from jaxserve.models.hf_keys import Json, optional_integer, ropes_by_layer_type, windows_by_type
-from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, LinearFn, RMSNorm, RopeTable
+from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, RMSNorm, RopeTable
+from jaxserve.ops.linear import Products
 
 
 class Olmo2Layer(Layer):
@@ -29,7 +30,7 @@ class Olmo2Layer(Layer):
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype)
 
     def __call__(
-        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: LinearFn
+        self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         out, cache = self.self_attn(x, rope, cache, attend, linear)
         x = x + self.post_attention_layernorm(out)

@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import read_json
-from jaxserve.models.loading.safetensors_file import TensorInfo, read_contents
+from jaxserve.model_files import gguf_file, read_json
+from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor
+from jaxserve.models.loading.file_formats.gguf_model import published_tensors
+from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, read_contents
+from jaxserve.models.loading.held_tensor import HeldTensor
 
 Shapes = tuple[tuple[int, ...], ...]
+Tensor = TensorInfo | HeldTensor | BlockTensor
 INDEX = "model.safetensors.index.json"
 
 
@@ -48,17 +52,31 @@ class Misfits:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Every tensor of a directory's safetensors files, by full name.
+    """Every tensor of a directory's safetensors files, of a GGUF file, or of an update, by full name.
 
     duplicate: names in more than one place. misplaced: names that are not in the file that the index gives.
     bare: the names lack the leading "model.", as in published embedding models; lm_head may be missing too.
     """
 
     directory: Path
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, Tensor]
     duplicate: tuple[str, ...]
     misplaced: tuple[str, ...]
     bare: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        directory: Path,
+        tensors: Mapping[str, Tensor],
+        duplicate: Iterable[str] = (),
+        misplaced: Iterable[str] = (),
+    ) -> Checkpoint:
+        """Make a checkpoint of tensors by the names that they have in it."""
+        bare = "embed_tokens.weight" in tensors
+        names = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in tensors}
+        full = {names[name]: info for name, info in tensors.items()}
+        return cls(directory, full, tuple(duplicate), tuple(misplaced), bare)
 
     def misfits(self, expected: Mapping[str, Shapes], ignored: Iterable[re.Pattern[str]]) -> Misfits:
         """Compare with `expected` {name: allowed shapes}. Unknown tensors that match an `ignored` pattern are fine."""
@@ -78,7 +96,13 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read the headers of all shards. Raises ModelLoadError if there are no weights or a file is damaged."""
+    """Read the headers of all shards, or of a GGUF file, which `directory` may be.
+
+    Raises ModelLoadError if there are no weights or a file is damaged.
+    """
+    gguf = gguf_file(directory)
+    if gguf is not None:
+        return Checkpoint.of(gguf, published_tensors(gguf))
     weight_map = _read_index(directory)
     files = sorted(set(weight_map.values())) if weight_map else _files_without_index(directory)
     tensors: dict[str, TensorInfo] = {}
@@ -90,10 +114,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             if name in tensors:
                 duplicate.append(name)
             tensors[name] = info
-    bare = "embed_tokens.weight" in tensors
-    names = {name: f"model.{name}" if bare and not name.startswith("lm_head.") else name for name in tensors}
-    full = {names[name]: info for name, info in tensors.items()}
-    return Checkpoint(directory, full, tuple(duplicate), _misplaced(weight_map, tensors), bare)
+    return Checkpoint.of(directory, tensors, duplicate, _misplaced(weight_map, tensors))
 
 
 def _misplaced(weight_map: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
@@ -124,7 +145,7 @@ def _files_without_index(directory: Path) -> list[str]:
     files = sorted(p.name for p in directory.glob("*.safetensors") if not p.name.startswith("consolidated"))
     if files:
         return files
-    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in directory.glob(pattern))
+    others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in directory.glob(pattern))
     if others:
         raise ModelLoadError(f"{directory} has weights only as {others[0]}", fix="convert them to safetensors")
     raise ModelLoadError(f"{directory} has no *.safetensors file", fix="name a directory with a published checkpoint")

@@ -26,6 +26,8 @@ from jaxserve.models.hf_keys import (
     rope_config,
     shown,
 )
+from jaxserve.models.loading.file_formats.gguf_model import config_file, published_config
+from jaxserve.models.loading.stored_config import read_quantization_beside, read_stored_form
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 
 T = TypeVar("T")
@@ -34,14 +36,16 @@ MAX_TOKEN_ID = 2**24  # same limit as bos_token_id
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Read the ModelConfig of a checkpoint directory. Raises ModelLoadError that names the file and the key."""
-    return read_config_file(directory / "config.json")
+    """Read the ModelConfig of a checkpoint directory or GGUF file. Raises ModelLoadError with the file and the key."""
+    return read_config_file(config_file(directory))
 
 
 def read_config_file(file: Path) -> ModelConfig:
-    """Read the ModelConfig of a config.json of any name, see `read_config`."""
+    """Read the ModelConfig of a config.json of any name or a GGUF file, see `read_config`."""
     generation_file = file.with_name("generation_config.json")
-    hf = read_object(file)
+    hf = _named(file, lambda: published_config(file))
+    if hf.get("quantization_config") is None and (beside := read_quantization_beside(file)):
+        hf = hf | {"quantization_config": {"quant_method": "modelopt"} | beside}
     generation = read_object(generation_file) if generation_file.is_file() else {}
     _named(file, lambda: _check_architecture(hf, file))  # first: an unknown family may lack the keys below
     config = _named(file, lambda: from_hf(hf))
@@ -102,7 +106,9 @@ def from_hf(hf: Json, generation: Json | None = None) -> ModelConfig:
     if not rope_by_layer_type(hf):
         fields["rope"] = rope_config(hf, fields["head_dim"])
     fields |= family.changes(hf, fields)
-    config = ModelConfig(**fields, weight_block=_weight_block(hf))
+    block = _weight_block(hf)
+    stored = read_stored_form(hf.get("quantization_config") or {}, block)
+    config = ModelConfig(**fields, weight_block=block, stored_form=stored)
     _check(config)
     return config if generation is None else with_generation(config, generation)
 
@@ -116,7 +122,7 @@ def with_generation(config: ModelConfig, generation: Json) -> ModelConfig:
     )
 
 
-SERVED_QUANTIZATION = ("fp8", "mxfp4", "modelopt", "compressed-tensors")
+SERVED_QUANTIZATION = ("fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "gguf")
 
 
 def _weight_block(hf: Json) -> tuple[int, int] | None:
@@ -124,7 +130,7 @@ def _weight_block(hf: Json) -> tuple[int, int] | None:
     quantization = hf.get("quantization_config") or {}
     method = quantization.get("quant_method")
     if method is not None and method not in SERVED_QUANTIZATION:
-        raise ValueError(f"quantization {method!r} is not supported (supported: FP8 weights, MXFP4 of gpt-oss)")
+        raise ValueError(f"quantization {method!r} is not supported (supported: {', '.join(SERVED_QUANTIZATION)})")
     if quantization.get("quant_algo") not in (None, "FP8"):
         raise ValueError(f"quantization {quantization['quant_algo']!r} is not supported (supported: FP8 weights)")
     block = quantization.get("weight_block_size")

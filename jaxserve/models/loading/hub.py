@@ -25,7 +25,7 @@ _HUB_DOWN = "check the network, or name a local directory; a model downloaded be
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
-    """Return the directory of a checkpoint. A hub id is downloaded unless it is cached.
+    """Return the directory of a checkpoint, or the GGUF file that it is. A hub id is downloaded unless it is cached.
 
     The hub's environment variables apply (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN for gated models). Raises ModelLoadError
     with the cause: no such directory, model or revision, no access, hub not reachable, or a damaged file.

@@ -6,7 +6,9 @@ its own rectangle of a parameter from the files.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -19,15 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.orbax import READERS, is_converted, read_leaves
 from jaxserve.models.loading.part_reader import PartReader
-from jaxserve.models.loading.quantization import stored_tensors
+from jaxserve.models.loading.quantization import fp8_modules, stored_tensors
+from jaxserve.models.loading.quantized_leaves import by_parameter, read_parameter
 from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.weights import ParamSpec
+from jaxserve.ops.quantized import MIDDLE
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
 LoadFormat = Literal["auto", "safetensors", "orbax", "random"]
@@ -35,6 +40,13 @@ LoadFormat = Literal["auto", "safetensors", "orbax", "random"]
 # Buffers that old exports contain and that are computed here; scales of quantized activations and KV caches.
 IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_scale$"))
 RANDOM_STDDEV = 0.02
+RANDOM_INT8 = 32  # standard deviation of int8 codes; that of 4 random bits is 4.6, or 2.9 as E2M1
+_RANDOM_SCALES = {
+    "int8": RANDOM_STDDEV / RANDOM_INT8,
+    "fp8": RANDOM_STDDEV,
+    "int4": RANDOM_STDDEV / 4.6,
+    "mxfp4": 127 - 7,
+}
 
 
 def load_model(
@@ -62,21 +74,42 @@ def load_model(
     if load_format == "random":
         structure = build(config, dtype)
         leaves, read = random_leaves(structure, _shardings(structure, mesh), seed), 0
+    elif converted and config.quantization not in ("none", "stored"):
+        raise ModelLoadError(
+            f"{directory} is a converted checkpoint, which is not quantised at load",
+            fix="name the original checkpoint, or set model.quantization: none",
+        )
     elif converted:
-        structure = build(config, dtype)
+        structure = build(config.replace(quantization="none"), dtype)
         leaves, read = read_leaves(structure, _shardings(structure, mesh), directory, progress)
     else:
         checkpoint = open_checkpoint(directory)
-        structure = build(_without_head(config, checkpoint), dtype)
+        structure = build(_as_published(config, checkpoint), dtype)
         leaves, read = _read_leaves(structure, _shardings(structure, mesh), checkpoint, progress)
     jax.block_until_ready(leaves)
     return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
 
 
-def _without_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """Return the config without an output head if the checkpoint is an embedding model published without one."""
+def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelStructure:
+    """Check the files of a checkpoint and return its structure. Reads no weight. Raises ModelLoadError."""
+    if is_converted(directory):
+        return build(config.replace(quantization="none"), dtype)
+    checkpoint = open_checkpoint(directory)
+    structure = build(_as_published(config, checkpoint), dtype)
+    check_complete(structure, checkpoint)
+    return structure
+
+
+def _as_published(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Return the config with what the files tell: which weights are FP8, and whether there is an output head.
+
+    An embedding model may be published without one.
+    """
     headless = checkpoint.bare and "lm_head.weight" not in checkpoint.tensors
-    return config.replace(tie_word_embeddings=True) if headless else config
+    form = config.stored_form
+    if form is not None and form.method == "fp8":
+        form = dataclasses.replace(form, found=fp8_modules(checkpoint.tensors))
+    return config.replace(stored_form=form, tie_word_embeddings=headless or config.tie_word_embeddings)
 
 
 def _shardings(structure: ModelStructure, mesh: Mesh | None) -> list[Sharding]:
@@ -94,13 +127,15 @@ def _read_leaves(
     structure: ModelStructure, shardings: list[Sharding], checkpoint: Checkpoint, progress: Progress | None
 ) -> tuple[tuple[jax.Array, ...], int]:
     check_complete(structure, checkpoint)
-    reader = PartReader(checkpoint, structure.config.weight_block)
-    sizes = [reader.stored_bytes(spec) for spec in structure.specs]
+    reader = PartReader(checkpoint, structure.config.weight_block, structure.config.stored_form)
+    parameters, places = by_parameter(structure.specs), iter(shardings)
+    placed = [list(itertools.islice(places, len(specs))) for specs in parameters]
+    sizes = [reader.stored_bytes(specs[0]) for specs in parameters]
     leaves, done = [], 0
     with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
-        read = functools.partial(_read_leaf, reader=reader)
-        for leaf, size in zip(pool.map(read, structure.specs, shardings), sizes, strict=True):
-            leaves.append(leaf)
+        read = functools.partial(read_parameter, read=reader.read, codes=reader.read_codes)
+        for found, size in zip(pool.map(read, parameters, placed), sizes, strict=True):
+            leaves += found
             done += size
             if progress is not None:
                 progress(done, sum(sizes))
@@ -113,7 +148,7 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     expected: dict[str, Shapes] = {}
     for spec in structure.specs:
         for part in spec.parts:
-            expected |= stored_tensors(part, checkpoint.tensors, config.weight_block)
+            expected |= stored_tensors(part, checkpoint.tensors, config.weight_block, config.stored_form)
     ignored = [*IGNORED, *(re.compile(pattern) for pattern in config.ignored_tensors)]
     if config.tie_word_embeddings:
         ignored.append(re.compile(r"^lm_head\.weight$"))
@@ -121,24 +156,23 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
     misfits.raise_if_any(checkpoint.directory, config.architecture)
 
 
-def _read_leaf(spec: ParamSpec, sharding: Sharding, reader: PartReader) -> jax.Array:
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        return reader.read(spec, index)
-
-    return jax.make_array_from_callback(spec.shape, sharding, read, dtype=spec.dtype)
-
-
 # --- random ----------------------------------------------------------------------------------------------------
 
 
 def random_leaves(structure: ModelStructure, shardings: list[Sharding], seed: int) -> tuple[jax.Array, ...]:
     """Draw random weights on their devices: normal with standard deviation 0.02, norms 1, biases 0."""
-    key = jax.random.key(seed)
-    return tuple(
-        _random_leaf(jax.random.fold_in(key, i), spec, sharding)
-        for i, (spec, sharding) in enumerate(zip(structure.specs, shardings, strict=True))
-    )
+    key, places, leaves = jax.random.key(seed), iter(shardings), []
+    for i, specs in enumerate(by_parameter(structure.specs)):
+        placed, wide, drawn = list(itertools.islice(places, len(specs))), specs[0].wide(), jax.random.fold_in(key, i)
+        packing = specs[0].packing
+        if packing is None:
+            leaves.append(_random_leaf(drawn, wide, placed[0]))
+        elif packing.stored:
+            leaves += [_random_codes(drawn, spec, place) for spec, place in zip(specs, placed, strict=True)]
+        else:
+            numbers = np.asarray(_draw(drawn, wide.shape, wide.dtype))
+            leaves += read_parameter(specs, placed, lambda _, index, numbers=numbers: numbers[index])
+    return tuple(leaves)
 
 
 def _random_leaf(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Array:
@@ -150,6 +184,25 @@ def _random_leaf(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Arr
             return jnp.ones(spec.shape, spec.dtype, device=sharding)
         case "zeros":
             return jnp.zeros(spec.shape, spec.dtype, device=sharding)
+
+
+def _random_codes(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Array:
+    """Draw a leaf of a weight that a checkpoint would have in few bits, with the standard deviation of others."""
+    assert spec.packing is not None
+    kind, role = spec.packing.kind, spec.packing.role
+    if role == "values":
+        draw = jax.jit(_draw_codes, static_argnums=(1, 2), out_shardings=sharding)
+        return draw(key, spec.shape, spec.dtype)
+    middle = MIDDLE if kind == "int4" else 0
+    number = middle if role == "zeros" else _RANDOM_SCALES[kind]
+    return jnp.full(spec.shape, number, spec.dtype, device=sharding)
+
+
+def _draw_codes(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    if dtype == jnp.uint8:
+        return jax.random.bits(key, shape, dtype)
+    spread = RANDOM_INT8 if dtype == jnp.int8 else 1
+    return jnp.clip(jax.random.normal(key, shape, jnp.float32) * spread, -127, 127).astype(dtype)
 
 
 def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxserve.errors import ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.file_formats.zarr_array import BUFFER, FIX, ZarrArray, open_array
 from jaxserve.models.loading.hub import DATA_FILES
 from jaxserve.models.loading.structure import LoadedModel, ModelStructure
-from jaxserve.models.loading.zarr_array import BUFFER, FIX, ZarrArray, open_array
 from jaxserve.models.weights import ParamSpec
 
 MANIFEST = "jaxserve.json"

@@ -14,9 +14,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxserve.models.loading.checkpoint import Checkpoint
-from jaxserve.models.loading.quantization import Block, check_scale, decode_fp8, decode_mxfp4, stored_tensors
-from jaxserve.models.loading.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
+from jaxserve.models.loading.checkpoint import Checkpoint, Tensor
+from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
+from jaxserve.models.loading.quantization import (
+    Block,
+    check_codes,
+    check_scale,
+    decode_fp8,
+    decode_mxfp4,
+    fp8_codes,
+    mxfp4_codes,
+    stored_tensors,
+)
+from jaxserve.models.loading.stored_codes import is_stored, read_codes
+from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import ParamSpec, Part
 
 Region = tuple[slice, ...]
@@ -24,46 +35,90 @@ CHUNK = 32 * 2**20  # bytes per read
 
 
 class PartReader:
-    """Reads parameters of one checkpoint. Thread-safe. block: rows and columns per FP8 scale (weight_block)."""
+    """Reads parameters of one checkpoint. Thread-safe.
 
-    def __init__(self, checkpoint: Checkpoint, block: Block | None) -> None:
+    block: rows and columns per FP8 scale (weight_block). form: of weights of few bits.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, block: Block | None, form: StoredForm | None = None) -> None:
         self._tensors = checkpoint.tensors
         self._block = block
+        self._form = form
         self._buffers = threading.local()
 
     def read(self, spec: ParamSpec, index: Region) -> np.ndarray:
         """Read the rectangle `index` of a parameter, in the parameter's dtype."""
-        bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
-        out = empty_aligned(tuple(b - a for a, b in bounds), np.dtype(spec.dtype))
-        for part in spec.parts:
-            overlap = list(_overlaps(bounds, part))
-            if all(a < b for a, b in overlap):
-                place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(overlap, bounds, strict=True))
-                region = tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, part.start, strict=True))
-                self._fill(out[place], part, region)
+        out = empty_aligned(
+            tuple(len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True)), np.dtype(spec.dtype)
+        )
+        for part, place, region in _regions(spec, index):
+            self._fill(out[place], part, region)
         return out
+
+    def read_codes(self, spec: ParamSpec, index: Region, group: int) -> dict[str, np.ndarray]:
+        """Read the rectangle `index` of a parameter as the checkpoint has it: values, scales, maybe zeros, as leaves.
+
+        group: numbers that share a scale; those of a larger group of the checkpoint are repeated.
+        """
+        *rows, depth = (len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
+        out: dict[str, np.ndarray] = {}
+        for part, place, region in _regions(spec, index):
+            for role, array in self._codes(part, region[:-1], group).items():
+                per = part.shape[-1] // array.shape[-1]
+                if role not in out:
+                    out[role] = empty_aligned((*rows, depth // per), array.dtype)
+                out[role][_shrunk(place, per)] = array[..., _shrunk(region, per)[-1]]
+        return out
+
+    def _codes(self, part: Part, rows: Region, group: int) -> dict[str, np.ndarray]:
+        """Return the arrays of leaves by role, of rows of a part's view."""
+        assert self._form is not None
+        if self._form.is_integer:
+            codes = read_codes(part, self._form, self._whole)
+        elif part.mxfp4:
+            return mxfp4_codes(*self._mxfp4(part), part, rows)
+        else:
+            codes = fp8_codes(*self._fp8(part), self._block, group)
+        return {role: _view(array, part)[rows] for role, array in codes.repeated(group).items()}
 
     def stored_bytes(self, spec: ParamSpec) -> int:
         """Return the bytes that a parameter takes in the checkpoint."""
-        names = {name for part in spec.parts for name in stored_tensors(part, self._tensors, self._block)}
+        names = {name for part in spec.parts for name in stored_tensors(part, self._tensors, self._block, self._form)}
         return sum(self._tensors[name].num_bytes for name in names)
+
+    def _whole(self, name: str) -> np.ndarray:
+        return self._read(self._tensors[name])
 
     def _fill(self, target: np.ndarray, part: Part, region: Region) -> None:
         """Write the rectangle `region` of a part's view to `target`."""
-        names = tuple(stored_tensors(part, self._tensors, self._block))
+        if self._form is not None and is_stored(part, self._form, self._tensors):
+            target[...] = _view(read_codes(part, self._form, self._whole).wide(), part)[region]
+            return
+        names = tuple(stored_tensors(part, self._tensors, self._block, self._form))
         stored = [self._tensors[name] for name in names]
         if part.repeat > 1:
             self._fill_repeated(target, part, region)
         elif part.mxfp4:
-            check_scale(names[1], scales := self._read(stored[1]))
-            target[...] = decode_mxfp4(self._read(stored[0]), scales, part, region)
+            target[...] = decode_mxfp4(*self._mxfp4(part), part, region)
         elif len(stored) == 2:
-            check_scale(names[1], scales := self._read(stored[1]).astype(np.float32))
-            target[...] = decode_fp8(self._read(stored[0]), scales, self._block, part, region)
+            target[...] = decode_fp8(*self._fp8(part), self._block, part, region)
         elif part.transpose is not None:
             copy_converted(self._read(stored[0]).transpose(part.transpose).reshape(part.view)[region], target)
         else:
             self._fill_rows(target, part, region, stored[0])
+
+    def _mxfp4(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        """Read the blocks and the scales of a part."""
+        name, scales_name = stored_tensors(part, self._tensors, self._block)
+        check_scale(scales_name, scales := self._whole(scales_name))
+        return self._whole(name), scales
+
+    def _fp8(self, part: Part) -> tuple[np.ndarray, np.ndarray]:
+        """Read the numbers and the scales float32 of a part."""
+        name, scale_name = stored_tensors(part, self._tensors, self._block)
+        check_scale(scale_name, scale := self._whole(scale_name).astype(np.float32))
+        check_codes(name, weight := self._whole(name))
+        return weight, scale
 
     def _fill_repeated(self, target: np.ndarray, part: Part, region: Region) -> None:
         """Fill a view whose first axis has copies: [h0, h0, h1, h1, ...]."""
@@ -72,10 +127,10 @@ class PartReader:
             source = copy // part.repeat
             self._fill(target[i : i + 1], once, (slice(source, source + 1), *region[1:]))
 
-    def _fill_rows(self, target: np.ndarray, part: Part, region: Region, info: TensorInfo) -> None:
+    def _fill_rows(self, target: np.ndarray, part: Part, region: Region, info: Tensor) -> None:
         """Read chunk by chunk along the view's first axis longer than 1; an index of it is `per` tensor rows."""
-        axis = next((i for i, size in enumerate(part.view) if size > 1), 0)
         first, last = part.rows or (0, info.shape[0])
+        axis = next((i for i, size in enumerate(part.view) if size > 1), 0) if last - first > 1 else 0
         per = (last - first) // part.view[axis]
         step = max(1, CHUNK // max(1, per * math.prod(info.shape[1:]) * info.dtype.itemsize))
         begin, end = region[axis].start, region[axis].stop
@@ -86,8 +141,10 @@ class PartReader:
             view = rows.reshape(*part.view[:axis], b - a, *part.view[axis + 1 :])[inner]
             copy_converted(view, target[(slice(None),) * axis + (slice(a - begin, b - begin),)])
 
-    def _read(self, info: TensorInfo, first: int = 0, last: int | None = None) -> np.ndarray:
+    def _read(self, info: Tensor, first: int = 0, last: int | None = None) -> np.ndarray:
         """Read rows of a tensor, into the thread's buffer if they fit: then valid until the thread's next read."""
+        if not isinstance(info, TensorInfo):
+            return info.rows(first, last)
         rows = (info.shape[0] if info.shape else 1) if last is None else last - first
         size = rows * (info.num_bytes // max(1, info.shape[0] if info.shape else 1))
         if size > CHUNK or last is None:
@@ -95,6 +152,28 @@ class PartReader:
         if not hasattr(self._buffers, "raw"):
             self._buffers.raw = np.empty(CHUNK, np.uint8)
         return read_rows(info, first, rows, self._buffers.raw[:size])
+
+
+def _regions(spec: ParamSpec, index: Region) -> Iterator[tuple[Part, Region, Region]]:
+    """Yield the parts that a rectangle overlaps, the place in the rectangle, and the region of the part's view."""
+    bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
+    for part in spec.parts:
+        overlap = list(_overlaps(bounds, part))
+        if all(a < b for a, b in overlap):
+            place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(overlap, bounds, strict=True))
+            yield part, place, tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, part.start, strict=True))
+
+
+def _view(array: np.ndarray, part: Part) -> np.ndarray:
+    """Return a tensor's numbers, or its scales, [O, n] as the part's view, copies of heads included."""
+    first, last = part.rows or (0, len(array))
+    once = (part.view[0] // part.repeat, *part.view[1:-1], -1)
+    return np.repeat(array[first:last].reshape(once), part.repeat, axis=0)
+
+
+def _shrunk(region: Region, per: int) -> Region:
+    *rows, last = region
+    return (*rows, slice(last.start // per, last.stop // per))
 
 
 def _overlaps(bounds: list[tuple[int, int]], part: Part) -> Iterator[tuple[int, int]]:

@@ -14,8 +14,9 @@ from flax import nnx
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import CausalLM
-from jaxserve.models.families.bert import BertModel
+from jaxserve.models.encoder import Encoder
 from jaxserve.models.families.registry import family_of
+from jaxserve.models.quantized_weight import keep_stored, quantize
 from jaxserve.models.weights import ParamSpec, param_specs
 
 
@@ -38,18 +39,22 @@ class ModelStructure:
             raise ModelLoadError(f"{self.config.architecture} is an encoder: it makes embeddings and generates no text")
         return model
 
-    def bind_encoder(self, leaves: tuple[jax.Array, ...]) -> BertModel:
+    def bind_encoder(self, leaves: tuple[jax.Array, ...]) -> Encoder:
         """Make an encoder with these weights, one array per entry of `specs` with its [shape] and dtype."""
         model = self._merge(leaves)
-        assert isinstance(model, BertModel), self.config.architecture
+        assert isinstance(model, Encoder), self.config.architecture
         return model
 
-    def _merge(self, leaves: tuple[jax.Array, ...]) -> CausalLM | BertModel:
+    def _merge(self, leaves: tuple[jax.Array, ...]) -> CausalLM | Encoder:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     @property
+    def activation_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.activation_dtype or self.specs[0].dtype)  # the first leaf is the embedding
+
+    @property
     def num_parameters(self) -> int:
-        return sum(int(np.prod(spec.shape)) for spec in self.specs)
+        return sum(spec.num_parameters for spec in self.specs)
 
     @property
     def num_bytes(self) -> int:
@@ -79,5 +84,16 @@ class LoadedModel:
 def build(config: ModelConfig, dtype: jnp.dtype) -> ModelStructure:
     """Make the structure of a model by shape evaluation, which allocates nothing whatever the size."""
     cls = family_of(config.architecture).model
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: cls(config, jnp.dtype(dtype))))
+
+    def make() -> nnx.Module:
+        """Make the model in the form that its weights have on the device."""
+        model = cls(config, jnp.dtype(dtype))
+        if config.quantization == "stored":
+            assert config.stored_form is not None
+            keep_stored(model, config.stored_form)
+        elif config.quantization != "none":
+            quantize(model, config.quantization)
+        return model
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
     return ModelStructure(config, graphdef, jax.tree.structure(state), tuple(param_specs(state)))

@@ -6,6 +6,8 @@ BENCHMARKS.md, "Tried and rejected", has the measurements behind the choice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -14,13 +16,16 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.ops import native as kernels
+from jaxserve.ops.native import Weight
+from jaxserve.ops.quantized import Quantized
 
+GroupedProduct = Callable[[jax.Array, Weight, jax.Array], jax.Array]  # rows [T, in], w [E, out, in], sizes [E]
 WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T is faster on a CPU: x @ W.T repacks W at every call
 
 
 def linear(
     x: jax.Array,
-    w: jax.Array,
+    w: Weight,
     bias: jax.Array | None = None,
     *,
     deterministic: bool = False,
@@ -34,12 +39,14 @@ def linear(
 
     deterministic: a row's result depends on that row only. One formulation serves every T, and XLA's kernel for a
       single row is avoided because it sums in another order. Needs the options of runtime.compilation.compiler.
-    native: use the C kernels for float32. The caller has loaded `ops.native`, and the program runs on one CPU.
+    native: use the C kernels for float32 activations. The caller has loaded `ops.native`, and the program runs on one
+      CPU. A bfloat16 or quantised weight gives the bits of the same numbers in float32.
+    The other formulations convert a weight of another form to x's dtype first.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
-    if native and x.dtype == w.dtype == out_dtype == jnp.float32:
-        product = kernels.matvec if x.shape[0] == 1 and not deterministic else kernels.matmul
-        y = product(x, w.reshape(-1, w.shape[-1])).reshape(x.shape[0], *w.shape[:-1])
+    if native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
+        product = kernels.matmul_few if x.shape[0] <= kernels.FEW and not deterministic else kernels.matmul
+        y = product(x, _matrix(w)).reshape(x.shape[0], *w.shape[:-1])
     elif deterministic:
         y = _at_least_two_rows(x, w, out_dtype)
     elif x.shape[0] <= WEIGHT_FIRST_ROWS:
@@ -50,19 +57,43 @@ def linear(
     return y if bias is None else y + bias.astype(out_dtype)[None]
 
 
-def _plain(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+@dataclass(frozen=True)
+class Products:
+    """`linear` with the options of a program. Compares by value, so that equal layers are traced once."""
+
+    deterministic: bool = False
+    native: bool = False
+
+    def __call__(
+        self, x: jax.Array, w: Weight, bias: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
+    ) -> jax.Array:
+        """See `linear`: x [T, in], w [*out, in], bias [*out] -> [T, *out]."""
+        return linear(x, w, bias, deterministic=self.deterministic, native=self.native, out_dtype=out_dtype)
+
+    def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | None:
+        """Return the C kernel for these weights of experts and activations of `dtype`; None: it does not take them."""
+        if not self.native or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
+            return None
+        return partial(kernels.matmul_grouped, few=not self.deterministic)
+
+
+def _matrix(w: Weight) -> Weight:
+    return w.matrix() if isinstance(w, Quantized) else w.reshape(-1, w.shape[-1])
+
+
+def _plain(x: jax.Array, w: Weight, out_dtype: DTypeLike) -> jax.Array:
     # Two dimensions only: with more, XLA on a CPU first writes a transposed copy of the weight at every call.
-    flat = w.reshape(-1, w.shape[-1])
+    flat = w.astype(x.dtype).reshape(-1, w.shape[-1])
     y = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     return y.reshape(x.shape[0], *w.shape[:-1])
 
 
-def _weight_first(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+def _weight_first(x: jax.Array, w: Weight, out_dtype: DTypeLike) -> jax.Array:
     contract = (((w.ndim - 1,), (1,)), ((), ()))
-    y = lax.dot_general(w, x, contract, preferred_element_type=out_dtype)
+    y = lax.dot_general(w.astype(x.dtype), x, contract, preferred_element_type=out_dtype)
     return jnp.moveaxis(lax.optimization_barrier(y), -1, 0)  # without the barrier XLA rewrites it to x @ W.T
 
 
-def _at_least_two_rows(x: jax.Array, w: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+def _at_least_two_rows(x: jax.Array, w: Weight, out_dtype: DTypeLike) -> jax.Array:
     padded = jnp.pad(x, ((0, max(0, 2 - x.shape[0])), (0, 0)))
     return _plain(padded, w, out_dtype)[: x.shape[0]]

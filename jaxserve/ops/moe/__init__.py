@@ -8,8 +8,8 @@ Rows (token, choice) are sorted by expert, so the rows of one expert are contigu
     starts      0          3    4           local rows
     tiles       each group is cut into tiles of TILE_ROWS rows; a tile is one dense product with its expert's weights
 
-On a CPU a loop runs over the tiles in use, because lax.ragged_dot would multiply every row by every expert there.
-Other platforms use lax.ragged_dot.
+On a CPU `product` is a C kernel that reads each expert's weights in place. Without it a loop runs over the tiles in
+use, because lax.ragged_dot would multiply every row by every expert there. Other platforms use lax.ragged_dot.
 """
 
 from __future__ import annotations
@@ -23,33 +23,43 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxserve.ops.linear import GroupedProduct
+from jaxserve.ops.quantized import Quantized
+
 Activation = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> ffn input
+RowsFunction = Callable[[jax.Array, jax.Array, "Experts"], jax.Array]  # sorted rows [M, D], sizes [E] -> [M, D]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Experts:
-    """Weights of E experts. A bias is None if the model family has none."""
+    """Weights of E experts, which are converted to the rows' dtype. A bias is None if the model family has none."""
 
-    gate_up: jax.Array  # [E, F, 2, D]
-    down: jax.Array  # [E, D, F]
+    gate_up: jax.Array | Quantized  # [E, F, 2, D]
+    down: jax.Array | Quantized  # [E, D, F]
     gate_up_bias: jax.Array | None = None  # [E, F, 2]
     down_bias: jax.Array | None = None  # [E, D]
 
 
 def moe(
-    x: jax.Array, expert_ids: jax.Array, expert_weights: jax.Array, experts: Experts, activation: Activation
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    experts: Experts,
+    activation: Activation,
+    product: GroupedProduct | None = None,
 ) -> jax.Array:
     """Return the weighted sum of each token's experts: sum over k of weight * down(activation(gate(x), up(x))).
 
     x [T, D], expert_ids int32 [T, K], expert_weights float32 [T, K] -> [T, D] in x's dtype. The sum is float32.
+    product: multiplies rows sorted by expert, on one device; None: XLA does.
     If the weights are sharded over the mesh axes "expert" or "tensor", it runs under shard_map: experts are split
     over "expert", F over "tensor", every device has all tokens, and one all-reduce ends it.
     """
-    mesh = jax.typeof(experts.down).sharding.mesh
+    mesh = jax.typeof(jax.tree.leaves(experts.down)[0]).sharding.mesh
     axes = tuple(name for name in ("expert", "tensor") if mesh.shape.get(name, 1) > 1)
     if not axes:
-        return _local(x, expert_ids, expert_weights, experts, activation, 0)
+        return _local(x, expert_ids, expert_weights, experts, _rows_function(activation, product), 0)
     spec = _specs(experts, axes)
     body = partial(_sharded, activation=activation, axes=axes)
     whole = PartitionSpec()
@@ -82,7 +92,15 @@ def _sharded(
     if "tensor" in axes and experts.down_bias is not None:  # added once: every device of the axis would add it
         bias = jnp.where(lax.axis_index("tensor") == 0, experts.down_bias, jnp.zeros_like(experts.down_bias))
         experts = Experts(experts.gate_up, experts.down, experts.gate_up_bias, bias)
-    return lax.psum(_local(x, expert_ids, expert_weights, experts, activation, first), axes)
+    return lax.psum(_local(x, expert_ids, expert_weights, experts, _rows_function(activation, None), first), axes)
+
+
+def _rows_function(activation: Activation, product: GroupedProduct | None) -> RowsFunction:
+    """Return the function that runs sorted rows through their experts."""
+    if product is not None:
+        return partial(_grouped_products, activation=activation, product=product)
+    tiles, ragged = partial(_grouped_tiles, activation=activation), partial(_grouped_ragged_dot, activation=activation)
+    return lambda *args: lax.platform_dependent(*args, cpu=tiles, default=ragged)
 
 
 def _local(
@@ -90,7 +108,7 @@ def _local(
     expert_ids: jax.Array,
     expert_weights: jax.Array,
     experts: Experts,
-    activation: Activation,
+    run: RowsFunction,
     first: jax.Array | int,
 ) -> jax.Array:
     """Return the partial sum [T, D] over this device's experts [first, first + E)."""
@@ -101,8 +119,7 @@ def _local(
     order = jnp.argsort(local, stable=True)
     sizes = jnp.bincount(local, length=count).astype(jnp.int32)
     rows = jnp.take(x, order // choices, axis=0)
-    run = partial(_grouped_tiles, activation=activation), partial(_grouped_ragged_dot, activation=activation)
-    out = lax.platform_dependent(rows, sizes, experts, cpu=run[0], default=run[1])
+    out = run(rows, sizes, experts)
     kept = jnp.take(local, order) < count
     weight = jnp.take(expert_weights.reshape(-1), order)
     out = jnp.where(kept[:, None], out.astype(jnp.float32) * weight[:, None], 0.0)
@@ -110,23 +127,30 @@ def _local(
     return by_token.sum(axis=1).astype(x.dtype)
 
 
-def _grouped_ragged_dot(rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
+def _grouped_products(
+    rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation, product: GroupedProduct
+) -> jax.Array:
     """Run rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are undefined."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
-    count, ffn, _, model = experts.gate_up.shape
-    y = _ragged_dot(rows, experts.gate_up.reshape(count, 2 * ffn, model), sizes).reshape(-1, ffn, 2)
+    count, ffn, *_ = experts.gate_up.shape
+    gate_up = jax.tree.map(lambda leaf: leaf.reshape(count, 2 * ffn, leaf.shape[-1]), experts.gate_up)
+    y = product(rows, gate_up, sizes).reshape(-1, ffn, 2)
     if experts.gate_up_bias is not None:
-        y = y + jnp.take(experts.gate_up_bias, expert, axis=0)
-    out = _ragged_dot(activation(y[:, :, 0], y[:, :, 1]), experts.down, sizes)
-    return out if experts.down_bias is None else out + jnp.take(experts.down_bias, expert, axis=0)
+        y = y + jnp.take(experts.gate_up_bias, expert, axis=0).astype(y.dtype)
+    out = product(activation(y[:, :, 0], y[:, :, 1]), experts.down, sizes)
+    return out if experts.down_bias is None else out + jnp.take(experts.down_bias, expert, axis=0).astype(out.dtype)
 
 
-def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+def _grouped_ragged_dot(rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
+    return _grouped_products(rows, sizes, experts, activation, _ragged_dot)
+
+
+def _ragged_dot(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array) -> jax.Array:
     """Multiply each row of x [M, I] by its group's w [E, O, I] transposed -> [M, O]."""
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
-    return lax.ragged_dot_general(x, w, sizes, numbers)
+    return lax.ragged_dot_general(x, w.astype(x.dtype), sizes, numbers)
 
 
 TILE_ROWS = 8  # rows per product: enough to reuse an expert's weights once read, few enough that one row wastes little
@@ -153,8 +177,8 @@ def _grouped_tiles(rows: jax.Array, sizes: jax.Array, experts: Experts, activati
 
 def _expert(x: jax.Array, w: Experts, activation: Activation) -> jax.Array:
     """Apply one expert, weights without their first axis, to x [M, D] -> [M, D]."""
-    y = lax.dot_general(x, w.gate_up, (((1,), (2,)), ((), ())))
+    y = lax.dot_general(x, w.gate_up.astype(x.dtype), (((1,), (2,)), ((), ())))
     if w.gate_up_bias is not None:
-        y = y + w.gate_up_bias[None]
-    out = lax.dot_general(activation(y[:, :, 0], y[:, :, 1]), w.down, (((1,), (1,)), ((), ())))
-    return out if w.down_bias is None else out + w.down_bias[None]
+        y = y + w.gate_up_bias.astype(x.dtype)[None]
+    out = lax.dot_general(activation(y[:, :, 0], y[:, :, 1]), w.down.astype(x.dtype), (((1,), (1,)), ((), ())))
+    return out if w.down_bias is None else out + w.down_bias.astype(x.dtype)[None]

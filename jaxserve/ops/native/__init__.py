@@ -20,10 +20,13 @@ import jax.numpy as jnp
 from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
 from jaxserve.ops.native.library import build, kept, library_name
+from jaxserve.ops.quantized import Quantized
 
 logger = logging.getLogger(__name__)
 
-_MATMUL, _MATVEC, _ATTEND = "jaxserve_matmul", "jaxserve_matvec", "jaxserve_attend"
+_MATMUL, _MATMUL_FEW, _ATTEND = "jaxserve_matmul", "jaxserve_matmul_few", "jaxserve_attend"
+_GROUPED, _GROUPED_FEW = "jaxserve_matmul_grouped", "jaxserve_matmul_grouped_few"
+FEW = 8  # tokens that matmul_few takes at most
 HEAD_DIM_STEP = 16  # head_dim must be a multiple of this
 
 
@@ -32,7 +35,7 @@ def load() -> None:
     """Make the kernels callable in this process. Raises ConfigError with the reason if they cannot be compiled."""
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
         library = _open(Path(scratch))  # a loaded library stays usable after its file is deleted
-    for name in (_MATMUL, _MATVEC, _ATTEND):
+    for name in (_MATMUL, _MATMUL_FEW, _GROUPED, _GROUPED_FEW, _ATTEND):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 
 
@@ -58,20 +61,47 @@ def _open_kept(cache: OpenDirectory, scratch: Path) -> ctypes.CDLL:
     return ctypes.CDLL(kept(cache, scratch))
 
 
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply x [T, K] by w [N, K] transposed -> [T, N], all float32. A row's bits do not depend on T."""
+Weight = jax.Array | Quantized
+
+
+def takes(w: Weight) -> bool:
+    """Return whether the products take a weight of this form."""
+    return isinstance(w, Quantized) or w.dtype in (jnp.float32, jnp.bfloat16)
+
+
+def matmul(x: jax.Array, w: Weight) -> jax.Array:
+    """Multiply x float32 [T, K] by w [N, K] transposed -> float32 [T, N]. A row's bits do not depend on T.
+
+    w is float32, bfloat16 or quantised. The bits are those of the same numbers in float32.
+    """
     return _product(_MATMUL, x, w)
 
 
-def matvec(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Do `matmul` for one row: x [1, K], w [N, K] -> [1, N], all float32. Faster than `matmul`, rounds differently."""
-    assert x.shape[0] == 1
-    return _product(_MATVEC, x, w)
+def matmul_few(x: jax.Array, w: Weight) -> jax.Array:
+    """Do `matmul` for at most FEW rows of x. Faster than `matmul`; rounds differently, one row in a third way."""
+    assert x.shape[0] <= FEW
+    return _product(_MATMUL_FEW, x, w)
 
 
-def _product(name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    assert x.dtype == w.dtype == jnp.float32
-    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32))(x, w)
+def matmul_grouped(x: jax.Array, w: Weight, sizes: jax.Array, *, few: bool) -> jax.Array:
+    """Multiply each row of x float32 [T, K] by its group's w [E, N, K] transposed -> float32 [T, N].
+
+    The rows of a group are contiguous, in the order of the groups; sizes int32 [E] counts them. Rows of x behind the
+    last group's give 0. few: groups of at most FEW rows have the speed and the bits of `matmul_few`.
+    """
+    groups, rows, _ = w.shape
+    flat = w.matrix() if isinstance(w, Quantized) else w.reshape(groups * rows, -1)
+    return _call(_GROUPED_FEW if few else _GROUPED, x, flat, rows, sizes)
+
+
+def _product(name: str, x: jax.Array, w: Weight) -> jax.Array:
+    return _call(name, x, w, w.shape[0])
+
+
+def _call(name: str, x: jax.Array, w: Weight, rows: int, *behind: jax.Array) -> jax.Array:
+    assert x.dtype == jnp.float32 and takes(w)
+    result = jax.ShapeDtypeStruct((x.shape[0], rows), jnp.float32)
+    return jax.ffi.ffi_call(name, result)(x, *jax.tree.leaves(w), *behind)
 
 
 def attend(
@@ -83,14 +113,17 @@ def attend(
     *,
     sliding_window: int | None,
     soft_cap: float | None,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
     """Compute the attention of rows that have one token each, at position kv_len - 1 -> float32 [R, N, D].
 
     q: float32 [R, N, D], already scaled; D is a multiple of HEAD_DIM_STEP.
-    cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16.
+    cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16, or int8 or float8_e4m3fn with
+      scales: float32 [P, 2, page_size, KH].
     page_table: int32 [R, max_pages]. kv_lens: int32 [R]; a row of 0 gives zeros. sinks: [N].
     """
-    assert q.dtype == jnp.float32 and q.shape[2] % HEAD_DIM_STEP == 0 and cache.dtype in (jnp.float32, jnp.bfloat16)
+    assert q.dtype == jnp.float32 and q.shape[2] % HEAD_DIM_STEP == 0
+    assert (cache.dtype in (jnp.float32, jnp.bfloat16)) == (scales is None)
     none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
     call = jax.ffi.ffi_call(_ATTEND, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
@@ -101,4 +134,5 @@ def attend(
         none if sinks is None else sinks.astype(jnp.float32),
         jnp.array([sliding_window or 0], jnp.int32),
         jnp.array([soft_cap or 0.0], jnp.float32),
+        *([] if scales is None else [scales]),
     )

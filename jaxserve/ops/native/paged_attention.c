@@ -5,7 +5,7 @@
 // but the row, and one long row keeps every core at work as many short ones do.
 //
 // Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
-#include "call.h"
+#include "vectors.h"
 
 #include <math.h>
 #include <string.h>
@@ -13,13 +13,7 @@
 enum {
   PIECE = 128,  // tokens of context; from 64 to 256 the time is the same
   HEADS = 4,    // query heads that meet a token of K or V while it is in registers
-  LANES = 16,
 };
-
-typedef float vector __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t integers __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t halfwords __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
 
 typedef struct {
   int32_t row, first;  // the row, and the piece's first token
@@ -31,6 +25,7 @@ typedef struct {
 typedef struct {
   const float *q, *sinks;
   const char* cache;
+  const float* scales;  // of 8-bit pages [P, halves, page_size, KH], else NULL
   const int32_t *page_table, *kv_lens;
   float* out;
   int64_t rows, heads, depth, kv_heads, num_pages, halves, page_size, max_pages, window;
@@ -49,55 +44,6 @@ INLINE int64_t first_seen(const Attention* a, int64_t row) {
   return a->window > 0 ? max(0, length(a, row) - a->window) : 0;
 }
 
-// 16 numbers of the cache from place `index` on, which holds bfloat16 or float32.
-INLINE vector load(const char* cache, int64_t index, bool bfloat16) {
-  if (!bfloat16) return *(const vector*)(cache + index * 4);
-  return (vector)(__builtin_convertvector(*(const halfwords*)(cache + index * 2), words) << 16);
-}
-
-INLINE void prefetch(const char* cache, int64_t index, bool bfloat16) {
-  __builtin_prefetch(cache + index * (bfloat16 ? 2 : 4), 0, 3);
-}
-
-// The sum of each of 16 vectors, in their order: halves are added crosswise, 16 by 16 numbers in four steps.
-#if defined(__clang__) || __GNUC__ >= 12
-#define JOIN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define JOIN(a, b, ...) __builtin_shuffle(a, b, (integers){__VA_ARGS__})
-#endif
-INLINE vector sums_of(const vector* v) {
-  vector a[8], b[4], c[2];
-  UNROLL for (int i = 0; i < 8; i++)
-    a[i] = JOIN(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           JOIN(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-  UNROLL for (int i = 0; i < 4; i++)
-    b[i] = JOIN(a[i], a[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           JOIN(a[i], a[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  UNROLL for (int i = 0; i < 2; i++)
-    c[i] = JOIN(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           JOIN(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  return JOIN(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-         JOIN(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-
-// e to the power of x <= 0 within two units in the last place; 0 below -87, NaN of NaN. The whole quotient by ln 2 goes
-// into the exponent's bits, the rest into a polynomial: Cephes' expf.
-INLINE vector exponential(vector x) {
-  integers gone = x <= -87.0f;
-  x = (vector)((integers)x & ~gone);
-  integers quotient = __builtin_convertvector(x * 1.44269504f - 0.5f, integers);
-  vector n = __builtin_convertvector(quotient, vector);
-  vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  vector power = (vector)(((words)quotient + 127) << 23);
-  return (vector)((integers)(p * power) & ~gone);
-}
-
 // Place in the cache, counted in numbers, of K (half 0) or V of a row's token at `position`: [KH, D].
 INLINE int64_t place(const Attention* a, int64_t row, int64_t position, int64_t half) {
   int64_t page = a->page_table[row * a->max_pages + position / a->page_size];
@@ -107,15 +53,15 @@ INLINE int64_t place(const Attention* a, int64_t row, int64_t position, int64_t 
 
 // Scores of `heads` queries [heads, D] with the keys at k[0 .. LANES / heads], to scores [heads, PIECE].
 INLINE void score(const Attention* a, const float* q, int heads, const int64_t* k, int64_t at, float* scores,
-                  bool bfloat16) {
+                  Form form) {
   const int tokens = LANES / heads;
   vector sums[LANES] = {0};
   for (int64_t d = 0; d < a->depth; d += LANES) {
     vector query[HEADS];
     UNROLL for (int h = 0; h < heads; h++) query[h] = *(const vector*)(q + h * a->depth + d);
     UNROLL for (int t = 0; t < tokens; t++) {
-      vector key = load(a->cache, k[t] + at + d, bfloat16);
-      prefetch(a->cache, k[t + LANES] + at + d, bfloat16);
+      vector key = load(a->cache, k[t] + at + d, form);
+      prefetch(a->cache, k[t + LANES] + at + d, form);
       UNROLL for (int h = 0; h < heads; h++) sums[h * tokens + t] += query[h] * key;
     }
   }
@@ -125,14 +71,14 @@ INLINE void score(const Attention* a, const float* q, int heads, const int64_t* 
 
 // Adds the values at v[0 .. LANES / heads] to `heads` sums [heads, D], by weights [heads, PIECE].
 INLINE void weigh(const Attention* a, const float* weights, int heads, const int64_t* v, int64_t at, float* values,
-                  bool bfloat16) {
+                  Form form) {
   const int tokens = LANES / heads;
   for (int64_t d = 0; d < a->depth; d += LANES) {
     vector sums[HEADS];
     UNROLL for (int h = 0; h < heads; h++) sums[h] = *(vector*)(values + h * a->depth + d);
     UNROLL for (int t = 0; t < tokens; t++) {
-      vector value = load(a->cache, v[t] + at + d, bfloat16);
-      prefetch(a->cache, v[t + LANES] + at + d, bfloat16);
+      vector value = load(a->cache, v[t] + at + d, form);
+      prefetch(a->cache, v[t + LANES] + at + d, form);
       UNROLL for (int h = 0; h < heads; h++) sums[h] += weights[h * PIECE + t] * value;
     }
     UNROLL for (int h = 0; h < heads; h++) *(vector*)(values + h * a->depth + d) = sums[h];
@@ -155,6 +101,14 @@ INLINE void soften(const Attention* a, float* scores, int64_t count, float* top,
   *total = sums_of(sums)[0];
 }
 
+// Multiplies the scores or weights [N, PIECE] of `count` tokens, which lie at `places`, by the scales of their kv heads.
+INLINE void apply_scales(const Attention* a, const int64_t* places, int64_t count, float* numbers) {
+  int64_t group = a->heads / a->kv_heads;
+  for (int64_t head = 0; head < a->heads; head++)
+    for (int64_t token = 0; token < count; token++)
+      numbers[head * PIECE + token] *= a->scales[places[token] / a->depth + head / group];
+}
+
 // The heads of one group for LANES tokens from `token` on: WORK(query head, how many, first token) until all have met.
 #define MEET(WORK, HEADS_NOW)                                                                          \
   for (; head + HEADS_NOW <= last; head += HEADS_NOW)                                                  \
@@ -168,7 +122,7 @@ INLINE void soften(const Attention* a, float* scores, int64_t count, float* top,
 
 // A piece, in the order in which it lies in memory: all of K, then all of V. Tokens behind the last are the last again,
 // and weigh nothing.
-INLINE void attend(const Attention* a, int64_t piece, bool bfloat16) {
+INLINE void attend(const Attention* a, int64_t piece, Form form) {
   int64_t row = a->pieces[piece].row, first = max(a->pieces[piece].first, first_seen(a, row));
   int64_t count = min(a->pieces[piece].first + PIECE, length(a, row)) - first, state = piece * a->heads;
   const float* q = a->q + row * a->heads * a->depth;
@@ -178,22 +132,25 @@ INLINE void attend(const Attention* a, int64_t piece, bool bfloat16) {
     k[token] = place(a, row, first + min(token, count - 1), 0);
     v[token] = place(a, row, first + min(token, count - 1), a->halves - 1);
   }
-#define SCORE(heads) score(a, q + head * a->depth, heads, k + t, at, scores + head * PIECE + t, bfloat16)
+#define SCORE(heads) score(a, q + head * a->depth, heads, k + t, at, scores + head * PIECE + t, form)
   FOR_EACH(SCORE)
+  if (has_scales(form)) apply_scales(a, k, count, scores);
   for (int64_t head = 0; head < a->heads; head++)
     soften(a, scores + head * PIECE, count, a->top + state + head, a->total + state + head);
+  if (has_scales(form)) apply_scales(a, v, count, scores);
   memset(values, 0, a->heads * a->depth * sizeof(float));
-#define WEIGH(heads) weigh(a, scores + head * PIECE + t, heads, v + t, at, values + head * a->depth, bfloat16)
+#define WEIGH(heads) weigh(a, scores + head * PIECE + t, heads, v + t, at, values + head * a->depth, form)
   FOR_EACH(WEIGH)
 }
 
-static void attend_float32(void* job, int64_t first, int64_t last) {
-  for (int64_t piece = first; piece < last; piece++) attend(job, piece, false);
-}
-
-static void attend_bfloat16(void* job, int64_t first, int64_t last) {
-  for (int64_t piece = first; piece < last; piece++) attend(job, piece, true);
-}
+#define ATTEND(NAME, FORM)                                                  \
+  static void NAME(void* job, int64_t first, int64_t last) {                \
+    for (int64_t piece = first; piece < last; piece++) attend(job, piece, FORM); \
+  }
+ATTEND(attend_float32, FLOAT32)
+ATTEND(attend_bfloat16, BFLOAT16)
+ATTEND(attend_int8, INT8)
+ATTEND(attend_fp8, FP8)
 
 // One head of a row: its pieces, and its sink, which is a score without a value. Zeros without a context.
 static void merge_head(const Attention* a, int64_t row, int64_t head) {
@@ -258,14 +215,15 @@ static void* reserve(Attention* a, int64_t pieces) {
   return block;
 }
 
-// Arguments q, cache, page_table, kv_lens, sinks (-inf: none), window [1] (0: none), soft_cap [1] (0: none). D is a
-// multiple of 16. A kv_len of 0 is a row without a token.
+// Arguments q, cache, page_table, kv_lens, sinks (-inf: none), window [1] (0: none), soft_cap [1] (0: none), and the scales
+// of 8-bit pages. D is a multiple of 16. A kv_len of 0 is a row without a token.
 EXPORT XLA_FFI_Error* jaxserve_attend(XLA_FFI_CallFrame* frame) {
   if (answered_metadata(frame)) return NULL;
   XLA_FFI_Buffer *q = argument(frame, 0), *cache = argument(frame, 1), *table = argument(frame, 2);
   Attention a = {
       .q = q->data,
       .cache = cache->data,
+      .scales = has_scales(form_of(cache)) ? argument(frame, 7)->data : NULL,
       .page_table = table->data,
       .kv_lens = argument(frame, 3)->data,
       .sinks = argument(frame, 4)->data,
@@ -284,7 +242,8 @@ EXPORT XLA_FFI_Error* jaxserve_attend(XLA_FFI_CallFrame* frame) {
   int64_t most = pieces_at_once(&a);
   void* block = reserve(&a, most);
   if (block == NULL) return out_of_memory(frame);
-  Work* work = cache->dtype == XLA_FFI_DataType_BF16 ? attend_bfloat16 : attend_float32;
+  Work* const works[] = {attend_float32, attend_bfloat16, attend_int8, attend_fp8};
+  Work* work = works[form_of(cache)];
   for (a.from = 0; a.from < a.rows; a.from = a.until) {
     parallel_for(frame, cut(&a, most), 1, work, &a);
     parallel_for(frame, a.until - a.from, 16, merge, &a);

@@ -10,7 +10,7 @@ from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, 
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["AttentionMetadata", "AttentionSpec", "Backend", "get_backend"]
+__all__ = ["AttentionMetadata", "AttentionSpec", "Backend", "backend_names", "get_backend"]
 
 # Name: module, class, platforms (empty: any). A module is imported only if chosen: not every build of jax has the
 # GPU modules of Pallas, and the Triton one is deprecated.
@@ -41,6 +41,11 @@ def get_backend(name: str, platform: str) -> Backend:
         except ConfigError as error:
             logger.warning("%s; %s serves instead", error, last)
     return _make(last, platform)
+
+
+def backend_names(platform: str) -> list[str]:
+    """Return the names of the backends that are made for a platform."""
+    return [name for name, (_, _, platforms) in _BACKENDS.items() if not platforms or platform in platforms]
 
 
 def _make(name: str, platform: str) -> Backend:

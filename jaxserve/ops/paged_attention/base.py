@@ -19,6 +19,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxserve.ops.paged_attention.scaled_pages import Pages, stored
+
 MASKED = -1e30  # a masked score: finite, so that the difference of two is 0 and not NaN
 
 
@@ -78,14 +80,23 @@ class Backend(Protocol):
         """
         ...
 
-    def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    def scale_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        """Return the shape of the scales of 8-bit pages, of the same rank as `cache_shape` with heads at the same axis.
+
+        Raises ConfigError if the backend cannot serve such pages.
+        """
+        ...
+
+    def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """Return the cache with k and v [T, KH, D] written at slot_mapping int32 [T]. In place if it is donated."""
         ...
 
     def attend(
         self,
         q: jax.Array,
-        cache: jax.Array,
+        cache: Pages,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
@@ -97,14 +108,15 @@ class Backend(Protocol):
         """
         ...
 
-    def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
+    def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
         """Return pages page_ids int32 [n] in the form common to all backends: [n, page_size, 2 * KH, D].
 
         K of head h is at row 2h and V at 2h + 1. If V is K and stored once, the form is [n, page_size, KH, D].
+        Scales of 8-bit pages have the form of a head_dim of 1.
         """
         ...
 
-    def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+    def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
         """Return the cache with `pages`, in the form of `export_pages`, at page_ids int32 [n].
 
         Ids of num_pages and above are dropped.
@@ -134,19 +146,28 @@ class InterleavedLayout:
     ) -> tuple[int, ...]:
         return num_pages, page_size, num_kv_heads if latent else 2 * num_kv_heads, head_dim
 
-    def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    def scale_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        return InterleavedLayout.cache_shape(self, num_pages, page_size, num_kv_heads, 1, latent=latent)
+
+    def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
         tokens, kv_heads, head_dim = k.shape
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[1])
         once = cache.shape[2] == kv_heads
         rows = k if once else jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim)
-        return cache.at[page, offset].set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
 
-    def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
+        def put(pages: jax.Array, new: jax.Array) -> jax.Array:
+            return pages.at[page, offset].set(new, mode="drop", unique_indices=True)
+
+        return jax.tree.map(put, cache, stored(rows, cache.dtype))
+
+    def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
         """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
         assert cache.shape[2] in (num_kv_heads, 2 * num_kv_heads)
-        return cache.at[page_ids].get(mode="clip")
+        return jax.tree.map(lambda leaf: leaf.at[page_ids].get(mode="clip"), cache)
 
-    def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+    def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
         """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
-        return cache.at[page_ids].set(pages.astype(cache.dtype), mode="drop")
+        return jax.tree.map(lambda leaf, new: leaf.at[page_ids].set(new.astype(leaf.dtype), mode="drop"), cache, pages)

@@ -15,7 +15,7 @@ A program has two warpgroups. The memory warpgroup copies K and V of a tile, pag
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -27,19 +27,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, InterleavedLayout
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
-from jaxserve.ops.paged_attention.triton import LOG2E, Layer, TritonTuning, join_splits
+from jaxserve.ops.paged_attention.scaled_pages import Pages
+from jaxserve.ops.paged_attention.split_kv import LOG2E, PROGRAMS, Layer, join_splits, num_splits
 
 ROWS = 64  # rows of a wgmma
 HEAD_ALIGN = 8  # rows of q in shared memory are padded to a multiple of this
+SHARED_BYTES = 232_448 - 4096  # of a program on Hopper; barriers and alignment take up to 3 KB
 SWIZZLE = 128  # bytes: 64 columns of 16 bits, so head_dim is a multiple of 64
 
 
 @dataclass(frozen=True)
 class MosaicTuning:
-    """Tokens per tile and tiles in flight. 4 x 64 tokens of 128 columns take 128 KB of shared memory."""
+    """Tokens per tile, tiles in flight, and tokens per split. programs: how many should fill the GPU."""
 
     tile: int = 64
     stages: int = 4
+    split_tokens: int = 128
+    programs: int = PROGRAMS
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Return the bytes of a program's shared memory: K and V in flight, queries, output, weights and sums."""
+        rows = 2 * self.stages * self.tile + 2 * ROWS
+        return 2 * (rows * head_dim + ROWS * self.tile) + 4 * ROWS
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,6 @@ class MosaicGpuBackend(InterleavedLayout):
 
     name: str = "mosaic_gpu"
     tuning: MosaicTuning = MosaicTuning()
-    triton: TritonTuning = field(default_factory=TritonTuning)
     interpret: bool = False
 
     def cache_shape(
@@ -60,12 +68,20 @@ class MosaicGpuBackend(InterleavedLayout):
             page_size % HEAD_ALIGN == 0 and self.tuning.tile % page_size == 0,
             f"a page_size of 8, 16, 32 or 64, not {page_size}",
         )
+        needed = self.tuning.shared_bytes(head_dim)
+        _require(needed <= SHARED_BYTES, f"a smaller head_dim: {head_dim} takes {needed} bytes of shared memory")
         return super().cache_shape(num_pages, page_size, num_kv_heads, head_dim, latent=latent)
+
+    def scale_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        """See `Backend.scale_shape`. Raises ConfigError: wgmma would need the other operand in 8 bits too."""
+        raise ConfigError("attention backend 'mosaic_gpu' has no 8-bit pages", fix="use runtime.attention: triton")
 
     def attend(
         self,
         q: jax.Array,
-        cache: jax.Array,
+        cache: Pages,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
@@ -95,7 +111,8 @@ class _Blocks(NamedTuple):
 def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
     """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, D]. Zeros if kv_len is 0."""
     rows = q.shape[0]
-    splits = backend.triton.splits(rows, layer.spec.num_kv_heads, layer.page_table.shape[1] * layer.cache.shape[1])
+    tuning, longest = backend.tuning, layer.page_table.shape[1] * layer.cache.shape[1]
+    splits = num_splits(tuning.programs, rows * layer.spec.num_kv_heads, longest, tuning.split_tokens)
     blocks = _Blocks(jnp.arange(rows, dtype=jnp.int32), kv_lens - 1, kv_lens)
     return _attend_blocks(backend, layer, q[:, None], blocks, splits)[:, 0]
 

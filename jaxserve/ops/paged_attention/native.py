@@ -29,15 +29,16 @@ class NativeBackend(XlaBackend):
 
         Falls back to XLA for head sizes and cache dtypes that the kernel does not take.
         """
-        if layer.head_dim % native.HEAD_DIM_STEP or layer.cache.dtype not in (jnp.float32, jnp.bfloat16):
+        if layer.head_dim % native.HEAD_DIM_STEP or layer.cache.dtype == jnp.float16:
             return super().decode(layer, q, kv_lens, alone=alone)
-        spec = layer.spec
+        spec, [cache, *scales] = layer.spec, jax.tree.leaves(layer.cache)
         return native.attend(
             q,
-            layer.cache,
+            cache,
             layer.page_table,
             kv_lens,
             layer.sinks,
             sliding_window=spec.sliding_window,
             soft_cap=spec.soft_cap,
+            scales=scales[0] if scales else None,
         )

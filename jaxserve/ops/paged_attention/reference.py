@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout
+from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ReferenceBackend(InterleavedLayout):
     def attend(
         self,
         q: jax.Array,
-        cache: jax.Array,
+        cache: Pages,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
@@ -33,7 +34,8 @@ class ReferenceBackend(InterleavedLayout):
         def attend_token(token: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             """Attend one (query [N, D], row int32 [], position int32 []) -> [N, D]."""
             query, row, pos = token
-            pages = cache[metadata.page_table[row]]  # [max_pages, page_size, 2 * KH or KH, D]
+            kept = jax.tree.map(lambda leaf: leaf[metadata.page_table[row]], cache)
+            pages = kept.astype(jnp.float32)  # [max_pages, page_size, 2 * KH or KH, D]
             return _attend_one(query, pages.reshape(-1, *pages.shape[2:]), pos, spec, sinks)
 
         return jax.lax.map(attend_token, (q, token_row, position)).astype(q.dtype)

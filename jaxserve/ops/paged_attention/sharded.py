@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 
 def write_and_attend(
@@ -22,11 +23,11 @@ def write_and_attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    cache: jax.Array,
+    cache: Pages,
     metadata: AttentionMetadata,
     spec: AttentionSpec,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """Write k and v [T, KH, D] to the cache and attend q [T, N, D] to it -> (out [T, N, D], cache).
 
     sinks: [N] or None. `spec` counts the kv heads of the whole model.
@@ -36,10 +37,10 @@ def write_and_attend(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        cache: jax.Array,
+        cache: Pages,
         metadata: AttentionMetadata,
         sinks: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Pages]:
         """Write and attend on one device: q [T, its N, D], k and v [T, its KH, D]."""
         mine = dataclasses.replace(spec, num_kv_heads=k.shape[1])
         cache = backend.write(cache, k, v, metadata.slot_mapping)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jaxserve.ops.paged_attention.ragged import (
     query_blocks,
     tokens_of_long_rows,
 )
+from jaxserve.ops.paged_attention.scaled_pages import Pages, stored
 
 LANES = 128  # columns of a vector register
 
@@ -54,16 +55,26 @@ class TpuBackend:
     ) -> tuple[int, ...]:
         return num_pages, 1 if latent else 2, num_kv_heads, page_size, head_dim
 
-    def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    def scale_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        return num_pages, 1 if latent else 2, num_kv_heads, 1, page_size
+
+    def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[3])
-        rows = jnp.stack([k, v][: cache.shape[1]], axis=1)  # [T, 2, KH, D]
-        return cache.at[page, :, :, offset].set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
+        rows = stored(jnp.stack([k, v][: cache.shape[1]], axis=1), cache.dtype)  # [T, 2, KH, D]
+        (values, *scales), (new, *factors) = jax.tree.leaves(cache), jax.tree.leaves(rows)
+        options: Any = {"mode": "drop", "unique_indices": True}
+        written = [values.at[page, :, :, offset].set(new, **options)]
+        for leaf, factor in zip(scales, factors, strict=True):
+            written.append(leaf.at[page, :, :, 0, offset].set(factor[..., 0], **options))
+        return jax.tree.unflatten(jax.tree.structure(cache), written)
 
     def attend(
         self,
         q: jax.Array,
-        cache: jax.Array,
+        cache: Pages,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
@@ -74,22 +85,33 @@ class TpuBackend:
             q, metadata, functools.partial(_attend_last_tokens, layer), functools.partial(_attend_long_rows, layer)
         )
 
-    def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
+    def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
         """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
-        pages = cache.at[page_ids].get(mode="clip")  # [n, 2, KH, page_size, D]
-        num, kept, _, page_size, head_dim = pages.shape
-        return pages.transpose(0, 3, 2, 1, 4).reshape(num, page_size, kept * num_kv_heads, head_dim)
+        size = cache.shape[3]
 
-    def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+        def take(leaf: jax.Array) -> jax.Array:
+            pages = leaf.at[page_ids].get(mode="clip")  # [n, 2, KH, page_size, D]
+            pages = pages if pages.shape[3] == size else pages.swapaxes(3, 4)
+            num, kept, _, page_size, head_dim = pages.shape
+            return pages.transpose(0, 3, 2, 1, 4).reshape(num, page_size, kept * num_kv_heads, head_dim)
+
+        return jax.tree.map(take, cache)
+
+    def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
         """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
-        num, page_size, rows, head_dim = pages.shape
-        kept = cache.shape[1]
-        parts = pages.reshape(num, page_size, rows // kept, kept, head_dim).transpose(0, 3, 2, 1, 4)
-        return cache.at[page_ids].set(parts.astype(cache.dtype), mode="drop")
+
+        def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            num, page_size, rows, head_dim = new.shape
+            kept = leaf.shape[1]
+            parts = new.reshape(num, page_size, rows // kept, kept, head_dim).transpose(0, 3, 2, 1, 4)
+            parts = parts if leaf.shape[3] == page_size else parts.swapaxes(3, 4)
+            return leaf.at[page_ids].set(parts.astype(leaf.dtype), mode="drop")
+
+        return jax.tree.map(put, cache, pages)
 
 
 class _Layer(NamedTuple):
-    cache: jax.Array  # [P, 2, KH, page_size, D], or [P, 1, ...] if V is K
+    cache: Pages  # [P, 2, KH, page_size, D], or [P, 1, ...] if V is K
     page_table: jax.Array  # int32 [R, max_pages]
     spec: AttentionSpec
     sinks: jax.Array | None  # [N]
@@ -149,6 +171,7 @@ def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Ar
     pages = max(1, layer.tuning.tile // layer.cache.shape[3])
     queries = pl.BlockSpec((None, kv_heads, rows, head_dim), lambda b, *_: (b, 0, 0, 0))
     softmax = pltpu.VMEM((kv_heads, rows, LANES), jnp.float32)
+    leaves = jax.tree.leaves(layer.cache)
     kernel = pl.pallas_call(
         functools.partial(_kernel, spec=layer.spec, group=group, has_sinks=layer.sinks is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -157,15 +180,15 @@ def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Ar
             in_specs=[
                 queries,
                 pl.BlockSpec((kv_heads, rows, LANES), lambda b, *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
+                *(pl.BlockSpec(memory_space=pl.ANY) for _ in leaves),
             ],
             out_specs=queries,
             scratch_shapes=[
-                pltpu.VMEM((2, pages, *layer.cache.shape[1:]), layer.cache.dtype),
                 pltpu.VMEM((kv_heads, rows, head_dim), jnp.float32),
                 softmax,
                 softmax,
                 pltpu.SemaphoreType.DMA((2,)),
+                *(pltpu.VMEM((2, pages, *leaf.shape[1:]), leaf.dtype) for leaf in leaves),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -173,7 +196,7 @@ def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Ar
         name="paged_attention",
     )
     sinks = _sinks_by_row(layer.sinks, kv_heads, rows)
-    return kernel(*blocks, kv_lens, layer.page_table, q, sinks, layer.cache)
+    return kernel(*blocks, kv_lens, layer.page_table, q, sinks, *leaves)
 
 
 def _sinks_by_row(sinks: jax.Array | None, kv_heads: int, rows: int) -> jax.Array:
@@ -195,23 +218,24 @@ def _kernel(
     # inputs
     q_ref,  # [KH, M, D]
     sink_ref,  # float32 [KH, M, 128]
-    cache_ref,  # [P, 2, KH, page_size, D]  in HBM
+    # pages [P, 2, KH, page_size, D] in HBM, scales of 8-bit pages [P, 2, KH, 1, page_size]
     # output
-    out_ref,  # [KH, M, D]
+    #   out [KH, M, D]
     # scratch
-    kv_buffer,  # [2, pages, 2, KH, page_size, D]
-    values_ref,  # float32 [KH, M, D]
-    top_ref,  # float32 [KH, M, 128]
-    total_ref,  # float32 [KH, M, 128]
-    copied,  # DMA semaphores [2]
-    *,
+    #   values float32 [KH, M, D]; top and total float32 [KH, M, 128]; DMA semaphores [2]
+    #   two tiles of pages [2, pages, 2, KH, page_size, D], and of their scales
+    *refs,
     spec: AttentionSpec,
     group: int,
     has_sinks: bool,
 ) -> None:
+    kinds = (len(refs) - 5) // 2  # 2 with scales
+    cache_refs, buffers = refs[:kinds], refs[-kinds:]
+    out_ref, values_ref, top_ref, total_ref, copied = refs[kinds:-kinds]
     block = pl.program_id(0)
     row, position, end = row_ref[block], position_ref[block], end_ref[block]
     kv_len = kv_len_ref[row]
+    kv_buffer, *scale_buffers = buffers
     _, pages, kept, kv_heads, page_size, head_dim = kv_buffer.shape
     tile = pages * page_size
     oldest = 0 if spec.sliding_window is None else jnp.maximum(position - spec.sliding_window + 1, 0)
@@ -223,7 +247,14 @@ def _kernel(
         for place in range(pages):
             column = jnp.minimum(index * pages + place, (kv_len - 1) // page_size)
             page = table_ref[row, column]
-            yield pltpu.make_async_copy(cache_ref.at[page], kv_buffer.at[slot, place], copied.at[slot])
+            for cache_ref, buffer in zip(cache_refs, buffers, strict=True):
+                yield pltpu.make_async_copy(cache_ref.at[page], buffer.at[slot, place], copied.at[slot])
+
+    def scales(slot: jax.Array, half: int, head: int) -> jax.Array | None:
+        """Return the scales of a head's tile, float32 [1, tile]; None if the pages have none."""
+        if not scale_buffers:
+            return None
+        return jnp.concatenate([scale_buffers[0][slot, place, half, head] for place in range(pages)], axis=1)
 
     def start(index: jax.Array) -> None:
         """Start the copies of tile `index`, an int32 []."""
@@ -247,14 +278,18 @@ def _kernel(
         if spec.sliding_window is not None:
             seen &= column > query - spec.sliding_window
         place = index * tile + lax.broadcasted_iota(jnp.int32, (tile, head_dim), 0)
-        live = place < kv_len
+        live, scaled = place < kv_len, column[:1] < kv_len
         if spec.sliding_window is not None:
             live &= place >= oldest
+            scaled &= column[:1] >= oldest
         for head in range(kv_heads):
             k = kv_buffer[slot, :, 0, head].reshape(tile, head_dim)
             v = kv_buffer[slot, :, kept - 1, head].reshape(tile, head_dim)
             v = jnp.where(live, v, jnp.zeros_like(v))  # 0 * NaN is NaN: the page may hold another request's NaN
-            _add_head(head, q_ref[head], k, v, seen, spec, values_ref, top_ref, total_ref)
+            k_scale, v_scale = scales(slot, 0, head), scales(slot, kept - 1, head)
+            v_scale = None if v_scale is None else jnp.where(scaled, v_scale, 0.0)
+            tile_of_head = _Tile(k, v, k_scale, v_scale, seen)
+            _add_head(head, q_ref[head], tile_of_head, spec, values_ref, top_ref, total_ref)
 
     @pl.when(begin < stop)
     def _first() -> None:
@@ -269,11 +304,24 @@ def _kernel(
         out_ref[head] = (values_ref[head] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
 
 
-def _add_head(head: int, q, k, v, seen, spec: AttentionSpec, values_ref, top_ref, total_ref) -> None:
-    """Add one tile of one kv head to its softmax: q [M, D], k and v [tile, D], seen [M, tile]."""
+class _Tile(NamedTuple):
+    """A tile of one kv head: K and V [tile, D], their scales float32 [1, tile] or None, what is seen bool [M, tile]."""
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    seen: jax.Array
+
+
+def _add_head(head: int, q, tile: _Tile, spec: AttentionSpec, values_ref, top_ref, total_ref) -> None:
+    """Add one tile of one kv head to its softmax: q [M, D]. Scales multiply scores and weights, not K and V."""
+    k, v, seen = tile.k.astype(q.dtype), tile.v.astype(q.dtype), tile.seen
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     dot = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     scores = dot(q, k, (((1,), (1,)), ((), ()))) * spec.scale
+    if tile.k_scale is not None:
+        scores *= tile.k_scale
     if spec.soft_cap is not None:
         scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
     scores = jnp.where(seen, scores, MASKED)
@@ -281,7 +329,9 @@ def _add_head(head: int, q, k, v, seen, spec: AttentionSpec, values_ref, top_ref
     top = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     fade = jnp.exp(old - top)
-    values_ref[head] = values_ref[head] * fade + dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
     total = total_ref[head][:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
+    if tile.v_scale is not None:
+        weights *= tile.v_scale
+    values_ref[head] = values_ref[head] * fade + dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
     top_ref[head] = jnp.broadcast_to(top, top_ref.shape[1:])
     total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])

@@ -1,9 +1,8 @@
 """Paged attention for NVIDIA GPUs in Pallas, lowered through Triton.
 
-Owns two kernels over the interleaved pages, and the XLA code around them:
-    decode   rows of one token. Grid (row, kv head, split). The context of a row is cut into splits so that few rows
-             fill the GPU too. Each split writes its normalised output and the log-sum-exp of its scores; XLA joins
-             the splits (flash decoding, https://pytorch.org/blog/flash-decoding/).
+Owns three kernels over the interleaved pages, and the XLA code around them:
+    decode   rows of one token. Grid (row, kv head, split), see `split_kv`.
+    join     the splits of such rows. Grid (row, kv head).
     extend   rows of several tokens. Grid (query block, kv head). The blocks come from `ragged.query_blocks`. Tiles
              wholly below the diagonal need no mask (FlashAttention-2, arXiv 2307.08691).
 The G query heads of a kv head are rows of one matrix product. The softmax is float32 in base 2. Sinks are added after
@@ -16,7 +15,6 @@ Its gathers use 32-bit indices if a layer's cache is below 4 GiB; a larger cache
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,35 +26,32 @@ from jax.experimental.pallas import triton as plt
 
 from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, InterleavedLayout
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks, tokens_of_long_rows
+from jaxserve.ops.paged_attention.scaled_pages import Pages
+from jaxserve.ops.paged_attention.split_kv import LOG2E, PROGRAMS, Layer, join_splits, num_splits
 
-LOG2E = math.log2(math.e)
 TENSOR_CORE_ROWS = 16  # fewest rows of a Triton dot
 
 
 @dataclass(frozen=True)
 class TritonTuning:
-    """Sizes of the kernels. A tile is in tokens of context; `programs` is how many should fill the GPU."""
+    """Sizes of the kernels. A tile is in tokens of context. From 5 stages on Triton loads a tile while it computes on
+    another: it spends two stages on the page table.
+    """
 
-    decode_tile: int = 64
+    decode_tile: int = 32
     decode_warps: int = 4
-    decode_stages: int = 3
-    programs: int = 528  # four for each of an H200's 132 multiprocessors
-    max_splits: int = 16
+    decode_stages: int = 5
+    programs: int = PROGRAMS
     # Rows of the extend kernel's products: query tokens x heads of a group. Halved if head_dim is above 128, where
     # they do not fit into registers (ptxas for sm_90 reports 1.2 KB of spills).
     extend_rows: int = 128
     extend_tile: int = 64
     extend_warps: int = 8
-    extend_stages: int = 3
+    extend_stages: int = 5
 
     def splits(self, num_rows: int, num_kv_heads: int, max_context: int) -> int:
-        """Return the number of splits: a power of two that fills the GPU, with at least two tiles per split.
-
-        It depends on shapes only and never on the rows of the step, so a row is always summed in the same order.
-        """
-        wanted = pl.cdiv(self.programs, num_rows * num_kv_heads)
-        longest = max(1, max_context // (2 * self.decode_tile))
-        return 1 << (min(wanted, longest, self.max_splits).bit_length() - 1)
+        """Return the number of splits of a decode step, with at least two tiles per split, see `num_splits`."""
+        return num_splits(self.programs, num_rows * num_kv_heads, max_context, 2 * self.decode_tile)
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class TritonBackend(InterleavedLayout):
     def attend(
         self,
         q: jax.Array,
-        cache: jax.Array,
+        cache: Pages,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
@@ -82,27 +77,12 @@ class TritonBackend(InterleavedLayout):
         return attend_ragged(q, metadata, decode, extend)
 
 
-class Layer(NamedTuple):
-    """The inputs of both kernels."""
-
-    cache: jax.Array  # [P, page_size, 2 * KH, D]
-    page_table: jax.Array  # int32 [R, max_pages]
-    spec: AttentionSpec
-    sinks: jax.Array | None  # [N]
-
-    @property
-    def tokens(self) -> jax.Array:
-        """The pages as [P * page_size, KH, 2, D], or [..., 1, D] if V is K. A reshape without a copy."""
-        pages, page_size, _, head_dim = self.cache.shape
-        return self.cache.reshape(pages * page_size, self.spec.num_kv_heads, -1, head_dim)
-
-
 def _attend_last_tokens(
     layer: Layer, q: jax.Array, kv_lens: jax.Array, *, tuning: TritonTuning, interpret: bool
 ) -> jax.Array:
     """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, D]. Zeros if kv_len is 0."""
     rows, heads, head_dim = q.shape
-    kv_heads, tokens = layer.spec.num_kv_heads, layer.tokens
+    kv_heads, pages = layer.spec.num_kv_heads, jax.tree.leaves(layer.tokens)
     group = heads // kv_heads
     page_size = layer.cache.shape[1]
     splits = tuning.splits(rows, kv_heads, layer.page_table.shape[1] * page_size)
@@ -114,7 +94,7 @@ def _attend_last_tokens(
         grid=(rows, kv_heads, splits),
         in_specs=[
             pl.BlockSpec((None, None, group, head_dim), lambda r, h, s: (r, h, 0, 0)),
-            pl.BlockSpec((tokens.shape[0], None, tokens.shape[2], head_dim), lambda r, h, s: (0, h, 0, 0)),
+            *_of_head(pages),
             pl.BlockSpec((None, layer.page_table.shape[1]), lambda r, h, s: (r, 0)),
             pl.BlockSpec((None,), lambda r, h, s: (r,)),
         ],
@@ -129,27 +109,40 @@ def _attend_last_tokens(
         compiler_params=plt.CompilerParams(num_warps=tuning.decode_warps, num_stages=tuning.decode_stages),
         interpret=interpret,
         name="paged_decode",
-    )(q.reshape(rows, kv_heads, group, head_dim), tokens, layer.page_table, kv_lens)
-    out, lse = out.reshape(rows, splits, heads, head_dim), lse.reshape(rows, splits, heads)
-    return join_splits(out, lse, layer.sinks).astype(q.dtype)
+    )(q.reshape(rows, kv_heads, group, head_dim), *pages, layer.page_table, kv_lens)
+    if splits > 1:
+        return _join(out, lse, layer.sinks, q.dtype, interpret=interpret).reshape(q.shape)
+    return join_splits(out.reshape(rows, 1, heads, -1), lse.reshape(rows, 1, heads), layer.sinks).astype(q.dtype)
 
 
-def join_splits(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Join the splits: out [R, S, N, D] weighted by lse, their base-2 log-sum-exp float32 [R, S, N] -> [R, N, D]."""
-    if out.shape[1] == 1 and sinks is None:
-        return out[:, 0]
-    if sinks is not None:  # sinks are one more split, whose output is zero
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, None] * LOG2E, (lse.shape[0], 1, lse.shape[2]))
-        lse = jnp.concatenate([lse, sink], axis=1)
-    weights = jnp.exp2(lse - jnp.max(lse, axis=1, keepdims=True))
-    joined = jnp.sum(out.astype(jnp.float32) * weights[:, : out.shape[1], :, None], axis=1)
-    return joined / jnp.sum(weights, axis=1)[..., None]
+def _join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, dtype: jnp.dtype, *, interpret: bool) -> jax.Array:
+    """Do `join_splits` in one kernel: out [R, S, KH, G, D], lse [R, S, KH, G] -> [R, KH, G, D]. XLA takes three."""
+    rows, splits, kv_heads, group, head_dim = out.shape
+    own = (None, None, group, head_dim)
+    in_specs = [
+        pl.BlockSpec((None, splits, None, group, head_dim), lambda r, h: (r, 0, h, 0, 0)),
+        pl.BlockSpec((None, splits, None, group), lambda r, h: (r, 0, h, 0)),
+    ]
+    args = [out, lse]
+    if sinks is not None:
+        in_specs.append(pl.BlockSpec((None, group), lambda r, h: (h, 0)))
+        args.append(sinks.astype(jnp.float32).reshape(kv_heads, group) * LOG2E)
+    return pl.pallas_call(
+        _join_kernel,
+        grid=(rows, kv_heads),
+        in_specs=in_specs,
+        out_specs=pl.BlockSpec(own, lambda r, h: (r, h, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), dtype),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_join",
+    )(*args)
 
 
 def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool) -> jax.Array:
     """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Zeros for all other rows."""
     num_tokens, heads, head_dim = q.shape
-    kv_heads, tokens = layer.spec.num_kv_heads, layer.tokens
+    kv_heads, pages = layer.spec.num_kv_heads, jax.tree.leaves(layer.tokens)
     group = heads // kv_heads
     block_rows = tuning.extend_rows if head_dim <= 128 else tuning.extend_rows // 2
     block = max(1, block_rows // pl.next_power_of_2(group))
@@ -165,7 +158,7 @@ def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonT
         grid=(first.shape[0], kv_heads),
         in_specs=[
             by_head,
-            pl.BlockSpec((tokens.shape[0], None, tokens.shape[2], head_dim), lambda b, h: (0, h, 0, 0)),
+            *_of_head(pages),
             *(pl.BlockSpec(x.shape, lambda b, h, ndim=x.ndim: (0,) * ndim) for x in scalars),
         ],
         out_specs=[by_head, pl.BlockSpec((num_tokens, None, group), lambda b, h: (0, h, 0))],
@@ -176,12 +169,17 @@ def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonT
         compiler_params=plt.CompilerParams(num_warps=tuning.extend_warps, num_stages=tuning.extend_stages),
         interpret=interpret,
         name="paged_extend",
-    )(q.reshape(num_tokens, kv_heads, group, head_dim), tokens, *scalars)
+    )(q.reshape(num_tokens, kv_heads, group, head_dim), *pages, *scalars)
     out, lse = out.reshape(q.shape), lse.reshape(num_tokens, heads)
     if layer.sinks is not None:
         out = join_splits(out[:, None], lse[:, None], layer.sinks).astype(q.dtype)
     # Memory that no block wrote is uninitialised.
     return jnp.where(tokens_of_long_rows(rows, num_tokens, 2)[:, None, None], out, jnp.zeros_like(out))
+
+
+def _of_head(pages: list[jax.Array]) -> list[pl.BlockSpec]:
+    """Return the blocks of a program's kv head, axis 1 of the grid: all tokens of each array [tokens, KH, 2, D]."""
+    return [pl.BlockSpec((x.shape[0], None, *x.shape[2:]), lambda _, h, *__: (0, h, 0, 0)) for x in pages]
 
 
 class _Softmax(NamedTuple):
@@ -204,9 +202,24 @@ def _finish(state: _Softmax) -> tuple[jax.Array, jax.Array]:
     return state.values / total[:, None], state.top + jnp.log2(total)
 
 
-def _add_tile(state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, seen) -> _Softmax:
-    """Add one tile of context: q [M, D], k and v [tile, D]; `seen` bool [M or 1, tile], None if all is seen."""
+class _Tile(NamedTuple):
+    """A tile of context: K and V [tile, D]; of 8-bit pages their scales float32 [tile], else None."""
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+
+def _add_tile(state: _Softmax, q: jax.Array, tile: _Tile, spec: AttentionSpec, seen) -> _Softmax:
+    """Add one tile of context: q [M, D]; `seen` bool [M or 1, tile], None if all is seen.
+
+    Scales multiply the scores and the weights, which are fewer numbers than K and V.
+    """
+    k, v = tile.k.astype(q.dtype), tile.v.astype(q.dtype)
     scores = _dot(q, k, (1, 1)) * spec.scale
+    if tile.k_scale is not None:
+        scores *= tile.k_scale[None, :]
     if spec.soft_cap is not None:
         scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
     scores *= LOG2E
@@ -217,7 +230,8 @@ def _add_tile(state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, spec: A
     if seen is not None:
         weights = jnp.where(seen, weights, 0.0)
     fade = jnp.exp2(state.top - top)
-    values = state.values * fade[:, None] + _dot(weights.astype(v.dtype), v, (1, 0))
+    scaled = weights if tile.v_scale is None else weights * tile.v_scale[None, :]
+    values = state.values * fade[:, None] + _dot(scaled.astype(v.dtype), v, (1, 0))
     return _Softmax(values, top, state.total * fade + jnp.sum(weights, axis=1))
 
 
@@ -251,34 +265,37 @@ def _padded(size: int, least: int = 1) -> tuple[jax.Array, int | None]:
     return jnp.arange(padded, dtype=jnp.int32), None if padded == size else size
 
 
-def _load_tile(kv_ref, table, token: jax.Array, page_size: int, last: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Load K and V [tile, D] at the positions `token` of a row. Positions after `last` read the token at `last`.
+def _load_tile(pages, table, token: jax.Array, page_size: int, ends: tuple[jax.Array | int, jax.Array]) -> _Tile:
+    """Load the positions `token` of a row. Positions outside `ends` read the nearer of the two.
 
-    `table(page)` reads the row's page table. A clamped gather needs no mask and reads no page after the context.
+    pages: refs of this head's pages [tokens, 2, D] and, if they have 8 bits, of their scales [tokens, 2, 1].
+    `table(page)` reads the row's page table. ends: the first and the last position that the row sees. A clamped gather
+    needs no mask and reads no page outside of the context: another request's page may hold NaN, and 0 * NaN is NaN.
+    A mask on V would also keep Triton from buffering the loads.
     """
-    token = jnp.minimum(token, last)
+    token = jnp.clip(token, ends[0], ends[1])
     # lax.div and lax.rem: positions are not negative, and // would add code for signs.
     place = table(lax.div(token, page_size)) * page_size + lax.rem(token, page_size)
+    kv_ref, *scales = pages
     columns, limit = _padded(kv_ref.shape[2])
     rows, columns = _grid(place, columns)
-    k = _load(kv_ref, (rows, 0, columns), (None, None, limit))
-    v = _load(kv_ref, (rows, 1, columns), (None, None, limit)) if kv_ref.shape[1] == 2 else k
-    return k, v
+    halves = [_load(kv_ref, (rows, half, columns), (None, None, limit)) for half in range(kv_ref.shape[1])]
+    factors = [plt.load(ref.at[place, half, 0]) for ref in scales for half in range(kv_ref.shape[1])]
+    return _Tile(halves[0], halves[-1], *(factors[:1] + factors[-1:]))
 
 
 def _decode_kernel(
     q_ref,  # [G, D]
-    kv_ref,  # [P * page_size, 2, D]  of this kv head
-    table_ref,  # int32 [max_pages]
-    len_ref,  # int32 []
-    out_ref,  # [G, D]
-    lse_ref,  # float32 [G]
-    *,
+    # pages [P * page_size, 2, D] of this kv head, and scales [P * page_size, 2, 1] of 8-bit ones
+    # page table int32 [max_pages], context length int32 []
+    # out [G, D], lse float32 [G]
+    *refs,
     spec: AttentionSpec,
     page_size: int,
     tile: int,
     splits: int,
 ) -> None:
+    *pages, table_ref, len_ref, out_ref, lse_ref = refs
     kv_len = len_ref[()]
     (heads, head_limit), (columns, column_limit) = _padded(q_ref.shape[0], TENSOR_CORE_ROWS), _padded(q_ref.shape[1])
     own, limits = _grid(heads, columns), (head_limit, column_limit)
@@ -292,9 +309,8 @@ def _decode_kernel(
         """Add tile `index`, an int32 [], to the softmax."""
         token = index * tile + jnp.arange(tile, dtype=jnp.int32)
         seen = (token < kv_len) & (token >= oldest)
-        k, v = _load_tile(kv_ref, lambda page: table_ref[page], token, page_size, kv_len - 1)
-        v = jnp.where(seen[:, None], v, jnp.zeros_like(v))  # 0 * NaN is NaN: the page may hold another request's NaN
-        return _add_tile(state, q, k, v, spec, seen[None, :])
+        kv = _load_tile(pages, lambda page: table_ref[page], token, page_size, (oldest, kv_len - 1))
+        return _add_tile(state, q, kv, spec, seen[None, :])
 
     state = lax.fori_loop(begin, jnp.minimum(begin + share, last), step, _empty(*q.shape))
     out, lse = _finish(state)
@@ -302,23 +318,36 @@ def _decode_kernel(
     plt.store(lse_ref.at[heads], lse, mask=_mask((heads,), (head_limit,)))
 
 
+def _join_kernel(out_ref, lse_ref, *refs) -> None:
+    """Join out_ref [S, G, D] by lse_ref float32 [S, G]. refs: the sinks [G] in base 2, if there are any; the result."""
+    *sink_ref, joined_ref = refs
+    splits = jnp.arange(out_ref.shape[0], dtype=jnp.int32)
+    (heads, head_limit), (columns, column_limit) = _padded(out_ref.shape[1]), _padded(out_ref.shape[2])
+    lse = _load(lse_ref, _grid(splits, heads), (None, head_limit))
+    # Sinks are one more split, whose output is zero.
+    sink = _load(sink_ref[0], (heads,), (head_limit,)) if sink_ref else jnp.full((heads.shape[0],), MASKED, jnp.float32)
+    top = jnp.maximum(jnp.max(lse, axis=0), sink)
+    weights = jnp.exp2(lse - top[None, :])
+    total = jnp.sum(weights, axis=0) + jnp.exp2(sink - top)
+    out = _load(out_ref, _grid(splits, heads, columns), (None, head_limit, column_limit))
+    joined = jnp.sum(out * weights[:, :, None], axis=0) / total[:, None]
+    own, limits = _grid(heads, columns), (head_limit, column_limit)
+    plt.store(joined_ref.at[own], joined.astype(joined_ref.dtype), mask=_mask(own, limits))
+
+
 def _extend_kernel(
     q_ref,  # [T, G, D]  of this kv head
-    kv_ref,  # [P * page_size, 2, D]
-    row_ref,  # int32 [B]  row of each block
-    first_ref,  # int32 [B]  its first token in the row; -1: an unused block
-    start_ref,  # int32 [R]  a row's first token in q
-    q_len_ref,  # int32 [R]
-    kv_len_ref,  # int32 [R]
-    table_ref,  # int32 [R, max_pages]
-    out_ref,  # [T, G, D]
-    lse_ref,  # float32 [T, G]
-    *,
+    # pages and scales as in `_decode_kernel`
+    # row of each block int32 [B], its first token in the row int32 [B], -1 for an unused block
+    # a row's first token in q, its tokens, its context length: int32 [R] each; page tables int32 [R, max_pages]
+    # out [T, G, D], lse float32 [T, G]
+    *refs,
     spec: AttentionSpec,
     page_size: int,
     block: int,
     tile: int,
 ) -> None:
+    *pages, row_ref, first_ref, start_ref, q_len_ref, kv_len_ref, table_ref, out_ref, lse_ref = refs
     index = pl.program_id(0)
 
     @pl.when(first_ref[index] >= 0)
@@ -338,15 +367,15 @@ def _extend_kernel(
         def step(index: jax.Array, state: _Softmax, masked: bool) -> _Softmax:
             """Add tile `index`, an int32 [], to the softmax; masked: some queries do not see all of it."""
             context = index * tile + jnp.arange(tile, dtype=jnp.int32)
-            k, v = _load_tile(kv_ref, lambda page: table_ref[row, page], context, page_size, kv_len - 1)
+            ends = (oldest, kv_len - 1)
+            kv = _load_tile(pages, lambda page: table_ref[row, page], context, page_size, ends)
             if not masked:
-                return _add_tile(state, q, k, v, spec, None)
+                return _add_tile(state, q, kv, spec, None)
             live = (context < kv_len) & (context >= oldest)
-            v = jnp.where(live[:, None], v, jnp.zeros_like(v))
             seen = (context[None, :] <= query[:, None]) & live[None, :]
             if spec.sliding_window is not None:
                 seen &= context[None, :] > query[:, None] - spec.sliding_window
-            return _add_tile(state, q, k, v, spec, seen)
+            return _add_tile(state, q, kv, spec, seen)
 
         begin, end = oldest // tile, pl.cdiv(jnp.minimum(kv_len, position + block), tile)
         # Tiles that every query of the block sees entirely: those before the diagonal, if there is no window.

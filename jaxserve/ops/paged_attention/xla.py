@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, split_slots
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
+from jaxserve.ops.paged_attention.scaled_pages import Pages, stored
 from jaxserve.ops.paged_attention.xla_decode import attend_each_alone, attend_single_tokens
 from jaxserve.ops.paged_attention.xla_tiles import (
     Layer,
@@ -48,18 +49,27 @@ class XlaBackend:
     ) -> tuple[int, ...]:
         return num_pages, 1 if latent else 2, page_size, num_kv_heads * head_dim
 
-    def write(self, cache: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    def scale_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
+    ) -> tuple[int, ...]:
+        return self.cache_shape(num_pages, page_size, num_kv_heads, 1, latent=latent)
+
+    def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[2])
         halves = cache.shape[1]  # 1 if V is K, else 2
-        rows = jnp.stack([k, v][:halves], axis=1).reshape(k.shape[0], halves, cache.shape[3]).astype(cache.dtype)
         half = jnp.arange(halves, dtype=jnp.int32)[None, :]
-        return cache.at[page[:, None], half, offset[:, None]].set(rows, mode="drop", unique_indices=True)
+
+        def put(pages: jax.Array, new: jax.Array) -> jax.Array:
+            place = pages.at[page[:, None], half, offset[:, None]]
+            return place.set(new.reshape(k.shape[0], halves, pages.shape[3]), mode="drop", unique_indices=True)
+
+        return jax.tree.map(put, cache, stored(jnp.stack([k, v][:halves], axis=1), cache.dtype))
 
     def attend(
         self,
         q: jax.Array,
-        cache: jax.Array,
+        cache: Pages,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
         sinks: jax.Array | None = None,
@@ -79,19 +89,27 @@ class XlaBackend:
         """
         return (attend_each_alone if alone else attend_single_tokens)(layer, q, kv_lens)
 
-    def export_pages(self, cache: jax.Array, page_ids: jax.Array, num_kv_heads: int) -> jax.Array:
+    def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
         """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
-        pages = cache.at[page_ids].get(mode="clip")  # [n, 2 or 1, page_size, KH * D]
-        num, halves, page_size, width = pages.shape
-        heads = pages.reshape(num, halves, page_size, num_kv_heads, width // num_kv_heads)
-        return heads.transpose(0, 2, 3, 1, 4).reshape(num, page_size, halves * num_kv_heads, -1)
 
-    def import_pages(self, cache: jax.Array, page_ids: jax.Array, pages: jax.Array) -> jax.Array:
+        def take(leaf: jax.Array) -> jax.Array:
+            pages = leaf.at[page_ids].get(mode="clip")  # [n, 2 or 1, page_size, KH * D]
+            num, halves, page_size, width = pages.shape
+            heads = pages.reshape(num, halves, page_size, num_kv_heads, width // num_kv_heads)
+            return heads.transpose(0, 2, 3, 1, 4).reshape(num, page_size, halves * num_kv_heads, -1)
+
+        return jax.tree.map(take, cache)
+
+    def import_pages(self, cache: Pages, page_ids: jax.Array, pages: Pages) -> Pages:
         """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
-        num, page_size, rows, head_dim = pages.shape
-        count = cache.shape[1]
-        halves = pages.reshape(num, page_size, rows // count, count, head_dim).transpose(0, 3, 1, 2, 4)
-        return cache.at[page_ids].set(halves.reshape(num, count, page_size, -1).astype(cache.dtype), mode="drop")
+
+        def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            num, page_size, rows, head_dim = new.shape
+            count = leaf.shape[1]
+            halves = new.reshape(num, page_size, rows // count, count, head_dim).transpose(0, 3, 1, 2, 4)
+            return leaf.at[page_ids].set(halves.reshape(num, count, page_size, -1).astype(leaf.dtype), mode="drop")
+
+        return jax.tree.map(put, cache, pages)
 
 
 def _attend_blocks(layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:

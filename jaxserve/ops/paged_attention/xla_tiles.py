@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.ops.paged_attention.base import MASKED, AttentionSpec
+from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 
 class Layer(NamedTuple):
     """The loop-invariant inputs of one layer's attention."""
 
-    cache: jax.Array  # [P, 2, page_size, KH * D], or [P, 1, ...] if V is K
+    cache: Pages  # [P, 2, page_size, KH * D], or [P, 1, ...] if V is K
     page_table: jax.Array  # [R, max_pages]
     spec: AttentionSpec
     sinks: jax.Array | None  # [N]
@@ -46,16 +47,20 @@ def read_tiles(
     row, tile and kv_len: int32 [*S]. Pages after the context are not read: the last page of the context is read
     again in their place, and the caller masks it.
     """
-    num_pages, count, page_size, width = layer.cache.shape
+    num_pages, count, page_size, _ = layer.cache.shape
     page = jnp.arange(size // page_size, dtype=jnp.int32).reshape((1,) * tile.ndim + (-1,))
     column = tile[..., None] * (layer.tile // page_size) + page
     pages = layer.page_table[row[..., None], jnp.minimum(column, ((kv_len - 1) // page_size)[..., None])]
-    halves = layer.cache.reshape(count * num_pages, page_size, width)
-    k = halves.at[count * pages].get(mode="clip").reshape(*tile.shape, size, width).astype(jnp.float32)
-    if count == 1:
-        return k, k
-    v = halves.at[count * pages + 1].get(mode="clip").reshape(*tile.shape, size, width)
-    return k, v.astype(jnp.float32)
+
+    def half(index: int) -> jax.Array:
+        def take(leaf: jax.Array) -> jax.Array:
+            halves = leaf.reshape(count * num_pages, page_size, leaf.shape[3])
+            return halves.at[count * pages + index].get(mode="clip").reshape(*tile.shape, size, leaf.shape[3])
+
+        return jax.tree.map(take, layer.cache).astype(jnp.float32)
+
+    k = half(0)
+    return k, half(1) if count == 2 else k
 
 
 def first_tile(layer: Layer, position: jax.Array) -> jax.Array:

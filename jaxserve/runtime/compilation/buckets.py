@@ -12,17 +12,20 @@ from dataclasses import dataclass
 # A program takes 1 to 2 s of a CPU core to compile, whatever the model's size. Padding costs arithmetic, which grows
 # with the model. Small models therefore get few row buckets. Prefill gets as many buckets in small models as in large
 # ones, because a prefill step is long in both and all running requests wait for it. On a CPU 6 and 12 rows are slower
-# than 8 and 16. On a GPU finer buckets pay up to 256 rows; above, a step is bound by arithmetic. On a CPU the prefill
-# of a larger model is bound by arithmetic from 64 tokens on, so 192 and 384 are worth a program there.
+# than 8 and 16. On a GPU finer buckets pay up to 256 rows; above, a step is bound by arithmetic. There is none of one
+# row there: XLA splits its norms into two kernels, so that a layer has two kernels more than with two rows. On a CPU
+# the prefill of a larger model is bound by arithmetic from 64 tokens on, so 192 and 384 are worth a program there.
 SMALL_MODEL = 50_000_000  # parameters
 _DECODE_SMALL = (1, 4, 16, 32, 64)
 _DECODE_CPU = (1, 2, 4, 8, 16, 32, 64)
-_DECODE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_DECODE = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Decode steps that sample in a second program are rarer and get half as many sizes. An accelerator takes as long for
 # 32 rows as for one, and above 128 rows the time grows with the rows. A CPU is bound by arithmetic, in the head too.
 _HIDDEN = (8, 32)  # then from 128 on by factors of two; on a CPU from 1 on by factors of four
 _EXTEND = (8,)  # then from 32 on by factors of two
 _HEAD = (1, 8, 64)  # then by factors of four; on a CPU from 1 on
+_VERIFY = 2, 256  # from here by factors of two to here; a larger step is bound by arithmetic, which drafts only add to
+_VERIFY_CPU = 2, 64
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class Buckets:
     """The sizes of each family of programs, ascending.
 
     decode: rows. decode_hidden: rows of a decode step without sampler. extend: tokens. head: rows of head and sampler.
+    verify: tokens of a step with drafts; each is a size of decode_hidden too. Empty without speculation.
     """
 
     decode: tuple[int, ...]
     decode_hidden: tuple[int, ...]
     extend: tuple[int, ...]
     head: tuple[int, ...]
+    verify: tuple[int, ...] = ()
 
     def families(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes by program name."""
@@ -44,6 +49,7 @@ class Buckets:
             "decode_hidden": self.decode_hidden,
             "extend": self.extend,
             "head_sample": self.head,
+            **({"verify": self.verify} if self.verify else {}),
         }
 
     @property
@@ -58,6 +64,7 @@ def make_buckets(
     platform: str,
     num_parameters: int,
     deterministic: bool = False,
+    max_drafts: int = 0,
 ) -> Buckets:
     """Choose the buckets of a configuration.
 
@@ -77,12 +84,29 @@ def make_buckets(
     head = hidden = _powers(1, 4, max_num_seqs)
     if platform != "cpu":
         hidden, head = (*_HIDDEN, *_powers(128, 2, max_num_seqs)), (*_HEAD, *_powers(256, 4, max_num_seqs))
+    verify = _verify_sizes(max_num_seqs, max_tokens, max_drafts, platform)
     return Buckets(
         decode=() if deterministic else decode,
-        decode_hidden=() if deterministic else _up_to(hidden, max_num_seqs),
+        decode_hidden=tuple(sorted({*verify, *(() if deterministic else _up_to(hidden, max_num_seqs))})),
         extend=_up_to((*((1,) if deterministic else ()), *_EXTEND, *extend), max_tokens),
         head=_up_to(head, max_num_seqs),
+        verify=verify,
     )
+
+
+def verify_rows(num_tokens: int) -> int:
+    """Return the rows of a step with drafts of `num_tokens` tokens: half of them, because a row without drafts is rare
+    where drafts pay.
+    """
+    return max(1, num_tokens // 2)
+
+
+def _verify_sizes(max_num_seqs: int, max_tokens: int, max_drafts: int, platform: str) -> tuple[int, ...]:
+    if not max_drafts:
+        return ()
+    first, last = _VERIFY_CPU if platform == "cpu" else _VERIFY
+    most = min(last, max_tokens, max_num_seqs * (1 + max_drafts))
+    return tuple(size for size in _powers(first, 2, last) if size < 2 * most and size <= max_tokens)
 
 
 _SHORTEST_TEXT = 32

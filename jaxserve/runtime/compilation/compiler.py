@@ -26,6 +26,15 @@ _SINGLE_DOTS: Mapping[str, bool | str] = {"xla_cpu_experimental_ynn_fusion_type"
 # This jaxlib's fused reductions give wrong sums in the last rows (jax-ml/jax#39103). Avoiding them costs 7 % of a step.
 _WRONG_SUMS = "0.10.2"
 
+# A step is one CUDA graph only if its conditionals and loops are nodes of it. XLA's default leaves loops out, and CUB's
+# sorts. The host then waits for the device several times a step.
+_ONE_GRAPH: Mapping[str, bool | str] = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    ),
+    "xla_gpu_enable_cub_radix_sort": False,
+}
+
 Progress = Callable[[str, int, int], None]  # (program just finished, how many are done, how many in all)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -36,7 +45,10 @@ def compiler_options(
     """Return XLA's options for every program. version: of jaxlib.
 
     deterministic: results must not depend on a program's shapes. On a CPU the fusion of dots does, so it is disabled.
+    On a GPU an operator's XLA_FLAGS decide if they name the command buffers.
     """
+    if platform == "gpu":
+        return {} if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", "") else _ONE_GRAPH
     return _SINGLE_DOTS if platform == "cpu" and (deterministic or version == _WRONG_SUMS) else {}
 
 

@@ -5,6 +5,8 @@ A draw depends on the row's probabilities, seed and position only, never on the 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,35 @@ from jaxserve.types.threefry import threefry2x32
 
 CDF_LANES = 128  # sums of the first level of the inverse CDF
 _ONE_BITS = 0x3F800000  # bits of float32 1.0; positive floats are ordered as their bits are
+
+
+def argmax(logits: jax.Array, vocab: Vocab = WHOLE) -> tuple[jax.Array, jax.Array]:
+    """Return the token of each row's maximum, the first one of a tie, int32 [R], and the maximum, float32 [R].
+
+    logits: float32 [R, V]. Any token if the maximum is NaN.
+    """
+
+    def by_two_maxima() -> tuple[jax.Array, jax.Array]:
+        peak = vocab.max(logits)
+        return first_maximum(logits, peak, vocab), peak
+
+    if vocab.axes:
+        return by_two_maxima()
+    return jax.lax.platform_dependent(cpu=by_two_maxima, default=functools.partial(argmax_in_one_pass, logits))
+
+
+def argmax_in_one_pass(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Do `argmax` in one reduction over whole rows, logits [R, V]. XLA on a CPU does not vectorise it."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+
+    def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return of two pairs (value [], index []) the larger, of equal ones the first. NaN is the largest value."""
+        wins = (a[0] > b[0]) | (a[0] != a[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.where(wins, a[0], b[0]), jnp.where(wins, a[1], b[1])
+
+    start = (np.float32(-np.inf), np.int32(np.iinfo(np.int32).max))
+    peak, token = jax.lax.reduce((logits, ids), start, larger, (1,))
+    return jnp.minimum(token, logits.shape[1] - 1), peak
 
 
 def first_maximum(logits: jax.Array, peak: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,60 +17,67 @@ BANNED = np.float32(-1e30)  # for min_tokens: below every logit, yet above the -
 _BIAS_GROUP = 256  # logit_bias entries added at once
 
 
-def shape_logits(
-    logits: jax.Array,
-    slots: jax.Array,
-    state: SlotState,
-    bitmask: jax.Array,
-    masked: jax.Array,
-    vocab: Vocab = WHOLE,
-) -> jax.Array:
-    """Apply penalties, bias, min_tokens and masks to logits float32 [R, V] -> float32 [R, V].
+@dataclass(frozen=True)
+class LogitRules:
+    """The changes that the rows of a batch need: (whether any row needs it, bool scalar; the change)."""
 
-    slots: int32 [R], max_num_seqs and above for padding. bitmask: int32 [R, W], read only if the bool scalar `masked`.
-    Each step runs only if a row needs it.
-    """
-    valid, rows = slots < state.num_slots, jnp.minimum(slots, state.num_slots - 1)
-    repetition, frequency, presence = (
-        jnp.where(valid, values[rows], neutral)
-        for values, neutral in (
-            (state.repetition_penalty, 1.0),
-            (state.frequency_penalty, 0.0),
-            (state.presence_penalty, 0.0),
+    steps: tuple[tuple[jax.Array, Callable[[jax.Array], jax.Array]], ...]
+
+    @classmethod
+    def of(
+        cls, slots: jax.Array, state: SlotState, bitmask: jax.Array, masked: jax.Array, vocab: Vocab = WHOLE
+    ) -> LogitRules:
+        """Collect the rules of R slots.
+
+        slots: int32 [R], max_num_seqs and above for padding. bitmask: int32 [R, W], read only if the bool scalar
+        `masked`.
+        """
+        valid, rows = slots < state.num_slots, jnp.minimum(slots, state.num_slots - 1)
+        repetition, frequency, presence = (
+            jnp.where(valid, values[rows], neutral)
+            for values, neutral in (
+                (state.repetition_penalty, 1.0),
+                (state.frequency_penalty, 0.0),
+                (state.presence_penalty, 0.0),
+            )
         )
-    )
-    early = valid & (state.num_outputs[rows] < state.min_tokens[rows])
-    static = valid & (state.has_allow[rows] > 0)
-    dynamic = valid & masked
-    num_bias = jnp.where(valid, state.num_bias[rows], 0)
-    steps: list[tuple[jax.Array, Callable[[jax.Array], jax.Array]]] = [
-        (
-            ((repetition != 1) | (frequency != 0) | (presence != 0)).any(),
-            lambda x: penalize(x, state.token_counts[rows], state.in_prompt[rows], repetition, frequency, presence),
-        ),
-        (
-            (num_bias > 0).any(),
-            lambda x: add_bias(x, state.bias_ids[rows], state.bias_values[rows], num_bias, vocab),
-        ),
-        (
-            (early | static | dynamic).any(),
-            lambda x: ban(
-                x,
-                _where_row(static, state.allow_mask[rows]) & _where_row(dynamic, bitmask),
-                _where_row(early, state.early_mask[rows]),
-                vocab,
-            ),
-        ),
-    ]
+        early = valid & (state.num_outputs[rows] < state.min_tokens[rows])
+        static = valid & (state.has_allow[rows] > 0)
+        dynamic = valid & masked
+        num_bias = jnp.where(valid, state.num_bias[rows], 0)
 
-    def all_steps(logits: jax.Array) -> jax.Array:
-        """Run the steps that some row needs on logits [R, V]."""
-        for needed, step in steps:
+        def penalties(x: jax.Array) -> jax.Array:
+            """Apply the penalties to logits [R, V]."""
+            return penalize(x, state.token_counts[rows], state.in_prompt[rows], repetition, frequency, presence)
+
+        def bias(x: jax.Array) -> jax.Array:
+            """Apply logit_bias to logits [R, V]."""
+            return add_bias(x, state.bias_ids[rows], state.bias_values[rows], num_bias, vocab)
+
+        def masks(x: jax.Array) -> jax.Array:
+            """Apply min_tokens and the masks to logits [R, V]."""
+            allowed = _where_row(static, state.allow_mask[rows]) & _where_row(dynamic, bitmask)
+            return ban(x, allowed, _where_row(early, state.early_mask[rows]), vocab)
+
+        penalized = (repetition != 1) | (frequency != 0) | (presence != 0)
+        return cls(
+            (
+                (penalized.any(), penalties),
+                ((num_bias > 0).any(), bias),
+                ((early | static | dynamic).any(), masks),
+            )
+        )
+
+    @property
+    def needed(self) -> jax.Array:
+        """Whether any row needs any change, a bool scalar."""
+        return functools.reduce(jnp.logical_or, (needed for needed, _ in self.steps))
+
+    def apply(self, logits: jax.Array) -> jax.Array:
+        """Make the changes that some row needs to logits float32 [R, V] -> float32 [R, V]."""
+        for needed, step in self.steps:
             logits = jax.lax.cond(needed, step, lambda x: x, logits)
         return logits
-
-    needed_at_all = functools.reduce(jnp.logical_or, (needed for needed, _ in steps))
-    return jax.lax.cond(needed_at_all, all_steps, lambda x: x, logits)
 
 
 def penalize(

@@ -18,8 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.runtime.sampling.draw import draw_marked, filter_probs, first_maximum, inverse_cdf, random_uniform
-from jaxserve.runtime.sampling.logit_rules import shape_logits
+from jaxserve.runtime.sampling.draw import (
+    argmax,
+    draw_marked,
+    filter_probs,
+    first_maximum,
+    inverse_cdf,
+    random_uniform,
+)
+from jaxserve.runtime.sampling.logit_rules import LogitRules
 from jaxserve.runtime.sampling.logprobs import pack_candidates, pack_logprobs_with_ids, top_k_width
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.runtime.sampling.vocab import WHOLE, Vocab
@@ -73,18 +80,33 @@ def sample(
     the bool scalar `masked`. want_logprobs: bool scalar; if False, `logprobs` and `id_logprobs` are zeros.
     If `vocab` is split, the logits and the state's token counts have this device's columns only; see `Vocab.call`.
     """
-    valid = slots < state.num_slots
     rows = jnp.minimum(slots, state.num_slots - 1)
-    shaped = shape_logits(logits, slots, state, bitmask, masked, vocab)
-    peak = vocab.max(shaped)
-    draw = functools.partial(_choose, shaped, peak, rows, valid, state, vocab)
-    if extras is None:
-        tokens, candidates = draw(), None
-    else:
-        draw_with_candidates = functools.partial(_choose_with_candidates, shaped, peak, rows, valid, state, vocab)
-        width = 2 + 2 * min(MAX_CANDIDATES, vocab.size(logits))
-        no_candidates = jnp.zeros((logits.shape[0], width), jnp.int32)
-        tokens, candidates = jax.lax.cond(extras.want_candidates, draw_with_candidates, lambda: (draw(), no_candidates))
+    random = (slots < state.num_slots) & (state.temperature[rows] > 0)
+    rules = LogitRules.of(slots, state, bitmask, masked, vocab)
+    want_candidates = jnp.bool_(False) if extras is None else extras.want_candidates
+    width = 0 if extras is None else 2 + 2 * min(MAX_CANDIDATES, vocab.size(logits))
+    no_candidates = jnp.zeros((logits.shape[0], width), jnp.int32)
+
+    def choose() -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the tokens and their RowStatus, int32 [R] each, and the packed candidates, int32 [R, width]."""
+        shaped = rules.apply(logits)
+        peak = vocab.max(shaped)
+        draw = functools.partial(_choose, shaped, peak, rows, random, state, vocab)
+        status = row_status(logits, peak, vocab)
+        if extras is None:
+            return draw(), status, no_candidates
+        with_candidates = functools.partial(_choose_with_candidates, shaped, peak, rows, random, state, vocab)
+        tokens, candidates = jax.lax.cond(want_candidates, with_candidates, lambda: (draw(), no_candidates))
+        return tokens, status, candidates
+
+    def likeliest() -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Do `choose` for rows that all take their likeliest token: one pass over the logits on a GPU, and no copy."""
+        tokens, peak = argmax(logits, vocab)
+        finite = (vocab.sum(logits) < np.inf) & (peak > -np.inf)
+        return tokens, jnp.where(finite, np.int32(RowStatus.FINE), np.int32(RowStatus.NOT_FINITE)), no_candidates
+
+    chooses = rules.needed | random.any() | want_candidates
+    tokens, status, candidates = jax.lax.cond(chooses, choose, likeliest)
     ids = jnp.zeros((logits.shape[0], 0), jnp.int32) if extras is None else extras.logprob_ids
     logprobs_width = 2 + 2 * top_k_width(vocab.size(logits))
     logprobs, id_logprobs = jax.lax.cond(
@@ -92,8 +114,8 @@ def sample(
         lambda: pack_logprobs_with_ids(logits, tokens, ids, vocab),
         lambda: (jnp.zeros((logits.shape[0], logprobs_width), jnp.int32), jnp.zeros_like(ids)),
     )
-    packed = jnp.stack([tokens, row_status(logits, peak, vocab)], axis=1)
-    return Sampled(packed, logprobs, None if extras is None else id_logprobs, candidates)
+    packed = jnp.stack([tokens, status], axis=1)
+    return Sampled(packed, logprobs, *((None, None) if extras is None else (id_logprobs, candidates)))
 
 
 def row_status(logits: jax.Array, peak: jax.Array, vocab: Vocab = WHOLE) -> jax.Array:
@@ -111,10 +133,9 @@ def row_status(logits: jax.Array, peak: jax.Array, vocab: Vocab = WHOLE) -> jax.
 
 
 def _choose(
-    logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState, vocab: Vocab
+    logits: jax.Array, peak: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState, vocab: Vocab
 ) -> jax.Array:
     greedy = first_maximum(logits, peak, vocab)
-    random = valid & (state.temperature[rows] > 0)
 
     def draw() -> jax.Array:
         probs = _candidates(logits, peak, rows, random, state, vocab)
@@ -124,10 +145,9 @@ def _choose(
 
 
 def _choose_with_candidates(
-    logits: jax.Array, peak: jax.Array, rows: jax.Array, valid: jax.Array, state: SlotState, vocab: Vocab
+    logits: jax.Array, peak: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState, vocab: Vocab
 ) -> tuple[jax.Array, jax.Array]:
     """Do `_choose` and return its candidates too. They come from the same weights as the draw."""
-    random = valid & (state.temperature[rows] > 0)
     probs = jax.lax.optimization_barrier(_candidates(logits, peak, rows, random, state, vocab))
     drawn = _draw(probs, rows, random, state, vocab)
     tokens = jnp.where(random, drawn, first_maximum(logits, peak, vocab))

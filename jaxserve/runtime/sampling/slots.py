@@ -305,6 +305,9 @@ def admit_tokens(state: SlotState, packed: jax.Array) -> SlotState:
     )
 
 
+APPENDED = ("position", "recent", "num_outputs", "token_counts")  # the arrays that `append_tokens` changes
+
+
 def append_tokens(state: SlotState, slots: jax.Array, tokens: jax.Array) -> SlotState:
     """Record one sampled token per row. slots, tokens: int32 [R]. Padding rows write nothing."""
     room = state.token_counts.at[slots, tokens].get(mode="clip") < MAX_COUNT

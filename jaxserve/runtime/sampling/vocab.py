@@ -10,6 +10,7 @@ then get the same bits whatever the collective's algorithm, and their loops and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -118,7 +120,8 @@ class Vocab:
     def top_k(self, x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         """Return the k largest of each row and their tokens, [R, k] each. Ties are in token order, as in lax.top_k."""
         if not self.axes:
-            return jax.lax.top_k(x, k)
+            by_groups = functools.partial(top_k_by_groups, k=k)
+            return jax.lax.platform_dependent(x, cuda=by_groups, default=functools.partial(_top_k, k=k))
         values, columns = jax.lax.top_k(x, min(k, x.shape[1]))
         offers = self._side_by_side(values), self._side_by_side(columns.astype(jnp.int32) + self.first(x))
         top, places = jax.lax.top_k(offers[0], k)  # a tie goes to the first device, whose tokens come first
@@ -155,6 +158,28 @@ class Vocab:
         passed = jnp.where((weights > 0) & (ends > target[:, None]), rows, jnp.iinfo(jnp.int32).max).min(axis=-1)
         last = jnp.where(weights > 0, rows, 0).max(axis=-1)
         return jnp.minimum(self.gather(passed).min(axis=0), self.gather(last).max(axis=0))
+
+
+def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    values, columns = jax.lax.top_k(x, k)
+    return values, columns
+
+
+def top_k_by_groups(x: jax.Array, k: int, width: int = 128) -> tuple[jax.Array, jax.Array]:
+    """Do lax.top_k on x float32 [R, V], where a sort of whole rows is slow, as on a GPU: ([R, k], int32 [R, k]).
+
+    The k largest are in the k groups of `width` columns with the largest maxima; only these groups are sorted.
+    """
+    num_rows, size = x.shape
+    groups = jnp.pad(x, ((0, 0), (0, -size % width)), constant_values=-np.inf).reshape(num_rows, -1, width)
+    if groups.shape[1] <= k:
+        return _top_k(x, k)
+    _, best = jax.lax.top_k(groups.max(axis=2), k)  # of equal groups the first ones
+    best = jnp.sort(best, axis=1)  # equal values stay in token order
+    chosen = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(num_rows, -1)
+    values, places = jax.lax.top_k(chosen, k)
+    group = jnp.take_along_axis(best, places // width, axis=1)
+    return values, group * width + places % width
 
 
 def first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:

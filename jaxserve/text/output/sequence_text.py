@@ -38,7 +38,10 @@ class RequestOutput(msgspec.Struct):
     queue_seconds: float = 0.0  # from arrival to admission; with the first token
     prefill_seconds: float = 0.0  # from admission to the first token; with it
     num_preemptions: int = 0  # with finish_reason
+    num_accepted_drafts: int = 0  # as in TokenOutput
+    num_rejected_drafts: int = 0
     embedding: bytes | None = None  # float32, little endian; once, of a request that asked for it
+    weight_versions: tuple[str, ...] = ()  # labels of the weights that made the tokens; empty: FIRST_VERSION
     error: HTTPError | None = None  # why it failed, with finish_reason error; AsyncEngine raises it instead
 
     @property
@@ -65,6 +68,7 @@ class SequenceText:
     """Turns one sequence's tokens into text, and finds its stop strings.
 
     stops: those of `make_stops`, if the choices of a request share them; by default they are made here.
+    thinks_too_long: `end_thinking` must end the reasoning; later tokens of the engine are no output
     """
 
     def __init__(
@@ -93,17 +97,13 @@ class SequenceText:
         stops = stops or make_stops(params)
         self._stops = StopChecker(stops, include=params.include_stop_str_in_output) if stops else None
         self._thinking = None if params.thinking is None else _limit(params.thinking)
-
-    @property
-    def thinks_too_long(self) -> bool:
-        """The thinking is to be ended by `end_thinking`; what the engine made after it is no output."""
-        return not self.finished and self._thinking is not None and self._thinking.exceeded
+        self.thinks_too_long = self._thinking is not None and self._thinking.exceeded
 
     def end_thinking(self) -> RequestOutput:
         """Take the tokens that end the thinking, as if the model had chosen them. Nothing predicted them."""
         budget, max_tokens = self._params.thinking, self._params.max_tokens
         assert budget is not None
-        self._thinking = None
+        self._thinking, self.thinks_too_long = None, False
         room = len(budget.end_token_ids) if max_tokens is None else max_tokens - len(self.output_token_ids)
         token_ids = list(budget.end_token_ids[:room])
         last = max_tokens is not None and room <= len(token_ids)
@@ -138,11 +138,15 @@ class SequenceText:
             queue_seconds=output.queue_seconds,
             prefill_seconds=output.first_token_seconds - output.queue_seconds,
             num_preemptions=output.num_preemptions,
+            num_accepted_drafts=output.num_accepted_drafts,
+            num_rejected_drafts=output.num_rejected_drafts,
             embedding=output.embedding,
+            weight_versions=output.weight_versions,
         )
         used, matched = self._take_text(output, result)
         result.token_ids = output.token_ids[:used]
         if used < len(output.token_ids):
+            result.num_accepted_drafts = min(used, output.num_accepted_drafts)
             result.logprobs = None if result.logprobs is None else result.logprobs[:used]
             result.extras = None if result.extras is None else result.extras.first(used, len(output.token_ids))
         self.output_token_ids += result.token_ids
@@ -152,7 +156,9 @@ class SequenceText:
             result.finish_reason, result.matched_stop = FinishReason.STOP, matched
         elif output.finish_reason is not None and used == len(output.token_ids):
             result.finish_reason, result.matched_stop = output.finish_reason, output.stop_token_id
-        self.finished = result.finished
+        self.finished = result.finish_reason is not None
+        if self._thinking is not None:
+            self.thinks_too_long = self._thinking.exceeded and not self.finished
         return result
 
     def _take_text(self, output: TokenOutput, result: RequestOutput) -> tuple[int, str | None]:

@@ -32,7 +32,7 @@ def wait(pause: StoragePause, *errors: StorageError) -> None:
 
 
 def test_delays_double_up_to_a_limit_and_differ(delays: list[float]) -> None:
-    pause = StoragePause("batch_1", 2.0)
+    pause = StoragePause("batch batch_1", 2.0)
     wait(pause, *[FULL] * 40)
     for attempt, delay in enumerate(delays):
         longest = 2.0 * min(2**attempt, MAX_FACTOR)
@@ -45,7 +45,7 @@ def test_delays_double_up_to_a_limit_and_differ(delays: list[float]) -> None:
 
 def test_one_line_when_it_begins_and_one_when_it_ends(delays: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    pause = StoragePause("batch_1", 1.0)
+    pause = StoragePause("batch batch_1", 1.0)
     pause.end()
     for _ in range(2):
         wait(pause, FULL, FULL, StorageError("The server's store cannot be written: Input/output error."), FULL)
@@ -55,7 +55,7 @@ def test_one_line_when_it_begins_and_one_when_it_ends(delays: list[float], caplo
 
 
 def test_what_clients_see(delays: list[float]) -> None:
-    pause = StoragePause("batch_1", 1.0)
+    pause = StoragePause("batch batch_1", 1.0)
     assert pause.error is None
     wait(pause, FULL)
     assert pause.error is not None

@@ -20,6 +20,13 @@ export function check(condition, seen) {
   if (!condition) throw new Error(`unexpected: ${JSON.stringify(seen)}`);
 }
 
+// Answers with a status of 400 and above so far.
+export async function refusals() {
+  const text = await (await fetch(`${URL}/metrics`)).text();
+  const counts = [...text.matchAll(/^jaxserve:http_responses_total\{.*status="[45]..".*\} (\d+)/gm)];
+  return counts.reduce((sum, found) => sum + Number(found[1]), 0);
+}
+
 export async function report(client, tried) {
   const results = {};
   for (const [name, run] of Object.entries(tried)) {

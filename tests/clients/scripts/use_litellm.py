@@ -50,6 +50,18 @@ def embeddings() -> None:
     assert len(made) == 2 and len(made[0]["embedding"]) > 1
 
 
+def rerank() -> None:
+    found = litellm.rerank(
+        model="hosted_vllm/demo",
+        query=FRANCE,
+        documents=["Bananas are yellow.", "The capital of France is Paris."],
+        top_n=1,
+        api_base=URL,
+        api_key="none",
+    )
+    assert len(found.results) == 1 and 0 <= found.results[0]["relevance_score"] <= 1, found
+
+
 def too_long() -> None:
     """The words of the error are those that the client looks for."""
     try:
@@ -69,6 +81,7 @@ report(
         "JSON schema": schema,
         "logprobs": logprobs,
         "embeddings": embeddings,
+        "rerank": rerank,
         "too long": too_long,
     },
 )

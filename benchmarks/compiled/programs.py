@@ -1,0 +1,74 @@
+"""The programs to compile: those of the 8B shape that serve most steps, and two of every published family.
+
+Models are cut to a few layers: a program's kernels per layer do not change with their number, and its temporary memory
+hardly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.structure import LoadedModel, build
+from jaxserve.models.sharding import param_sharding
+from jaxserve.runtime.compilation.compiler import Program
+from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.program_set import ProgramSet
+from jaxserve.runtime.runner_config import RunnerConfig, resolve_cache_dtype
+from jaxserve.runtime.runner_setup import RunnerSetup
+from tests.models.published import PUBLISHED
+
+LLAMA = "Llama-3.1-8B"
+FAMILIES = ("Qwen3-8B", "Qwen3-235B-A22B", "Mixtral-8x7B", "Gemma-2-9B", "Gemma-3-1B", "gpt-oss-120b", "DeepSeek-V3")
+_BFLOAT16 = jnp.dtype("bfloat16")
+_SEQS, _TOKENS, _CONTEXT, _PAGES, _PAGE = 512, 8192, 16384, 16384, 16
+
+
+def make_set(
+    name: str, target: DeviceMesh, *, attention: str = "triton", layers: int = 2, pages: str = "bfloat16"
+) -> ProgramSet:
+    """Return the program set of a published model, cut to `layers` layers. Allocates nothing. pages: as cache.dtype"""
+    hf: dict[str, Any] = PUBLISHED[name].hf | {"num_hidden_layers": layers, "first_k_dense_replace": layers - 2}
+    if "layer_types" in hf:
+        hf["layer_types"] = hf["layer_types"][:layers]
+    structure = build(from_hf(hf), _BFLOAT16)
+    leaves: Any = tuple(
+        jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=param_sharding(spec, target.mesh))
+        for spec in structure.specs
+    )
+    config = RunnerConfig(
+        max_num_seqs=_SEQS,
+        max_num_batched_tokens=_TOKENS,
+        max_model_len=min(_CONTEXT, structure.config.max_position_embeddings),
+        page_size=_PAGE,
+        cache_dtype=resolve_cache_dtype(pages, _BFLOAT16),
+        attention=attention,
+        num_pages=_PAGES,
+    )
+    setup = RunnerSetup.of(LoadedModel(structure, leaves, Path(), 0, 0.0), config, target)
+    return setup.program_set((_PAGES, _PAGES // 2), config.max_model_len)
+
+
+def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
+    """Yield (name in the table, program)."""
+    llama = make_set(LLAMA, target)
+    for rows in (1, 2, 8, 32, 128, 512):
+        yield from _named(LLAMA, llama.decode(rows))
+    yield from _named(LLAMA, llama.decode_hidden(128), llama.extend(2048), llama.extend(8192), llama.head_sample(64))
+    yield from _named(f"{LLAMA} on mosaic_gpu", make_set(LLAMA, target, attention="mosaic_gpu").decode(128))
+    for pages in ("int8", "fp8"):
+        scaled = make_set(LLAMA, target, pages=pages)
+        yield from _named(f"{LLAMA} with {pages} pages", scaled.decode(128), scaled.extend(2048))
+    for name in FAMILIES:
+        family = make_set(name, target)
+        yield from _named(name, family.decode(64), family.extend(512))
+
+
+def _named(model: str, *programs: Program) -> Iterator[tuple[str, Program]]:
+    for program in programs:
+        yield f"{model} {program.name}", program

@@ -1,0 +1,63 @@
+"""The committed table of compiled programs, what changed since it was written, and which sources it is of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("h200.json")
+# What the GPU's programs are made of. The C kernels and the host's part of the runtime are not.
+_SOURCES = (
+    "jaxserve/models/*.py",
+    "jaxserve/models/families/*.py",
+    "jaxserve/ops/linear/*.py",
+    "jaxserve/ops/moe/*.py",
+    "jaxserve/ops/paged_attention/*.py",
+    "jaxserve/runtime/compilation/buckets.py",
+    "jaxserve/runtime/compilation/compiler.py",
+    "jaxserve/runtime/kv_cache.py",
+    "jaxserve/runtime/program_set.py",
+    "jaxserve/runtime/programs.py",
+    "jaxserve/runtime/sampling/*.py",
+    "benchmarks/compiled/*.py",
+)
+
+
+def digest() -> str:
+    """Return a hash of the sources that the programs are made of."""
+    paths = sorted(path for pattern in _SOURCES for path in ROOT.glob(pattern))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def load() -> dict[str, Any]:
+    return json.loads(TABLE.read_text())
+
+
+def save(programs: dict[str, Any], versions: dict[str, str]) -> None:
+    """Write the table of these readings, by program."""
+    whole = {"sources": digest(), "versions": versions, "programs": programs}
+    TABLE.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def worse(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each number that grew, and for each program that compiles no more."""
+    for name, before in _flat(old):
+        after = dict(_flat(new)).get(name)
+        if isinstance(before, (int, float)) and isinstance(after, (int, float)) and after > before:
+            yield f"{name}: {before} -> {after}"
+        elif isinstance(after, str) and before != after:
+            yield f"{name}: {before} -> {after}"
+        elif after is None and before is not None:
+            yield f"{name}: {before} -> nothing"
+
+
+def _flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict):
+        yield name, tree
+        return
+    for key, value in tree.items():
+        yield from _flat(value, f"{name}.{key}" if name else key)

@@ -1,0 +1,269 @@
+"""Measure speculation on recorded texts: tokens per second with and without drafts, by turns in one process.
+
+    python -m benchmarks.speculation MODEL_DIR [--rows 1 8] [--texts 8] [--tokens 400] [--rounds 2]
+
+A model of random weights writes no text, so its sampler is replaced: it draws a token as always, and then returns the
+next token of a recorded text. All other work is the served model's. `--texts` of each kind are written, as many at once
+as there are rows. They are made from this repository:
+
+edit    a source file at one commit; the prompt has the file of the commit before
+json    records of which one value each was changed; the prompt has them as they were
+extract records as JSON; the prompt has their values, a line of text each
+prose   a document; the prompt has another one
+wrong   as edit, with a drafter whose drafts are never right
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.config import Config
+from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.engine.factory import build_engine
+from jaxserve.runtime.sampling.sampler import Sampled, sample
+from jaxserve.runtime.sampling.slots import SlotState
+from jaxserve.speculation.drafter import Drafter
+from jaxserve.speculation.ngram import NGramDrafter
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.draft_counters import DraftCounters
+from jaxserve.types.request import Request
+from jaxserve.types.sampling import EngineRequest, SamplingParams
+from jaxserve.types.step_times import StepTimes
+
+ROOT = Path(__file__).parent.parent
+PROMPT_TOKENS = 1000  # of the other file, at most
+VOCAB_LIMIT = 32000  # of make_model's default model
+Text = tuple[list[int], list[int]]  # prompt, output
+Seconds = tuple[float, float]  # of the clock, and of the process's CPU time
+
+
+class WrongDrafter:
+    """Its drafts are never right: no text has this token."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """See `Drafter`."""
+        return [VOCAB_LIMIT - 1] * most
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+
+# --- texts
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def _edits() -> Iterator[tuple[str, str]]:
+    """Yield source files before and after a commit, newest commits first."""
+    for commit in _git("log", "--format=%h", "-n", "500", "--no-merges", "--", "jaxserve").split():
+        for name in _git("diff", "--name-only", "--diff-filter=M", f"{commit}~1", commit, "--", "jaxserve").split():
+            if name.endswith(".py"):
+                yield _git("show", f"{commit}~1:{name}"), _git("show", f"{commit}:{name}")
+
+
+def _records(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Return records with three texts and two numbers each."""
+    words = sorted({word for word in (ROOT / "README.md").read_text().split() if word.isalpha() and len(word) > 3})
+    keys = rng.sample(["name", "address", "city", "customer", "comment"], 3)
+    return [
+        {key: " ".join(rng.sample(words, 2)) for key in keys}
+        | {"id": rng.randrange(10**5), "total": rng.randrange(10**4)}
+        for _ in range(count)
+    ]
+
+
+def _changed_records() -> Iterator[tuple[str, str]]:
+    rng = random.Random(0)
+    while True:
+        rows = _records(rng, 30)
+        yield json.dumps(rows, indent=1), json.dumps([row | {"total": rng.randrange(10**4)} for row in rows], indent=1)
+
+
+def _extracted_records() -> Iterator[tuple[str, str]]:
+    rng = random.Random(0)
+    while True:
+        rows = _records(rng, 30)
+        lines = [", ".join(rows[0]), *(", ".join(map(str, row.values())) for row in rows)]
+        yield "\n".join(lines), json.dumps(rows, indent=1)
+
+
+def _prose() -> Iterator[tuple[str, str]]:
+    texts = [path.read_text() for path in sorted(ROOT.glob("docs/*.md"))]
+    while True:
+        yield from zip(texts, texts[1:] + texts[:1], strict=True)
+
+
+def texts(kind: str, count: int, num_tokens: int, tokenizer: Tokenizer) -> list[Text]:
+    """Return `count` texts of one kind, each with `num_tokens` tokens of output."""
+    found: list[Text] = []
+    source = {
+        "edit": _edits,
+        "wrong": _edits,
+        "json": _changed_records,
+        "extract": _extracted_records,
+        "prose": _prose,
+    }[kind]()
+    for before, after in source:
+        prompt, output = tokenizer.encode(before)[:PROMPT_TOKENS], tokenizer.encode(after)
+        # the output begins shortly before the first token that is new
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, output, strict=False)))
+        begin = max(0, same - num_tokens // 4)
+        if len(prompt) >= 40 and len(output) >= begin + num_tokens:
+            found.append((prompt + output[:begin], output[begin : begin + num_tokens]))
+        if len(found) == count:
+            return found
+    raise SystemExit(f"the history has too few texts of kind {kind}")
+
+
+# --- a sampler that returns recorded tokens
+
+
+def recorded_sampler(every: list[Text]) -> Callable[..., Sampled]:
+    """Return `sample` with the tokens of a text in place of its own. A request's seed is the number of its text."""
+    longest = max(len(prompt) + len(output) for prompt, output in every)
+    table = np.zeros((len(every), longest + 1), np.int32)
+    for row, (prompt, output) in zip(table, every, strict=True):
+        row[: len(prompt) + len(output)] = prompt + output
+
+    @functools.wraps(sample)
+    def recorded(logits: jax.Array, slots: jax.Array, state: SlotState, *args: object, **kwargs: object) -> Sampled:
+        sampled = sample(logits, slots, state, *args, **kwargs)  # type: ignore[arg-type]
+        slot = jnp.minimum(slots, state.num_slots - 1)
+        text = state.seed[slot, 0].astype(jnp.int32)
+        token = jnp.asarray(table).at[text, state.position[slot]].get(mode="clip")
+        # the sampler's own token takes part, so that its work is not removed
+        token = token + jnp.minimum(sampled.tokens[:, 0], 0)
+        return Sampled(sampled.tokens.at[:, 0].set(token), sampled.logprobs, sampled.id_logprobs, sampled.candidates)
+
+    return recorded
+
+
+# --- runs
+
+
+@dataclass
+class Turns:
+    """The runs of one kind of text at one number of rows: (seconds, CPU seconds of the process) of each.
+
+    groups: the texts that are written at once
+    counts: of the last run: rows with drafts, drafts, drafts that were accepted
+    """
+
+    kind: str
+    rows: int
+    groups: list[list[tuple[int, Text]]]
+    drafted: list[Seconds] = field(default_factory=list)
+    plain: list[Seconds] = field(default_factory=list)
+    counts: tuple[int, ...] = (0, 0, 0)
+
+    def take(self, core: EngineCore, drafter: Drafter) -> None:
+        """Write all texts with drafts and without, group by group."""
+        runs: list[tuple[Seconds, Seconds]] = []
+        self.counts = 0, 0, 0
+        for group in self.groups:
+            drafted, found = run(core, drafter, group)
+            plain, _ = run(core, None, group)
+            runs.append((drafted, plain))
+            counts = found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens
+            self.counts = tuple(map(sum, zip(self.counts, counts, strict=True)))
+        drafted, plain = ([sum(part) for part in zip(*each, strict=True)] for each in zip(*runs, strict=True))
+        self.drafted.append((drafted[0], drafted[1]))
+        self.plain.append((plain[0], plain[1]))
+
+    def line(self, num_tokens: int) -> str:
+        """Return the report, of the fastest runs. CPU time says more if the machine has other work."""
+        (wall, cpu), (plain_wall, plain_cpu) = (
+            map(min, zip(*runs, strict=True)) for runs in (self.drafted, self.plain)
+        )
+        rate, (rows, drafts, accepted) = self.rows * len(self.groups) * num_tokens, self.counts
+        return (
+            f"{self.kind:7} {self.rows:3} rows: {rate / plain_wall:6.1f} -> {rate / wall:6.1f} tokens/s "
+            f"(x{plain_wall / wall:.2f}), CPU x{plain_cpu / cpu:.2f}; {rows} rows with drafts, "
+            f"{accepted} of {drafts} accepted"
+        )
+
+
+def run(core: EngineCore, drafter: Drafter | None, numbered: list[tuple[int, Text]]) -> tuple[Seconds, DraftCounters]:
+    """Generate the outputs. Returns the times from the last prompt's first token to the end, and what drafts did."""
+    runner = core.runner
+    runner.rebuild()
+    config = core.scheduler.config
+    engine = EngineCore(runner, config, CoreOptions(vocab_size=VOCAB_LIMIT, drafter=drafter))
+    for number, (prompt, output) in numbered:
+        params = SamplingParams(temperature=0.0, max_tokens=len(output), ignore_eos=True, seed=number)
+        engine.add(EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params))
+    made: dict[str, list[int]] = {str(number): [] for number, _ in numbered}
+    started = cpu = 0.0
+    while engine.has_work:
+        for each in engine.step():
+            made[each.request_id] += each.token_ids
+        if not started and all(made.values()):
+            started, cpu = time.perf_counter(), time.process_time()
+    seconds = time.perf_counter() - started, time.process_time() - cpu
+    assert [made[str(number)] for number, _ in numbered] == [output for _, (_, output) in numbered]
+    return seconds, engine.scheduler.stats().drafts or DraftCounters()
+
+
+def costs(times: StepTimes) -> str:
+    """Return what a step with drafts costs, as measured at the start: by tokens, against one row without drafts."""
+    one = times.decode_seconds(1)
+    return ", ".join(f"{size}: x{seconds / one:.2f}" for size, seconds in times.verify.items())
+
+
+def main() -> None:
+    """Run all kinds by turns and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--texts", type=int, default=8, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kinds", nargs="+", default=["edit", "json", "extract", "prose", "wrong"])
+    options = parser.parse_args()
+    tokenizer, most = Tokenizer.from_directory(options.directory), max(options.rows)
+    count = max(most, options.texts)
+    every = {kind: texts(kind, count, options.tokens, tokenizer) for kind in options.kinds}
+    numbered = list(enumerate(text for found in every.values() for text in found))
+    keys = {
+        "max_num_seqs": max(8, most),
+        "num_pages": 2 * most * (2 * PROMPT_TOKENS + options.tokens) // 16,
+        "method": "ngram",
+    }
+    config = Config.of(str(options.directory), **keys)
+    with mock.patch("jaxserve.runtime.programs.sample", recorded_sampler([text for _, text in numbered])):
+        core = build_engine(config, lambda message: None).core
+    section, load = config.speculation, os.getloadavg
+    cost = costs(core.scheduler.config.step_times)
+    print(
+        f"load {load()[0]:.1f}; seconds of a step with drafts, by tokens, against a step of one row: {cost}", flush=True
+    )
+    for rows in options.rows:
+        for place, kind in enumerate(options.kinds):
+            part = numbered[place * count : (place + 1) * count]
+            turns = Turns(kind, rows, [part[i : i + rows] for i in range(0, count - rows + 1, rows)])
+            for _ in range(options.rounds):
+                ngrams = NGramDrafter(section.prompt_lookup_min, section.prompt_lookup_max)
+                turns.take(core, WrongDrafter() if kind == "wrong" else ngrams)
+            print(f"{turns.line(options.tokens)}; load {load()[0]:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

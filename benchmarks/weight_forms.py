@@ -1,0 +1,69 @@
+"""Measure the CPU's linear kernels with weights in each form, by turns, against float32.
+
+    python -m benchmarks.weight_forms --rows 1 8 32 128
+
+Each form multiplies the same rows by the same numbers. The weights of a form are larger than the caches. The result has
+the median of each form's milliseconds and its ratio to float32 over the same turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.loading.encode import encode
+from jaxserve.ops import native
+from jaxserve.ops.linear import linear
+from jaxserve.ops.quantized import Quantized
+
+SHAPE, COUNT = (8192, 2048), 4  # 268 MB in float32
+
+
+def weights(form: str) -> list[jax.Array] | list[Quantized]:
+    """Return random weights [N, K] in a form."""
+    wide = (jax.random.normal(jax.random.key(i), SHAPE, jnp.float32) for i in range(COUNT))
+    if form in ("float32", "bfloat16"):
+        return [w.astype(form) for w in wide]
+    encoded = (encode(np.asarray(w), form, 32 if form == "int4" else 128) for w in wide)
+    return [Quantized(jnp.asarray(values), jnp.asarray(scales)) for values, scales in encoded]
+
+
+FORMS = ("float32", "bfloat16", "int8", "fp8", "int4")
+
+
+def milliseconds(rows: int, turns: int) -> dict[str, np.ndarray]:
+    """Return the time of all products with x [rows, K], for each form [turns]."""
+    x = jax.random.normal(jax.random.key(0), (rows, SHAPE[1]), jnp.float32)
+    multiply = jax.jit(lambda x, ws: [linear(x, w, native=True) for w in ws])
+    cases = {form: weights(form) for form in FORMS}
+    times: dict[str, list[float]] = {form: [] for form in FORMS}
+    for turn in range(turns + 1):
+        for form, ws in cases.items():
+            began = time.perf_counter()
+            jax.block_until_ready(multiply(x, ws))
+            if turn:  # the first compiles
+                times[form].append((time.perf_counter() - began) * 1e3)
+    return {form: np.array(found) for form, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--turns", type=int, default=20)
+    options = parser.parse_args()
+    native.load()
+    print(f"{COUNT} weights of {SHAPE}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
+    for rows in options.rows:
+        times = milliseconds(rows, options.turns)
+        for form, found in times.items():
+            ratio = np.median(times["float32"] / found)
+            print(f"{rows:4d} rows  {form:9s} {np.median(found):8.2f} ms  best {found.min():8.2f}  x {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

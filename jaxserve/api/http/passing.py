@@ -1,0 +1,159 @@
+"""Pass a request on to another process of this server over its Unix socket, and its answer back, as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+
+import httptools
+from starlette.types import Receive, Scope, Send
+
+PIECE = 64 * 1024  # bytes
+
+# of one connection, not of the request or the answer; uvicorn writes its own date
+_NOT_PASSED_ON = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade", b"expect", b"date"}
+)
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class PeerEndedError(Exception):
+    """The other process does not accept the connection, or ended in the middle of its answer.
+
+    has_headers: whether the answer's beginning has been sent to the client
+    """
+
+    def __init__(self, message: str, *, has_headers: bool = False) -> None:
+        super().__init__(message)
+        self.has_headers = has_headers
+
+
+async def pass_on(socket_path: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
+    """Pass on one request; return when the answer is sent or the client has disconnected, which ends the request.
+
+    body: if it has been read. Raises PeerEndedError, and what `receive` raises.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(socket_path)
+    except OSError as error:
+        raise PeerEndedError(str(error)) from None
+    answer = asyncio.ensure_future(_answer(reader, send, has_body=scope["method"] != "HEAD"))
+    upload = asyncio.ensure_future(_upload(writer, scope, receive, body))
+    try:
+        await asyncio.wait((answer, upload), return_when=asyncio.FIRST_COMPLETED)
+        await (answer if answer.done() else upload)
+    finally:
+        for task in (answer, upload):
+            task.cancel()
+        await asyncio.gather(answer, upload, return_exceptions=True)
+        writer.close()
+
+
+async def _upload(writer: asyncio.StreamWriter, scope: Scope, receive: Receive, body: bytes | None) -> None:
+    """Send the request; return when the client has disconnected."""
+    chunked = body is None and any(name == b"transfer-encoding" for name, _ in scope["headers"])
+    try:
+        writer.write(_head(scope, chunked=chunked, length=None if body is None else len(body)))
+        async for part in _parts(receive) if body is None else _once(body):
+            writer.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
+            await writer.drain()
+        if chunked:
+            writer.write(b"0\r\n\r\n")
+    except _DisconnectedError:
+        return
+    except OSError:
+        pass  # the other process has answered without reading all
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _DisconnectedError(Exception):
+    """The client has left in the middle of its body."""
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+async def _parts(receive: Receive) -> AsyncIterator[bytes]:
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _DisconnectedError
+        more = message.get("more_body", False)
+        if part := message.get("body"):
+            yield part
+
+
+def _head(scope: Scope, *, chunked: bool, length: int | None) -> bytes:
+    """The request line and the headers. length: of a body that has been read"""
+    headers = _passed_on(scope["headers"])
+    if length is not None:
+        headers = [each for each in headers if each[0] != b"content-length"]
+        headers.append((b"content-length", b"%d" % length))
+    if chunked:
+        headers.append((b"transfer-encoding", b"chunked"))
+    query = b"?" + scope["query_string"] if scope["query_string"] else b""
+    line = b"%b %b HTTP/1.1" % (scope["method"].encode(), scope["raw_path"] + query)
+    lines = [line, *(b"%b: %b" % each for each in headers), b"connection: close"]
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    return [(name.lower(), value) for name, value in headers if name.lower() not in _NOT_PASSED_ON]
+
+
+@dataclass
+class _Response:
+    """What httptools has parsed. parts: pieces of the body that have not been sent yet"""
+
+    headers: Headers = field(default_factory=list)
+    parts: list[bytes] = field(default_factory=list)
+    has_headers: bool = False
+    complete: bool = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.has_headers = True
+
+    def on_body(self, body: bytes) -> None:
+        self.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+
+
+async def _answer(reader: asyncio.StreamReader, send: Send, *, has_body: bool) -> None:
+    """Pass on the answer. Raises PeerEndedError if the process ends in the middle of it.
+
+    has_body: whether one follows the headers
+    """
+    response, started = _Response(), False
+    parser = httptools.HttpResponseParser(response)
+    while not response.complete:
+        data = await _read(reader)
+        if not data:
+            raise PeerEndedError("it closed the connection", has_headers=started)
+        parser.feed_data(data)
+        if response.has_headers and not started:
+            started = True
+            headers = _passed_on(response.headers)
+            await send({"type": "http.response.start", "status": parser.get_status_code(), "headers": headers})
+            response.complete |= not has_body
+        if response.parts:
+            body, response.parts = b"".join(response.parts), []
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """Return what has arrived; nothing if the process closed the connection or was killed."""
+    try:
+        return await reader.read(PIECE)
+    except ConnectionError:
+        return b""

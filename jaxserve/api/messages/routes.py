@@ -1,0 +1,56 @@
+"""Anthropic's POST /v1/messages and POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.api.docs.openapi import documented
+from jaxserve.api.errors.families import ANTHROPIC
+from jaxserve.api.generate.planner import Planner
+from jaxserve.api.generate.rendering import render
+from jaxserve.api.http.body import read_body
+from jaxserve.api.http.sse import EventStream, until_disconnect
+from jaxserve.api.messages.answer import MessagesAnswer
+from jaxserve.api.messages.protocol import CountTokensRequest, MessagesRequest
+from jaxserve.api.messages.task import count_prompt, messages_task
+from jaxserve.api.protocol.answers import AnthropicError, AnthropicMessage, AnthropicMessageEvent, TokenCount
+from jaxserve.api.respond.wire import json_response
+from jaxserve.api.shared.keys import Caller, caller_of
+from jaxserve.api.shared.state import ServerState, server_state
+
+router = APIRouter()
+
+_MESSAGES = documented(AnthropicMessage, body=MessagesRequest, events=AnthropicMessageEvent, error=AnthropicError)
+_COUNT = documented(TokenCount, body=CountTokensRequest, error=AnthropicError)
+
+
+@router.post("/v1/messages", **_MESSAGES)
+async def create_message(request: Request) -> Response:
+    """Answer a conversation in Anthropic's form."""
+    state = server_state(request)
+    body = await read_body(request, MessagesRequest)
+    answer = await answer_messages(body, state, caller_of(request))
+    if body.stream:
+        return EventStream(answer.events(), answer.held_bytes, state.unread, ANTHROPIC)
+    return json_response(await until_disconnect(request, answer.whole()))
+
+
+async def answer_messages(body: MessagesRequest, state: ServerState, caller: Caller) -> MessagesAnswer:
+    """Check everything that can be wrong with the request and plan its generation. Raises a RequestError."""
+    model = state.check_generates(body.model)
+    task = messages_task(body, state)
+    plan = await Planner(state, caller, task.request).chat(task.prompt)
+    return MessagesAnswer(plan, task.options, model)
+
+
+@router.post("/v1/messages/count_tokens", **_COUNT)
+async def count_tokens(request: Request) -> Response:
+    """Count the prompt tokens of a conversation, tools included."""
+    state = server_state(request)
+    body = await read_body(request, CountTokensRequest)
+    state.check_generates(body.model)
+    text = await render(count_prompt(body, state), state)
+    ids = await state.encoder.encode(text, add_special_tokens=False, param="messages")
+    return json_response({"input_tokens": len(ids)})

@@ -1,0 +1,164 @@
+"""Write the answers of Ollama's /api/chat and /api/generate: a JSON object a line, or one object.
+
+Durations are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+
+from jaxserve.api.generate.generation import Generation
+from jaxserve.api.generate.turn import Turn
+from jaxserve.api.ollama.task import OllamaOutput
+from jaxserve.api.respond.logprobs import chat_logprobs
+from jaxserve.api.respond.wire import is_object
+from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import FinishReason
+
+Json = dict[str, Any]
+Kind = Literal["chat", "generate"]
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """Return a time, by default now, as RFC 3339 in UTC. seconds: since the epoch"""
+    now = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return now.isoformat().replace("+00:00", "Z")
+
+
+def loaded(kind: Kind, model: str, *, unload: bool) -> Json:
+    """Return the answer to a request without a prompt, by which clients load a model or release it."""
+    reason = "unload" if unload else "load"
+    return _Line(kind, model).of("") | {"done": True, "done_reason": reason}
+
+
+@dataclass(frozen=True)
+class _Line:
+    kind: Kind
+    model: str
+
+    def of(self, text: str, **others: Any) -> Json:
+        line: Json = {"model": self.model, "created_at": timestamp()}
+        if self.kind == "generate":
+            return line | {"response": text} | others | {"done": False}
+        return line | {"message": {"role": "assistant", "content": text} | others, "done": False}
+
+
+@dataclass
+class _Times:
+    started: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    prefill_seconds: float = 0.0
+
+    def note(self, output: RequestOutput) -> None:
+        if self.first is None and output.token_ids:
+            self.first, self.prefill_seconds = time.perf_counter(), output.prefill_seconds
+
+    def as_dict(self, prompt_tokens: int, output_tokens: int) -> Json:
+        """Return Ollama's fields of usage, with durations in nanoseconds."""
+        now = time.perf_counter()
+        return {
+            "total_duration": nanoseconds(now - self.started),
+            "load_duration": 0,
+            "prompt_eval_count": prompt_tokens,
+            "prompt_eval_duration": nanoseconds(self.prefill_seconds),
+            "eval_count": output_tokens,
+            "eval_duration": nanoseconds(now - (self.first or now)),
+        }
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+class OllamaAnswer:
+    """The answer to one request. turn: reads its output; None: the output is plain text"""
+
+    def __init__(
+        self, kind: Kind, generation: Generation, turn: Turn | None, options: OllamaOutput, model: str
+    ) -> None:
+        self._line = _Line(kind, model)
+        self._generation = generation
+        self._turn = turn
+        self._options = options
+        self._times = _Times()
+        self._arguments: list[str] = []
+        self._call = ToolCallStart(0, "", "")
+        self._reason = "stop"
+        self.held_bytes = generation.held_bytes
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the lines of the answer."""
+        async with aclosing(self._lines()) as lines:
+            async for line in lines:
+                yield orjson.dumps(line) + b"\n"
+
+    async def whole(self) -> Json:
+        """Return the answer as one object."""
+        texts: dict[str, list[str]] = {}
+        calls: list[Json] = []
+        logprobs: list[Json] = []
+        last: Json = {}
+        async for last in self._lines():
+            part = last.get("message", last)
+            for name in ("content", "response", "thinking"):
+                if name in part:
+                    texts.setdefault(name, []).append(part[name])
+            calls += part.get("tool_calls", ())
+            logprobs += last.get("logprobs", ())
+        found: Json = {name: "".join(pieces) for name, pieces in texts.items()}
+        found |= {"tool_calls": calls} if calls else {}
+        found = found if "response" in last else {"message": last["message"] | found}
+        return last | found | ({"logprobs": logprobs} if logprobs else {})
+
+    async def _lines(self) -> AsyncGenerator[Json, None]:
+        async with aclosing(self._generation.outputs()) as outputs:
+            async for _, output in outputs:
+                self._times.note(output)
+                for line in self._written(output):
+                    yield line
+                if self._turn is not None and self._turn.ended:
+                    break
+        usage = self._generation.usage
+        counts = self._times.as_dict(usage.prompt_tokens, usage.completion_tokens)
+        yield self._line.of("") | {"done": True, "done_reason": self._reason} | counts
+
+    def _written(self, output: RequestOutput) -> Iterator[Json]:
+        """Yield the lines for an output. Its log-probabilities stand on the first."""
+        if output.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT):
+            self._reason = "length"
+        events = [ContentDelta(output.text)] if self._turn is None else self._turn.read(output)
+        lines = [line for event in events if (line := self._write(event)) is not None]
+        if self._options.logprobs is not None and output.logprobs:
+            lines = lines or [self._line.of("")]
+            texts = self._generation.state.token_texts
+            lines[0]["logprobs"] = chat_logprobs(output.logprobs, self._options.logprobs, texts, as_ids=False)[
+                "content"
+            ]
+        yield from lines
+
+    def _write(self, event: Event) -> Json | None:
+        """Return the line for an event. A call is written whole at its end; one that was cut is not written."""
+        match event:
+            case ContentDelta(text):
+                return self._line.of(text) if text else None
+            case ReasoningDelta(text):
+                return self._line.of("", thinking=text)
+            case ToolCallStart():
+                self._call, self._arguments = event, []
+            case ToolCallDelta(_, text):
+                self._arguments.append(text)
+            case ToolCallEnd(index):
+                arguments = "".join(self._arguments)
+                if is_object(arguments):
+                    written = orjson.Fragment(arguments or "{}")
+                    function = {"index": index, "name": self._call.name, "arguments": written}
+                    return self._line.of("", tool_calls=[{"id": self._call.id, "function": function}])
+        return None

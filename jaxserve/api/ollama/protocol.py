@@ -1,0 +1,116 @@
+"""The bodies of Ollama's routes below /api.
+
+An unknown option is ignored and logged once, as Ollama does. What a body demands and is not there is refused by name
+(api/ollama/task.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxserve.api.protocol import limits
+from jaxserve.api.protocol.chat import Tool
+from jaxserve.api.protocol.common import Body, Part
+
+KeepAlive = str | Annotated[float, Field(allow_inf_nan=False)]
+Images = Annotated[list[str], Field(max_length=limits.MAX_MESSAGES)]
+
+
+class OllamaOptions(Part):
+    """Sampling. Absent fields take the model's defaults, as on the other routes."""
+
+    num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = Field(
+        None, description="Maximum of output tokens. Default, and below 1: the rest of the context."
+    )
+    temperature: limits.Temperature | None = None
+    top_k: limits.TopK | None = None
+    top_p: limits.TopP | None = None
+    min_p: limits.MinP | None = None
+    seed: limits.Seed | None = None
+    stop: limits.StopText | limits.Stops | None = None
+    repeat_penalty: limits.RepetitionPenalty | None = None
+    presence_penalty: limits.AdditivePenalty | None = None
+    frequency_penalty: limits.AdditivePenalty | None = None
+    num_ctx: int | None = Field(None, description="Ignored: the context length is the server's.")
+
+
+class OllamaFunction(Part):
+    name: limits.FunctionName
+    arguments: dict[str, Any] | None = None
+
+
+class OllamaCall(Part):
+    id: str | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(Part):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = Field(None, description="The reasoning of an assistant's message.")
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: Images | None = Field(None, description="Refused: the model takes text only.")
+
+
+class _Generating(Body):
+    """What chat and generate share."""
+
+    model: str = Field(description="A served name; `:latest` behind it is allowed.")
+    format: Literal["", "json"] | dict[str, Any] | None = Field(
+        None, description="json, or the JSON schema of the answer."
+    )
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+        None, description="Reasoning on or off, or its effort. Default: the template's."
+    )
+    stream: bool | None = Field(None, description="Default true.")
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive | None = Field(None, description="Ignored: the model stays loaded.")
+    logprobs: bool | None = None
+    top_logprobs: limits.LogprobsCount | None = Field(None, description="Needs logprobs.")
+    truncate: bool | None = Field(None, description="Ignored: a prompt over the context length is an error.")
+    shift: bool | None = Field(None, description="Ignored: an output ends at the context length.")
+
+
+class OllamaChatRequest(_Generating):
+    messages: Annotated[list[OllamaMessage], Field(max_length=limits.MAX_MESSAGES)] | None = Field(
+        None, description="None: answer that the model is loaded."
+    )
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+
+
+class OllamaGenerateRequest(_Generating):
+    prompt: str | None = Field(None, description="Empty: answer that the model is loaded.")
+    suffix: str | None = Field(None, description="The text behind the gap that the output fills.")
+    system: str | None = None
+    raw: bool | None = Field(None, description="Use the prompt without the chat template.")
+    template: str | None = Field(None, description="Refused: a template of a request is not rendered.")
+    context: limits.TokenIds | None = Field(None, description="Refused: send the conversation to /api/chat.")
+    images: Images | None = Field(None, description="Refused: the model takes text only.")
+
+
+class ShowRequest(Body):
+    model: str | None = None
+    name: str | None = Field(None, description="The older name of model.")
+    verbose: bool | None = Field(None, description="Ignored.")
+
+
+class OllamaEmbedRequest(Body):
+    model: str
+    input: str | Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)]
+    truncate: bool | None = Field(None, description="Cut a text that is too long at its end. Default true.")
+    dimensions: limits.TokenCount | None = None
+    options: OllamaOptions | None = Field(None, description="Ignored.")
+    keep_alive: KeepAlive | None = Field(None, description="Ignored.")
+
+
+class OllamaEmbeddingsRequest(Body):
+    """The older form, with one text."""
+
+    model: str
+    prompt: str
+    options: OllamaOptions | None = Field(None, description="Ignored.")
+    keep_alive: KeepAlive | None = Field(None, description="Ignored.")

@@ -1,0 +1,288 @@
+"""Run background responses: durable in the queue, beside online requests and batches, one task each.
+
+They share the window of the batches, so both together use the spare capacity and take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from jaxserve.api.batch.batch_request import MAX_ATTEMPTS, MAX_WAIT, READY_POLL
+from jaxserve.api.batch.pause import StoragePause
+from jaxserve.api.batch.window import Window
+from jaxserve.api.errors.responses import as_http_error
+from jaxserve.api.response_state.event_log import FIRST_EVENTS, EventLog, Followers, replayed
+from jaxserve.api.response_state.items import stored_output
+from jaxserve.api.response_state.keeper import without_output
+from jaxserve.api.response_state.locks import ConversationLocks
+from jaxserve.api.responses.answer import Keeper
+from jaxserve.errors import (
+    ConflictError,
+    HTTPError,
+    NotReadyError,
+    QueueFullError,
+    StorageError,
+    StoreDamagedError,
+)
+from jaxserve.store.response_records import NewResponse, ResponseRecord, ResponseStatus, StoredItem
+from jaxserve.store.response_store import ResponseStore, Whole
+from jaxserve.store.sqlite.database import LeaseLostError
+
+QUEUE_DELAY = 5.0  # seconds until the queue is read again after an internal error
+
+Json = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+class EventSource(Protocol):
+    """What a response is written from."""
+
+    def events(self) -> AsyncGenerator[Json, None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StartedResponse:
+    """A background response whose turn it is. request: the body of its request without the input"""
+
+    record: ResponseRecord
+    request: bytes
+    input: list[StoredItem]
+
+
+MakeAnswer = Callable[[StartedResponse, Keeper], Awaitable[EventSource]]
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundSettings:
+    """make_answer: plans a response. ready: returns whether the engine accepts requests now"""
+
+    make_answer: MakeAnswer
+    ready: Callable[[], bool]
+    retry_delay: float = 1.0  # seconds before a failed write or attempt is retried; doubles each time
+
+
+class ResponseGoneError(ConflictError):
+    """The response was cancelled or deleted while it ran."""
+
+
+class BackgroundKeeper:
+    """Ends a running response in the store, after its events. A full disk delays that.
+
+    release: unlocks its conversation, so that the client can go on once it has read the final event
+    """
+
+    def __init__(
+        self,
+        store: ResponseStore,
+        response_id: str,
+        log: EventLog | None,
+        pause: StoragePause,
+        release: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._id = response_id
+        self._log = log
+        self._release = release
+        self._pause = pause
+        self.is_gone = False
+
+    async def begin(self) -> None: ...
+
+    async def finish(self, response: Json, output_items: list[Json]) -> None:
+        """Raises ResponseGoneError."""
+        if self._log is not None:
+            await self._log.flush()
+        status, body, output = ResponseStatus(response["status"]), without_output(response), stored_output(output_items)
+        while True:
+            try:
+                self.is_gone = not await self._store.end(self._id, status, body, output)
+                break
+            except StorageError as error:
+                await self._pause.wait(error)
+        self._pause.end()
+        self._release()
+        if self.is_gone:
+            raise ResponseGoneError("The response was cancelled.")
+
+
+class BackgroundRunner:
+    """Run the background responses of `store` within `window`."""
+
+    def __init__(
+        self, store: ResponseStore, window: Window, locks: ConversationLocks, settings: BackgroundSettings
+    ) -> None:
+        self._store = store
+        self._window = window
+        self._locks = locks
+        self._settings = settings
+        self._followers = Followers()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._queued = asyncio.Event()
+
+    async def start(self) -> None:
+        """Decide about the responses that an earlier server left, and run the queue."""
+        try:
+            await self._store.recover(FIRST_EVENTS)
+            for conversation_id, response_id in await self._store.busy_conversations():
+                self._locks.lock(conversation_id, response_id)
+        except HTTPError as error:
+            logger.critical("no background response can go on: %s", error.message)
+            return
+        self._spawn(self._run_queue())
+
+    async def stop(self) -> None:
+        """Stop every response as it is; the next start decides about it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def submit(self, new: NewResponse, response: Json) -> None:
+        """Store a queued response. Its conversation is locked already, until the response has ended."""
+        kinds = ("response.created", "response.queued")
+        events = [
+            (number, orjson.dumps({"type": kind, "sequence_number": number, "response": response}))
+            for number, kind in enumerate(kinds)
+        ]
+        await self._store.insert(new, (), events if new.logged else ())
+        self._queued.set()
+
+    async def cancel(self, response_id: str, owner: str | None) -> Whole:
+        """Cancel a background response as ResponseStore.cancel does, and stop it."""
+        whole = await self._store.cancel(response_id, owner=owner)
+        if whole[0].status is ResponseStatus.CANCELLED:
+            self._stop(whole[0])
+        return whole
+
+    async def delete(self, response_id: str, owner: str | None) -> None:
+        """Delete a response; one that runs is stopped."""
+        record, _ = await self._store.get(response_id, owner=owner)
+        await self._store.delete(response_id, owner=owner)
+        self._stop(record)
+
+    def events(self, response_id: str, after: int) -> AsyncGenerator[bytes, None]:
+        """Yield the JSON of each event above `after`: those logged, then live ones."""
+        return replayed(self._store, self._followers, self._running, response_id, after)
+
+    def _stop(self, record: ResponseRecord) -> None:
+        if (task := self._running.get(record.id)) is not None:
+            task.cancel()
+        self._locks.unlock(record.conversation_id, record.id)  # it can add nothing any more
+        self._followers.wake(record.id)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run_queue(self) -> None:
+        pause = StoragePause("the queue of background responses", self._settings.retry_delay)
+        while True:
+            try:
+                await self._start_next()
+                pause.end()
+            except StorageError as error:
+                await pause.wait(error)
+            except (LeaseLostError, StoreDamagedError) as error:
+                logger.critical("background responses stop here: %s", error.message)
+                return
+            except Exception:
+                logger.exception("the queue of background responses goes on in %.0f s", QUEUE_DELAY)
+                await asyncio.sleep(QUEUE_DELAY)
+
+    async def _start_next(self) -> None:
+        """Start the oldest queued response once the window has room; wait if there is none."""
+        self._queued.clear()
+        found = await self._store.queued(1)
+        if not found:
+            await self._queued.wait()
+            return
+        size = found[0].size
+        await self._window.enter(size)
+        try:
+            started = await self._store.start(found[0].id)
+        except BaseException:
+            self._window.leave(size)
+            raise
+        if started is None:  # cancelled meanwhile
+            return self._window.leave(size)
+        response = StartedResponse(*started)
+        task = self._running[response.record.id] = self._spawn(self._run(response))
+        # Done outside the task: a task cancelled before its first step runs none of its code.
+        task.add_done_callback(lambda _: self._ended(response.record, size))
+
+    def _ended(self, record: ResponseRecord, size: int) -> None:
+        self._window.leave(size)
+        self._running.pop(record.id, None)
+        self._locks.unlock(record.conversation_id, record.id)
+        self._followers.wake(record.id)
+
+    async def _run(self, response: StartedResponse) -> None:
+        record = response.record
+        pause = StoragePause(f"response {record.id}", self._settings.retry_delay)
+        log = EventLog(self._store, record.id, self._followers, pause) if record.logged else None
+        release = functools.partial(self._locks.unlock, record.conversation_id, record.id)
+        keeper = BackgroundKeeper(self._store, record.id, log, pause, release)
+        try:
+            await self._answer(response, keeper, log)
+            if log is not None:
+                await log.flush()
+        except ResponseGoneError:
+            pass
+        except (LeaseLostError, StoreDamagedError) as error:
+            logger.critical("response %s stops here: %s", record.id, error.message)
+        finally:
+            if log is not None:
+                log.stop()
+
+    async def _answer(self, response: StartedResponse, keeper: BackgroundKeeper, log: EventLog | None) -> None:
+        """Run a response to its end. Attempts that fail before its first event are repeated as those of batches are."""
+        attempt = 1
+        while True:
+            while not self._settings.ready():
+                await asyncio.sleep(READY_POLL)
+            try:
+                return await self._attempt(response, keeper, log)
+            except (QueueFullError, NotReadyError) as error:
+                await asyncio.sleep(min(error.retry_after or 1.0, MAX_WAIT))
+            except (ResponseGoneError, LeaseLostError, StoreDamagedError):
+                raise
+            except Exception as error:
+                failure = as_http_error(error)
+                if failure.status < 500 or attempt == MAX_ATTEMPTS:
+                    return await self._fail(response, keeper, log, failure)
+                await asyncio.sleep(self._settings.retry_delay * 2 ** (attempt - 1))
+                attempt += 1
+
+    async def _attempt(self, response: StartedResponse, keeper: BackgroundKeeper, log: EventLog | None) -> None:
+        answer = await self._settings.make_answer(response, keeper)
+        async with aclosing(answer.events()) as events:
+            async for event in events:
+                if keeper.is_gone:
+                    return
+                if log is not None:
+                    await log.add(event)
+
+    async def _fail(
+        self, response: StartedResponse, keeper: BackgroundKeeper, log: EventLog | None, error: HTTPError
+    ) -> None:
+        """End a response that could not begin."""
+        code = "server_error" if error.status >= 500 else error.code or "invalid_prompt"
+        failed = orjson.loads(response.record.body) | {
+            "status": ResponseStatus.FAILED,
+            "error": {"code": code, "message": error.message},
+        }
+        await keeper.finish(failed, [])
+        if log is not None:
+            await log.add({"type": "response.failed", "response": failed | {"output": []}})

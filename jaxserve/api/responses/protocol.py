@@ -1,0 +1,216 @@
+"""The body of OpenAI's POST /v1/responses and /v1/responses/input_tokens.
+
+As in protocol/messages.py, what only offers something that is not there is ignored and logged once. What demands it is
+refused by name (api/responses/task.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxserve.api.protocol import limits
+from jaxserve.api.protocol.common import Body, Part, StructuredOutputs
+
+MAX_INPUT_ITEMS = 8192  # a turn of an agent is a call, its output and reasoning
+MAX_ITEM_PARTS = 4096
+MAX_INSTRUCTION_ITEMS = 256  # items; the answer repeats them
+MAX_LOGPROB_CHOICES = 20
+
+SHOWS_LOGPROBS = "message.output_text.logprobs"
+SHOWS_SEALED = "reasoning.encrypted_content"
+
+ItemId = Annotated[str, Field(max_length=128)]
+CallId = Annotated[str, Field(min_length=1, max_length=128)]
+ToolText = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class ItemPart(Part):
+    """A part of a message, of a reasoning or of a call's output; `type` decides which fields are read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None: parts carry annotations, images and log-probabilities."""
+        return {}
+
+
+ItemParts = Annotated[list[ItemPart], Field(max_length=MAX_ITEM_PARTS)]
+
+
+class InputItem(Part):
+    """An item of a conversation; `type` decides which fields are read, and an item with a role is a message."""
+
+    type: str | None = None
+    role: Literal["user", "developer", "system", "assistant"] | None = None
+    content: str | ItemParts | None = None
+    id: ItemId | None = None
+    call_id: CallId | None = None
+    name: ToolText | None = None
+    namespace: ToolText | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | ItemParts | None = None
+    summary: ItemParts | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None: items carry a status, a phase, and fields of hosted tools."""
+        return {}
+
+
+class ToolInputFormat(Part):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class ResponseTool(Part):
+    """A function, a custom tool or a namespace of both. Tools of other types are not offered."""
+
+    type: str
+    name: ToolText | None = Field(None, description="Required of a function, a custom tool and a namespace.")
+    description: str | None = Field(None, description="Of a namespace: ignored.")
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Default false.")
+    format: ToolInputFormat | str | dict[str, Any] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None: hosted tools have fields of their own."""
+        return {}
+
+
+class ResponseToolChoice(Part):
+    """A named tool, or the tools that may be called. A hosted tool here is refused."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = Field(None, description="Of allowed_tools.")
+    tools: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_TOOLS)] | None = None
+
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """None: hosted tools have fields of their own."""
+        return {}
+
+
+class TextFormat(Part):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Part):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Passed to the chat template.")
+
+
+class ReasoningConfig(Part):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="none turns reasoning off; others are passed to the chat template as reasoning_effort."
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Ignored: reasoning is shown.")
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Ignored.")
+    context: Literal["auto", "current_turn", "all_turns"] | None = Field(None, description="Ignored.")
+
+
+class ConversationName(Part):
+    id: str
+
+
+class ResponseStreamOptions(Part):
+    include_obfuscation: bool | None = Field(None, description="Ignored: no padding is sent.")
+
+
+Include = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+
+
+class ResponsesRequest(Body):
+    model: str | None = Field(None, description="Default: the first model served.")
+    input: str | Annotated[list[InputItem], Field(max_length=MAX_INPUT_ITEMS)] | None = None
+    instructions: str | Annotated[list[InputItem], Field(max_length=MAX_INSTRUCTION_ITEMS)] | None = Field(
+        None, description="A system message before everything. Not inherited from a previous response."
+    )
+    previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = Field(None, description="Only with stream.")
+    max_output_tokens: limits.TokenCount | None = Field(
+        None, description="Of reasoning and answer. Default: the rest of the context."
+    )
+    temperature: limits.Temperature | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
+    top_p: limits.TopP | None = Field(None, description="Default: the model's, else 1.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_CHOICES)] | None = Field(
+        None, description="Shown if `include` has message.output_text.logprobs."
+    )
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Default true.")
+    max_tool_calls: limits.TokenCount | None = Field(None, description="Ignored: of hosted tools.")
+    include: Annotated[list[Include], Field(max_length=16)] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: the oldest turns are left out if the conversation is too long."
+    )
+    metadata: limits.Metadata | None = None
+    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Ignored.")
+    safety_identifier: Annotated[str, Field(max_length=128)] | None = Field(None, description="Ignored.")
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="Ignored: shared prefixes are found by content."
+    )
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored; the answer says default.")
+    prompt: dict[str, Any] | None = Field(None, description="Refused: there are no stored templates.")
+    client_metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    context_management: Any = Field(None, description="Ignored.")
+    moderation: Any = Field(None, description="Ignored.")
+    access_programs: Any = Field(None, description="Ignored.")
+
+    top_k: limits.TopK | None = Field(None, description="-1 and 0: off. Default: the model's, else off.")
+    min_p: limits.MinP | None = Field(None, description="Default: the model's, else 0.")
+    frequency_penalty: limits.AdditivePenalty | None = Field(None, description="Default 0.")
+    presence_penalty: limits.AdditivePenalty | None = Field(None, description="Default 0.")
+    repetition_penalty: limits.RepetitionPenalty | None = Field(None, description="Default: the model's, else 1.")
+    seed: limits.Seed | None = Field(None, description="The same seed gives the same tokens.")
+    logit_bias: limits.LogitBias | None = Field(None, description="Token id -> added to its logit.")
+    min_tokens: limits.TokenCountOrZero | None = Field(
+        None, description="The output does not end before this many tokens. Default 0."
+    )
+    ignore_eos: bool | None = Field(None, description="Ignore the end-of-sequence token. Default false.")
+    stop: limits.StopText | limits.Stops | None = Field(None, description="Texts that end the output.")
+    stop_token_ids: limits.TokenIds | None = Field(
+        None, description="Tokens that end the output, in addition to the model's."
+    )
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="text.format in vLLM's form.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: limits.Priority | None = Field(
+        None, description="Lower values run earlier (policy: priority). Default 0."
+    )
+    cache_salt: limits.CacheSalt | None = Field(
+        None, description="Only requests with the same value share cached prefixes."
+    )
+    request_id: limits.Identifier | None = Field(None, description="For aborts and logs. Default: the response's id.")

@@ -1,0 +1,182 @@
+"""What each named API key uses, and the limits of `server.keys`: requests in hand and tokens a minute.
+
+The scheduler enforces weights and `max_running` (see scheduler/waiting/tenants.py). Here a request that would exceed a
+limit is refused with 429, which names the key's limit and the seconds after which there will be room.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxserve.config_keys import DEFAULT_KEY, ApiKey
+from jaxserve.errors import InvalidValueError, QueueFullError
+from jaxserve.types.sampling import Tenant
+
+COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "refused", "num_live")
+_WEIGHT = 1 / 16  # of the newest request in the moving average of seconds
+
+
+class KeyLimitError(QueueFullError):
+    """A limit of one API key. retry_after: seconds"""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = max(1.0, retry_after)
+
+
+class TokenBucket:
+    """Tokens that may be used within a minute. They refill evenly; what runs may use more, which is waited for later.
+
+    clock: returns seconds
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self._capacity = per_minute
+        self._clock = clock
+        self._left = float(per_minute)
+        self._at = clock()
+
+    def take(self, count: int) -> None:
+        now = self._clock()
+        self._left = min(self._capacity, self._left + (now - self._at) * self._capacity / 60) - count
+        self._at = now
+
+    @property
+    def seconds_until_some(self) -> float:
+        """Return the seconds until there is a token; 0 if there is one."""
+        self.take(0)
+        return 0.0 if self._left >= 1 else (1 - self._left) * 60 / self._capacity
+
+
+class KeyPeers(Protocol):
+    """The same key in the other processes of a server with `server.workers`."""
+
+    def publish(self, usage: KeyUsage) -> None: ...
+
+    def others(self, name: str) -> int: ...
+
+    @property
+    def wait(self) -> float: ...
+
+    def refill(self, usage: KeyUsage) -> None: ...
+
+    def absorb(self, row: int, usage: KeyUsage) -> None: ...
+
+
+@dataclass
+class KeyUsage:
+    """One key: its tenant for the scheduler, its limits, and its counts since the start, in this process.
+
+    max_live: requests that run or wait; None: no limit
+    peers: its counts in other processes, which the limits and `as_dict` include
+    """
+
+    tenant: Tenant
+    max_live: int | None = None
+    bucket: TokenBucket | None = None
+    num_live: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    refused: int = 0
+    seconds_a_request: float = 1.0
+    peers: KeyPeers | None = None
+
+    @property
+    def name(self) -> str:
+        return self.tenant.name or DEFAULT_KEY
+
+    def check(self, count: int = 1) -> None:
+        """Check the limits for `count` more requests.
+
+        Raises KeyLimitError, or InvalidValueError for more than there may ever be at once.
+        """
+        if self.max_live is not None and count > self.max_live:
+            message = f"The request has {count} sequences; the key {self.name!r} may have {self.max_live} in hand."
+            raise InvalidValueError(message)
+        try:
+            self._check(count)
+        except KeyLimitError:
+            self.add({"refused": 1})
+            raise
+
+    def _check(self, count: int) -> None:
+        if self.bucket is not None and (seconds := self._wait(self.bucket)):
+            message = f"The key {self.name!r} has used its tokens_per_minute."
+            raise KeyLimitError(message, seconds)
+        if self.max_live is not None and (num_live := self.total("num_live")) + count > self.max_live:
+            seconds = self.seconds_a_request * (num_live + count - self.max_live) / max(1, num_live)
+            message = f"The key {self.name!r} has {num_live} requests in hand; its max_queued allows no more."
+            raise KeyLimitError(message, seconds)
+
+    def _wait(self, bucket: TokenBucket) -> float:
+        return bucket.seconds_until_some if self.peers is None else self.peers.wait
+
+    def total(self, name: str) -> int:
+        """Return a count of all processes."""
+        own: int = getattr(self, name)
+        return own if self.peers is None else own + self.peers.others(name)
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add to counts by name."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+        if self.peers is not None:
+            self.peers.publish(self)
+
+    def begin(self, count: int, prompt_tokens: int) -> None:
+        """Count `count` requests with so many prompt tokens in all."""
+        self.add({"num_live": count, "requests": count, "prompt_tokens": prompt_tokens})
+        if self.bucket is not None:
+            self.bucket.take(prompt_tokens)
+
+    def generated(self, count: int) -> None:
+        """Count output tokens."""
+        self.completion_tokens += count
+        if self.bucket is not None:
+            self.bucket.take(count)
+        if self.peers is not None:
+            self.peers.publish(self)
+
+    def end(self, count: int, seconds: float, cached_tokens: int) -> None:
+        """Count the end of `count` requests, which took so long."""
+        self.add({"num_live": -count, "cached_tokens": cached_tokens})
+        self.seconds_a_request += _WEIGHT * (seconds - self.seconds_a_request)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "weight": self.tenant.weight} | {name: self.total(name) for name in COUNTS}
+
+
+class KeyUsages:
+    """The usage of every key of `server.keys`, and of the default key. Empty without `server.keys`: nothing is counted.
+
+    max_num_seqs: requests that the engine runs at once
+    """
+
+    def __init__(self, keys: Iterable[ApiKey], max_num_seqs: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._by_owner = {usage.tenant.name: usage for usage in (_usage(key, max_num_seqs, clock) for key in keys)}
+        if self._by_owner:
+            self._by_owner.setdefault("", KeyUsage(Tenant()))
+
+    def of(self, owner: str) -> KeyUsage | None:
+        return self._by_owner.get(owner)
+
+    def all(self) -> list[KeyUsage]:
+        return list(self._by_owner.values())
+
+
+def _usage(key: ApiKey, max_num_seqs: int, clock: Callable[[], float]) -> KeyUsage:
+    name = "" if key.name == DEFAULT_KEY else key.name
+    max_live = None
+    if key.max_queued is not None:
+        max_live = min(key.max_running or math.inf, max_num_seqs) + key.max_queued
+    return KeyUsage(
+        Tenant(name, key.weight, key.max_running),
+        None if max_live is None else int(max_live),
+        None if key.tokens_per_minute is None else TokenBucket(key.tokens_per_minute, clock),
+    )

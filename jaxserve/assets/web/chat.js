@@ -1,0 +1,178 @@
+// The chat: asks, shows the stream, and keeps the conversation.
+
+import { stream } from "./api.js";
+import { addCall, callNode, sentForm } from "./calls.js";
+import { render } from "./markdown.js";
+import { button, byId, copyButton, download, folded, made, notice } from "./page.js";
+import * as talks from "./talks.js";
+
+let talk = talks.search("")[0] ?? talks.newTalk();
+let running = null; // the AbortController of the answer that comes
+
+function requestBody(asked) {
+  const number = (id) => (byId(id).value === "" ? {} : { [id]: Number(byId(id).value) });
+  const system = byId("system").value ? [{ role: "system", content: byId("system").value }] : [];
+  const tools = byId("tools").value.trim() ? { tools: readTools() } : {};
+  const limits = ["temperature", "top_p", "max_tokens", "seed"].map(number);
+  return Object.assign({ model: byId("models").value, messages: [...system, ...asked] }, tools, ...limits);
+}
+
+function readTools() {
+  try {
+    return JSON.parse(byId("tools").value);
+  } catch {
+    throw new Error("The tools in Settings are not JSON.");
+  }
+}
+
+function fill(node, message, isLast = false) {
+  const body = made("div", { className: "body" });
+  if (message.role === "user") body.append(message.content);
+  else body.append(render(message.content));
+  const calls = (message.calls ?? []).map((each) => callNode(each, isLast));
+  const thought = message.thinking ? [folded("Thinking", message.thinking, node.querySelector("details")?.open ?? false)] : [];
+  const ended = message.ended ? [made("p", { className: message.failed ? "error" : "dim", textContent: message.ended })] : [];
+  node.replaceChildren(...thought, body, ...calls, ...ended);
+}
+
+function tools(message, index) {
+  const again = () => answerFrom(index);
+  const edit = () => {
+    talk.messages.length = index;
+    byId("question").value = message.content;
+    show();
+    byId("question").focus();
+  };
+  const branch = () => choose(talks.branch(talk, index + 1));
+  const more = message.role === "user" ? [button("Edit", edit)] : [button("Regenerate", again)];
+  if (index === talk.messages.length - 1) {
+    const next = () => answerFrom(index + 1);
+    if (message.role === "user") more.push(button("Ask again", next));
+    else if (message.calls) more.push(button("Send results", next));
+  }
+  return made("div", { className: "tools" }, copyButton(message.content), ...more, button("Branch", branch));
+}
+
+function messageNode(message, index) {
+  const node = made("article", { className: `message ${message.role}` });
+  fill(node, message, !running && index === talk.messages.length - 1);
+  if (!running) node.append(tools(message, index));
+  return node;
+}
+
+function show() {
+  byId("messages").replaceChildren(...talk.messages.map(messageNode));
+  byId("messages").scrollTop = byId("messages").scrollHeight;
+  byId("send").hidden = running !== null;
+  byId("stop").hidden = running === null;
+  showTalks();
+}
+
+function showTalks() {
+  byId("talks").replaceChildren(...talks.search(byId("search").value).map((each) => {
+    const open = button(talks.titleOf(each), () => choose(each));
+    open.className = "open";
+    const remove = button("×", () => removeTalk(each.id));
+    remove.title = "Delete";
+    return made("li", { className: each.id === talk.id ? "here" : "" }, open, remove);
+  }));
+}
+
+function removeTalk(id) {
+  talks.remove(id);
+  if (id !== talk.id) return showTalks();
+  talk.messages.length = 0; // an answer that still runs does not bring it back
+  choose(talks.newTalk());
+}
+
+function choose(other) {
+  byId("side").classList.remove("open");
+  if (other.id === talk.id) return;
+  running?.abort();
+  running = null;
+  talk = other;
+  show();
+  byId("question").focus();
+}
+
+function keep(of) {
+  if (!talks.put(of)) notice("This browser has no room for more conversations: export them and delete some.");
+}
+
+// Asks with the messages before `index` and streams the answer into a new message there.
+async function answerFrom(index) {
+  const own = talk;
+  const abort = new AbortController();
+  const message = { role: "assistant", content: "" };
+  const dropped = own.messages.splice(index);
+  const asked = own.messages.flatMap(sentForm);
+  own.messages.push(message);
+  running = abort;
+  notice("");
+  show();
+  const node = byId("messages").lastElementChild;
+  let due = 0;
+  const draw = () => {
+    due = 0;
+    const list = byId("messages");
+    const follows = list.scrollHeight - list.scrollTop - list.clientHeight < 80;
+    fill(node, message);
+    if (follows) list.scrollTop = list.scrollHeight;
+  };
+  try {
+    for await (const chunk of stream(requestBody(asked), abort.signal)) {
+      add(message, chunk);
+      // A long text takes longer to draw, so it is drawn less often.
+      due ||= setTimeout(draw, Math.min(1000, 40 + message.content.length / 100));
+    }
+  } catch (error) {
+    message.failed = error.name !== "AbortError";
+    message.ended = message.failed ? `The answer is not whole: ${error.message}` : "stopped";
+    if (message.failed) notice(error.message);
+  }
+  clearTimeout(due);
+  const isEmpty = !message.content && !message.thinking && !message.calls;
+  if (isEmpty && message.failed) own.messages.splice(index, 1, ...dropped);
+  if (running === abort) running = null;
+  keep(own);
+  if (talk === own) show();
+}
+
+function add(message, chunk) {
+  for (const { delta = {}, finish_reason: reason } of chunk.choices ?? []) {
+    if (delta.content) message.content += delta.content;
+    if (delta.reasoning_content) message.thinking = (message.thinking ?? "") + delta.reasoning_content;
+    for (const call of delta.tool_calls ?? []) addCall((message.calls ??= []), call);
+    if (reason === "length") message.ended = "ended: the limit of tokens is reached";
+  }
+}
+
+function ask(event) {
+  event?.preventDefault();
+  const question = byId("question").value.trim();
+  if (!question || running) return;
+  byId("question").value = "";
+  talk.messages.push({ role: "user", content: question });
+  keep(talk);
+  answerFrom(talk.messages.length);
+}
+
+export function openChat() {
+  byId("ask").addEventListener("submit", ask);
+  byId("question").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) ask(event);
+  });
+  addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
+  byId("stop").addEventListener("click", () => running?.abort());
+  byId("new").addEventListener("click", () => choose(talks.newTalk()));
+  byId("menu").addEventListener("click", () => byId("side").classList.toggle("open"));
+  byId("search").addEventListener("input", showTalks);
+  byId("export").addEventListener("click", () => download("conversations.json", new Blob([talks.exported()])));
+  byId("import").addEventListener("change", async (event) => {
+    const [file] = event.target.files;
+    if (file && !talks.importText(await file.text())) notice(`${file.name} has no conversations of this page.`);
+    event.target.value = "";
+    showTalks();
+  });
+  show();
+}

@@ -1,0 +1,74 @@
+// Files and batches: upload, start, progress, download, cancel.
+
+import { call } from "./api.js";
+import { button, byId, download, made, notice } from "./page.js";
+
+const run = (action) => () => action().then(refresh).catch((error) => notice(error.message));
+const json = async (path, options) => (await call(path, options)).json();
+const row = (name, ...cells) => made("tr", {}, ...cells.map((cell) => made(name, {}, cell)));
+const when = (seconds) => new Date(1000 * seconds).toLocaleString();
+
+async function save(id, name) {
+  download(name, await (await call(`v1/files/${encodeURIComponent(id)}/content`)).blob());
+}
+
+function start(file) {
+  const body = JSON.stringify({ input_file_id: file.id, endpoint: "/v1/chat/completions", completion_window: "24h" });
+  return call("v1/batches", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+}
+
+function fileRow(file) {
+  const actions = [button("Download", run(() => save(file.id, file.filename)))];
+  if (file.purpose === "batch") actions.push(button("Start batch", run(() => start(file))));
+  actions.push(button("Delete", run(() => call(`v1/files/${encodeURIComponent(file.id)}`, { method: "DELETE" }))));
+  return row("td", file.filename, file.purpose, `${file.bytes} B`, when(file.created_at), made("div", { className: "row" }, ...actions));
+}
+
+function batchRow(batch) {
+  const { completed = 0, failed = 0, total = 0 } = batch.request_counts ?? {};
+  const actions = [];
+  if (batch.output_file_id) actions.push(button("Output", run(() => save(batch.output_file_id, `${batch.id}.jsonl`))));
+  if (batch.error_file_id) actions.push(button("Errors", run(() => save(batch.error_file_id, `${batch.id}.errors.jsonl`))));
+  if (["validating", "in_progress"].includes(batch.status)) {
+    actions.push(button("Cancel", run(() => call(`v1/batches/${encodeURIComponent(batch.id)}/cancel`, { method: "POST" }))));
+  }
+  const done = made("progress", { max: Math.max(total, 1), value: completed + failed });
+  const counts = made("span", {}, done, ` ${completed} of ${total}${failed ? `, ${failed} failed` : ""}`);
+  return row("td", batch.id, batch.status, counts, when(batch.created_at), made("div", { className: "row" }, ...actions));
+}
+
+async function refresh() {
+  const [files, batches] = await Promise.all([json("v1/files?limit=100"), json("v1/batches?limit=100")]);
+  byId("file-table").replaceChildren(row("th", "Name", "Purpose", "Size", "Made", ""), ...files.data.map(fileRow));
+  byId("batch-table").replaceChildren(row("th", "Batch", "Status", "Requests", "Made", ""), ...batches.data.map(batchRow));
+}
+
+async function upload(event) {
+  const [file] = event.target.files;
+  if (!file) return;
+  const form = new FormData();
+  form.append("purpose", "batch");
+  form.append("file", file);
+  byId("uploading").textContent = `${file.name} is sent ...`;
+  try {
+    await call("v1/files", { method: "POST", body: form });
+    notice("");
+    await refresh();
+  } catch (error) {
+    notice(error.message);
+  }
+  byId("uploading").textContent = "";
+  event.target.value = "";
+}
+
+export function openFiles() {
+  byId("upload").onchange = upload;
+  let ended = false;
+  async function tick() {
+    if (ended) return;
+    await refresh().catch((error) => ended || notice(error.message));
+    setTimeout(tick, 2000);
+  }
+  tick();
+  return () => (ended = true);
+}

@@ -1,0 +1,85 @@
+// The live page: plots of the last two minutes, from /metrics alone.
+
+import { call } from "./api.js";
+import { byId, made, notice } from "./page.js";
+
+const KEPT = 120;
+const rate = (name) => (now, before, seconds) => (sum(now, name) - sum(before, name)) / seconds;
+const PLOTS = [
+  ["Tokens per second", rate("jaxserve:generation_tokens_total"), (value) => value.toFixed(0)],
+  ["Prompt tokens per second", rate("jaxserve:prompt_tokens_total"), (value) => value.toFixed(0)],
+  ["Time to first token", firstToken, (value) => `${(1000 * value).toFixed(0)} ms`],
+  ["Running", (now) => sum(now, "jaxserve:num_requests_running"), String],
+  ["Queue", (now) => sum(now, "jaxserve:num_requests_waiting"), String],
+  ["KV pages in use", (now) => 100 * sum(now, "jaxserve:kv_cache_usage"), (value) => `${value.toFixed(1)} %`],
+  ["Prefix hits", hits, (value) => `${value.toFixed(0)} %`],
+  ["Memory of the API process", (now) => sum(now, "process_resident_memory_bytes") / 2 ** 20, (value) => `${value.toFixed(0)} MiB`],
+];
+
+export function parse(text) {
+  const found = new Map();
+  for (const [, name, value] of text.matchAll(/^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)/gm)) {
+    found.set(name, (found.get(name) ?? 0) + Number(value));
+  }
+  return found;
+}
+
+const sum = (metrics, name) => metrics.get(name) ?? 0;
+
+// The mean of the interval; null where no request had its first token in it.
+function firstToken(now, before) {
+  const grown = (end) => sum(now, `jaxserve:time_to_first_token_seconds_${end}`) - sum(before, `jaxserve:time_to_first_token_seconds_${end}`);
+  return grown("count") > 0 ? grown("sum") / grown("count") : null;
+}
+
+function hits(now, before) {
+  const grown = (name) => sum(now, name) - sum(before, name);
+  const asked = grown("jaxserve:prompt_tokens_total");
+  return asked > 0 ? (100 * grown("jaxserve:cached_tokens_total")) / asked : null;
+}
+
+function plot(title) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", `0 0 ${KEPT} 100`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  const line = document.createElementNS(svg.namespaceURI, "polyline");
+  svg.append(line);
+  const value = made("b", { textContent: "–" });
+  const most = made("span", { className: "dim" });
+  return { node: made("figure", {}, made("figcaption", { textContent: title }), value, svg, most), line, value, most, points: [] };
+}
+
+function draw(each, read, unit) {
+  const known = each.points.filter((point) => point !== null);
+  const top = Math.max(...known, 1e-9);
+  const first = KEPT - each.points.length;
+  each.line.setAttribute("points", each.points.flatMap((point, at) =>
+    point === null ? [] : [0, 1].map((edge) => `${first + at + edge},${98 - 96 * (point / top)}`)).join(" "));
+  each.value.textContent = known.length ? unit(known.at(-1)) : "–";
+  each.most.textContent = known.length ? `peak ${unit(Math.max(...known))}` : "";
+}
+
+export function openLive() {
+  const plots = PLOTS.map(([title]) => plot(title));
+  byId("plots").replaceChildren(...plots.map((each) => each.node));
+  let before = null, last = 0, ended = false;
+  async function tick() {
+    try {
+      const now = parse(await (await call("metrics")).text());
+      const time = performance.now();
+      if (before) PLOTS.forEach(([, read, unit], at) => {
+        const each = plots[at];
+        each.points.push(read(now, before, (time - last) / 1000));
+        each.points = each.points.slice(1 - KEPT);
+        draw(each, read, unit);
+      });
+      [before, last] = [now, time];
+      if (!ended) notice("");
+    } catch (error) {
+      if (!ended) notice(error.message);
+    }
+    if (!ended) setTimeout(tick, 1000);
+  }
+  tick();
+  return () => (ended = true);
+}

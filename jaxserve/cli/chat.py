@@ -1,0 +1,116 @@
+"""`jaxserve chat [MODEL]`: talk to a model in the terminal, at a running server (--url) or at one that it starts.
+
+In a pipe the input is one question: `echo question | jaxserve chat`. In a terminal, Ctrl-C stops the answer, Ctrl-D
+ends the program, and /help lists the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import httpx2
+from rich.console import Console
+
+from jaxserve.bench.load import root_url
+from jaxserve.cli.terminal.chat_shell import ChatShell, answer
+from jaxserve.cli.terminal.conversation import Conversation, error_message
+from jaxserve.errors import ConfigError, UnexpectedEndError
+from jaxserve.transport.child_process import child_environment, python_command
+
+_CARD = "jaxserve is ready"
+_STOP_SECONDS = 30.0
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command `chat`. Raises ConfigError if no server answers or starts."""
+    options, rest = _parser().parse_known_args(words)
+    if rest and options.url is not None:
+        raise ConfigError(f"unknown argument {rest[0]}", fix="flags of launch need a server that chat starts: no --url")
+    with _server(options, rest) as url:
+        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        with httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(600, connect=10)) as http:
+            served = _served(http, url)
+            named = options.model if options.url is not None and options.model else served[0]
+            talk = Conversation(http, named, system=options.system)
+            if sys.stdin.isatty():
+                return ChatShell(talk, Console(soft_wrap=False)).run()
+            return _answer_all(talk)
+
+
+def _answer_all(talk: Conversation) -> int:
+    """Answer the whole standard input as one question. The answer goes to stdout, errors to stderr."""
+    question = sys.stdin.read().strip()
+    if not question:
+        raise ConfigError("there is no question", fix="echo question | jaxserve chat")
+    answer(talk, question, Console(highlight=False), markdown=False)
+    return 0
+
+
+def _served(http: httpx2.Client, url: str) -> list[str]:
+    """Return the names that the server serves. Raises ConfigError."""
+    try:
+        reply = http.get("/v1/models")
+    except httpx2.HTTPError as error:
+        fix = "start it with jaxserve launch, or leave --url out"
+        raise ConfigError(f"no server answers at {url}: {error}", fix=fix) from None
+    if reply.status_code == httpx2.codes.UNAUTHORIZED:
+        raise ConfigError(error_message(reply), fix="set --api-key or JAXSERVE_SERVER__API_KEY")
+    if reply.status_code != httpx2.codes.OK:
+        raise ConfigError(error_message(reply))
+    return [model["id"] for model in reply.json()["data"]]
+
+
+@contextlib.contextmanager
+def _server(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
+    """Yield the address of the server: the running one, or one that lives as long as this context."""
+    if options.url is not None:
+        yield options.url
+        return
+    model = [options.model] if options.model else []
+    command = python_command("jaxserve", "launch", *model, "--port", "0", "--logging.level", "warning", *flags)
+    # A session of its own: Ctrl-C is for the answer, not for the server.
+    process = subprocess.Popen(
+        command,
+        env=child_environment() | ({"JAXSERVE_SERVER__API_KEY": options.api_key} if options.api_key else {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield _ready_url(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _ready_url(process: subprocess.Popen[str]) -> str:
+    """Wait for the ready card and return the address. Raises UnexpectedEndError."""
+    assert process.stdout is not None
+    ready = False
+    for line in process.stdout:
+        ready = ready or line.strip() == _CARD
+        if ready and line.startswith("URL"):
+            return root_url(line.split()[1])
+    raise UnexpectedEndError("the server did not start", fix="see the line above, or run jaxserve doctor")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "jaxserve chat", description=__doc__, allow_abbrev=False, epilog="Other flags are those of jaxserve launch."
+    )
+    parser.add_argument("model", nargs="?", help="hub id or directory; with --url a name that the server serves")
+    parser.add_argument("--url", type=root_url, help="of a running server, with or without /v1")
+    key = os.environ.get("JAXSERVE_SERVER__API_KEY") or os.environ.get("OPENAI_API_KEY")
+    parser.add_argument("--api-key", default=key, help="default: JAXSERVE_SERVER__API_KEY or OPENAI_API_KEY")
+    parser.add_argument("--system", default="", help="the system prompt")
+    return parser

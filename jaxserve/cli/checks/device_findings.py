@@ -1,0 +1,105 @@
+"""The checks of `jaxserve doctor` that import jax: devices, drivers, kernels, the numbers, the model's files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jaxserve.cli.checks.findings import Finding, examined
+from jaxserve.config import Config
+from jaxserve.engine.factory import locate
+from jaxserve.errors import ConfigError
+from jaxserve.model_directory import local_directory
+from jaxserve.model_files import check_directory
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.loader import inspect
+from jaxserve.ops.paged_attention import backend_names, get_backend
+from jaxserve.runtime.compilation.compiler import compiler_options
+from jaxserve.runtime.memory import device_memory
+from jaxserve.runtime.mesh import DeviceMesh, make_mesh
+from jaxserve.runtime.numerics.numeric_cases import NumericCase
+from jaxserve.runtime.numerics.numeric_check import attention_case, serving_cases, wrong_numbers
+from jaxserve.runtime.runner_config import resolve_dtypes
+from jaxserve.text.tokenizer import Tokenizer
+
+_NVIDIA = Path("/proc/driver/nvidia/version")
+_GIB = 2**30
+
+
+def findings(config: Config) -> Iterator[Finding]:
+    """Yield what is found on the devices and in the model's files."""
+    section = config.mesh
+    try:
+        mesh = make_mesh(section.device, data=section.data, tensor=section.tensor, expert=section.expert)
+    except (ConfigError, RuntimeError) as error:  # RuntimeError: of jax, for a platform that does not start
+        yield Finding.of("devices", error)
+        mesh = None
+    if mesh is not None:
+        yield from examined("devices", lambda: _devices(mesh))
+        yield from examined("kernels", lambda: _kernels(config, mesh))
+    yield from examined("model", lambda: _model(config, mesh))
+
+
+def _devices(mesh: DeviceMesh) -> Iterator[Finding]:
+    kinds = ", ".join(f"{device.platform}:{device.id} {device.device_kind}" for device in mesh.devices)
+    yield Finding("devices", "ok", f"{kinds}, {device_memory(mesh.devices) / _GIB:.1f} GiB")
+    if _NVIDIA.exists():
+        yield Finding("devices", "ok", f"driver: {_NVIDIA.read_text().splitlines()[0].removeprefix('NVRM version: ')}")
+
+
+def _kernels(config: Config, mesh: DeviceMesh) -> Iterator[Finding]:
+    """Check the numbers of the kernels that would serve, then of each other attention backend of the platform."""
+    try:
+        backend = get_backend(config.runtime.attention, mesh.platform)
+    except ConfigError as error:
+        yield Finding.of("kernels", error)
+        backend = get_backend("xla", mesh.platform)
+    deterministic = config.runtime.deterministic
+    _, dtype = resolve_dtypes(config.model.dtype, mesh.platform)
+    for case in serving_cases(backend, mesh, dtype, deterministic=deterministic):
+        yield from _numbers(case, mesh, deterministic=deterministic)
+    for name in backend_names(mesh.platform):
+        if name == backend.name:
+            continue
+        try:
+            other = get_backend(name, mesh.platform)
+        except ConfigError as error:  # it does not serve here
+            slower = name == "native" and "install gcc or clang for faster kernels"
+            yield Finding("kernels", "warn", str(error), slower or error.fix or "")
+            continue
+        check = functools.partial(_numbers, attention_case(other, mesh, dtype), mesh, deterministic=deterministic)
+        yield from examined("numbers", check)
+
+
+def _numbers(case: NumericCase, mesh: DeviceMesh, *, deterministic: bool) -> Iterator[Finding]:
+    options = compiler_options(mesh.platform, deterministic=deterministic)
+    wrong = wrong_numbers([case], mesh.devices[0], options)
+    fix = f"do not serve with jax {jax.__version__} here: try another version of jax, the driver or the C compiler"
+    if wrong:
+        yield Finding("numbers", "bad", f"wrong {wrong[0]}", fix)
+    else:
+        yield Finding("numbers", "ok", f"{case.name}: as numpy's")
+
+
+def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
+    """Check config.json, the tokenizer and the names and sizes of the weights. Downloads nothing."""
+    path = config.model.path
+    directory = locate(config) if path is None else local_directory(path)
+    if directory is None:
+        yield Finding("model", "ok", f"{path} is a hub id: its files are checked at launch")
+        return
+    check_directory(directory)
+    model = read_config(directory)
+    Tokenizer.from_directory(directory if config.model.tokenizer is None else config.model.tokenizer)
+    model = model.replace(quantization="none" if model.stored_form is None else "stored")
+    dtype = resolve_dtypes(config.model.dtype, "cpu" if mesh is None else mesh.platform)[0]
+    size = inspect(directory, dtype=dtype, config=model).num_bytes
+    text = f"{model.architecture} in {directory}: {size / _GIB:.2f} GiB of weights"
+    if mesh is not None and size > config.cache.memory_fraction * device_memory(mesh.devices):
+        fix = "use more devices, model.quantization, or a smaller model; jaxserve plan shows what fits"
+        yield Finding("model", "bad", f"{text}, more than the devices hold", fix)
+    else:
+        yield Finding("model", "ok", text)

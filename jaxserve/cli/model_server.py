@@ -1,0 +1,55 @@
+"""The server of one of several models: `python -m jaxserve.cli.model_server`, started by front/model_process.py.
+
+Reads its configuration as one line of JSON from stdin and serves on the socket that it inherits, as `jaxserve launch`
+does. Exits at once when stdin closes, which means that the front has ended, and drains on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+import uvloop
+
+from jaxserve.cli.launch import Launch, freeze
+from jaxserve.cli.main import describe
+from jaxserve.cli.serving.heap import keep_heap_small
+from jaxserve.config import Config
+from jaxserve.errors import ConfigError, UnexpectedEndError
+from jaxserve.front.model_process import ModelServerStart
+from jaxserve.log import configure_logging
+from jaxserve.transport.child_process import end_with_parent
+
+
+async def _serve(config: Config, listener: socket.socket) -> int:
+    launch = Launch(config, listener, quiet=True)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, launch.stop)
+    return await launch.serve(on_ready=freeze)
+
+
+def main() -> int:
+    """Serve until SIGTERM or the front's end and return the exit code, as `jaxserve launch`."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the front handles them
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=ModelServerStart)
+    end_with_parent()
+    config = Config.parse(json.loads(start.config))
+    configure_logging(config.logging)
+    keep_heap_small()
+    try:
+        with socket.socket(fileno=start.listener) as listener:
+            return uvloop.run(_serve(config, listener))
+    except (ConfigError, UnexpectedEndError) as error:
+        print(f"{config.model.served_name[0]}: {describe(error)}".replace("jaxserve: ", "", 1), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # threads of the template's and the grammar's helpers may still wait

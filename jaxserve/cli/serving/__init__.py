@@ -1,0 +1,1 @@
+"""What every server needs around its application: socket, certificate, signals, uvicorn, and worker processes."""

@@ -1,0 +1,217 @@
+"""The workers of a server with `server.workers`: started with what the engine is, started again if they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from jaxserve.api.shared.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
+from jaxserve.cli.serving.worker import WorkerStart
+from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.relay import Relay, Relays
+from jaxserve.client.supervisor import DUMP_TIME, Restarts
+from jaxserve.client.watchdog import LOOK_INTERVAL
+from jaxserve.config import Config
+from jaxserve.errors import HTTPError, UnexpectedEndError
+from jaxserve.telemetry.merging import Families, counted, merge_families
+from jaxserve.transport.board import Board
+from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.socket_directory import SocketDirectory
+
+WRITE_INTERVAL = 0.05  # seconds between two writes to the board
+ANSWER_SECONDS = 2.0  # that a worker has to answer a call
+FINISH_SECONDS = 8.0  # that a worker has to end its open answers, of which uvicorn takes 5
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Workers:
+    """All workers of one server.
+
+    listener: they accept its connections. main_socket: where the main process serves what they pass on
+    """
+
+    def __init__(self, config: Config, engine: AsyncEngine, listener: socket.socket, sealing_key: bytes) -> None:
+        self._config = config
+        self._rows = range(1, config.server.workers + 1)
+        self._listener = listener
+        self._directory = SocketDirectory()
+        self.main_socket = str(self._directory.path / "http")
+        shape = self._shape = len(self._rows) + 1, num_columns(len(config.server.keys))
+        self._board = Board.create(*shape)
+        self.group = ProcessGroup(Board(self._board, *shape), MAIN, sealing_key=sealing_key)
+        self._relays = Relays(engine)
+        self._engine = engine
+        self._numbers: dict[Relay, int] = {}
+        self._readings: dict[int, Families] = {}  # the latest metrics of each worker
+        self._ended: Families = []  # what workers that have ended had counted
+        self._starts = 0
+        self._is_stopping = False
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._seed = secrets.randbits(62) if config.runtime.random_seed is None else config.runtime.random_seed
+
+    async def run(self, keeper: GroupKeeper) -> None:
+        """Keep all workers running until cancelled. Raises UnexpectedEndError if one dies again and again."""
+        work = [self._relays.run(), self._write(keeper), *(self._keep(row, keeper) for row in self._rows)]
+        tasks = [asyncio.create_task(each) for each in work]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, keeper: GroupKeeper) -> None:
+        while True:
+            keeper.write()
+            await asyncio.sleep(WRITE_INTERVAL)
+
+    async def _keep(self, row: int, keeper: GroupKeeper) -> None:
+        restarts = Restarts()
+        while True:
+            began = time.monotonic()
+            code = await self._run_one(row)
+            keeper.ended(row)
+            if self._is_stopping:
+                return
+            delay = restarts.next_delay("counted", time.monotonic() - began)
+            if delay is None:
+                raise UnexpectedEndError(f"worker {row} ended with status {code} again", fix="see the lines above")
+            logger.error("worker %d ended with status %d: its requests are aborted; restart in %g s", row, code, delay)
+            await asyncio.sleep(delay)
+
+    async def _run_one(self, row: int) -> int:
+        """Run one worker until it ends; return its exit status."""
+        self._starts += 1
+        number = self._starts  # others start meanwhile
+        here, there = socket.socketpair()
+        with there:
+            process = await asyncio.create_subprocess_exec(
+                *python_command("jaxserve.cli.serving.worker"),
+                env=child_environment(),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=(there.fileno(), self._listener.fileno(), self._board),
+            )
+            start = WorkerStart(
+                config=self._config.with_secrets(),
+                row=row,
+                id_prefix=f"w{number:x}-",
+                listener=self._listener.fileno(),
+                relay=there.fileno(),
+                board=self._board,
+                board_shape=self._shape,
+                main_socket=self.main_socket,
+                sealing_key=self.group.sealing_key,
+                seed=(self._seed + number * 2**32) % 2**63,
+            )
+        self._processes[row] = process
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(start) + b"\n")
+        relay = await self._relays.connect(here)
+        self._numbers[relay] = number
+        watch = asyncio.create_task(self._watch(row, relay, process))
+        try:
+            if self._engine.was_ready:
+                await self._prepare(relay)
+            return await process.wait()
+        finally:
+            watch.cancel()
+            if process.returncode is None:
+                process.kill()
+            relay.close()
+            self._forget(relay)
+
+    async def _watch(self, row: int, relay: Relay, process: asyncio.subprocess.Process) -> None:
+        """Kill a worker that does not answer for longer than the watchdog's limit.
+
+        Its start may take any time. Only time in which this process ran counts, so a pause of the whole machine kills
+        none.
+        """
+        await self._answer(relay.call("is_alive"), None)
+        while not relay.closed.is_set():
+            answer = asyncio.ensure_future(self._answer(relay.call("is_alive"), None))
+            silent = 0.0
+            while not answer.done():
+                began = time.monotonic()
+                await asyncio.wait((answer,), timeout=LOOK_INTERVAL)
+                silent += min(time.monotonic() - began, LOOK_INTERVAL)
+                if silent > self._config.server.watchdog_timeout:
+                    logger.error("worker %d is stuck (%.0f s): killing it; its stacks follow", row, silent)
+                    process.send_signal(signal.SIGUSR1)
+                    await asyncio.sleep(DUMP_TIME)
+                    process.kill()
+                    return
+            await asyncio.sleep(LOOK_INTERVAL)
+
+    def _forget(self, relay: Relay) -> None:
+        number = self._numbers.pop(relay)
+        self._ended = merge_families([self._ended, counted(self._readings.pop(number, []))])
+
+    async def prepare(self) -> None:
+        """Wait until every worker answers requests without delay. The engine is ready."""
+        await asyncio.gather(*map(self._prepare, self._relays.open))
+
+    async def _prepare(self, relay: Relay) -> None:
+        try:
+            await relay.call("prepare")
+        except HTTPError as error:
+            logger.error("a worker is not ready: %s", error)
+
+    async def abort(self, prefix: str, owner: str | None) -> list[str]:
+        """See Peers."""
+        found = await self._ask(lambda relay: relay.call("abort", prefix=prefix, owner=owner))
+        return [request_id for ids in found.values() for request_id in ids]
+
+    async def metrics(self) -> list[Families]:
+        """See Peers."""
+        self._readings |= await self._ask(lambda relay: relay.call("metrics"))
+        return [*self._readings.values(), self._ended]
+
+    async def _ask(self, call: Callable[[Relay], Awaitable[T]]) -> dict[int, T]:
+        """Call all workers at once; return the answers by the worker's number. One that is late is left out."""
+        numbers = dict(self._numbers)
+        found = await asyncio.gather(*(self._answer(call(relay)) for relay in numbers))
+        return {number: answer for number, answer in zip(numbers.values(), found, strict=True) if answer is not None}
+
+    async def _answer(self, call: Awaitable[T], seconds: float | None = ANSWER_SECONDS) -> T | None:
+        """Return the answer; None if there is none in time, or the worker has ended."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await call
+        except (HTTPError, TimeoutError):
+            return None
+
+    async def finish(self) -> None:
+        """Let all workers accept nothing more, end their open answers and exit."""
+        self._is_stopping = True
+        if self._engine.was_ready:  # else no client waits for an answer
+            await self._ask(lambda relay: relay.call("finish"))
+
+    async def stop(self) -> None:
+        """Wait until the workers have exited after `finish`, and kill those that do not."""
+        running = [process for process in self._processes.values() if process.returncode is None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINISH_SECONDS if self._engine.was_ready else 0):
+                await asyncio.gather(*(process.wait() for process in running))
+        for process in running:
+            if process.returncode is None:
+                process.kill()
+        await asyncio.gather(*(process.wait() for process in running))
+
+    def close(self) -> None:
+        """Remove the directory and the board. Call it after `run` has ended."""
+        os.close(self._board)
+        self._directory.remove()

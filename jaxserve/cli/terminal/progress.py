@@ -1,0 +1,163 @@
+"""The terminal output of a start: one line per phase with its time, then the ready card and a curl command.
+
+Every line fits 80 columns unless a name in it is too long, or it is an agent's command. No line is cut, so that
+everything can be copied.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxserve.cli.options.help import GIB, WIDTH
+from jaxserve.cli.terminal.client_lines import agent_lines
+from jaxserve.client.supervisor import EngineStatus
+from jaxserve.types.messages import EngineInfo
+
+LABEL = 12  # columns of a row's name in the card
+FIRST_PHASE = "engine process"  # starts and imports JAX, before its first status
+SHORT = 0.5  # seconds; a shorter phase without an amount is not printed
+
+
+class StartProgress:
+    """Shows the engine's status during the start, as a context manager.
+
+    seconds: duration of each phase that has ended
+    """
+
+    def __init__(self, *, terminal: bool | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        self._bar = Progress(
+            TextColumn("  {task.description:16}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[amount]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None, amount="")
+
+    def __enter__(self) -> StartProgress:
+        if self._terminal:
+            self._bar.start()
+        self._begin(FIRST_PHASE)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+        if self._terminal:
+            self._bar.stop()
+
+    def show(self, status: EngineStatus) -> None:
+        """Show one status. A new phase ends the line of the previous one."""
+        if status.phase not in ("loading", "restarting") or not status.detail:
+            return
+        if status.detail != self._phase:
+            self._end()
+            self._begin(status.detail)
+        self._last = status
+        self._bar.update(self._task, completed=status.done, total=status.total or None, amount=self._amount())
+
+    def _begin(self, phase: str) -> None:
+        self._phase, self._started, self._last = phase, time.monotonic(), EngineStatus("loading")
+        self._bar.reset(self._task, description=phase, total=None, amount="")
+
+    def _end(self) -> None:
+        seconds = time.monotonic() - self._started
+        self.seconds[self._phase] = seconds
+        amount = self._amount()
+        if amount or seconds > SHORT:
+            self._console.print(f"  {self._phase:16}{amount:28}{seconds:6.1f} s")
+
+    def _amount(self) -> str:
+        last = self._last
+        if last.unit == "bytes" and last.done:
+            rate = last.done / max(1e-9, time.monotonic() - self._started) / 1e9
+            return f"{last.done / GIB:.2f} GiB, {rate:.2f} GB/s"
+        return f"{last.done}/{last.total}" if last.total else ""
+
+
+def ready_card(
+    info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float] | None = None, total: float = 0.0
+) -> str:
+    """Return the ready card: URL, model, device, memory, durations, a curl command, and how to start agents.
+
+    seconds: of each phase of the start
+    total: seconds since the command began
+    """
+    rows = {
+        "URL": f"{url}/v1",
+        "model": f"{', '.join(info.served_names)} ({info.architecture}, {info.dtype})",
+        "device": f"{_devices(info.devices)}, attention {info.attention}",
+        "memory": _memory(info),
+        "requests": _requests(info),
+    }
+    if seconds:
+        phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
+        rows["start"] = "\n".ljust(LABEL + 1).join(textwrap.wrap(f"{total:.1f} s: {phases}", WIDTH - LABEL))
+    shown = [f"{name:{LABEL}}{text}" for name, text in rows.items()]
+    agents = agent_lines(info, url, api_key=api_key)
+    examples = ["", curl_example(info, url, api_key=api_key), *(["", *agents] if agents else [])]
+    return "\n".join([*shown, *examples])
+
+
+def _devices(devices: list[str]) -> str:
+    """Return "gpu:0 NVIDIA H200" for one device, "8 x NVIDIA H200" for several."""
+    if len(devices) == 1:
+        return devices[0]
+    kinds = Counter(device.partition(" ")[2] for device in devices)
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def _memory(info: EngineInfo) -> str:
+    plan = info.memory_plan
+    weights, kv = (plan.get(name, 0) / GIB for name in ("weight_bytes", "kv_bytes"))
+    other = (plan.get("state_bytes", 0) + plan.get("scratch_bytes", 0)) / GIB
+    text = f"{plan.get('device_bytes', 0) / GIB:.1f} GiB: weights {weights:.2f}, "
+    if info.num_pages:  # an encoder has no KV cache
+        text += f"KV cache {kv:.2f} ({info.num_kv_tokens} tokens), "
+    text += f"other {other:.2f}"
+    if plan.get("window") is not None:
+        text += f"; {plan['num_window_pages']} pages for windows of {plan['window']}"
+    return text
+
+
+def _requests(info: EngineInfo) -> str:
+    if not info.num_pages:
+        return f"{info.max_num_seqs} texts at once, of at most {info.max_model_len} tokens"
+    full = info.memory_plan.get("max_concurrency", 0.0)
+    return f"{info.max_num_seqs} at once, {full:.1f} of the full context of {info.max_model_len} tokens"
+
+
+def curl_example(info: EngineInfo, url: str, *, api_key: bool) -> str:
+    """Return a shell command that sends one request."""
+    name = json.dumps(info.served_names[0])
+    question = "What is the capital of France?"
+    if info.task != "generate":
+        path = "/v1/embeddings" if info.task == "embed" else "/v1/classify"
+        body = [f'{{"model": {name},', f' "input": "{question}"}}']
+    else:
+        message = f'{{"role": "user", "content": "{question}"}}'
+        path = "/v1/chat/completions"
+        body = [f'{{"model": {name},', ' "temperature": 0,', f' "messages": [{message}]}}']
+    data = "\n".join(body).replace("'", "'\\''")
+    lines = [f"curl {url}{path}", "  -H 'Content-Type: application/json'"]
+    if api_key:
+        lines.append('  -H "Authorization: Bearer $JAXSERVE_SERVER__API_KEY"')
+    return " \\\n".join([*lines, f"  -d '{data}'"])
+
+
+def show_ready(info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float]) -> None:
+    """Print the ready card. seconds: of each phase of the start."""
+    total = time.time() - psutil.Process().create_time()
+    print(f"jaxserve is ready\n{ready_card(info, url, api_key=api_key, seconds=seconds, total=total)}", flush=True)

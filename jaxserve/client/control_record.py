@@ -1,0 +1,59 @@
+"""The calls that a new engine process gets after a death, so that it is again as its operator left it.
+
+Weights of a directory are loaded again, and the engine is paused or put to sleep again. Weights that came as bytes are
+gone with the process: the new one has those of its start, and says so in its weight version.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Call = tuple[str, dict[str, Any]]
+
+
+class ControlRecord:
+    """The state that calls of engine_control.py have made."""
+
+    def __init__(self) -> None:
+        self._weights: Call | None = None  # the last update that can be repeated
+        self._label: str | None = None  # given since then
+        self._lost: str | None = None  # label of weights that cannot be loaded again
+        self._mode: str | None = None  # how it is paused
+        self._sleep: dict[str, Any] | None = None
+
+    def note(self, method: str, args: dict[str, Any], result: Any) -> None:
+        """Take in a call that has succeeded."""
+        match method:
+            case "update_from_directory":
+                self._weights = method, {"path": args["path"], "version": result}
+                self._label = self._lost = None
+            case "update_from_file":
+                self._weights = self._label = None
+                self._lost = result
+            case "set_weight_version":
+                self._label = result
+            case "pause":
+                self._mode = args.get("mode", "abort")
+            case "resume":
+                self._mode = None
+            case "sleep":
+                self._sleep = {"level": args.get("level", 1), "tags": result}
+            case "wake" if self._sleep is not None:
+                self._sleep = self._sleep | {"tags": result} if result else None
+
+    def calls(self) -> list[Call]:
+        """Return the calls for a new engine, in order."""
+        if self._lost is not None:
+            logger.error("the weights %r went with the engine: it has the weights of its start", self._lost)
+            self._lost = self._label = None
+        found = [self._weights] if self._weights is not None else []
+        if self._label is not None:
+            found.append(("set_weight_version", {"version": self._label}))
+        if self._mode is not None:
+            found.append(("pause", {"mode": self._mode}))
+        if self._sleep is not None:
+            found.append(("sleep", self._sleep | {"mode": "retract"}))
+        return found

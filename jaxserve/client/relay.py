@@ -1,0 +1,208 @@
+"""The main process's end of the connection to one worker, which serves HTTP and makes text.
+
+To the worker it looks like an engine that never dies: its requests become live sequences of this process's AsyncEngine,
+which sends them again to a new engine. Their tokens go to the worker as they are.
+
+    worker  --Add · Abort · Reply-->  Relay  -->  AsyncEngine  -->  engine
+            <--Located · Ready · EngineState · Outputs · Refused · Call--
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from typing import Any
+
+import msgspec
+
+from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.engine_calls import EngineCalls
+from jaxserve.client.sequence_table import LiveSequence
+from jaxserve.errors import EngineDeadError, HTTPError
+from jaxserve.transport.frame_stream import FrameStream
+from jaxserve.types.messages import (
+    Abort,
+    Add,
+    EngineInfo,
+    EngineState,
+    Located,
+    MessageError,
+    Outputs,
+    Ready,
+    Refused,
+    Reply,
+    ToWorker,
+    decode_from_worker,
+    encode,
+)
+from jaxserve.types.output import TokenOutput
+from jaxserve.types.sampling import EngineRequest
+
+logger = logging.getLogger(__name__)
+
+
+class RelayedTokens:
+    """The tokens of a sequence whose text the worker makes. Stands in for SequenceText."""
+
+    thinks_too_long = False
+    stopped_by_text = False
+
+    def __init__(self, index: int, token_ids: list[int]) -> None:
+        self.index = index
+        self.output_token_ids = list(token_ids)
+
+    def push(self, output: TokenOutput) -> TokenOutput:
+        self.output_token_ids += output.token_ids
+        return output
+
+    def end_thinking(self) -> TokenOutput:
+        """Raise NotImplementedError: the thinking of a relayed sequence has no bound here."""
+        raise NotImplementedError("the worker counts the thinking's tokens")
+
+
+class RelayedOutputs:
+    """The outputs of one sequence on their way to its worker. Stands in for Outbox."""
+
+    __slots__ = ("_relay", "_worker_id")
+
+    def __init__(self, relay: Relay, worker_id: str) -> None:
+        self._relay = relay
+        self._worker_id = worker_id
+
+    def put(self, item: TokenOutput | HTTPError) -> None:
+        self._relay.deliver(self._worker_id, item)
+
+
+class Relay:
+    """The requests of one worker in one engine. closed: set when the worker has closed the connection or died"""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._stream = FrameStream(self._take, self._ended)
+        self._calls = EngineCalls(self._send)
+        self._numbers = itertools.count()  # choices of a request may come one by one, so they are not counted within it
+        self._sequences: dict[str, LiveSequence] = {}  # by the engine id that the worker made
+        self._outputs: list[TokenOutput] = []  # for the next frame
+        self._told: tuple[Located | None, EngineInfo | None, EngineState | None] = (None, None, None)
+        self.closed = asyncio.Event()
+
+    async def connect(self, connection: socket.socket) -> None:
+        """Serve the worker behind a connected socket."""
+        await asyncio.get_running_loop().create_connection(lambda: self._stream, sock=connection)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._sequences)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    async def call(self, method: str, **args: Any) -> Any:
+        """Call the worker and return its result. Raises InvalidValueError, or EngineDeadError if it dies meanwhile."""
+        if self.closed.is_set():
+            raise EngineDeadError("the worker has ended")
+        return await self._calls.call(method, args)
+
+    def tell(self, located: Located | None, info: EngineInfo | None, state: EngineState) -> None:
+        """Tell the worker what it does not know yet about the engine."""
+        told, self._told = self._told, (located, info, state)
+        if located is not None and located != told[0]:
+            self._send(located)
+        if info is not None and info != told[1]:
+            self._send(Ready(info))
+        self._send(state)
+
+    def deliver(self, worker_id: str, item: TokenOutput | HTTPError) -> None:
+        """Send an output, or the error that ends a sequence."""
+        if isinstance(item, HTTPError):
+            self._sequences.pop(worker_id, None)
+            self._flush()
+            self._send(Refused.of(worker_id, item))
+            return
+        if item.finish_reason is not None:
+            self._sequences.pop(worker_id, None)
+        if item.request_id != worker_id:  # it was sent to the engine again under another id
+            item = msgspec.structs.replace(item, request_id=worker_id)
+        if not self._outputs:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outputs.append(item)
+
+    def _flush(self) -> None:
+        """Send the outputs that the engine's latest message brought, as one frame."""
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._send(Outputs(outputs))
+
+    def _send(self, message: ToWorker) -> None:
+        self._stream.send(encode(message))
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            message = decode_from_worker(frame)
+        except MessageError as error:
+            logger.error("a worker's frame is dropped: %s", error)
+            return
+        match message:
+            case Add():
+                self._add(message)
+            case Abort(ids):
+                self._engine.abort_sequences(each for id in ids if (each := self._sequences.get(id)) is not None)
+            case Reply():
+                self._calls.take(message)
+
+    def _add(self, message: Add) -> None:
+        requests = message.requests()
+        sequences = [self._sequence(request) for request in requests]
+        try:
+            self._engine.submit(sequences, message)
+        except HTTPError as error:
+            for request in requests:
+                self._send(Refused.of(request.request_id, error))
+            return
+        self._sequences |= {sequence.engine_id: sequence for sequence in sequences}
+
+    def _sequence(self, request: EngineRequest) -> LiveSequence:
+        tokens = RelayedTokens(next(self._numbers), request.resumed_token_ids)
+        outputs = RelayedOutputs(self, request.request_id)
+        return LiveSequence(request, tokens, outputs, is_answered=request.is_answered)
+
+    def _ended(self) -> None:
+        self.closed.set()
+        left, self._sequences = list(self._sequences.values()), {}
+        self._engine.abort_sequences(left)
+        self._calls.fail(EngineDeadError("the worker ended"))
+
+
+class Relays:
+    """The relays of all workers of one engine. `run` tells them about its state."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._relays: list[Relay] = []
+
+    @property
+    def open(self) -> list[Relay]:
+        self._relays = [relay for relay in self._relays if not relay.closed.is_set()]
+        return self._relays
+
+    async def connect(self, connection: socket.socket) -> Relay:
+        """Serve the worker behind a connected socket."""
+        relay = Relay(self._engine)
+        await relay.connect(connection)
+        self._tell(relay)
+        self._relays.append(relay)
+        return relay
+
+    async def run(self) -> None:
+        """Tell every worker of every change of the engine's state."""
+        while True:
+            for relay in self.open:
+                self._tell(relay)
+            await self._engine.next_status()
+
+    def _tell(self, relay: Relay) -> None:
+        status = self._engine.status
+        info = self._engine.info if self._engine.was_ready else None
+        relay.tell(self._engine.located, info, EngineState(status.phase, status.detail))

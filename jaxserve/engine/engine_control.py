@@ -1,0 +1,200 @@
+"""What an operator or a trainer does to a serving engine: replace its weights, pause it, free its memory.
+
+Every call runs between two steps, after the step in flight was read. Requests are accepted in every state; they wait
+until steps run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.serving_state import Mode, Tag
+from jaxserve.errors import InvalidValueError, JaxserveError, ServerError, WeightsLostError
+from jaxserve.models.loading.checkpoint import Checkpoint
+from jaxserve.models.loading.file_formats.safetensors_file import read_contents
+from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, directory_source, source_of
+from jaxserve.runtime.device_weights import DeviceWeights
+
+MAX_LABEL = 128  # characters
+TAGS: tuple[Tag, ...] = get_args(Tag)
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+class DeviceState(Protocol):
+    """The arrays of a runner beside its weights: KV cache, slots, hidden states."""
+
+    def release(self) -> None: ...
+    def rebuild(self) -> None: ...
+
+
+class EngineControl:
+    """served: directory of the model. on_progress: called again and again during a long call"""
+
+    def __init__(self, core: EngineCore, state: DeviceState, weights: DeviceWeights, served: Path) -> None:
+        self._core = core
+        self._state = state
+        self._weights = weights
+        self._served = served
+        self.on_progress: Callable[[], None] = lambda: None
+
+    @property
+    def calls(self) -> Mapping[str, Callable[..., Any]]:
+        """The methods that the API process may call, with plain data as arguments and results."""
+        return {
+            "pause": self.pause,
+            "resume": self.resume,
+            "sleep": self.sleep,
+            "wake": self.wake,
+            "update_from_directory": self.update_from_directory,
+            "update_from_file": self.update_from_file,
+            "set_weight_version": self.set_version,
+            "state": self.state,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return whether the engine is paused, what is not on the devices, and the label of the weights."""
+        serving = self._core.serving
+        return {"paused": serving.paused is not None, "asleep": sorted(serving.asleep), "version": serving.version}
+
+    # --- weights
+
+    def update(
+        self,
+        given: Any,
+        *,
+        version: str | None = None,
+        running: Mode | None = None,
+        partial: bool = False,
+        delete_old: bool = True,
+    ) -> str:
+        """Replace the weights by arrays in this process; see `Engine.update_weights`. Returns the new label."""
+        source = source_of(given, self._weights.structure, partial=partial)
+        return self._update(source, version, running, delete_old=delete_old)
+
+    def update_from_directory(self, path: str, version: str | None = None, running: Mode | None = None) -> str:
+        """Replace the weights by those of a checkpoint directory. If it cannot be read, the old ones stay."""
+        source = directory_source(Path(path), self._weights.structure, self._served)
+        return self._update(source, version, running, delete_old=False)
+
+    def update_from_file(
+        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False
+    ) -> str:
+        """Replace the weights by the tensors of one safetensors file."""
+        file = Path(path)
+        contents = list(read_contents(file))
+        names = [name for name, _ in contents]
+        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()
+        checkpoint = Checkpoint.of(Path("the update"), dict(contents), duplicate=twice)
+        source = NamedTensors(self._weights.structure, checkpoint, partial=partial)
+        return self._update(source, version, running, delete_old=False)
+
+    def _update(self, source: WeightSource, version: str | None, running: Mode | None, *, delete_old: bool) -> str:
+        core, serving = self._core, self._core.serving
+        label = str(serving.num_updates + 1) if version is None else _checked_label(version)
+        mode = _checked_mode(running or ("in_place" if serving.paused == "in_place" else "retract"))
+        if not delete_old:
+            source = self._weights.staged(source, self.on_progress)
+        self._stop_running(mode)
+        core.flush_prefix_cache()
+        try:
+            self._weights.replace(source, tick=self.on_progress)
+        except WeightsLostError:
+            serving.asleep.add("weights")
+            raise
+        except Exception as error:
+            if isinstance(error, JaxserveError):
+                raise
+            raise ServerError(f"the old weights stay: {type(error).__name__}: {error}") from error
+        serving.asleep.discard("weights")
+        serving.num_updates += 1
+        serving.version = label
+        return label
+
+    def set_version(self, version: str, running: Mode | None = None) -> str:
+        """Give the weights another label."""
+        if running is not None:
+            self._stop_running(_checked_mode(running))
+        self._core.settle()
+        self._core.serving.version = _checked_label(version)
+        return version
+
+    # --- pause
+
+    def pause(self, mode: Mode = "abort") -> None:
+        """Run no more steps until `resume`. mode: what becomes of running requests, see `serving_state.Mode`."""
+        self._stop_running(_checked_mode(mode))
+        self._core.serving.paused = mode
+
+    def resume(self) -> None:
+        """Run steps again, unless the engine is asleep."""
+        self._core.serving.paused = None
+
+    def _stop_running(self, mode: Mode) -> None:
+        self._core.settle()
+        if mode == "abort":
+            self._core.abort_all()
+        elif mode == "retract":
+            self._core.scheduler.retract()
+
+    # --- memory
+
+    def sleep(self, level: int = 1, mode: Mode = "abort", tags: Collection[Tag] = TAGS) -> list[Tag]:
+        """Free the memory of the devices until `wake`. Returns what is not on the devices now.
+
+        level: 1 moves the weights to the host's memory. 2 drops them: steps run again after the next update.
+        mode: as in `pause`; no request keeps its KV. tags: what to free. Raises InvalidValueError.
+        """
+        if level not in (1, 2):
+            raise InvalidValueError(f"level is {level}; there are 1 and 2", param="level")
+        if _checked_mode(mode) == "in_place":
+            raise InvalidValueError("no request keeps its KV while the engine sleeps; use retract", param="mode")
+        serving, wanted = self._core.serving, _checked_tags(tags)
+        self._stop_running(mode)
+        if "kv_cache" in wanted and "kv_cache" not in serving.asleep:
+            self._core.scheduler.recover()  # nothing is in flight, so this gives all pages back
+            self._state.release()
+        if "weights" in wanted:
+            self._weights.to_host() if level == 1 else self._weights.drop()
+        serving.asleep |= wanted
+        return sorted(serving.asleep)
+
+    def wake(self, tags: Collection[Tag] = TAGS) -> list[Tag]:
+        """Bring back what `sleep` freed. Returns what is still missing: dropped weights, until the next update.
+
+        Raises ServerError if the devices have no memory for it; the engine then sleeps on.
+        """
+        serving, wanted = self._core.serving, _checked_tags(tags)
+        try:
+            if "weights" in wanted & serving.asleep:
+                self._weights.to_device()
+                serving.asleep -= {"weights"} if self._weights.place == "device" else set()
+            if "kv_cache" in wanted & serving.asleep:
+                self._state.rebuild()
+                serving.asleep.discard("kv_cache")
+        except Exception as error:  # whatever the devices raise if memory is short
+            self._state.release()
+            serving.asleep.add("kv_cache")
+            raise ServerError(f"the engine cannot wake: {type(error).__name__}: {error}") from error
+        return sorted(serving.asleep)
+
+
+def _checked_mode(mode: str) -> Mode:
+    if mode not in MODES:
+        raise InvalidValueError(f"mode is {mode!r}; there are {', '.join(MODES)}", param="mode")
+    return MODES[MODES.index(mode)]
+
+
+def _checked_tags(tags: Collection[str]) -> set[Tag]:
+    unknown = set(tags) - set(TAGS)
+    if unknown:
+        raise InvalidValueError(f"there is no tag {min(unknown)!r}; there are {', '.join(TAGS)}", param="tags")
+    return {tag for tag in TAGS if tag in tags}
+
+
+def _checked_label(label: str) -> str:
+    if not (isinstance(label, str) and 0 < len(label) <= MAX_LABEL and label.isprintable()):
+        raise InvalidValueError(f"a weight version is a text of 1 to {MAX_LABEL} letters", param="weight_version")
+    return label

@@ -1,0 +1,32 @@
+"""Whether steps run, and which weights they run with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxserve.types.output import FIRST_VERSION
+
+# What becomes of running requests: they end; they return to the queue and are computed again; they keep their KV.
+Mode = Literal["abort", "retract", "in_place"]
+Tag = Literal["weights", "kv_cache"]
+
+
+@dataclass
+class ServingState:
+    """paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients"""
+
+    paused: Mode | None = None
+    asleep: set[Tag] = field(default_factory=set)
+    version: str = FIRST_VERSION
+    num_updates: int = 0
+
+    @property
+    def halted(self) -> bool:
+        """Whether no step may run. Requests are accepted and wait."""
+        return self.paused is not None or bool(self.asleep)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """See TokenOutput.weight_versions."""
+        return () if self.version == FIRST_VERSION else (self.version,)

@@ -1,0 +1,119 @@
+"""Passes requests on to the processes of their models, and answers in their place if a process ends."""
+
+from __future__ import annotations
+
+import re
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxserve.api.errors.families import NDJSON, family_of
+from jaxserve.api.errors.responses import ClientDisconnected
+from jaxserve.api.http.middleware import UPLOAD_PATHS
+from jaxserve.api.http.passing import PeerEndedError, pass_on
+from jaxserve.api.http.sse import until_disconnect
+from jaxserve.api.shared.body_cost import BodyLimits
+from jaxserve.errors import ModelEndedError
+from jaxserve.front.choice import choose
+from jaxserve.front.resident import Resident
+from jaxserve.front.residents import Residents
+
+# an object that one of the models has; its id does not say which
+_OBJECT = re.compile(r"(/v1)?/(files|batches|responses|conversations)/[^/]+(/.*)?")
+_WRITTEN_HERE = frozenset({b"x-request-id", b"openai-processing-ms", b"request-id"})  # by RequestContext
+
+
+class Forwarder:
+    """ASGI application: every route that the front does not answer itself."""
+
+    def __init__(self, residents: Residents, limits: BodyLimits) -> None:
+        self._residents = residents
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = None if _is_upload(scope) else await _read(request)
+        plan = await choose(self._residents.catalog, request, body or b"", self._limits)
+        wanted = [self._residents.of(plan)]
+        if body == b"" and "model" not in request.query_params and _OBJECT.fullmatch(scope["path"]):
+            wanted = self._places(wanted[0])
+        for resident in wanted:
+            answer = Answer(scope, send, hold_missing=resident is not wanted[-1])
+            await self._pass_on(resident, request, answer, body)
+            if not answer.is_missing:
+                return
+
+    def _places(self, default: Resident) -> list[Resident]:
+        """Return the models that may have an object: those that are loaded, and the default model."""
+        loaded = [each for each in self._residents.all if each.state == "loaded"]
+        return loaded if default in loaded else [*loaded, default]
+
+    async def _pass_on(self, resident: Resident, request: Request, answer: Answer, body: bytes | None) -> None:
+        """Raises ModelEndedError, NotReadyError and ClientDisconnected if nothing has been answered."""
+        loaded = self._residents.acquire(resident)
+        # to wait for a disconnect would lose a body that was not read
+        is_quick = body is None or resident.state == "loaded"
+        process = await (loaded if is_quick else until_disconnect(request, loaded))
+        try:
+            await pass_on(process.socket, _with_id(request.scope), request.receive, answer.send, body)
+        except PeerEndedError as error:
+            await answer.end(ModelEndedError(f"The process of the model {resident.plan.name!r} ended."), error)
+        finally:
+            self._residents.release(resident)
+
+
+def _is_upload(scope: Scope) -> bool:
+    return scope["method"] in ("POST", "PUT") and scope["path"].startswith(UPLOAD_PATHS)
+
+
+async def _read(request: Request) -> bytes:
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+
+
+def _with_id(scope: Scope) -> Scope:
+    """Return the scope with the request's id in its headers, so that both processes log the same one."""
+    headers = [each for each in scope["headers"] if each[0] != b"x-request-id"]
+    return {**scope, "headers": [*headers, (b"x-request-id", scope["state"]["request_id"].encode("latin-1"))]}
+
+
+class Answer:
+    """The answer of a model's process on its way to the client.
+
+    hold_missing: do not send a 404, because another model may have the object
+    """
+
+    def __init__(self, scope: Scope, send: Send, *, hold_missing: bool) -> None:
+        self._scope = scope
+        self._send = send
+        self._hold_missing = hold_missing
+        self._stream_end = b""  # the end of each event; empty: the answer is no stream
+        self._last = b""
+        self.is_missing = False
+
+    async def send(self, message: Message) -> None:
+        """Send one ASGI message without the headers that this process writes itself, or hold it."""
+        if message["type"] == "http.response.start":
+            self.is_missing = self._hold_missing and message["status"] == 404
+            message["headers"] = [each for each in message["headers"] if each[0].lower() not in _WRITTEN_HERE]
+            kind = dict(message["headers"]).get(b"content-type", b"")
+            self._stream_end = b"\n\n" if kind.startswith(b"text/event-stream") else b"\n" if kind == NDJSON else b""
+        elif self._stream_end:
+            self._last = (self._last + message["body"])[-2:]
+        if not self.is_missing:
+            await self._send(message)
+
+    async def end(self, error: ModelEndedError, cause: PeerEndedError) -> None:
+        """Send the error as an event of the stream. Raises it if the answer has not begun.
+
+        Nothing is sent in the middle of an event or of a whole body: the connection is then closed.
+        """
+        if not cause.has_headers or self.is_missing:
+            self.is_missing = False
+            raise error
+        if self._stream_end and self._last.endswith(self._stream_end):
+            family = family_of(self._scope["path"])
+            event = family.error_event(error, self._scope["state"]["request_id"])
+            await self._send({"type": "http.response.body", "body": event + family.done, "more_body": False})

@@ -1,0 +1,247 @@
+"""The loaded models of the front: loaded when they are asked for, unloaded when idle or for room, loaded again.
+
+Every change of a model's state happens on the event loop, and a load or an unload of a model is one task (`work`), for
+which all its requests wait. So a model is never used by a request and unloaded at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import ModelsSection, ServerSection
+from jaxserve.errors import NotReadyError
+from jaxserve.front.model_plan import Catalog, ModelPlan
+from jaxserve.front.model_process import ModelProcess, ProcessEndedError
+from jaxserve.front.resident import Resident
+
+LOOK_INTERVAL = 1.0  # seconds between two looks for idle models
+FINISH_SECONDS = 15.0  # that a process has beyond the drain timeout to end
+UNKNOWN = -1  # exit status of a process that was not started
+
+logger = logging.getLogger(__name__)
+
+
+class Residents:
+    """All models of one front. directory: private, for the sockets of their processes"""
+
+    def __init__(self, catalog: Catalog, models: ModelsSection, server: ServerSection, directory: Path) -> None:
+        self.catalog = catalog
+        self.all: Sequence[Resident] = [Resident(plan) for plan in catalog.plans]
+        self._by_name = {resident.plan.name: resident for resident in self.all}
+        self._models = models
+        self._end_seconds = server.drain_timeout + FINISH_SECONDS
+        self._directory = directory
+        self._numbers = itertools.count()
+        self._place = asyncio.Lock()  # held while a load looks for room, so that two do not take the same
+        self._freed = asyncio.Event()  # a model may have room, or may be unloaded for it
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self.started = asyncio.Event()  # the models of the start are loaded, or failed
+
+    def of(self, plan: ModelPlan) -> Resident:
+        return self._by_name[plan.name]
+
+    @property
+    def draining(self) -> bool:
+        return self._stopping
+
+    async def run(self) -> None:
+        """Load the models of the start one after the other, then unload idle ones until cancelled."""
+        for resident in self.all:
+            if resident.plan.entry.load == "start":
+                await asyncio.wait((resident.work or self._load_work(resident, asked=True),))
+        self.started.set()
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL)
+            for resident in self.all:
+                await self._unload_if_idle(resident)
+
+    async def acquire(self, resident: Resident) -> ModelProcess:
+        """Load the model if it is not loaded, and keep it until `release`.
+
+        Raises NotReadyError if it is not loaded in time.
+        """
+        await self._until_loaded(resident)
+        assert resident.process is not None
+        resident.in_flight += 1
+        return resident.process
+
+    def release(self, resident: Resident) -> None:
+        resident.in_flight -= 1
+        resident.used = time.monotonic()
+        self._freed.set()
+
+    async def _until_loaded(self, resident: Resident) -> None:
+        resident.waiting += 1
+        try:
+            async with asyncio.timeout(self._models.wait_seconds):
+                while resident.state != "loaded" or self._stopping:
+                    self._check_not_stopping()
+                    resident.check_may_load()
+                    await asyncio.wait((resident.work or self._load_work(resident),))
+        except TimeoutError:
+            raise NotReadyError(f"The model {resident.plan.name!r} is not loaded yet.", param="model") from None
+        finally:
+            resident.waiting -= 1
+
+    def _check_not_stopping(self) -> None:
+        if self._stopping:
+            raise NotReadyError("The server is draining.")
+
+    def load(self, resident: Resident) -> None:
+        """Start to load the model if it is not loaded. Raises NotReadyError while the server drains."""
+        self._check_not_stopping()
+        if resident.state == "unloaded":
+            resident.forgive()
+            self._load_work(resident, asked=True)
+
+    def unload(self, resident: Resident) -> None:
+        """Start to unload the model if it is loaded: its requests end first. A load that runs is given up."""
+        if resident.state == "loading" and resident.work is not None:
+            resident.work.cancel()
+        elif resident.state == "loaded":
+            self._unload_work(resident)
+
+    # loading
+
+    def _load_work(self, resident: Resident, *, asked: bool = False) -> asyncio.Task[None]:
+        """Start to load a model. asked: by the operator, so that it goes on without a request that waits"""
+        resident.state, resident.asked = "loading", asked
+        return self._work(resident, self._load(resident))
+
+    def _work(self, resident: Resident, steps: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start the task that changes the model's state, and forget it when it has ended."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            resident.work = None
+            if resident.state == "loading":  # cancelled before its first step
+                resident.state = "unloaded"
+            self._freed.set()
+
+        resident.work = asyncio.create_task(steps)
+        resident.work.add_done_callback(ended)
+        return resident.work
+
+    async def _load(self, resident: Resident) -> None:
+        """Load the model. A failure is noted, not raised."""
+        began, name = time.monotonic(), resident.plan.name
+        try:
+            async with self._place:
+                if not await self._make_room(resident):
+                    resident.state = "unloaded"
+                    return
+                socket = self._directory / f"{next(self._numbers)}"
+                process = resident.process = ModelProcess(resident.plan.config, socket)
+                await process.start()
+            resident.objects = await process.loaded()
+        except ProcessEndedError as error:
+            self._failed(resident, error.status, served=0.0)
+        except asyncio.CancelledError:
+            await self._give_up(resident)
+            raise
+        except Exception:
+            logger.exception("the process of model %s could not be started", name)
+            await self._give_up(resident)
+            self._failed(resident, UNKNOWN, served=0.0)
+        else:
+            logger.info("model %s is loaded (%.1f s, process %s)", name, time.monotonic() - began, process.pid)
+            resident.state, resident.exit_status = "loaded", None
+            resident.used = time.monotonic()
+            self._keep(self._watch(resident, process))
+
+    async def _give_up(self, resident: Resident) -> None:
+        if resident.process is not None:
+            resident.process.kill()
+            await resident.process.stop(self._end_seconds)
+        resident.state, resident.process = "unloaded", None
+
+    async def _make_room(self, wanted: Resident) -> bool:
+        """Unload the model that was used longest ago until there is a place. Waits while every model is in use.
+
+        Returns false if no request waits for the model any more.
+        """
+        most = self._models.max_loaded
+        while most is not None and sum(each.process is not None for each in self.all) >= most:
+            if not (wanted.waiting or wanted.asked):
+                return False
+            self._freed.clear()
+            free = [each for each in self.all if each.is_free]
+            for resident in sorted(free, key=lambda each: each.used):
+                if await self._unload_if_free(resident):
+                    break
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._freed.wait(), LOOK_INTERVAL)  # a batch's end is not told
+        return True
+
+    async def _watch(self, resident: Resident, process: ModelProcess) -> None:
+        """Wait for the end of a loaded model's process, and note it unless it was asked for."""
+        status = await process.ended()
+        if resident.state == "loaded" and not self._stopping:
+            self._failed(resident, status, served=time.monotonic() - process.since)
+            self._freed.set()
+
+    def _failed(self, resident: Resident, status: int, served: float) -> None:
+        delay = resident.failed(status, served)
+        resident.state, resident.process = "unloaded", None
+        logger.error("the process of model %s ended with status %d", resident.plan.name, status)
+        if resident.plan.entry.load == "start":
+            self._keep(self._load_again(resident, delay))
+
+    async def _load_again(self, resident: Resident, delay: float) -> None:
+        await asyncio.sleep(delay)
+        if resident.state == "unloaded" and not self._stopping:
+            self._load_work(resident, asked=True)
+
+    # unloading
+
+    async def _unload_if_idle(self, resident: Resident) -> None:
+        limit = resident.plan.entry.idle_seconds
+        if limit is not None and resident.is_free and time.monotonic() - resident.used >= limit:
+            await self._unload_if_free(resident)
+
+    async def _unload_if_free(self, resident: Resident) -> bool:
+        """Unload the model and wait for it, unless it works on a batch or a request has come meanwhile."""
+        process = resident.process
+        if process is None or not await process.is_idle():
+            return False
+        if not resident.is_free or resident.process is not process:
+            return False
+        await asyncio.wait((self._unload_work(resident),))
+        return True
+
+    def _unload_work(self, resident: Resident) -> asyncio.Task[None]:
+        resident.state = "unloading"
+        return self._work(resident, self._unload(resident))
+
+    async def _unload(self, resident: Resident) -> None:
+        assert resident.process is not None
+        await resident.process.stop(self._end_seconds)
+        resident.state, resident.process = "unloaded", None
+        logger.info("model %s is unloaded", resident.plan.name)
+
+    def _keep(self, steps: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(steps)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Take no more requests, let those that run end, and end all processes."""
+        self._stopping = True
+        loads = [each.work for each in self.all if each.state == "loading" and each.work is not None]
+        for task in loads:
+            task.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+        for resident in self.all:
+            self.unload(resident)
+        await asyncio.gather(*(each.work for each in self.all if each.work is not None), return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

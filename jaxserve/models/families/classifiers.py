@@ -1,0 +1,25 @@
+"""Decoders with a classification head in place of the output head: the last token's state gives a number per label.
+
+Qwen2, Qwen3, Llama, Gemma and the other families of their files, as `...ForSequenceClassification`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxserve.models.families import gemma, llama
+from jaxserve.models.family import Family
+from jaxserve.models.hf_keys import Json, head_labels
+
+_NAMES = {"Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}  # the plain name has a vision tower
+
+
+def _with_head(family: Family) -> Family:
+    def changes(hf: Json, fields: dict[str, Any]) -> dict[str, Any]:
+        return family.changes(hf, fields) | head_labels(hf)
+
+    plain = family.architecture.replace("ForCausalLM", "ForSequenceClassification")
+    return Family(_NAMES.get(family.architecture, plain), family.model, changes, family.rope_theta)
+
+
+FAMILIES = tuple(_with_head(family) for family in (*llama.FAMILIES, *gemma.FAMILIES))

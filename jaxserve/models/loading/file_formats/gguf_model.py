@@ -1,0 +1,186 @@
+"""A GGUF file as the checkpoint that it was made of: a published config.json's keys, and tensors by published name.
+
+Owns the names of GGUF. Layers that all are Q8_0, or all Q4_0, keep their codes; others are numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.model_files import gguf_file, read_object
+from jaxserve.models.hf_keys import Json, shown
+from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor
+from jaxserve.models.loading.file_formats.gguf_file import GgufFile, read_gguf
+from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, read_rows
+from jaxserve.ops.quantized import BLOCK
+
+_ARCHITECTURES = MappingProxyType(
+    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
+_KEYS = MappingProxyType(
+    {
+        "block_count": "num_hidden_layers",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "context_length": "max_position_embeddings",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.freq_base": "rope_theta",
+    }
+)
+_SCALING_KEYS = MappingProxyType(
+    {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
+)
+# Keys that change nothing here, or that are read below; any other is refused unless it is 0.
+_OTHER_KEYS = ("vocab_size", "rope.dimension_count", "attention.value_length", "rope.scaling.finetuned")
+_NAMES = MappingProxyType(
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    | {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"}
+    | {"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+    | {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    | {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+)
+_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
+_ROTATED = re.compile(r"\.[qk]_proj\.")  # a llama's rows of these are interleaved in the file
+_ROPE_FACTORS = "rope_freqs.weight"
+_DTYPES = MappingProxyType({"F32": "float32", "F16": "float16"})
+_BITS = MappingProxyType({"Q8_0": 8, "Q4_0": 4})  # the types whose codes are kept
+
+
+def config_file(directory: Path) -> Path:
+    """Return the file that describes a model: its GGUF file, or its config.json. directory: may be a GGUF file."""
+    return gguf_file(directory) or directory / "config.json"
+
+
+def published_config(file: Path) -> dict[str, Any]:
+    """Return the object of a config.json, or what it would be of a GGUF file. Raises ModelLoadError."""
+    return _as_published(read_gguf(file)) if file.suffix == ".gguf" else read_object(file)
+
+
+def published_tensors(path: Path) -> dict[str, TensorInfo | BlockTensor]:
+    """Return the tensors of a GGUF file by published name; those of layers with codes are `weight` and `weight_scale`.
+
+    Raises ModelLoadError as `read_gguf` does.
+    """
+    file = read_gguf(path)
+    config, kind = _as_published(file), _layers_type(file)
+    interleaved = config["architectures"] == ["LlamaForCausalLM"]
+    kept = kind if kind in _BITS else None
+    found: dict[str, TensorInfo | BlockTensor] = {}
+    for name, tensor in file.tensors.items():
+        if name == _ROPE_FACTORS:
+            continue
+        full = _full_name(name)
+        if interleaved and _ROTATED.search(full):
+            tensor = dataclasses.replace(tensor, head_rows=_head_dim(config))
+        if (
+            tensor.block.name == kept
+            and len(tensor.shape) == 2
+            and (name.startswith("blk.") or name == "output.weight")
+        ):
+            scales = (tensor.shape[0], tensor.shape[1] // BLOCK)
+            found[full] = dataclasses.replace(tensor, role="values")
+            found[f"{full}_scale"] = dataclasses.replace(tensor, role="scales", shape=scales)
+        else:
+            found[full] = _plain(tensor)
+    return found
+
+
+def _plain(tensor: BlockTensor) -> TensorInfo | BlockTensor:
+    """Return a tensor of numbers as they lie in the file in the form that is read without a copy."""
+    if tensor.block.count > 1 or tensor.head_rows:
+        return tensor
+    return TensorInfo(tensor.raw.file, tensor.block.dtype, tensor.shape, tensor.raw.begin)
+
+
+def _full_name(name: str) -> str:
+    """Return the published name; an unknown one is returned as it is, and is reported as a tensor that does not fit."""
+    layer = _LAYER.fullmatch(name)
+    base, _, kind = (layer.group(2) if layer else name).rpartition(".")
+    if base not in _NAMES:
+        return name
+    return f"model.layers.{layer.group(1)}.{_NAMES[base]}.{kind}" if layer else f"{_NAMES[base]}.{kind}"
+
+
+def _layers_type(file: GgufFile) -> str:
+    """Return the type of all weights of the layers, or "" if they have several."""
+    kinds = {tensor.block.name for name, tensor in file.tensors.items() if _LAYER.match(name) and len(tensor.shape) > 1}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _head_dim(config: Json) -> int:
+    """Return the size of a head. Raises ValueError if the header has none that can be."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    sizes = (config.get("head_dim", 0), hidden, heads)
+    if not all(type(size) is int and size >= 0 for size in sizes) or not heads:
+        raise ValueError(f"heads of {shown(sizes)} cannot be")
+    return config.get("head_dim") or hidden // heads
+
+
+def _as_published(file: GgufFile) -> dict[str, Any]:
+    name = file.values.get("general.architecture")
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
+        supported = ", ".join(_ARCHITECTURES)
+        raise ModelLoadError(
+            f"{file.path}: {shown(name)} of GGUF is not supported", fix=f"serve one of: {supported}, or safetensors"
+        )
+    if file.values.get("split.count", 0) not in (0, 1):
+        raise ModelLoadError(f"{file.path} is one of several parts", fix="join them with llama-gguf-split --merge")
+    own = {key.removeprefix(f"{name}."): value for key, value in file.values.items() if key.startswith(f"{name}.")}
+    _refuse_others(file.path, own)
+    config: dict[str, Any] = {"architectures": [_ARCHITECTURES[name]]}
+    config |= {key: own[given] for given, key in _KEYS.items() if given in own}
+    ids = {key: file.values.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")}
+    config |= {"bos_token_id": ids["bos"], "eos_token_id": sorted({ids["eos"], ids["eot"]} - {None}, key=str)}
+    tensors = file.tensors
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    config["attention_bias"] = "blk.0.attn_output.bias" in tensors
+    config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    if "token_embd.weight" in tensors:
+        config["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    if own.get("rope.dimension_count") not in (None, _head_dim(config)):
+        raise ModelLoadError(f"{file.path}: partly rotated heads are not supported")
+    return config | _scaling(file, own) | _numbers(file)
+
+
+def _refuse_others(path: Path, own: Json) -> None:
+    known = {*_KEYS, *_OTHER_KEYS, *(f"rope.scaling.{key}" for key in _SCALING_KEYS)}
+    others = sorted(key for key, value in own.items() if value and key not in known)
+    if others:
+        raise ModelLoadError(f"{path} has values that are not supported: {', '.join(others)[:200]}")
+
+
+def _numbers(file: GgufFile) -> dict[str, Any]:
+    """Return the keys of a config.json that say in which form its weights are."""
+    kind = _layers_type(file)
+    if kind not in _BITS:
+        return {"dtype": _DTYPES.get(kind, "bfloat16")}
+    head = file.tensors.get("output.weight")
+    wide = [] if head is not None and head.block.name == kind else ["lm_head"]
+    form = {"quant_method": "gguf", "bits": _BITS[kind], "modules_to_not_convert": wide}
+    return {"dtype": "float16", "quantization_config": form}
+
+
+def _scaling(file: GgufFile, own: Json) -> dict[str, Any]:
+    """Return `rope_scaling`. Llama 3's is a tensor of divisors, one a frequency, which LongRoPE's keys express."""
+    tensor = file.tensors.get(_ROPE_FACTORS)
+    if tensor is not None:
+        if tensor.block.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 2**12:
+            raise ModelLoadError(f"{file.path}: {_ROPE_FACTORS} is no vector of float32", fix="download the file again")
+        factors = read_rows(tensor.raw, 0, tensor.shape[0], np.empty(tensor.raw.num_bytes, np.uint8)).view(np.float32)
+        divisors = [float(factor) for factor in factors[:, 0]]
+        same = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
+        return {"rope_scaling": same}
+    found = {
+        key: own[f"rope.scaling.{given}"] for given, key in _SCALING_KEYS.items() if f"rope.scaling.{given}" in own
+    }
+    return {"rope_scaling": found} if found.get("rope_type", "none") != "none" else {}

@@ -1,0 +1,142 @@
+"""The tensors of integer weights, as codes, scales and zeros. Owns their names and how codes are packed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.loading.encode import pack
+from jaxserve.models.stored_form import StoredForm
+from jaxserve.models.weights import Part
+
+Shapes = dict[str, tuple[tuple[int, ...], ...]]
+Read = Callable[[str], np.ndarray]
+
+_MARKS = {
+    "int-quantized": "weight",
+    "gguf": "weight",
+    "pack-quantized": "weight_packed",
+    "gptq": "qweight",
+    "awq": "qweight",
+}
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # in an int32, of the codes of eight successive outputs
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight [O, I]: values int8, E4M3 or, of 4 bits, uint8 [O, I]; scales and zeros float32 [O, groups]."""
+
+    values: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+
+    def repeated(self, group: int) -> dict[str, np.ndarray]:
+        """Return the arrays of leaves by role, with a scale and a zero for `group` numbers, as they are or repeated."""
+        times = self.values.shape[1] // group // self.scales.shape[1]
+        values = pack(self.values) if self.values.dtype == np.uint8 else self.values
+        found = {"values": values, "scales": np.repeat(self.scales, times, axis=1)}
+        return found if self.zeros is None else found | {"zeros": np.repeat(self.zeros, times, axis=1)}
+
+    def wide(self) -> np.ndarray:
+        """Return the numbers, float32 [O, I]."""
+        group = self.values.shape[1] // self.scales.shape[1]
+        middle = 8 if self.values.dtype == np.uint8 else 0
+        zeros = middle if self.zeros is None else np.repeat(self.zeros, group, axis=1)
+        return (self.values.astype(np.float32) - zeros) * np.repeat(self.scales, group, axis=1)
+
+
+def is_stored(part: Part, form: StoredForm | None, names: Mapping[str, object]) -> bool:
+    """Return whether the checkpoint has the part as integers."""
+    if form is None or not form.is_integer:
+        return False
+    if len(part.shape) != 2 or not part.name.endswith(".weight") or "embed_tokens" in part.name:
+        return False
+    return not form.is_wide(_module(part)) and f"{_module(part)}.{_MARKS[form.method]}" in names
+
+
+def code_tensors(part: Part, form: StoredForm) -> Shapes:
+    """Return {name: allowed shapes} of the tensors of a part."""
+    rows, depth = part.shape
+    count, per = form.num_groups(depth), 32 // form.bits
+    match form.method:
+        case "int-quantized" | "gguf":
+            found: Shapes = {"weight": ((rows, depth),), "weight_scale": ((rows, count),)}
+            found |= {"weight_zero_point": ((rows, count),)} if form.zeros else {}
+        case "pack-quantized":
+            found = {"weight_packed": ((rows, -(-depth // per)),), "weight_scale": ((rows, count),)}
+            found |= {"weight_shape": ((2,),)}
+            found |= {"weight_zero_point": ((-(-rows // per), count),)} if form.zeros else {}
+        case "gptq":
+            found = {"qweight": ((depth // per, rows),), "qzeros": ((count, rows // per),), "g_idx": ((depth,),)}
+            found |= {"scales": ((count, rows),)}
+        case _:  # awq
+            found = {"qweight": ((depth, rows // per),), "qzeros": ((count, rows // per),), "scales": ((count, rows),)}
+    return {f"{_module(part)}.{name}": shapes for name, shapes in found.items()}
+
+
+def code_bytes(part: Part, form: StoredForm) -> int:
+    """Return the bytes of a part's tensors as they are published: scales have 2 bytes, codes are packed in int32."""
+    sizes: dict[str, float] = {"weight": 1, "weight_scale": 2, "scales": 2, "weight_shape": 8}
+    sizes |= {"int-quantized": {"weight_zero_point": 1}, "gguf": {"weight": form.bits / 8}}.get(form.method, {})
+    shapes = code_tensors(part, form).items()
+    return int(sum(math.prod(shape) * sizes.get(name.rpartition(".")[2], 4) for name, (shape,) in shapes))
+
+
+def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
+    """Read a part. Raises ModelLoadError if scales are not finite, or its inputs are permuted (act-order)."""
+    tensors = {name.rpartition(".")[2]: read(name) for name in code_tensors(part, form)}
+    rows, depth = part.shape
+    zeros = None
+    match form.method:
+        case "int-quantized" | "gguf":
+            values, scales = tensors["weight"], tensors["weight_scale"]
+            zeros = tensors.get("weight_zero_point")
+        case "pack-quantized":
+            values, scales = _unpack(tensors["weight_packed"], form.bits)[:, :depth], tensors["weight_scale"]
+            if form.zeros:
+                zeros = _unpack(tensors["weight_zero_point"].T, form.bits)[:, :rows].T
+        case "gptq":
+            _check_order(part, form, tensors["g_idx"])
+            values, scales = _unpack(tensors["qweight"].T, form.bits), tensors["scales"].T
+            zeros = _unpack(tensors["qzeros"], form.bits).T
+        case _:  # awq
+            values, scales = _unpack_awq(tensors["qweight"]).T, tensors["scales"].T
+            zeros = _unpack_awq(tensors["qzeros"]).T
+    scales = scales.astype(np.float32)
+    if not np.isfinite(scales).all():
+        raise ModelLoadError(f"{part.name}: not all scales are numbers", fix="download the checkpoint again")
+    values, zeros = _centred(values, None if zeros is None else zeros.astype(np.float32) + form.zero_offset, form)
+    return Codes(values, scales, zeros)
+
+
+def _centred(values: np.ndarray, zeros: np.ndarray | None, form: StoredForm) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return codes of 8 bits as int8, and their zeros moved as far."""
+    if form.bits == 4 or values.dtype == np.int8:
+        return values, zeros
+    return (values ^ 128).view(np.int8), None if zeros is None else zeros - 128
+
+
+def _module(part: Part) -> str:
+    return part.name.removesuffix(".weight")
+
+
+def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """Unpack int32 [N, W] -> uint8 [N, W * 32 / bits], the lowest bits first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    codes = np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)
+    return codes.astype(np.uint8).reshape(len(words), -1)
+
+
+def _unpack_awq(words: np.ndarray) -> np.ndarray:
+    codes = _unpack(words, 4).reshape(len(words), -1, 8)
+    return codes[..., _AWQ_PLACES].reshape(len(words), -1)
+
+
+def _check_order(part: Part, form: StoredForm, g_idx: np.ndarray) -> None:
+    depth = part.shape[1]
+    if not np.array_equal(g_idx, np.arange(depth) // (form.group or depth)):
+        raise ModelLoadError(f"{part.name}: its inputs are permuted (act-order), which is not supported")

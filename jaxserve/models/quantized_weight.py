@@ -1,0 +1,120 @@
+"""Weights of few bits in a model: which layers have them, and the leaves that they are.
+
+A layer does not know: its `weight[...]` is an array, or `ops.quantized.Quantized`, and `linear` and `moe` take both.
+"""
+
+from __future__ import annotations
+
+import math
+from types import EllipsisType
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.layers import GateUpProj, Linear, QKVProj
+from jaxserve.models.moe import ExpertProj
+from jaxserve.models.stored_form import StoredForm
+from jaxserve.models.weights import Kind, Packing
+from jaxserve.ops.quantized import BLOCK, Quantized
+
+_QUANTIZED = (Linear, QKVProj, GateUpProj, ExpertProj)
+_FIX = "set model.quantization: none"
+_WIDE = ("lm_head", "score")  # not quantised at load; embeddings, norms and routers are modules of other classes
+_DTYPES = {"int8": jnp.int8, "int4": jnp.uint8, "fp8": jnp.float8_e4m3fn, "mxfp4": jnp.uint8}
+_LARGEST_GROUP = {"int8": 128, "int4": BLOCK, "fp8": 128, "mxfp4": BLOCK}
+
+
+class QuantizedWeight(nnx.Module):
+    """A layer's weight [..., N, K] in few bits. `group`: numbers of a row that share a scale."""
+
+    def __init__(self, wide: nnx.Param, kind: Kind, group: int, *, stored: bool = False, zeros: bool = False) -> None:
+        *rows, depth = wide.shape
+        metadata = {name: wide.get_metadata()[name] for name in ("axes", "init", "parts")}
+
+        def leaf(role: Literal["values", "scales", "zeros"], count: int, dtype: jnp.dtype) -> nnx.Param:
+            packing = Packing(kind, group, role, wide.shape, stored)
+            return nnx.Param(jnp.zeros((*rows, count), dtype), packing=packing, **metadata)
+
+        halved, scale = kind in ("int4", "mxfp4"), jnp.uint8 if kind == "mxfp4" else jnp.float32
+        self.values = leaf("values", depth // 2 if halved else depth, jnp.dtype(_DTYPES[kind]))
+        self.scales = leaf("scales", depth // group, jnp.dtype(scale))
+        self.zeros = leaf("zeros", depth // group, jnp.dtype(jnp.float32)) if zeros else None
+
+    def __getitem__(self, index: EllipsisType) -> Quantized:
+        return Quantized(self.values[...], self.scales[...], None if self.zeros is None else self.zeros[...])
+
+
+def quantize(model: nnx.Module, kind: Kind) -> None:
+    """Replace the weights of linear layers and experts in a model made under `nnx.eval_shape`.
+
+    A weight stays wide if K is no multiple of 32, and all heads, embeddings, norms, routers and MLA's projections do.
+    """
+    for path, module in _layers(model):
+        if path[0] in _WIDE:
+            continue
+        depth = module.weight.shape[-1]
+        if depth % BLOCK == 0:
+            _replace(module, QuantizedWeight(module.weight, kind, group_size(depth, kind)))
+
+
+def keep_stored(model: nnx.Module, form: StoredForm) -> None:
+    """Replace the weights that a checkpoint has in few bits, in a model made under `nnx.eval_shape`.
+
+    FP8 weights whose rows cannot be grouped stay wide. Raises ModelLoadError for a fused weight of which only a part
+    is quantised, and for rows of integers that cannot be grouped.
+    """
+    kind = _kind(form)
+    for path, module in _layers(model):
+        scope, parts = path[:-1] if module.weight.parts else path, module.weight.parts
+        if kind == "mxfp4" and not any(part.mxfp4 for part in parts):
+            continue
+        names = [".".join((*scope, *part.name.split(".")[:-1])) for part in parts] or [".".join(path)]
+        quantized = [name for name in names if not form.is_wide(name)]
+        depth = module.weight.shape[-1]
+        group = _stored_group(form, depth, kind)
+        if not quantized or (kind == "fp8" and not group):
+            continue
+        if len(quantized) < len(names):
+            wide = next(name for name in names if name not in quantized)
+            raise ModelLoadError(
+                f"{quantized[0]} is quantised and {wide} is not, and they are computed as one", fix=_FIX
+            )
+        if not group or depth % group:
+            raise ModelLoadError(
+                f"{names[0]}: rows of {depth} numbers are no whole groups of {group or BLOCK}", fix=_FIX
+            )
+        _replace(module, QuantizedWeight(module.weight, kind, group, stored=True, zeros=form.zeros))
+
+
+def _kind(form: StoredForm) -> Kind:
+    match form.method:
+        case "fp8" | "mxfp4":
+            return form.method
+    return "int4" if form.bits == 4 else "int8"
+
+
+def _stored_group(form: StoredForm, depth: int, kind: Kind) -> int:
+    """Return the numbers of a row of `depth` that share a scale of a leaf; 0: they cannot be grouped."""
+    if form.group is None:
+        return group_size(depth, kind) if depth % BLOCK == 0 else 0
+    if kind != "fp8":
+        return form.group
+    group = math.gcd(form.group, depth)  # the last block of a row may be shorter
+    return group if group % BLOCK == 0 else 0
+
+
+def _layers(model: nnx.Module) -> list[tuple[tuple[str, ...], Linear | QKVProj | GateUpProj | ExpertProj]]:
+    """Return the layers that may be quantised, with their paths."""
+    found = ((tuple(map(str, path)), module) for path, module in nnx.iter_modules(model))
+    return [(path, module) for path, module in found if isinstance(module, _QUANTIZED)]
+
+
+def _replace(module: Linear | QKVProj | GateUpProj | ExpertProj, weight: QuantizedWeight) -> None:
+    module.weight = weight  # type: ignore[assignment]
+
+
+def group_size(depth: int, kind: Kind) -> int:
+    """Return the largest group of 128 (of 4 bits: 32), 64 or 32 numbers that divides a row of `depth`."""
+    return next(group for group in (128, 64, BLOCK) if group <= _LARGEST_GROUP[kind] and depth % group == 0)

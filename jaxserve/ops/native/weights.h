@@ -1,0 +1,218 @@
+// The forms in which a weight [N, K] lies in memory, row-major, and how its numbers become float32.
+//
+// In INT8, INT4 and FP8 (E4M3) a number is (value - zero) * scale, both float32 [N, K / group] and the same for `group`
+// numbers of a row; the group is a multiple of BLOCK. Without zeros they are 0, and 8 in INT4. INT4 has 16 bytes a BLOCK:
+// the low halves are its first 16 numbers. E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa; NaN is not expected.
+// MXFP4 is packed as INT4; its values are E2M1, 2 bits of exponent biased by 1, and its scales bytes, 2^(byte - 127).
+#pragma once
+#include "call.h"
+
+#if defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>  // compilers turn generic conversions of bytes into scalar code there
+#endif
+
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FP8, MXFP4, FORMS } Form;
+
+// The processor's widest vector. A BLOCK of numbers becomes float32 at a time.
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+enum { BLOCK = 32, VECTORS = BLOCK / LANES };
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+// Empty assembly, for what the compiler would do otherwise: read a broadcast from memory once for each of two vectors;
+// and in some loops, not in others, take a sum's multiplication and addition apart, which rounds twice.
+#if defined(__x86_64__)
+#define IN_REGISTER(value) __asm__("" : "+v"(value))
+#else
+#define IN_REGISTER(value) __asm__("" : "+w"(value))
+#endif
+
+typedef struct {
+  const char* values;
+  const float *scales, *zeros;
+  const uint8_t* powers;  // MXFP4's scales
+  int64_t rows, depth, group, groups;  // numbers of a group, groups of a row
+  Form form;
+} Weight;
+
+INLINE Form form_of(const XLA_FFI_Buffer* values) {
+  switch (values->dtype) {
+    case XLA_FFI_DataType_BF16: return BFLOAT16;
+    case XLA_FFI_DataType_S8: return INT8;
+    case XLA_FFI_DataType_U8: return INT4;
+    case XLA_FFI_DataType_F8E4M3FN: return FP8;
+    default: return FLOAT32;
+  }
+}
+
+// The arguments behind x [T, K]: values, and for forms that have them scales and zeros. `behind`: arguments after those.
+INLINE Weight weight(XLA_FFI_CallFrame* frame, int64_t behind) {
+  XLA_FFI_Buffer* values = argument(frame, 1);
+  int64_t last = frame->args.size - behind;
+  int64_t depth = argument(frame, 0)->dims[1];
+  Weight w = {.values = values->data, .rows = values->dims[0], .depth = depth, .group = depth, .groups = 1};
+  w.form = form_of(values);
+  if (last > 2) {
+    XLA_FFI_Buffer* scales = argument(frame, 2);
+    if (w.form == INT4 && scales->dtype == XLA_FFI_DataType_U8) w.form = MXFP4;
+    if (w.form == MXFP4) w.powers = scales->data;
+    else w.scales = scales->data;
+    if (last > 3) w.zeros = argument(frame, 3)->data;
+    w.groups = scales->dims[1];
+    w.group = depth / w.groups;
+  }
+  return w;
+}
+
+// y [T, N] = x [T, K] times w [N, K] transposed. `multiply_all` takes any number of tokens and needs scratch for
+// scratch_for(w, tokens) numbers; `multiply_few` takes at most FEW.
+enum { FEW = 8 };
+int64_t scratch_for(const Weight* w, int64_t tokens);
+void multiply_all(XLA_FFI_CallFrame* frame, Weight w, const float* x, float* y, int64_t tokens, float* packed);
+void multiply_few(XLA_FFI_CallFrame* frame, Weight w, const float* x, float* y, int64_t tokens);
+
+// The bytes of `count` numbers.
+INLINE int64_t bytes(Form form, int64_t count) {
+  return form == FLOAT32 ? 4 * count : form == BFLOAT16 ? 2 * count : form == INT4 || form == MXFP4 ? count / 2 : count;
+}
+
+// Where the number at place k of row `row` lies.
+INLINE const char* place(const Weight* w, Form form, int64_t row, int64_t k) {
+  return w->values + bytes(form, row * w->depth + k);
+}
+
+// LANES numbers of 16 bits, of 8 bits, of 8 bits with a sign, and of E4M3 divided by 256: with the bits of a half, whose
+// exponent is biased by 8 more.
+#if defined(__AVX512F__)
+INLINE words from_halfwords(const char* at) {
+  return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+}
+INLINE words from_bytes(const char* at) { return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
+INLINE integers from_signed(const char* at) {
+  return (integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at));
+}
+INLINE vector from_e4m3(const char* at) {
+  __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)at));
+  __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(bits, 7), _mm256_set1_epi16(0x3f80));
+  __m256i sign = _mm256_and_si256(_mm256_slli_epi16(bits, 8), _mm256_set1_epi16((int16_t)0x8000));
+  return (vector)_mm512_cvtph_ps(_mm256_or_si256(magnitude, sign));
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+INLINE words from_halfwords(const char* at) {
+  return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+}
+INLINE words from_bytes(const char* at) { return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
+INLINE integers from_signed(const char* at) {
+  return (integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
+}
+INLINE vector from_e4m3(const char* at) {
+  __m128i bits = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)at));
+  __m128i magnitude = _mm_and_si128(_mm_slli_epi16(bits, 7), _mm_set1_epi16(0x3f80));
+  __m128i sign = _mm_and_si128(_mm_slli_epi16(bits, 8), _mm_set1_epi16((int16_t)0x8000));
+  return (vector)_mm256_cvtph_ps(_mm_or_si128(magnitude, sign));
+}
+#else
+#define FROM(NAME, VECTOR, TYPE)                                               \
+  INLINE VECTOR NAME(const char* at) {                                         \
+    VECTOR all;                                                                \
+    UNROLL for (int i = 0; i < LANES; i++) all[i] = ((const TYPE*)at)[i];      \
+    return all;                                                                \
+  }
+FROM(from_halfwords, words, uint16_t)
+FROM(from_bytes, words, uint8_t)
+FROM(from_signed, integers, int8_t)
+// Exponent 0 is read as if its numbers had the leading 1 of exponent 1, 2^-14, which is subtracted again.
+INLINE vector from_e4m3(const char* at) {
+  words bits = from_bytes(at), magnitude = bits & 0x7f, small = (words)(magnitude < 8);
+  vector wide = (vector)((magnitude << 20) + (((112 << 23) & ~small) | ((113 << 23) & small)));
+  wide -= (vector)((words)((vector){0} + 0x1p-14f) & small);
+  return (vector)((words)wide | (bits & 0x80) << 24);
+}
+#endif
+
+// What the numbers of one group share. For INT4 `table` has its 16 numbers, where one vector holds them.
+typedef struct {
+  float scale, zero;
+#if defined(__AVX512F__)
+  vector table;
+#endif
+} Group;
+
+INLINE bool has_groups(Form form) { return form != FLOAT32 && form != BFLOAT16; }
+
+// 2^(exponent - 127). 0 is a number below the normal ones.
+INLINE float power(uint8_t exponent) {
+  union { uint32_t bits; float number; } wide = {exponent > 0 ? (uint32_t)exponent << 23 : 1 << 22};
+  return wide.number;
+}
+
+#if !defined(__AVX512F__)
+// Numbers of E2M1 codes. Those with exponent 0 are 0 and a half.
+INLINE vector from_e2m1(words codes) {
+  words magnitude = codes & 7, small = (words)(magnitude < 2);
+  vector wide = (vector)(((magnitude << 22) + (126u << 23)) & ~small);
+  vector half = __builtin_convertvector((integers)(magnitude & small), vector) * 0.5f;
+  return (vector)((words)(wide + half) | (codes & 8) << 28);
+}
+#endif
+
+// Group `index` of row `row`. zeros: whether w may have them, known when this is compiled. FP8 has none.
+INLINE Group group_at(const Weight* w, Form form, bool zeros, int64_t row, int64_t index) {
+  Group group = {0};
+  if (!has_groups(form)) return group;
+  index += row * w->groups;
+  if (form == MXFP4) {
+    group.scale = power(w->powers[index]);
+#if defined(__AVX512F__)
+    const vector numbers = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
+    group.table = numbers * group.scale;
+#endif
+    return group;
+  }
+  group.scale = w->scales[index] * (form == FP8 ? 256 : 1);
+  group.zero = zeros && w->zeros ? w->zeros[index] : form == INT4 ? 8 : 0;
+#if defined(__AVX512F__)
+  const vector steps = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  group.table = (steps - group.zero) * group.scale;
+#endif
+  return group;
+}
+
+// A BLOCK of numbers, from `at` on.
+INLINE void widen(Form form, bool zeros, const char* at, const Group* group, vector* out) {
+  UNROLL for (int v = 0; v < VECTORS; v++) {
+    if (form == FLOAT32) {
+      out[v] = ((const vector*)at)[v];
+    } else if (form == BFLOAT16) {
+      out[v] = (vector)(from_halfwords(at + v * LANES * 2) << 16);
+    } else if (form == FP8) {
+      out[v] = from_e4m3(at + v * LANES) * group->scale;
+    } else if (form == INT8) {
+      vector number = __builtin_convertvector(from_signed(at + v * LANES), vector);
+      if (zeros) number -= group->zero;
+      out[v] = number * group->scale;
+    } else {
+      words bits = from_bytes(at + v * LANES % 16) >> (v * LANES < 16 ? 0 : 4);
+#if defined(__AVX512F__)
+      out[v] = (vector)_mm512_permutexvar_ps((__m512i)bits, (__m512)group->table);
+#else
+      out[v] = form == MXFP4 ? from_e2m1(bits & 15) * group->scale
+                             : (__builtin_convertvector((integers)(bits & 15), vector) - group->zero) * group->scale;
+#endif
+    }
+  }
+}
+
+// A number behind the last whole BLOCK of a row, which only these forms have.
+INLINE float widen_one(Form form, const char* at) {
+  if (form == FLOAT32) return *(const float*)at;
+  union { uint32_t bits; float number; } wide = {(uint32_t)*(const uint16_t*)at << 16};
+  return wide.number;
+}

@@ -1,0 +1,82 @@
+"""Pages of 8 bits: K and V as int8 or FP8 with a scale for each token and head. A backend holds them in its own layout.
+
+A number is value * scale, computed in float32. The scale is the row's largest magnitude over the format's largest
+number, so what is stored of a token depends on that token only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+# The largest number of each format that is used. E4M3 has no infinity, and rounds what is above 464 to NaN.
+LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+SMALLEST = 2.0**-126  # a scale below is subnormal, which some devices take for 0: the row becomes 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ScaledPages:
+    """A layer's pages in 8 bits.
+
+    values: int8 or float8_e4m3fn, shaped as the backend's pages of a wide dtype.
+    scales: float32, shaped as the backend's `scale_shape`.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+    @classmethod
+    def of(cls, rows: jax.Array, dtype: DTypeLike) -> ScaledPages:
+        """Quantise rows [..., D] -> values [..., D] and scales [..., 1]. What is not finite makes its scale so too."""
+        wide = rows.astype(jnp.float32)
+        largest = LARGEST[jnp.dtype(dtype)]
+        scales = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) * (1.0 / largest)
+        values = jnp.clip(wide * (1.0 / jnp.where(scales >= SMALLEST, scales, 1.0)), -largest, largest)
+        steps = 1.0 if dtype == jnp.int8 else _e4m3_steps(values)
+        return cls((jnp.round(values / steps) * steps).astype(dtype), scales)
+
+    def astype(self, dtype: DTypeLike) -> jax.Array:
+        """Return the numbers, rounded from float32: values [..., D * n] with scales [..., n], or [..., 1]."""
+        by_scale = self.values.astype(jnp.float32).reshape(*self.scales.shape, -1)
+        return (by_scale * self.scales[..., None]).reshape(self.values.shape).astype(dtype)
+
+
+def _e4m3_steps(values: jax.Array) -> jax.Array:
+    """Return the distance of E4M3's numbers around each float32 value [...]: a power of two.
+
+    XLA may convert by way of float16, and would round twice what is not one of E4M3's numbers already.
+    """
+    exponents = jax.lax.bitcast_convert_type(values, jnp.int32) & 0x7F800000
+    return jnp.maximum(jax.lax.bitcast_convert_type(exponents, jnp.float32), 2.0**-6) / 8
+
+
+Pages = jax.Array | ScaledPages
+
+
+def is_scaled(dtype: DTypeLike) -> bool:
+    """Return whether pages of this dtype have scales."""
+    return jnp.dtype(dtype) in LARGEST
+
+
+def stored(rows: jax.Array, dtype: DTypeLike) -> Pages:
+    """Return rows [..., D] as they are stored in pages of a dtype, with scales [..., 1] if that has 8 bits."""
+    return ScaledPages.of(rows, dtype) if is_scaled(dtype) else rows.astype(dtype)

@@ -1,0 +1,89 @@
+"""Weights of few bits: the one form in which all formats are held, and their numbers in a wide dtype.
+
+A number is (value - zero) * scale, computed in float32. Along a row each group of numbers shares a scale and a zero.
+MXFP4 has E2M1 values, no zeros, and the exponents of its scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+BLOCK = 32  # numbers whose 4-bit values are packed together; a group has a multiple of it
+MIDDLE = 8  # the zero of 4-bit values without zeros
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantized:
+    """A weight [..., N, K].
+
+    values: int8 or float8_e4m3fn [..., N, K]; or uint8 [..., N, K / 2] with two 4-bit values in a byte, where the low
+      halves of the 16 bytes of a block of 32 values are its first 16.
+    scales: float32 [..., N, K / group]; of MXFP4 uint8, where e is 2^(e - 127) and not 255.
+    zeros: float32 [..., N, K / group]; None: 0, of 4-bit integers MIDDLE. FP8 and MXFP4 have none.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The wide weight's shape."""
+        *rows, last = self.values.shape
+        return (*rows, last * 2 if self.packed else last)
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def packed(self) -> bool:
+        """Whether the values have 4 bits."""
+        return self.values.dtype == jnp.uint8
+
+    @property
+    def mxfp4(self) -> bool:
+        """Whether the 4-bit values are E2M1 and not integers."""
+        return self.scales.dtype == jnp.uint8
+
+    def matrix(self) -> Quantized:
+        """Return the weight with all dimensions but the last as one: values [N, K]."""
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), self)
+
+    def astype(self, dtype: DTypeLike) -> jax.Array:
+        """Return the numbers [..., N, K] in `dtype`, rounded from float32."""
+        values = _unpacked(self.values) if self.packed else self.values
+        values = _e2m1(values) if self.mxfp4 else values.astype(jnp.float32)
+        scales = _powers(self.scales) if self.mxfp4 else self.scales
+        grouped = values.reshape(*scales.shape, -1)
+        if self.zeros is not None:
+            grouped = grouped - self.zeros[..., None]
+        elif self.packed and not self.mxfp4:
+            grouped = grouped - MIDDLE
+        return (grouped * scales[..., None]).reshape(self.shape).astype(dtype)
+
+
+def _unpacked(values: jax.Array) -> jax.Array:
+    """Return 4-bit values, uint8 [..., K / 2], as uint8 [..., K]."""
+    blocks = values.reshape(*values.shape[:-1], -1, 1, BLOCK // 2)
+    halves = jnp.concatenate([blocks & 15, blocks >> 4], axis=-2)
+    return halves.reshape(*values.shape[:-1], -1)
+
+
+def _e2m1(codes: jax.Array) -> jax.Array:
+    """Return the numbers of codes uint8: a sign, two bits of exponent biased by 1, one of mantissa -> float32."""
+    exponent, mantissa = (codes & 7) >> 1, codes & 1
+    halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << (jnp.maximum(exponent, 1) - 1))
+    numbers = halves.astype(jnp.float32) / 2
+    return jnp.where(codes > 7, -numbers, numbers)
+
+
+def _powers(exponents: jax.Array) -> jax.Array:
+    """Return 2^(e - 127) of exponents uint8 -> float32. 0 stands for a number below the normal ones."""
+    bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

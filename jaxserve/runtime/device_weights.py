@@ -1,0 +1,177 @@
+"""The weights of a runner while it serves: replaced without compiling, kept in host memory, or dropped.
+
+No step may be on the devices during any of these calls.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxserve.errors import ConflictError, WeightsLostError
+from jaxserve.models.loading.quantized_leaves import by_parameter
+from jaxserve.models.loading.structure import ModelStructure
+from jaxserve.models.loading.weight_sources import Specs, WeightSource
+
+Leaves = tuple[jax.Array, ...]
+Tick = Callable[[], None]  # called after each parameter, so that a long call is seen to make progress
+_HOST = "pinned_host"
+
+
+class HoldsLeaves(Protocol):
+    """A runner, as far as its weights go."""
+
+    leaves: Leaves
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """Weights in the memory of the host, by the name of their parameter."""
+
+    leaves: dict[str, Leaves]
+    arrays: Sequence[Any] = ()
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        return frozenset(self.leaves)
+
+    def make(self, specs: Specs, shardings: Sequence[Sharding]) -> Leaves:
+        staged = self.leaves.pop(specs[0].wide().name)
+        leaves = tuple(jax.device_put(leaf, place) for leaf, place in zip(staged, shardings, strict=True))
+        jax.block_until_ready(leaves)
+        _delete(staged)
+        return leaves
+
+
+class DeviceWeights:
+    """place: where the weights are. Only those on the devices can be used."""
+
+    def __init__(self, runner: HoldsLeaves, structure: ModelStructure) -> None:
+        self.structure = structure
+        self.place: Literal["device", "host", "none"] = "device"
+        self._runner = runner
+        self._shardings: list[Sharding] = [leaf.sharding for leaf in runner.leaves]
+        self._hosted: list[jax.Array] = []
+
+    def staged(self, source: WeightSource, tick: Tick = lambda: None) -> WeightSource:
+        """Return the weights of `source`, made in the memory of the host. If that fails, nothing has changed."""
+        hosts = [sharding.with_memory_kind(_HOST) for sharding in self._shardings]
+        made: dict[str, Leaves] = {}
+        for _, specs, leaves in self._made(source, hosts):
+            made[specs[0].wide().name] = leaves
+            tick()
+        return _Staged(made)
+
+    def replace(self, source: WeightSource, tick: Tick = lambda: None) -> None:
+        """Use the weights of `source` from the next step on.
+
+        One parameter is replaced after the other, so that the devices hold one parameter more than the weights. Arrays
+        of this runner are copied first, because they are freed here.
+        Raises WeightsLostError if that fails half way, ConflictError if parameters would be missing.
+        """
+        if self._shares(source.arrays):
+            source = self.staged(source)
+        if self.place != "device":
+            self._bring_back(source)
+        self._replace(source, tick)
+
+    def _bring_back(self, source: WeightSource) -> None:
+        """Prepare an update of weights that are not on the devices. One of all parameters needs none of the old."""
+        if source.parameters >= {spec.wide().name for spec in self.structure.specs}:
+            self.drop()
+        elif self.place == "host":
+            self.to_device()
+        else:
+            raise ConflictError("the weights were dropped, so an update must have all of them")
+
+    def _made(self, source: WeightSource, shardings: list[Sharding]) -> Iterator[tuple[range, Specs, Leaves]]:
+        """Yield the new leaves of each parameter of the source, with their indices."""
+        for indices, specs in self._groups():
+            if specs[0].wide().name in source.parameters:
+                leaves = source.make(specs, [shardings[i] for i in indices])
+                yield indices, specs, jax.block_until_ready(leaves)
+
+    def _groups(self) -> Iterator[tuple[range, Specs]]:
+        first = 0
+        for specs in by_parameter(self.structure.specs):
+            yield range(first, first + len(specs)), specs
+            first += len(specs)
+
+    def _replace(self, source: WeightSource, tick: Tick) -> None:
+        leaves, begun = list(self._runner.leaves), False
+        try:
+            for indices, _, new in self._made(source, self._shardings):
+                begun = True
+                for i, leaf in zip(indices, new, strict=True):
+                    leaves[i].delete()
+                    leaves[i] = leaf
+                tick()
+        except BaseException as error:
+            if not begun and self.place == "device":
+                raise
+            self._runner.leaves = tuple(leaves)
+            self.drop()
+            raise WeightsLostError(f"the update failed half way: {type(error).__name__}: {error}") from error
+        self._runner.leaves = tuple(leaves)
+        self.place = "device"
+
+    def _shares(self, arrays: Sequence[Any]) -> bool:
+        """Whether one of the arrays has memory of this runner's leaves."""
+        own = sorted(bounds for leaf in self._runner.leaves for bounds in _bounds(leaf))
+        ends = [end for _, end in own]
+        for array in arrays:
+            for begin, end in _bounds(array):
+                place = bisect.bisect_right(ends, begin)
+                if place < len(own) and own[place][0] < end:
+                    return True
+        return False
+
+    # --- asleep
+
+    def to_host(self) -> None:
+        """Move the weights to the memory of the host."""
+        if self.place != "device":
+            return
+        leaves = self._runner.leaves
+        hosted = [jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST), may_alias=False) for leaf in leaves]
+        self._hosted = jax.block_until_ready(hosted)
+        _delete(leaves)
+        self.place = "host"
+
+    def to_device(self) -> None:
+        """Move the weights back from the memory of the host. Dropped ones stay dropped."""
+        if self.place != "host":
+            return
+        leaves = [jax.device_put(leaf, place) for leaf, place in zip(self._hosted, self._shardings, strict=True)]
+        self._runner.leaves = tuple(jax.block_until_ready(leaves))
+        _delete(self._hosted)
+        self._hosted = []
+        self.place = "device"
+
+    def drop(self) -> None:
+        """Free the weights wherever they are."""
+        _delete(self._hosted)
+        self._hosted = []
+        _delete(self._runner.leaves)
+        self.place = "none"
+
+
+def _delete(leaves: Sequence[jax.Array]) -> None:
+    for leaf in leaves:
+        leaf.delete()
+
+
+def _bounds(array: jax.Array | np.ndarray) -> list[tuple[int, int]]:
+    """Return the addresses of the memory of an array: [first, last + 1) of each piece."""
+    if isinstance(array, np.ndarray):
+        return [np.lib.array_utils.byte_bounds(array)]
+    if array.is_deleted():
+        return []
+    pieces = [shard.data for shard in array.addressable_shards]
+    return [(piece.unsafe_buffer_pointer(), piece.unsafe_buffer_pointer() + piece.nbytes) for piece in pieces]

@@ -1,0 +1,184 @@
+"""Small programs of the operations that serve, each with the numbers that numpy gives for it.
+
+Whole numbers are small enough to be exact in every dtype and in any order of summation, so those results must be equal.
+Sizes are odd: a compiler's mistakes are in the rows and columns that are left over by its vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.runtime.sampling.draw import argmax, filter_probs, inverse_cdf, random_uniform
+from jaxserve.types.threefry import threefry2x32
+
+_PAGE = 16
+_PAGES = ((3,), (0, 4, 2), (1,))  # of each row of the attention case
+_KV_LENS = (7, 33, 5)
+_Q_LENS = (3, 1, 5)
+_NUM_PAGES = 6
+_HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 128
+_VOCAB = 1003
+
+
+@dataclass(frozen=True)
+class NumericCase:
+    """A function, the arrays that it is called with and what it must return.
+
+    tolerance: largest difference from an expected number, relative to 1 and to that number; 0: none
+    """
+
+    name: str
+    function: Callable[..., tuple[jax.Array, ...]]
+    inputs: tuple[Any, ...]
+    expected: tuple[np.ndarray, ...]
+    tolerance: float = 0.0
+
+
+def sums() -> NumericCase:
+    """Make reductions with rows left over. The first is the program of jax-ml/jax#39103."""
+    row = np.arange(32769)
+    narrow = np.stack([row % 251, row % 7, row % 5], axis=1).astype(np.float32)
+    wide = _whole_numbers((33, 67))
+
+    def function(narrow: jax.Array, matrix: jax.Array, wide: jax.Array) -> tuple[jax.Array, ...]:
+        """narrow: float32 [32769, 3], matrix: float32 [3, 3], wide: float32 [33, 67]"""
+        squares = jax.vmap(lambda row: jnp.sum((matrix @ row) ** 2))(narrow)
+        return squares, jnp.sum(wide * wide, axis=1), jnp.max(wide, axis=1), jnp.sum(wide, axis=0)
+
+    squares = (narrow**2).sum(axis=1), (wide**2).sum(axis=1)
+    return NumericCase(
+        "sums", function, (narrow, np.eye(3, dtype=np.float32), wide), (*squares, wide.max(axis=1), wide.sum(axis=0))
+    )
+
+
+def products(linear: Callable[..., jax.Array], dtype: jnp.dtype) -> NumericCase:
+    """Make linear layers of 1, 7 and 65 rows, for which `linear` has different formulations. dtype: of activations"""
+    weight = _whole_numbers((37, 131))
+    rows = [_whole_numbers((count, 131), seed=count) for count in (1, 7, 65)]
+
+    def function(weight: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
+        """weight: [37, 131], rows: [1, 131], [7, 131] and [65, 131]"""
+        return tuple(linear(x, weight, out_dtype=jnp.float32) for x in rows)
+
+    inputs = tuple(x.astype(dtype) for x in (weight, *rows))
+    return NumericCase("matrix products", function, inputs, tuple(x @ weight.T for x in rows))
+
+
+def attention(backend: Backend, dtype: jnp.dtype, tolerance: float) -> NumericCase:
+    """Make a step of three rows, prompts among them, and a decode step of the same rows, over scattered pages."""
+    rng = np.random.default_rng(7)
+    context = rng.standard_normal((2, sum(_KV_LENS), _KV_HEADS, _HEAD_DIM), np.float32).astype(dtype)
+    query = rng.standard_normal((sum(_Q_LENS), _HEADS, _HEAD_DIM), np.float32).astype(dtype)
+    spec = AttentionSpec(_HEAD_DIM**-0.5, _KV_HEADS)
+    slots = np.concatenate([_slots(row) for row in range(len(_KV_LENS))])
+    last = np.cumsum(_Q_LENS) - 1
+
+    def function(
+        query: jax.Array, context: jax.Array, slots: jax.Array, step: AttentionMetadata, decode: AttentionMetadata
+    ) -> tuple[jax.Array, ...]:
+        """query: [9, heads, head_dim], context: [2, 45, kv_heads, head_dim], slots: int32 [45]"""
+        shape = backend.cache_shape(_NUM_PAGES, _PAGE, _KV_HEADS, _HEAD_DIM)
+        cache = backend.write(jnp.zeros(shape, dtype), context[0], context[1], slots)
+        return backend.attend(query, cache, step, spec), backend.attend(query[last], cache, decode, spec)
+
+    expected = _attended(query.astype(np.float64), context.astype(np.float64))
+    return NumericCase(
+        f"attention {backend.name}",
+        function,
+        (query, context, slots, _metadata(_Q_LENS), _metadata((1, 1, 1), decode_only=True)),
+        (expected, expected[last]),
+        tolerance,
+    )
+
+
+def sampler() -> NumericCase:
+    """Make the likeliest token, the filters, the draw and its random numbers."""
+    weights = np.random.default_rng(3).integers(0, 64, (3, _VOCAB)).astype(np.float32)
+    weights[:, 17] = 256  # the largest of a row is 1
+    shares = weights / 256
+    top_k, top_p = np.array([0, 5, 0], np.int32), np.array([0.5, 1.0, 1.0], np.float32)
+    least = np.array([0, 0, 0.125], np.float32)
+    seed = np.array([[1, 2], [3, 4], [2**32 - 1, 5]], np.uint32)
+    position = np.array([0, 77, 2**31 - 1], np.int32)
+    # halves of a weight between two tokens, over a power of two, so that no rounding decides
+    whole = shares * 256
+    whole[:, 0] += 2**16 - whole.sum(axis=1)
+    uniform = np.array([0.5, 20001.5, 65535.5], np.float32) / np.float32(2**16)
+
+    def function(
+        shares: jax.Array, limits: tuple[jax.Array, ...], draws: tuple[jax.Array, ...], keys: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """shares: float32 [3, V], limits: of `filter_probs`, draws: of `inverse_cdf`, keys: of `random_uniform`"""
+        (top_k, top_p, least), (weights, uniform), (seed, position) = limits, draws, keys
+        kept = filter_probs(shares, top_k, top_p, least, jnp.ones(3, bool))
+        return *argmax(shares), kept, inverse_cdf(weights, uniform), random_uniform(seed, position)
+
+    bits, _ = threefry2x32(seed[:, 0], seed[:, 1], position.astype(np.uint32), np.zeros(3, np.uint32))
+    random = ((bits >> 8).astype(np.float32) + 0.5) * np.float32(2**-24)
+    expected = (np.full(3, 17), np.ones(3), _filtered(shares), _drawn(whole, uniform), random)
+    return NumericCase(
+        "sampler", function, (shares, (top_k, top_p, least), (whole, uniform), (seed, position)), expected
+    )
+
+
+def _whole_numbers(shape: tuple[int, int], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
+
+
+def _slots(row: int) -> np.ndarray:
+    """Return the slot of each token of a row's context, int32 [kv_len]."""
+    pages = np.array(_PAGES[row], np.int32)
+    return (pages[:, None] * _PAGE + np.arange(_PAGE, dtype=np.int32)).reshape(-1)[: _KV_LENS[row]]
+
+
+def _metadata(q_lens: tuple[int, ...], *, decode_only: bool = False) -> AttentionMetadata:
+    table = np.zeros((len(_PAGES), max(map(len, _PAGES))), np.int32)
+    for row, pages in enumerate(_PAGES):
+        table[row, : len(pages)] = pages
+    own = [np.arange(kv_len - q_len, kv_len) for q_len, kv_len in zip(q_lens, _KV_LENS, strict=True)]
+    arrays = (
+        table,
+        np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
+        np.array(_KV_LENS, np.int32),
+        np.concatenate(own).astype(np.int32),
+        np.concatenate([_slots(row)[positions] for row, positions in enumerate(own)]),
+    )
+    return AttentionMetadata(*arrays, decode_only=decode_only)  # type: ignore[arg-type]
+
+
+def _attended(query: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """Attend query [9, N, D] to context [2, 45, KH, D], all float64, one token at a time."""
+    out, token, start = np.empty_like(query), 0, 0
+    for q_len, kv_len in zip(_Q_LENS, _KV_LENS, strict=True):
+        for seen in range(kv_len - q_len + 1, kv_len + 1):
+            for head in range(_HEADS):
+                keys, values = context[:, start : start + seen, head * _KV_HEADS // _HEADS]
+                scores = keys @ query[token, head] * _HEAD_DIM**-0.5
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights @ values / weights.sum()
+            token += 1
+        start += kv_len
+    return out
+
+
+def _filtered(shares: np.ndarray) -> np.ndarray:
+    """Return what top_p 0.5 of row 0, top_k 5 of row 1 and a least share of 0.125 of row 2 keep of shares [3, V]."""
+    descending = -np.sort(-shares, axis=1)
+    mass = np.searchsorted(np.cumsum(descending[0]), 0.5 * shares[0].sum())
+    borders = np.array([descending[0, mass], descending[1, 4], 0.125], np.float32)
+    return np.where(shares >= borders[:, None], shares, 0)
+
+
+def _drawn(weights: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Return the token whose share of weights [3, V] holds uniform [3]; tokens are in the order of `inverse_cdf`."""
+    order = np.argsort(np.arange(_VOCAB) % 128, kind="stable")
+    ends = np.cumsum(weights[:, order], axis=1)
+    pairs = zip(ends, uniform, strict=True)
+    return np.array([order[np.searchsorted(row, u * row[-1], side="right")] for row, u in pairs])

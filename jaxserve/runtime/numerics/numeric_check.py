@@ -1,0 +1,86 @@
+"""The check that this machine computes right numbers, made at every start and by `jaxserve doctor`.
+
+A compiler that gives wrong numbers without an error is real: jaxlib 0.10.2 on CPUs does so (jax-ml/jax#39103). The
+programs of numeric_cases.py are compiled with the options of the programs that serve, and compared with numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.errors import ConfigError
+from jaxserve.ops.linear import Products
+from jaxserve.ops.paged_attention import Backend
+from jaxserve.runtime.compilation.compiler import Program, compile_all, compiler_options
+from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.numerics.numeric_cases import NumericCase, attention, products, sampler, sums
+from jaxserve.runtime.runner_setup import native_products
+
+# Differences of sums in another order, and, elsewhere than in float32 on a CPU, of products in fewer bits.
+_ROUNDING, _FEW_BITS = 1e-4, 3e-2
+
+
+def serving_cases(
+    backend: Backend | None, mesh: DeviceMesh, dtype: jnp.dtype, *, deterministic: bool
+) -> list[NumericCase]:
+    """Return the cases of the kernels that serve.
+
+    backend: None for an encoder, which has neither paged attention nor a sampler. dtype: of activations
+    """
+    native = backend is not None and native_products(backend, mesh)
+    product = Products(deterministic=deterministic, native=native)
+    cases = [sums(), products(product, dtype)]
+    return cases if backend is None else [*cases, attention_case(backend, mesh, dtype), sampler()]
+
+
+def attention_case(backend: Backend, mesh: DeviceMesh, dtype: jnp.dtype) -> NumericCase:
+    """Return the case of an attention backend with the tolerance of this platform."""
+    exact = mesh.platform == "cpu" and dtype == jnp.float32
+    return attention(backend, dtype, _ROUNDING if exact else _FEW_BITS)
+
+
+def check_numbers(backend: Backend | None, mesh: DeviceMesh, dtype: jnp.dtype, *, deterministic: bool) -> None:
+    """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. Arguments: `serving_cases`."""
+    cases = serving_cases(backend, mesh, dtype, deterministic=deterministic)
+    options = compiler_options(mesh.platform, deterministic=deterministic)
+    wrong = wrong_numbers(cases, mesh.devices[0], options)
+    if wrong:
+        raise ConfigError(
+            f"this machine computes wrong numbers with jax {jax.__version__}: {'; '.join(wrong)}",
+            fix="run jaxserve doctor; other versions of jax, of the driver or of the C compiler may be right",
+        )
+
+
+def wrong_numbers(
+    cases: Sequence[NumericCase], device: Any, options: Mapping[str, bool | str], *, workers: int | None = None
+) -> list[str]:
+    """Compile and run the cases on a device and describe each that differs from what is expected."""
+    place = SingleDeviceSharding(device)
+
+    def shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    programs = [Program(case.name, case.function, jax.tree.map(shape, case.inputs), options=options) for case in cases]
+    compiled = compile_all(programs, workers=workers)
+    return [
+        f"{case.name}: {problem}"
+        for case in cases
+        if (problem := _difference(case, compiled[case.name](*jax.device_put(case.inputs, place))))
+    ]
+
+
+def _difference(case: NumericCase, results: tuple[jax.Array, ...]) -> str:
+    """Describe the first number that is wrong; empty: none is."""
+    for result, right in zip(results, case.expected, strict=True):
+        got, wanted = np.asarray(result, np.float64), np.asarray(right, np.float64)
+        near = np.abs(got - wanted) <= case.tolerance * (1 + np.abs(wanted))  # false for NaN
+        if not near.all():
+            first = tuple(int(index) for index in np.argwhere(~near)[0])
+            return f"{(~near).sum()} of {near.size} differ, {got[first]:.9g} is {wanted[first]:.9g}"
+    return ""

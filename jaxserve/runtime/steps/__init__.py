@@ -1,0 +1,1 @@
+"""What goes into a step as one packed array, and what comes out of it."""

@@ -1,0 +1,312 @@
+"""The input of a step as one int32 array: packed on the host, unpacked inside the jitted program.
+
+Owns both ends of the layout. Every `pack_*` returns a newly allocated array that must not be changed: the CPU client
+reads host memory in place while the step runs.
+
+    decode  [B]     header | B x slot | U x (slot, page index, page id), U = B x groups of layers
+    hidden  [B]     decode [B] | B x offset | B x token id
+    extend  [T, R]  R x (slot, start, tokens) | T x token id | U x (slot, page index, page id)
+    head    [R]     header | R x (slot, token index)
+    verify  [T, R]  header | R x (slot, token index, drafts) | T x draft
+
+Padding rows and padding page updates have slot S = max_num_seqs, which scatters drop. A token id of -1 means the
+slot's last token, and a start of -1 the slot's position: the host does not know them while a step is in flight. An
+offset is added to the slot's position: the drafts of a row follow its last token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.runtime.sampling.slots import SlotState
+from jaxserve.runtime.sampling.verify import VerifyInput
+from jaxserve.types.step import PageTableUpdate, ScheduledRow
+
+PAGE_UPDATES = 256  # page-table entries per dispatch of `set_pages`
+FROM_DEVICE = -1
+_HEADER = 2  # flags of the head: log-probabilities wanted (2: candidates too), bitmask valid
+
+
+@dataclass(frozen=True)
+class PageUpdates:
+    """Page-table entries to write, as three lists of equal length."""
+
+    slots: list[int]
+    indices: list[int]
+    page_ids: list[int]
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[ScheduledRow], window_pages: Sequence[PageTableUpdate] = (), window_column: int = 0
+    ) -> PageUpdates:
+        """Collect the new pages of a step's rows, and those of its sliding-window layers.
+
+        window_column: column of page_table at which the table of the sliding-window layers begins.
+        """
+        slots: list[int] = []
+        indices: list[int] = []
+        page_ids: list[int] = []
+        for row in rows:
+            if count := len(row.new_page_ids):
+                slots += [row.slot] * count
+                indices += range(row.first_new_page, row.first_new_page + count)
+                page_ids += row.new_page_ids
+        for update in window_pages:
+            count, first = len(update.page_ids), window_column + update.first
+            slots += [update.slot] * count
+            indices += range(first, first + count)
+            page_ids += update.page_ids
+        return cls(slots, indices, page_ids)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def split(self, count: int) -> tuple[PageUpdates, PageUpdates]:
+        """Split into the first `count` entries and the rest."""
+        fields = (self.slots, self.indices, self.page_ids)
+        return PageUpdates(*(f[:count] for f in fields)), PageUpdates(*(f[count:] for f in fields))
+
+    def write(self, out: np.ndarray) -> None:
+        """Write the entries to out, int32 [3, n], whose unused columns already hold the padding slot."""
+        count = len(self)
+        out[0, :count], out[1, :count], out[2, :count] = self.slots, self.indices, self.page_ids
+
+
+# --- host
+
+
+def decode_size(num_rows: int, num_groups: int = 1) -> int:
+    """Return the length of a packed decode step."""
+    return _HEADER + (1 + 3 * num_groups) * num_rows
+
+
+def hidden_size(num_rows: int, num_groups: int = 1) -> int:
+    """Return the length of a packed decode step without sampler."""
+    return decode_size(num_rows, num_groups) + 2 * num_rows
+
+
+def verify_size(num_tokens: int, num_rows: int) -> int:
+    """Return the length of a packed verify input."""
+    return _HEADER + 3 * num_rows + num_tokens
+
+
+def extend_size(num_tokens: int, num_rows: int, num_updates: int) -> int:
+    """Return the length of a packed extend step."""
+    return 3 * num_rows + num_tokens + 3 * num_updates
+
+
+def head_size(num_rows: int) -> int:
+    """Return the length of a packed head_sample input."""
+    return _HEADER + 2 * num_rows
+
+
+def pack_decode(
+    rows: Sequence[ScheduledRow],
+    updates: PageUpdates,
+    bucket: int,
+    num_slots: int,
+    want_logprobs: bool,
+    num_groups: int = 1,
+) -> np.ndarray:
+    """Pack at most `bucket` rows, and as many page updates per group -> int32 [decode_size(bucket, num_groups)]."""
+    packed = np.zeros(decode_size(bucket, num_groups), np.int32)
+    packed[0] = want_logprobs
+    packed[_HEADER : _HEADER + (1 + num_groups) * bucket] = num_slots
+    packed[_HEADER : _HEADER + len(rows)] = [row.slot for row in rows]
+    updates.write(packed[_HEADER + bucket :].reshape(3, -1))
+    return packed
+
+
+def pack_hidden(
+    rows: Sequence[ScheduledRow], updates: PageUpdates, bucket: int, num_slots: int, num_groups: int = 1
+) -> np.ndarray:
+    """Pack rows of at most `bucket` tokens, drafts included, as `pack_decode` -> int32 [hidden_size(...)]."""
+    packed = np.zeros(hidden_size(bucket, num_groups), np.int32)
+    packed[_HEADER : _HEADER + (1 + num_groups) * bucket] = num_slots
+    tokens = [(row.slot, i, token) for row in rows for i, token in enumerate((FROM_DEVICE, *row.drafts))]
+    offsets, literals = packed[-2 * bucket :].reshape(2, bucket)
+    packed[_HEADER : _HEADER + len(tokens)], offsets[: len(tokens)], literals[: len(tokens)] = zip(*tokens, strict=True)
+    updates.write(packed[_HEADER + bucket : -2 * bucket].reshape(3, -1))
+    return packed
+
+
+def pack_verify(
+    rows: Sequence[ScheduledRow], size: tuple[int, int], num_slots: int, late: Collection[int] = (), *, masked: bool
+) -> np.ndarray:
+    """Pack rows of a step of (tokens, rows) at most -> int32 [verify_size(...)]. late: rows that get no token."""
+    num_tokens, num_rows = size
+    packed = np.zeros(verify_size(num_tokens, num_rows), np.int32)
+    packed[:_HEADER] = any(row.logprobs is not None for row in rows), masked
+    table = packed[_HEADER : _HEADER + 3 * num_rows].reshape(3, num_rows)
+    drafts = packed[_HEADER + 3 * num_rows :]
+    table[0] = num_slots
+    first = 0
+    for i, row in enumerate(rows):
+        count = len(row.drafts)
+        table[:, i] = num_slots if i in late else row.slot, first, count
+        drafts[first : first + count] = row.drafts
+        first += 1 + count
+    return packed
+
+
+def pack_extend(
+    rows: Sequence[ScheduledRow],
+    updates: PageUpdates,
+    bucket: int,
+    row_bucket: int,
+    num_updates: int,
+    num_slots: int,
+) -> np.ndarray:
+    """Pack at most `bucket` tokens, `row_bucket` rows, `num_updates` page updates -> int32 [extend_size(...)]."""
+    packed = np.zeros(extend_size(bucket, row_bucket, num_updates), np.int32)
+    table = packed[: 3 * row_bucket].reshape(3, row_bucket)
+    tokens = packed[3 * row_bucket : 3 * row_bucket + bucket]
+    updates_out = packed[3 * row_bucket + bucket :].reshape(3, num_updates)
+    count = len(rows)
+    table[0], updates_out[0] = num_slots, num_slots
+    table[0, :count] = [row.slot for row in rows]
+    table[1, :count] = [row.start if row.token_ids else FROM_DEVICE for row in rows]
+    table[2, :count] = [row.num_tokens for row in rows]
+    literals: list[int] = []
+    for row in rows:
+        literals += row.token_ids or [FROM_DEVICE] * row.num_tokens
+    tokens[: len(literals)] = literals
+    updates.write(updates_out)
+    return packed
+
+
+def pack_head(
+    slots: Sequence[int],
+    token_indices: Sequence[int],
+    bucket: int,
+    num_slots: int,
+    want_logprobs: bool,
+    masked: bool,
+    want_candidates: bool = False,
+) -> np.ndarray:
+    """Pack the indices of the tokens to sample after, and their slots -> int32 [head_size(bucket)]."""
+    packed = np.zeros(head_size(bucket), np.int32)
+    packed[:_HEADER] = 2 if want_candidates else want_logprobs, masked
+    table = packed[_HEADER:].reshape(2, bucket)
+    table[0] = num_slots
+    table[0, : len(slots)] = slots
+    table[1, : len(slots)] = token_indices
+    return packed
+
+
+def pack_pages(updates: PageUpdates, num_slots: int) -> Iterator[np.ndarray]:
+    """Yield the updates as int32 [3, PAGE_UPDATES] groups for `set_pages`."""
+    while len(updates):
+        group, updates = updates.split(PAGE_UPDATES)
+        packed = np.full((3, PAGE_UPDATES), num_slots, np.int32)
+        group.write(packed)
+        yield packed
+
+
+# --- device
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenInput:
+    """The input of the model: T tokens of R rows.
+
+    token_ids, positions: int32 [T]. row_of_token: int32 [T], R for padding. slots: int32 [R].
+    starts, num_tokens: int32 [R], position of a row's first token and number of its tokens.
+    """
+
+    token_ids: jax.Array
+    positions: jax.Array
+    row_of_token: jax.Array
+    slots: jax.Array
+    starts: jax.Array
+    num_tokens: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HeadInput:
+    """The input of head and sampler: slots and token_indices int32 [R]; the others are bool scalars."""
+
+    slots: jax.Array
+    token_indices: jax.Array
+    want_logprobs: jax.Array
+    masked: jax.Array
+    want_candidates: jax.Array
+
+
+def set_pages(state: SlotState, packed: jax.Array) -> SlotState:
+    """Write page-table entries. packed: int32 [3, n] of slot, index, page id."""
+    slots, indices, page_ids = packed
+    return state.replace(page_table=state.page_table.at[slots, indices].set(page_ids, mode="drop"))
+
+
+def unpack_decode(packed: jax.Array, state: SlotState, num_groups: int = 1) -> tuple[SlotState, TokenInput, HeadInput]:
+    """Unpack a decode step: packed int32 [decode_size(B)] -> the state with new pages, the tokens, the head's input.
+
+    Token r is the only token of row r.
+    """
+    table = packed[_HEADER:].reshape(1 + 3 * num_groups, -1)
+    state = set_pages(state, table[1:].reshape(3, -1))
+    slots = table[0]
+    live = slots < state.num_slots
+    starts = jnp.where(live, state.position.at[slots].get(mode="clip"), 0)
+    index = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    tokens = TokenInput(
+        token_ids=state.recent.at[slots, -1].get(mode="clip"),
+        positions=starts,
+        row_of_token=jnp.where(live, index, slots.shape[0]),
+        slots=slots,
+        starts=starts,
+        num_tokens=live.astype(jnp.int32),
+    )
+    return state, tokens, HeadInput(slots, index, packed[0] > 0, jnp.bool_(False), jnp.bool_(False))
+
+
+def unpack_hidden(packed: jax.Array, state: SlotState, num_groups: int = 1) -> tuple[SlotState, TokenInput]:
+    """Unpack a decode step without sampler: packed int32 [hidden_size(B)] -> the state with new pages, the tokens.
+
+    Each token is a row of its own. Drafts come after the last token of their slot.
+    """
+    num_rows = (packed.shape[0] - _HEADER) // (3 + 3 * num_groups)
+    state, tokens, _ = unpack_decode(packed[: -2 * num_rows], state, num_groups)
+    offsets, literals = packed[-2 * num_rows :].reshape(2, num_rows)
+    positions = tokens.positions + offsets
+    token_ids = jnp.where(literals == FROM_DEVICE, tokens.token_ids, literals)
+    return state, dataclasses.replace(tokens, token_ids=token_ids, positions=positions, starts=positions)
+
+
+def unpack_verify(packed: jax.Array, num_rows: int) -> VerifyInput:
+    """Unpack int32 [verify_size(T, R)]."""
+    slots, first, num_drafts = packed[_HEADER : _HEADER + 3 * num_rows].reshape(3, num_rows)
+    drafts = packed[_HEADER + 3 * num_rows :]
+    return VerifyInput(slots, first, num_drafts, drafts, packed[0] > 0, packed[1] > 0)
+
+
+def unpack_extend(packed: jax.Array, state: SlotState, num_tokens: int, num_rows: int) -> tuple[SlotState, TokenInput]:
+    """Unpack an extend step: packed int32 [extend_size(T, R, U)] -> the state with new pages, and the ragged rows."""
+    rows_end, tokens_end = 3 * num_rows, 3 * num_rows + num_tokens
+    state = set_pages(state, packed[tokens_end:].reshape(3, -1))
+    slots, starts, lengths = packed[:rows_end].reshape(3, num_rows)
+    literals = packed[rows_end:tokens_end]
+    starts = jnp.where(starts == FROM_DEVICE, state.position.at[slots].get(mode="clip"), starts)
+    ends = jnp.cumsum(lengths)
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(ends, index, side="right", method="compare_all").astype(jnp.int32)
+    safe = jnp.minimum(row, num_rows - 1)
+    positions = jnp.where(row < num_rows, starts[safe] + index - (ends - lengths)[safe], 0)
+    last_tokens = state.recent.at[slots[safe], -1].get(mode="clip")
+    token_ids = jnp.where(literals == FROM_DEVICE, last_tokens, literals)
+    return state, TokenInput(token_ids, positions, row, slots, starts, lengths)
+
+
+def unpack_head(packed: jax.Array) -> HeadInput:
+    """Unpack int32 [head_size(R)]."""
+    slots, token_indices = packed[_HEADER:].reshape(2, -1)
+    return HeadInput(slots, token_indices, packed[0] > 0, packed[1] > 0, packed[0] > 1)

@@ -1,0 +1,103 @@
+"""Speculation of running requests: which rows of a step get drafts, and what became of them.
+
+A step with drafts is made from tokens that the host has read, so the step before it is read first. As long as no draft
+is worth a place in a step, nothing changes: the drafts of a request are only compared with its tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from jaxserve.scheduler.step_builder import StepBuilder
+from jaxserve.scheduler.stopping import end_of
+from jaxserve.speculation.allotment import DraftRecord, allot
+from jaxserve.speculation.drafter import Drafter, DraftMasks
+from jaxserve.types.draft_counters import DraftCounters
+from jaxserve.types.request import Request
+from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step import SchedulerOutput
+
+
+class Speculation:
+    """The drafts of all running requests. masks: of the requests with a token mask."""
+
+    def __init__(self, drafter: Drafter, masks: DraftMasks, config: SchedulerConfig) -> None:
+        self._drafter = drafter
+        self._masks = masks
+        self._config = config
+        self.counters = DraftCounters()
+
+    def wants(self, in_flight: SchedulerOutput, decoding: Iterable[Request], *, prompts: bool) -> bool:
+        """Whether the next step should have drafts, or the step in flight has some, so that it must be read before.
+
+        prompts: the next step will probably have a prompt, and so no drafts
+        """
+        if in_flight.num_drafts or prompts:
+            return in_flight.num_drafts > 0
+        requests = [request for request in decoding if request.num_computed_tokens < request.max_computed_tokens]
+        offers = [(record.rate, len(record.drafts)) for _, record in self._with_drafts(requests)]
+        return bool(offers) and self._allot(len(requests), offers) is not None
+
+    def offer(self, step: StepBuilder) -> None:
+        """Give rows of a step drafts if that is worth it. All tokens of its requests must have been read."""
+        if any(row.extras is not None for row in step.rows):
+            return  # these outputs are of one token a row
+        found = self._with_drafts(step.requests)
+        offers = [(record.rate, step.room_for_drafts(i, len(record.drafts))) for i, record in found]
+        counts = self._allot(len(step.rows), offers) if offers else None
+        for (i, record), count in zip(found, counts or (), strict=False):
+            request = step.requests[i]
+            drafts = record.drafts[: step.room_for_drafts(i, count)]
+            if drafts and request.masked:
+                drafts = self._masks.allow(request.request_id, drafts)
+            if drafts:
+                step.add_drafts(i, drafts)
+
+    def _allot(self, num_rows: int, offers: list[tuple[float, int]]) -> list[int] | None:
+        return allot(num_rows, offers, self._config.verify_sizes, self._config.step_times)
+
+    def _with_drafts(self, requests: Iterable[Request]) -> list[tuple[int, DraftRecord]]:
+        records = ((i, self._record(request)) for i, request in enumerate(requests))
+        return [(i, record) for i, record in records if record is not None and record.drafts]
+
+    def _record(self, request: Request) -> DraftRecord | None:
+        """Return the record of a request with drafts for its next tokens; None if it may have none."""
+        if not request.params.speculate:
+            return None
+        record: DraftRecord | None = request.speculation
+        if record is None:
+            record = request.speculation = DraftRecord()
+        if record.position != request.num_tokens:
+            record.position, record.drafts = request.num_tokens, self._propose(request)
+        return record
+
+    def _propose(self, request: Request) -> list[int]:
+        # the last token of an output is never a draft, but what the row yields after its drafts
+        most = min(self._config.max_drafts, request.max_tokens - len(request.output_token_ids) - 1)
+        if most < 1:
+            return []
+        forced = self._masks.forced(request.request_id, most) if request.masked else []
+        drafts = forced or self._drafter.propose(request, most)
+        stops = request.stop_token_ids
+        return list(itertools.takewhile(lambda token: token not in stops, drafts))
+
+    def accept(self, request: Request, drafts: tuple[int, ...], new: list[int]) -> tuple[int, int]:
+        """Note the tokens that a row yielded, which are the last ones of the request's output.
+
+        drafts: of the row. Returns how many of them belong to the output, and how many do not.
+        """
+        record: DraftRecord | None = request.speculation
+        if record is not None:
+            record.compare(request.num_tokens - len(new), new)
+        if not drafts:
+            return 0, 0
+        num_used, *_ = end_of(request, len(new))
+        num_accepted = min(num_used, len(new) - 1)
+        self.counters.count(len(drafts), num_accepted)
+        return num_accepted, len(drafts) - num_accepted
+
+    def forget(self, request: Request) -> None:
+        """Drop what was kept for the drafts of a request that has ended."""
+        self._drafter.forget(request.request_id)
+        request.speculation = None

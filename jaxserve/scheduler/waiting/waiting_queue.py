@@ -1,0 +1,184 @@
+"""The waiting requests and the order in which they are tried: fcfs, lpm or priority.
+
+Requests of several tenants take turns within a priority (see tenants.py). Under every policy a preempted request comes
+before the others of its priority and tenant, and an aged one (see aging.py) comes before all others. Among several
+tenants an aged online request comes before the others of its own priority and tenant only, because in a long queue of
+one tenant all requests are aged.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+from jaxserve.scheduler.waiting.aging import Aging, age_of
+from jaxserve.scheduler.waiting.tenants import TenantShares, tenant_of
+from jaxserve.types.request import Request, RequestStatus
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
+from jaxserve.types.scheduler_config import SchedulerConfig
+
+WINDOW = 128  # requests of a class that are sorted against each other; sorting thousands costs more than it gains
+MAX_AGED_TRIED = 64  # aged requests whose priority counts for the best one
+
+MatchLength = Callable[[Request], int]
+
+
+class WaitingQueue:
+    """Waiting requests, ordered by arrival within a class. There is one class per priority (see SchedulerConfig.rank),
+    with a queue for each tenant.
+
+    num_tokens    prompt tokens that wait
+    num_online    waiting requests that are not batch requests
+
+    The cost of taking the first requests does not depend on the length of the queue or the number of priorities.
+    """
+
+    def __init__(self, config: SchedulerConfig, match_length: MatchLength, tenants: TenantShares) -> None:
+        self.num_tokens = 0
+        self.num_online = 0
+        self._num_requests = 0
+        self._by_prefix = config.policy == "lpm"
+        self._batch_priority = config.rank(BACKGROUND_PRIORITY)
+        self._match_length = match_length
+        self._tenants = tenants
+        self._aging = Aging(config)
+        self._aged: list[Request] = []  # the oldest first
+        self._classes: dict[int, dict[str, OrderedDict[str, Request]]] = {}  # priority -> tenant -> id -> request
+        self._priorities: list[int] = []  # the keys of _classes, ascending
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._aged
+        for queues in self._classes.values():
+            for waiting in queues.values():
+                yield from waiting.values()
+
+    def counts(self) -> dict[str, int]:
+        """Return the gauges of the queue, by their names in SchedulerStats."""
+        return {
+            "num_waiting": len(self),
+            "num_preempted": sum(request.status is RequestStatus.PREEMPTED for request in self),
+            "num_waiting_tokens": self.num_tokens,
+        }
+
+    def check_integrity(self) -> list[Request]:
+        """Return the waiting requests. Raises AssertionError unless each of them can wait and is counted."""
+        waiting = list(self)
+        assert all(r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for r in waiting)
+        assert self.num_tokens == sum(r.num_prompt_tokens for r in waiting)
+        return waiting
+
+    @property
+    def best_priority(self) -> int | None:
+        """The best priority of the waiting requests that are tried first. None if no request waits."""
+        first = [request.priority for request in itertools.islice(self._aged, MAX_AGED_TRIED)]
+        return min((*first, *self._priorities[:1]), default=None)
+
+    def push(self, request: Request) -> None:
+        self._count(request, 1)
+        self._insert(request)
+
+    def push_front(self, request: Request) -> None:
+        """Put a request that ran before (preempted or resumed) in front of all others of its class."""
+        self._count(request, 1)
+        self._insert(request, first=True)
+
+    def remove(self, request: Request) -> None:
+        self._count(request, -1)
+        self._delete(request)
+
+    def age(self, step: int) -> None:
+        """Mark the requests that have waited too long at this step. They may be waiting or computing their prompts."""
+        for request in self._aging.due(step):
+            if request.status is RequestStatus.RUNNING:
+                request.aged = True
+            else:
+                self._delete(request)
+                request.aged = True
+                self._insert(request)
+
+    def candidates(self, *, batch: bool = True) -> Iterator[Request]:
+        """Iterate over all requests in the order of the policy. Do not change the queue during the iteration.
+
+        batch: include batch requests that are not aged
+        """
+        aged = self._aged
+        within: list[Request] = []  # aged requests that pass only the others of their priority and tenant
+        if self._tenants.several:
+            within = [request for request in aged if request.priority < self._batch_priority]
+            aged = [request for request in aged if request.priority >= self._batch_priority]
+        yield from filter(self._tenants.may_start, aged)
+        priorities = self._priorities
+        if within:
+            priorities = sorted({*priorities, *(request.priority for request in within)})
+        for priority in priorities:
+            if priority >= self._batch_priority and not batch:
+                return
+            queues = {name: self._in_order(queue) for name, queue in self._classes.get(priority, {}).items()}
+            for name, group in _by_tenant(request for request in within if request.priority == priority).items():
+                queues[name] = itertools.chain(group, queues.get(name, ()))
+            yield from self._tenants.in_turn(queues)
+
+    def first(self, count: int) -> list[Request]:
+        """Return at most `count` requests: in the order of the policy, then those whose tenant has reached a limit."""
+        found = dict.fromkeys(itertools.islice(self.candidates(), count))
+        for request in self if len(found) < count else ():
+            found.setdefault(request)
+        return list(itertools.islice(found, count))
+
+    def _in_order(self, queue: OrderedDict[str, Request]) -> Iterator[Request]:
+        """Iterate over the requests of one priority and tenant in the order of the policy."""
+        waiting = iter(queue.values())
+        if not self._by_prefix:
+            return waiting
+        return itertools.chain(sorted(itertools.islice(waiting, WINDOW), key=self._prefix_rank), waiting)
+
+    def _prefix_rank(self, request: Request) -> tuple[int, int]:
+        if request.status is RequestStatus.PREEMPTED:
+            return (0, 0)
+        return (1, -self._match_length(request))
+
+    def _count(self, request: Request, change: int) -> None:
+        self._num_requests += change
+        self.num_tokens += change * request.num_prompt_tokens
+        if request.priority < self._batch_priority:
+            self.num_online += change
+
+    def _insert(self, request: Request, *, first: bool = False) -> None:
+        if request.aged:
+            insert = bisect.insort_left if first else bisect.insort_right
+            insert(self._aged, request, key=age_of)
+            return
+        self._aging.watch(request)
+        key = request.priority
+        if key not in self._classes:
+            self._classes[key] = {}
+            bisect.insort(self._priorities, key)
+        queue = self._classes[key].setdefault(tenant_of(request).name, OrderedDict())
+        queue[request.request_id] = request
+        if first:
+            queue.move_to_end(request.request_id, last=False)
+
+    def _delete(self, request: Request) -> None:
+        if request.aged:
+            self._aged.remove(request)
+            return
+        key, name = request.priority, tenant_of(request).name
+        queues = self._classes[key]
+        del queues[name][request.request_id]
+        if not queues[name]:
+            del queues[name]
+        if not queues:
+            del self._classes[key]
+            del self._priorities[bisect.bisect_left(self._priorities, key)]
+
+
+def _by_tenant(requests: Iterable[Request]) -> dict[str, list[Request]]:
+    found: dict[str, list[Request]] = {}
+    for request in requests:
+        found.setdefault(tenant_of(request).name, []).append(request)
+    return found

@@ -1,0 +1,260 @@
+"""The routes that replace weights, pause and free memory: what they tell the engine, and what they refuse by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from jaxserve.api.protocol.weights import (
+    ContinueRequest,
+    MemoryRequest,
+    PauseRequest,
+    UpdateVersionRequest,
+    UpdateWeightsRequest,
+)
+from jaxserve.api.routes.weights_path import checked_directory
+from jaxserve.config import Config
+from jaxserve.errors import InvalidValueError
+from jaxserve.transport.socket_directory import PREFIX
+
+from .conftest import LiveServer
+from .test_limits import HUGE, LISTS, ODD, edges, fields, schema_of
+
+ADMIN = {"authorization": "Bearer root"}
+JSON = ADMIN | {"content-type": "application/json"}
+BYTES = ADMIN | {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture(scope="module")
+def allowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("allowed")
+    (root / "step-1").mkdir()
+    (root / "step-1" / "model.safetensors").write_bytes(b"x")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(allowed: Path) -> Iterator[LiveServer]:
+    section = {"admin_api_key": "root", "weights_directories": [str(allowed)]}
+    with LiveServer(Config().replace(server=section)) as server:
+        yield server
+
+
+def called(server: LiveServer, path: str, method: str = "POST", **options: Any) -> Any:
+    """The calls that the engine got for a request that succeeds."""
+    server.link.calls.clear()
+    options.setdefault("headers", JSON)
+    answer = server.http.request(method, path, **options)
+    assert answer.status_code == 200, answer.text
+    return [(call.method, call.args) for call in server.link.calls]
+
+
+BOTH = ["weights", "kv_cache"]
+CALLS: list[tuple[str, Any, list[Any]]] = [
+    ("/pause_generation", None, [("pause", {"mode": "abort"})]),
+    ("/pause_generation", {"mode": "in_place"}, [("pause", {"mode": "in_place"})]),
+    ("/continue_generation", None, [("resume", {})]),
+    ("/continue_generation", {"torch_empty_cache": True}, [("resume", {})]),
+    ("/release_memory_occupation", {}, [("sleep", {"mode": "retract", "tags": BOTH})]),
+    ("/release_memory_occupation", {"tags": ["weights"]}, [("sleep", {"mode": "retract", "tags": ["weights"]})]),
+    ("/resume_memory_occupation", {"tags": ["kv_cache"]}, [("wake", {"tags": ["kv_cache"]})]),
+    ("/update_weight_version", {"new_version": "v"}, [("set_weight_version", {"version": "v", "running": "abort"})]),
+    (
+        "/update_weight_version",
+        {"new_version": "v", "abort_all_requests": False},
+        [("set_weight_version", {"version": "v", "running": None})],
+    ),
+    ("/pause", None, [("pause", {"mode": "abort"}), ("flush_cache", {})]),
+    ("/pause?clear_cache=false", None, [("pause", {"mode": "abort"})]),
+    ("/pause?mode=keep", None, [("pause", {"mode": "in_place"})]),
+    ("/resume", None, [("resume", {})]),
+    ("/sleep", None, [("sleep", {"level": 1, "mode": "abort"})]),
+    ("/sleep?level=2&mode=keep", None, [("sleep", {"level": 2, "mode": "retract"})]),
+    ("/sleep?level=0", None, [("pause", {"mode": "abort"})]),
+    ("/wake_up", None, [("wake", {"tags": BOTH}), ("resume", {})]),
+    ("/wake_up?tags=weights", None, [("wake", {"tags": ["weights"]})]),
+    ("/reset_prefix_cache", None, [("flush_cache", {})]),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "calls"), CALLS)
+def test_what_the_engine_is_told(server: LiveServer, path: str, body: Any, calls: list[Any]) -> None:
+    options = {} if body is None else {"json": body}
+    assert called(server, path, **options) == calls
+
+
+def test_states(server: LiveServer) -> None:
+    assert server.http.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": False, "asleep": []}
+    assert server.http.get("/is_paused", headers=ADMIN).json() == {"is_paused": False}
+    assert server.http.get("/model_info").json()["weight_version"] == "default"
+
+
+def test_from_a_directory(server: LiveServer, allowed: Path) -> None:
+    path = str(allowed / "step-1")
+    expected = {"path": os.path.realpath(path), "version": None, "running": None}
+    for body in ({"model_path": path}, {"model_path": "step-1", "flush_cache": True, "load_format": "auto"}):
+        assert called(server, "/update_weights_from_disk", json=body) == [("update_from_directory", expected)]
+    body = {"model_path": path, "weight_version": "7", "abort_all_requests": True, "token_step": 0, "is_async": False}
+    [(_, args)] = called(server, "/update_weights_from_disk", json=body)
+    assert args == expected | {"version": "7", "running": "abort"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/",
+            "..",
+            "../..",
+            "/etc",
+            "step-1/../..",
+            "step-2",
+            "step-1/model.safetensors",
+            "out",
+            "shards",
+            "block",
+            "\0",
+        ),
+        *("a" * 4000, "~", "file:///etc", "step-1\n", " "),
+    ],
+)
+def test_no_other_directory(server: LiveServer, allowed: Path, path: str) -> None:
+    """Neither by its name nor by a link; and the message does not tell what there is."""
+    links = {"out": "/usr", "shards/model.safetensors": "/etc/hostname", "block/model.gguf": "/etc/hostname"}
+    for name, target in links.items():
+        (allowed / name).parent.mkdir(exist_ok=True)
+        if not (allowed / name).is_symlink():
+            (allowed / name).symlink_to(target)
+    server.link.calls.clear()
+    answer = server.http.post("/update_weights_from_disk", json={"model_path": path}, headers=JSON)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], server.link.calls) == (400, "model_path", [])
+    assert error["message"] == "model_path is no directory that server.weights_directories allows"
+
+
+def test_nothing_is_allowed_without_a_configuration(allowed: Path) -> None:
+    with pytest.raises(InvalidValueError):
+        checked_directory(str(allowed / "step-1"), [])
+    assert checked_directory("step-1", [Path("/nowhere"), allowed]) == Path(os.path.realpath(allowed / "step-1"))
+
+
+MODELS: dict[str, tuple[type[BaseModel], str]] = {
+    "/update_weights_from_disk": (UpdateWeightsRequest, '"model_path": "step-1"'),
+    "/update_weight_version": (UpdateVersionRequest, '"new_version": "v"'),
+    "/pause_generation": (PauseRequest, ""),
+    "/continue_generation": (ContinueRequest, ""),
+    "/release_memory_occupation": (MemoryRequest, ""),
+    "/resume_memory_occupation": (MemoryRequest, ""),
+}
+CASES = [(path, model, name) for path, (model, _) in MODELS.items() for name in fields(model)]
+
+
+@pytest.mark.parametrize(("path", "model", "name"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_field_at_and_over_its_limits(server: LiveServer, path: str, model: type[BaseModel], name: str) -> None:
+    needed, statuses = MODELS[path][1], set()
+    for value in dict.fromkeys([*edges(schema_of(model, name)), *ODD, *HUGE, *LISTS]):
+        others = "" if f'"{name}"' in needed or not needed else f", {needed}"
+        raw = f'{{"{name}": {value}{others}}}'.encode()
+        answer = server.http.post(path, content=raw, headers=JSON)
+        statuses.add(answer.status_code)
+        if answer.status_code >= 400:
+            assert name in json.dumps(answer.json()["error"]), (value[:60], answer.text)
+    assert 400 in statuses and statuses <= {200, 400}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/update_weights_from_disk", "flush_cache=false"),
+        ("/update_weights_from_disk", "keep_pause=true"),
+        ("/update_weights_from_disk", "is_async=true"),
+        ("/update_weights_from_disk", "token_step=3"),
+        ("/update_weights_from_disk", 'manifest={"a":1}'),
+        ("/update_weights_from_disk", 'load_format="dummy"'),
+        ("/pause_generation", 'mode="wait"'),
+        ("/release_memory_occupation", 'tags=["cuda_graph"]'),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(server: LiveServer, path: str, name: str) -> None:
+    name, _, value = name.partition("=")
+    body = {name: json.loads(value)} | ({"model_path": "step-1"} if "disk" in path else {})
+    answer = server.http.post(path, json=body, headers=JSON)
+    assert answer.status_code == 400 and name in answer.json()["error"]["param"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/sleep?level=3", "level"),
+        ("/sleep?level=x", "level"),
+        ("/sleep?mode=wait", "mode"),
+        ("/pause?mode=wait", "mode"),
+        ("/pause?wait_for_inflight_requests=true", "wait_for_inflight_requests"),
+        ("/wake_up?tags=all", "tags"),
+        ("/wake_up?tag=weights", "tag"),
+        ("/resume?now=1", "now"),
+        ("/update_weights_from_tensor?flush_cache=false", "flush_cache"),
+        ("/update_weights_from_tensor?partial=maybe", "partial"),
+        ("/update_weights_from_tensor?weight_version=", "weight_version"),
+        ("/update_weights_from_tensor?load_format=flattened_bucket", "load_format"),
+    ],
+)
+def test_a_query_that_is_not_done_is_refused_by_name(server: LiveServer, path: str, name: str) -> None:
+    answer = server.http.post(path, content=b"x", headers=BYTES)
+    assert answer.status_code == 400 and name in answer.json()["error"]["param"], answer.text
+
+
+# --- weights in the body
+
+
+def uploads() -> list[Path]:
+    """The private directories that hold an upload now."""
+    return [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if (path / "model.safetensors").exists()]
+
+
+def test_weights_in_the_body(server: LiveServer) -> None:
+    query = "?weight_version=9&abort_all_requests=true&partial=true"
+    [(method, args)] = called(server, f"/update_weights_from_tensor{query}", headers=BYTES, content=b"tensors")
+    assert method == "update_from_file" and not Path(args.pop("path")).parent.exists()
+    assert args == {"version": "9", "running": "abort", "partial": True}
+    assert uploads() == []
+
+
+def test_a_body_that_is_no_file_is_refused(server: LiveServer) -> None:
+    server.link.calls.clear()
+    pickled = {"serialized_named_tensors": ["gASV"], "flush_cache": True}
+    answer = server.http.post("/update_weights_from_tensor", json=pickled, headers=JSON)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "serialized_named_tensors"
+    assert server.http.post("/update_weights_from_tensor", content=b"", headers=BYTES).status_code == 400
+    assert server.http.post("/update_weights_from_tensor", content=b"x").status_code == 401
+    assert server.link.calls == [] and uploads() == []
+
+
+def test_a_body_that_is_too_large_is_refused(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once if it announces its length, else as soon as it is too long."""
+    monkeypatch.setattr("jaxserve.api.routes.weights.MAX_HEADER", 1000)
+    monkeypatch.setattr("jaxserve.api.routes.weights.WIDEST", 0)
+    parts = (b"x" * 600 for _ in range(4))
+    for content in (b"x" * 1001, parts):
+        answer = server.http.post("/update_weights_from_tensor", content=content, headers=BYTES)
+        assert answer.status_code == 413, answer.text
+    assert called(server, "/update_weights_from_tensor", headers=BYTES, content=b"x" * 1000)
+    assert uploads() == []
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body(server: LiveServer) -> None:
+    server.link.calls.clear()
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        head = "POST /update_weights_from_tensor HTTP/1.1\r\nhost: x\r\nauthorization: Bearer root\r\n"
+        connection.sendall(f"{head}content-length: 100000\r\n\r\n".encode() + b"x" * 5000)
+        server.wait(lambda: len(uploads()) == 1, "the upload has begun")
+    server.wait(lambda: not uploads(), "what had come is removed")
+    assert server.link.calls == []

@@ -1,0 +1,54 @@
+"""The committed table of the programs compiled for an H200. Compiling needs packages that the suite does without."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.compiled import reading, table
+
+THUNKS = """\
+000: kCommandBuffer [source       | next=075 (1)]
+    001: kCustomKernel [source        | next=002 (1)] fusion_1  shared_memory: 0 bytes
+    002: kCustomKernel [prev=001 (1)  | next=003 (5)] paged_decode  shared_memory: 38144 bytes
+    003: kCustomKernel [prev=002 (1)  | next=004 (5)] gemm_fusion  shared_memory: 768 bytes
+    004: kCustomKernel [prev=003 (1)  | sink        ] paged_decode  shared_memory: 38144 bytes
+075: kConditional   [prev=000 (1) | sink        ]
+  false_branch:
+    076: kCopy [source | sink] kCopy
+"""
+
+
+def test_the_table_is_of_the_present_sources() -> None:
+    assert table.load()["sources"] == table.digest(), "run .ci/compile, and commit the table if nothing got worse"
+
+
+def test_every_program_of_the_table_compiles() -> None:
+    programs = table.load()["programs"]
+    assert len(programs) > 20
+    failed = {name for name, found in programs.items() if "error" in found}
+    assert failed == {"DeepSeek-V3 decode[64]", "DeepSeek-V3 extend[512]"}, "the table of docs/models says so too"
+
+
+def test_a_decode_step_is_one_graph() -> None:
+    for name, found in table.load()["programs"].items():
+        if "error" not in found:
+            assert (found["graphs"], found["outside_graphs"], found["cache_copies"]) == (1, 0, 0), name
+            assert not found["caches_not_in_place"], name
+            assert not any(kernel["spilled_bytes"] for kernel in found["pallas"].values()), name
+
+
+def test_thunks_are_read_with_their_depth() -> None:
+    thunks = reading._thunks(THUNKS)
+    assert [(depth, kind) for depth, kind, _, _ in thunks if depth == 0] == [(0, "kCommandBuffer"), (0, "kConditional")]
+    assert reading._distance([name for _, kind, name, _ in thunks if kind == "kCustomKernel"]) == 2
+    assert ("paged_decode", "38144") in [(name, shared) for _, _, name, shared in thunks]
+
+
+@pytest.mark.parametrize(("after", "lines"), [
+    ({"a": {"kernels": 12, "graphs": 1}}, []),
+    ({"a": {"kernels": 11, "graphs": 1}}, []),
+    ({"a": {"kernels": 13, "graphs": 1}}, ["a.kernels: 12 -> 13"]),
+    ({"a": {"error": "no"}}, ["a.kernels: 12 -> nothing", "a.graphs: 1 -> nothing"]),
+])  # fmt: skip
+def test_only_a_change_for_the_worse_is_told(after: dict, lines: list[str]) -> None:
+    assert list(table.worse({"a": {"kernels": 12, "graphs": 1}}, after)) == lines

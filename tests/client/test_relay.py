@@ -1,0 +1,250 @@
+"""Workers' engines over relays to one engine: the same tokens, one queue, and deaths on either side."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import pytest
+
+from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.client.relay import Relay, Relays
+from jaxserve.client.relay_link import RelayLink, WorkerEngine
+from jaxserve.config import Config
+from jaxserve.engine.server import BuiltEngine, Channel
+from jaxserve.errors import EngineDeadError, InvalidValueError, NotReadyError, QueueFullError
+from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.messages import Located
+from jaxserve.types.output import FinishReason
+from jaxserve.types.sampling import SamplingParams, ThinkingBudget
+from tests.api.fakes import DEMO, demo_info
+from tests.fakes import alone, make_core, small_config
+from tests.faults.faulty_runner import FaultyRunner
+from tests.thread_link import ThreadLink
+from tests.waiting import until
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+
+
+def build(channel: Channel) -> BuiltEngine:
+    """Two milliseconds a step, so that there is a middle."""
+    channel.send(Located(str(DEMO), str(DEMO)))
+    core = make_core(small_config(num_pages=256))
+    core.runner = FaultyRunner(core.runner, lambda output: time.sleep(0.002))
+    return BuiltEngine(core, demo_info(Tokenizer.from_directory(DEMO)), lambda spec: Future())
+
+
+@dataclass
+class Setting:
+    """An engine in a thread, the main process's end, and workers in this event loop."""
+
+    link: ThreadLink
+    engine: AsyncEngine
+    relays: Relays
+    workers: list[WorkerEngine] = field(default_factory=list)
+    ends: list[Relay] = field(default_factory=list)
+
+    async def add_worker(self) -> WorkerEngine:
+        here, there = socket.socketpair()
+        link = RelayLink(there, {"double": lambda number: 2 * number}, lambda: None)
+        prefix = f"w{len(self.workers)}-"
+        worker = WorkerEngine(self.engine.config, link, id_prefix=prefix, whole_load=lambda: self.engine.load)
+        await worker.start(wait=False)
+        self.workers.append(worker)
+        self.ends.append(await self.relays.connect(here))
+        return worker
+
+
+@contextlib.asynccontextmanager
+async def setting(num_workers: int = 2, config: Config | None = None) -> AsyncIterator[Setting]:
+    config = config or Config()
+    link = ThreadLink(config, build)
+    engine = AsyncEngine(config, link)
+    here = Setting(link, engine, Relays(engine))
+    announcing = asyncio.create_task(here.relays.run())
+    for _ in range(num_workers):
+        await here.add_worker()
+    await engine.start()
+    for worker in here.workers:
+        await worker.wait_ready()
+    try:
+        yield here
+    finally:
+        for worker in here.workers:
+            await worker.stop()
+        announcing.cancel()
+        await engine.stop()
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, params)]
+
+
+def tokens(outputs: list[RequestOutput], index: int = 0) -> list[int]:
+    return [token for output in outputs if output.index == index for token in output.token_ids]
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[number + 1, *PROMPT[: 3 + number % 5]] for number in range(count)]
+
+
+def test_every_worker_gets_the_tokens_of_its_own_requests() -> None:
+    async def run() -> None:
+        async with setting() as here:
+            params = SamplingParams(temperature=0.0, max_tokens=30)
+            engines = [here.engine, *here.workers]
+            asked = prompts(12)
+            found = await asyncio.gather(*(collect(engines[i % 3], each, params) for i, each in enumerate(asked)))
+            for prompt, outputs in zip(asked, found, strict=True):
+                assert tokens(outputs) == alone(prompt, params)[0]
+            assert here.engine.num_live == 0 and not any(end.num_live for end in here.ends)
+
+    asyncio.run(run())
+
+
+def test_choices_keep_their_numbers_and_seeds() -> None:
+    async def run() -> None:
+        async with setting() as here:
+            params = SamplingParams(n=3, seed=7, temperature=1.0, max_tokens=8)
+            direct, relayed = [await collect(engine, PROMPT, params) for engine in (here.engine, here.workers[0])]
+            assert [tokens(direct, i) for i in range(3)] == [tokens(relayed, i) for i in range(3)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("tokens_of_thought", [0, 4])
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_thinking_budget_ends_the_thinking_of_each_choice(tokens_of_thought: int, dies: bool) -> None:
+    """The worker sends each choice again on its own, after the tokens that end the thinking."""
+
+    async def run() -> None:
+        budget = ThinkingBudget(tokens=tokens_of_thought, family="qwen3", inside=True, end_token_ids=(5, 6, 7))
+        params = SamplingParams(n=3, seed=7, temperature=1.0, max_tokens=60, thinking=budget)
+        async with setting() as here:
+            direct = await collect(here.engine, PROMPT, params)
+            relayed = []
+            async for output in here.workers[0].generate(PROMPT, params):
+                relayed.append(output)
+                if dies and len(relayed) == 60:
+                    here.link.kill()
+            for index in range(3):
+                assert tokens(relayed, index) == tokens(direct, index)
+                assert tokens(relayed, index)[tokens_of_thought:][:3] == [5, 6, 7]
+            assert here.engine.restarts == int(dies) and here.engine.num_live == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deaths", [1, 3])
+def test_requests_of_all_workers_go_on_after_a_death_of_the_engine(deaths: int) -> None:
+    async def run() -> None:
+        async with setting() as here:
+            seen = 0
+
+            async def ask(engine: AsyncEngine, prompt: list[int]) -> list[RequestOutput]:
+                nonlocal seen
+                outputs = []
+                async for output in engine.generate(prompt, LONG):
+                    outputs.append(output)
+                    seen += 1
+                    if seen in range(50, 50 + 100 * deaths, 100):
+                        here.link.kill()
+                return outputs
+
+            asked = prompts(6)
+            found = await asyncio.gather(*(ask(here.workers[i % 2], each) for i, each in enumerate(asked)))
+            assert here.engine.restarts == deaths
+            for prompt, outputs in zip(asked, found, strict=True):
+                assert tokens(outputs) == alone(prompt, LONG)[0]
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_ends_leaves_nothing_and_the_others_go_on() -> None:
+    async def run() -> None:
+        async with setting() as here:
+            stays = asyncio.create_task(collect(here.workers[1], PROMPT, LONG))
+            leaves = asyncio.create_task(collect(here.workers[0], PROMPT, LONG))
+            await until(lambda: here.engine.num_live == 2, "both run")
+            await here.workers[0].stop()
+            with pytest.raises(EngineDeadError):
+                await leaves
+            assert tokens(await stays) == alone(PROMPT, LONG)[0]
+            await until(lambda: here.engine.num_live == 0, "nothing is left")
+            assert here.ends[0].closed.is_set() and here.relays.open == [here.ends[1]]
+            late = await here.add_worker()
+            await late.wait_ready()
+            assert tokens(await collect(late, PROMPT, LONG)) == alone(PROMPT, LONG)[0]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_ends_its_request_in_the_engine() -> None:
+    async def run() -> None:
+        async with setting() as here:
+            outputs = here.workers[0].generate(PROMPT, LONG)
+            await anext(outputs)
+            assert here.engine.num_live == 1
+            await outputs.aclose()  # type: ignore[attr-defined]
+            await until(lambda: here.engine.num_live == 0, "it is aborted")
+
+    asyncio.run(run())
+
+
+def test_an_abort_is_answered() -> None:
+    async def run() -> None:
+        async with setting() as here:
+            task = asyncio.create_task(anext_until_end(here.workers[0]))
+            await until(lambda: here.engine.num_live == 1, "it runs")
+            assert await here.workers[0].abort("mine") and not await here.workers[1].abort("mine")
+            assert (await task).finish_reason is FinishReason.ABORT
+
+    async def anext_until_end(engine: AsyncEngine) -> RequestOutput:
+        return [output async for output in engine.generate(PROMPT, LONG, request_id="mine")][-1]
+
+    asyncio.run(run())
+
+
+def test_the_queue_is_one() -> None:
+    """Eight run at once and two may wait: of two workers' requests sent at once, ten are taken."""
+
+    async def run() -> None:
+        async with setting(config=Config.of(max_queued_requests=2)) as here:
+            asked = [collect(here.workers[i % 2], each, LONG) for i, each in enumerate(prompts(14))]
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            refused = [each for each in found if isinstance(each, BaseException)]
+            assert len(refused) == 4
+            for error in refused:
+                assert isinstance(error, QueueFullError) and error.limit == "max_queued_requests"
+
+    asyncio.run(run())
+
+
+def test_workers_know_the_engines_state() -> None:
+    async def run() -> None:
+        async with setting() as here:
+            here.engine.drain()
+            await until(lambda: here.workers[0].status.phase == "draining", "it drains")
+            with pytest.raises(NotReadyError, match="draining"):
+                await collect(here.workers[0], PROMPT, LONG)
+
+    asyncio.run(run())
+
+
+def test_calls_to_a_worker_are_answered() -> None:
+    async def run() -> None:
+        async with setting() as here:
+            assert [await end.call("double", number=4) for end in here.ends] == [8, 8]
+            await here.workers[0].stop()
+            await here.ends[0].closed.wait()
+            with pytest.raises(EngineDeadError):
+                await here.ends[0].call("double", number=4)
+            with pytest.raises(InvalidValueError):
+                await here.ends[1].call("triple", number=4)
+
+    asyncio.run(run())

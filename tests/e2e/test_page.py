@@ -1,0 +1,272 @@
+"""The page at / in headless Chromium, at a server whose engine's answers are a script.
+
+A key, hostile text, the engine while it loads and when it dies, thinking, tools, branches, and a path prefix.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import jaxserve
+from jaxserve.api.http.page_paths import PAGE_FILES
+from jaxserve.config import Config
+from jaxserve.errors import EngineDeadError
+from tests.api.conftest import LiveServer, reply_with
+from tests.api.test_tools import CALL, WEATHER
+from tests.e2e.browser import ENDED, LAST, Browser, ask, open_page
+from tests.e2e.prefix_proxy import behind_prefix
+from tests.waiting import wait_until
+
+WEB = Path(jaxserve.__file__).parent / "assets" / "web"
+HTML = {"Accept": "text/html,application/xhtml+xml"}
+HOSTILE = r"""
+<script>window.owned=1</script> <img src=x onerror="window.owned=2">
+[a](javascript:window.owned=3) [b](https://example.org/"onmouseover="window.owned=4) **<b>c</b>**
+```html
+<script>window.owned=5</script>
+```
+| <i>d</i> | e |
+|---|---|
+| 1 | <svg onload=alert(1)> |
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[LiveServer]:
+    with LiveServer() as server:
+        yield server
+
+
+@pytest.fixture
+def keyed() -> Iterator[LiveServer]:
+    with LiveServer(Config().replace(server={"api_key": "secret"})) as server:
+        yield server
+
+
+def test_while_the_engine_loads(browser: Browser, tmp_path: Path) -> None:
+    with LiveServer(ready=False) as server:
+        browser.open(f"{server.url}/")
+        browser.wait("document.getElementById('notice').textContent.includes('the server is')")
+        browser.picture(tmp_path / "loading.png")
+        server.call(server.link.become_ready)
+        browser.wait("document.getElementById('models').value === 'demo'")
+        assert browser.run("document.getElementById('notice').hidden")
+    assert all("503" in each for each in browser.complaints)
+
+
+def begin(server: LiveServer, browser: Browser, text: str) -> None:
+    """Ask for an answer that shows `text` and then comes no further."""
+    reply_with(server, f"{text} " * 30)
+    server.link.delay = 0.05
+    ask(browser, "Tell me a story.")
+    browser.wait(f"{LAST}.innerText.includes('{text}')")
+    server.call(server.link.hold.clear)
+
+
+def test_stop(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    open_page(browser, server.url)
+    begin(server, browser, "never")
+    browser.picture(tmp_path / "streaming.png")
+    browser.send("Input.dispatchKeyEvent", type="keyDown", key="Escape", code="Escape", windowsVirtualKeyCode=27)
+    browser.wait(f"{ENDED} === 1")
+    assert browser.run(f"{LAST}.querySelector('.dim').innerText") == "stopped"
+    server.wait(lambda: not server.link.running, "the request is aborted")
+    assert browser.complaints == []
+
+
+def test_an_engine_that_dies_in_the_middle(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    open_page(browser, server.url)
+    begin(server, browser, "fine so far")
+    server.call(lambda: server.engine._fail_all(EngineDeadError("gone")))
+    browser.wait(f"{ENDED} === 1")
+    for _ in range(2):  # the mark stays after a reload
+        assert "gone" in browser.run("document.querySelector('.assistant .error').innerText")
+        assert "fine so far" in browser.run("document.querySelector('.assistant .body').innerText")
+        browser.picture(tmp_path / "death.png")
+        browser.open(f"{server.url}/?again")
+    assert browser.complaints == []
+
+
+def test_thinking_is_folded_and_tools_are_called(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    open_page(browser, server.url)
+    reply_with(server, f"<think>\nHm, Paris.\n</think>\n\nLet me look.\n{CALL}")
+    browser.run(f"document.getElementById('tools').value = {json.dumps(json.dumps([WEATHER]))}")
+    ask(browser, "Weather in Paris?")
+    browser.wait(f"{ENDED} === 1")
+    folds = browser.run(f"[...{LAST}.querySelectorAll('details')].map((each) => [each.open, each.textContent])")
+    assert folds == [[False, "ThinkingHm, Paris."], [True, 'Tool call: weather{"city": "Paris"}']]
+    browser.picture(tmp_path / "tools.png")
+    reply_with(server, "It rains.")
+    browser.run(f"{LAST}.querySelector('textarea').focus()")
+    browser.type("rain, 12 degrees")
+    browser.press("Send results", LAST)
+    browser.wait(f"{ENDED} === 2")
+    sent = server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids)
+    assert "rain, 12 degrees" in sent and '"city"' in sent and "Hm, Paris" not in sent
+    browser.picture(tmp_path / "results.png")
+    browser.run("document.getElementById('tools').value = '['")
+    ask(browser, "And in Rome?")
+    browser.wait("document.getElementById('notice').textContent === 'The tools in Settings are not JSON.'")
+    assert browser.complaints == []
+
+
+def test_behind_a_prefix(server: LiveServer, browser: Browser) -> None:
+    reply_with(server, "under a prefix")
+    with behind_prefix(server.url, "/some/llm") as url:
+        open_page(browser, url)
+        ask(browser, "Hello")
+        browser.wait(f"{ENDED} === 1")
+        assert browser.run("document.querySelector('.assistant .body').innerText") == "under a prefix"
+        browser.run("location.hash = 'live'")
+        browser.wait("document.querySelectorAll('polyline')[7]?.getAttribute('points')")
+        browser.send("Page.navigate", url="about:blank")
+    assert browser.complaints == []
+
+
+def test_branches_and_deletion(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    def stored() -> Any:
+        talks = json.loads(browser.run("localStorage.getItem('jaxserve.talks')"))
+        return [[message["content"] for message in talk["messages"]] for talk in talks]
+
+    open_page(browser, server.url)
+    reply_with(server, "one")
+    ask(browser, "A")
+    browser.wait(f"{ENDED} === 1")
+    browser.press("Branch", "document.querySelector('.user')")
+    reply_with(server, "two")
+    browser.press("Ask again", LAST)
+    browser.wait(f"{ENDED} === 1")
+    assert stored() == [["A", "two"], ["A", "one"]]
+    begin(server, browser, "never")
+    browser.run("document.querySelector('#talks .here button:last-child').click()")
+    server.wait(lambda: not server.link.running, "the answer to a deleted conversation is aborted")
+    browser.open(f"{server.url}/?again", width=390)
+    assert stored() == [["A", "one"]]
+    browser.run("document.getElementById('menu').click()")
+    browser.picture(tmp_path / "menu.png")
+    assert browser.complaints == []
+
+
+def test_a_key(keyed: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    reply_with(keyed, "Hello.")
+    browser.open(f"{keyed.url}/")
+    browser.wait("document.getElementById('notice').textContent.includes('Set the API key')")
+    browser.picture(tmp_path / "key.png")
+    ask(browser, "Hello?")
+    browser.wait(f"{ENDED} === 0")
+    assert not keyed.link.seen
+    browser.press("Settings")
+    browser.run("document.getElementById('key').value = 'secret'")
+    browser.picture(tmp_path / "settings.png")
+    browser.press("Close")
+    browser.wait("document.getElementById('models').value === 'demo'")
+    browser.press("Ask again")
+    browser.wait(f"{ENDED} === 1")
+    kept = "[localStorage, sessionStorage].map((each) => each.getItem('jaxserve.key'))"
+    assert browser.run(kept) == [None, "secret"]
+    browser.run("document.getElementById('keep-key').checked = true")
+    browser.run("document.getElementById('settings').dispatchEvent(new Event('close'))")
+    assert browser.run(kept) == ["secret", None]
+    assert all("401" in each for each in browser.complaints)  # Chromium reports those before the key
+
+
+def test_export_import_and_search(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    talks = [{"id": name, "messages": [{"role": "user", "content": f"About {name}"}]} for name in ("cats", "dogs")]
+    (tmp_path / "good.json").write_text(json.dumps(talks))
+    bad = [{"id": "x", "messages": [{"role": "assistant", "content": "", "calls": [None]}]}]
+    (tmp_path / "bad.json").write_text(json.dumps(bad))
+    open_page(browser, server.url)
+    browser.choose_file("#import", tmp_path / "bad.json")
+    browser.wait("document.getElementById('notice').textContent === 'bad.json has no conversations of this page.'")
+    browser.choose_file("#import", tmp_path / "good.json")
+    titles = "[...document.querySelectorAll('#talks .open')].map((each) => each.textContent).join()"
+    browser.wait(f"{titles} === 'About cats,About dogs'")
+    browser.run("document.getElementById('search').focus()")
+    browser.type("DOGS")
+    browser.wait(f"{titles} === 'About dogs'")
+    browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    browser.press("Export")
+    exported = tmp_path / "conversations.json"
+    wait_until(lambda: exported.exists() and exported.read_text() == json.dumps(talks, indent=1), "it is exported")
+    assert browser.complaints == []
+
+
+def test_hostile_text_stays_text(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    browser.open(f"{server.url}/")
+    talks = [{"id": "a", "messages": [{"role": "assistant", "content": HOSTILE}]}]
+    browser.run(f"localStorage.setItem('jaxserve.talks', {json.dumps(json.dumps(talks))})")
+    browser.complaints.clear()
+    browser.open(f"{server.url}/?again")
+    browser.wait("document.querySelectorAll('.message').length === 1")
+    browser.picture(tmp_path / "hostile.png")
+    assert browser.run("document.querySelectorAll('#messages :is(script, img, svg, b, i)').length") == 0
+    assert browser.run("[...document.querySelectorAll('#messages a')].map((a) => a.protocol)") == ["https:"]
+    assert (
+        browser.run("document.querySelector('#messages a').getAttributeNames().sort().join()")
+        == "href,rel,target,title"
+    )
+    assert browser.run("window.owned ?? null") is None
+    assert browser.complaints == []
+
+
+def test_markdown(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    text = """# T
+a *b* **c** `d*e*`
+f
+
+- g
+  - h
+
+3. i
+
+> j
+
+```py
+k *l*
+```
+| m | n |
+|---|---|
+| o | `p` |"""
+    expected = (
+        '<h2>T</h2><p>a <em>b</em> <strong>c</strong> <code>d*e*</code>\nf</p><ul><li style="margin-left: 0em;">g</li>'
+        '<li style="margin-left: 1em;">h</li></ul><ol start="3"><li style="margin-left: 0em;">i</li></ol>'
+        '<blockquote>j</blockquote><div class="code"><pre><code>k *l*</code></pre><button type="button">Copy</button>'
+        "</div><table><tr><th>m</th><th>n</th></tr><tr><td>o</td><td><code>p</code></td></tr></table>"
+    )
+    reply_with(server, text)
+    open_page(browser, server.url)
+    ask(browser, "Show me everything.")
+    browser.wait(f"{ENDED} === 1")
+    assert browser.run("document.querySelector('.assistant .body').innerHTML") == expected
+    browser.picture(tmp_path / "markdown.png")
+    assert browser.complaints == []
+
+
+def test_long_runs_of_marks_stay_text(server: LiveServer, browser: Browser) -> None:
+    """A pattern that takes quadratic time for one of these does not end within the time that `run` waits."""
+    browser.open(f"{server.url}/")
+    module = "const {render} = await import(new URL('web/markdown.js', document.baseURI))"
+    for mark in ("*", "`", "a`b``", "[a](", "| ", "**a", "> ", "- ", "[", "```\n"):
+        text = f"{json.dumps('x ' + mark)} + {json.dumps(mark)}.repeat(50000)"
+        size = browser.run(f"(async () => {{ {module}; return render({text}).textContent.length }})()")
+        assert size > 0, mark
+
+
+def test_the_page_needs_no_key_and_loads_nothing_else(keyed: LiveServer) -> None:
+    page = httpx2.get(f"{keyed.url}/", headers=HTML)
+    policy = page.headers["content-security-policy"]
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in policy and "unsafe" not in policy and page.headers["vary"] == "Accept"
+    assert "://" not in page.text and 'href="/' not in page.text and 'src="/' not in page.text
+    script = httpx2.get(f"{keyed.url}/web/app.js")
+    assert script.status_code == 200 and script.headers["content-type"].startswith("text/javascript")
+    assert script.headers["content-security-policy"] == policy
+    assert httpx2.get(f"{keyed.url}/", headers={"Accept": "*/*"}).text == "Ollama is running"
+    assert {path.name for path in WEB.iterdir()} == PAGE_FILES | {"index.html"}
+    for name in ("nope.js", "index.html", "..%2fdemo%2fconfig.json"):
+        assert httpx2.get(f"{keyed.url}/web/{name}").status_code == 401
+        assert httpx2.get(f"{keyed.url}/web/{name}", headers={"Authorization": "Bearer secret"}).status_code == 404

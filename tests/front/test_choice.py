@@ -1,0 +1,81 @@
+"""The model of a request: from its body, its query or by default; what no model can be read from is refused."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from jaxserve.api.shared.body_cost import BodyLimits
+from jaxserve.config import Config
+from jaxserve.config_models import ModelEntry
+from jaxserve.errors import HTTPError
+from jaxserve.front.choice import choose
+from jaxserve.front.model_plan import Catalog, ModelPlan
+
+LIMITS = BodyLimits(max_bytes=2**23, max_sum=2**29, context=2**21)
+
+
+def plan(*names: str) -> ModelPlan:
+    return ModelPlan(ModelEntry.model_validate({"name": names[0]}), Config(), names)
+
+
+CATALOG = Catalog([plan("a", "alias"), plan("org/b:7")])
+
+
+def chosen(body: Any, query: str = "") -> str:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = Request({"type": "http", "path": "/v1/completions", "query_string": query.encode(), "headers": []})
+    return asyncio.run(choose(CATALOG, request, raw, LIMITS)).name
+
+
+@pytest.mark.parametrize(
+    ("body", "query", "expected"),
+    [
+        (b"", "", "a"),
+        ({}, "", "a"),
+        ({"model": None}, "", "a"),
+        ({"model": "alias"}, "", "a"),
+        ({"model": "org/b:7"}, "", "org/b:7"),
+        ({"model": "org/b:7:latest"}, "", "org/b:7"),
+        ({"prompt": {"model": "org/b:7"}}, "", "a"),
+        ({"prompt": "x" * 100_000, "model": "org/b:7"}, "", "org/b:7"),
+        (b"", "model=org/b:7", "org/b:7"),
+        ({"input_file_id": "f"}, "model=org%2Fb%3A7&after=x", "org/b:7"),
+        ({"model": "a"}, "model=alias", "a"),
+    ],
+)
+def test_the_model_of_a_request(body: Any, query: str, expected: str) -> None:
+    assert chosen(body, query) == expected
+
+
+MANY = b'{"model": "a", "x": [' + b"{}," * 20_000 + b"{}]}"
+DEEP = b'{"model": "a", "x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "query", "status", "code", "param"),
+    [
+        (b"hello", "", 400, "invalid_json", None),
+        (b'{"model": "a"', "", 400, "invalid_json", None),
+        (b'{"model": "a"} x', "", 400, "invalid_json", None),
+        (DEEP, "", 400, "invalid_json", None),
+        (b"\xff\xfe", "", 400, "invalid_json", None),
+        ([1], "", 400, "invalid_type", None),
+        (b"null", "", 400, "invalid_type", None),
+        ({"model": 5}, "", 400, "invalid_type", "model"),
+        ({"model": ["a"]}, "", 400, "invalid_type", "model"),
+        ({"model": {"a": "a"}}, "", 400, "invalid_type", "model"),
+        ({"model": "none"}, "", 404, "model_not_found", "model"),
+        ({"model": ""}, "", 404, "model_not_found", "model"),
+        (b"", "model=none", 404, "model_not_found", "model"),
+        ({"model": "a"}, "model=org/b:7", 400, "invalid_value", "model"),
+        (MANY, "", 413, None, None),
+        (b'{"model": "a", "x": "' + b"x" * 2**23 + b'"}', "", 413, None, None),
+    ],
+)
+def test_what_names_no_model_is_refused(body: Any, query: str, status: int, code: str | None, param: str) -> None:
+    with pytest.raises(HTTPError) as refused:
+        chosen(body, query)
+    assert (refused.value.status, refused.value.code or None, refused.value.param) == (status, code, param)

@@ -1,0 +1,297 @@
+"""GGUF files of the format's own package: their numbers, codes, configuration and tokens, and damaged files."""
+
+from __future__ import annotations
+
+import random
+import struct
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import Config
+from jaxserve.engine.factory import build_engine, served_names
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.hub import resolve
+from jaxserve.models.loading.loader import inspect, load_model
+from jaxserve.models.loading.published_size import published_size
+from jaxserve.models.loading.structure import build
+from jaxserve.models.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from jaxserve.runtime.model_runner import ModelRunner
+from tests.models import paged
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.families import CASES
+from tests.models.gguf_files import Tensors, write_gguf
+from tests.models.test_quantization import assert_equal_models
+from tests.models.test_quantize_at_load import load, widened
+
+FLOAT32 = jnp.dtype("float32")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = TINY_LLAMA | SIZES
+MODELS = {
+    "llama": LLAMA,
+    "llama of blocks": LLAMA | {"hidden_size": 256, "intermediate_size": 256},
+    "qwen2": CASES["qwen2"] | SIZES,
+    "qwen3": CASES["qwen3"] | SIZES,
+}
+PLAIN = [("llama", kind) for kind in ("F32", "F16", "BF16", "Q5_0")] + [
+    ("llama of blocks", "Q4_K"),
+    ("llama of blocks", "Q6_K"),
+    ("qwen2", "F32"),
+    ("qwen3", "F16"),
+]
+KEPT = [(name, kind) for name in ("llama", "qwen2", "qwen3") for kind in ("Q8_0", "Q4_0")]
+
+
+def written(directory: Path, name: str, kind: str, **others: str) -> tuple[Path, Path]:
+    """(A GGUF file, a published checkpoint of the same numbers)."""
+    hf = MODELS[name]
+    (directory / "gguf").mkdir(parents=True)
+    file = directory / "gguf" / "model.gguf"
+    decoded = write_gguf(file, hf, random_tensors(hf), kind, **others)
+    return file, write_checkpoint(directory / "plain", hf, decoded)
+
+
+@pytest.mark.parametrize(("name", "kind"), PLAIN)
+def test_numbers(name: str, kind: str, tmp_path: Path) -> None:
+    file, plain = written(tmp_path, name, kind)
+    got, expected = load(file, "none"), load(plain, "none")
+    assert got.config.stored_form is None
+    assert got.config.dtype == {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
+    assert_equal_models(got, expected)
+    assert paged.greedy(got, PROMPT, 12, 8) == paged.greedy(expected, PROMPT, 12, 8)
+
+
+@pytest.mark.parametrize(("name", "kind"), KEPT)
+def test_codes(name: str, kind: str, tmp_path: Path) -> None:
+    file, plain = written(tmp_path, name, kind)
+    kept, expected = load(file, "stored"), load(plain, "none")
+    held = [spec for spec in kept.structure.specs if spec.packing is not None and spec.packing.role == "values"]
+    tied = kept.config.tie_word_embeddings
+    assert len(held) == 4 * kept.config.num_layers + (not tied)
+    assert {spec.dtype for spec in held} == {jnp.dtype("int8" if kind == "Q8_0" else "uint8")}
+    assert_equal_models(widened(kept), expected)
+    assert_equal_models(load(file, "none"), expected)
+    assert paged.greedy(kept, PROMPT, 12, 8) == paged.greedy(expected, PROMPT, 12, 8)
+
+
+def test_a_head_of_another_type_stays_wide(tmp_path: Path) -> None:
+    file, plain = written(tmp_path, "llama of blocks", "Q4_0", output="Q6_K", token_embd="Q8_0")
+    kept = load(file, "stored")
+    assert sum(spec.packing is not None and spec.packing.role == "values" for spec in kept.structure.specs) == 8
+    assert_equal_models(widened(kept), load(plain, "none"))
+
+
+def test_layers_of_several_types_are_decoded(tmp_path: Path) -> None:
+    file, plain = written(tmp_path, "llama", "Q4_0", attn_v="Q8_0")
+    assert read_config(file).stored_form is None
+    assert_equal_models(load(file, "none"), load(plain, "none"))
+
+
+def test_the_configuration(tmp_path: Path) -> None:
+    for name in ("llama", "qwen2", "qwen3"):
+        file, plain = written(tmp_path / name, name, "F32")
+        got, expected = read_config(file), read_config(plain)
+        assert got.eos_token_ids == (2,)
+        assert got.bos_token_id == 1
+        same = expected.replace(eos_token_ids=(2,), bos_token_id=1, norm_eps=got.norm_eps)
+        assert got == same
+        assert np.float32(got.norm_eps) == np.float32(expected.norm_eps)
+
+
+def test_the_rotation_of_llama_3(tmp_path: Path) -> None:
+    rope = RopeConfig(16, 10000.0, Llama3Scaling(8.0, 1.0, 4.0, 32))
+    expected, _ = inverse_frequencies(rope)
+    plain, _ = inverse_frequencies(RopeConfig(16, 10000.0))
+    factors = (plain / expected).astype(np.float32)
+    assert factors.min() == 1 < factors.max()
+    file = with_tensors(tmp_path, {"rope_freqs.weight": factors})
+    for config in (read_config(file), read_config(file).for_context(32)):
+        got, attention = inverse_frequencies(config.rope)
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+        assert attention == 1
+
+
+def with_tensors(directory: Path, tensors: Tensors, **values: Any) -> Path:
+    """A header of a llama, without most of its tensors."""
+    path = directory / "few.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    sizes = {"embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "attention.head_count": 4}
+    for key, value in (sizes | {"context_length": 64, "attention.layer_norm_rms_epsilon": 1e-5} | values).items():
+        if isinstance(value, str):
+            writer.add_string(f"llama.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"llama.{key}", value)
+        else:
+            writer.add_uint32(f"llama.{key}", int(value))
+    for name, array in (tensors | {"token_embd.weight": np.zeros((32, 64), np.float32)}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"expert_count": 8}, "values that are not supported: expert_count"),
+        ({"attention.sliding_window": 512}, "not supported: attention.sliding_window"),
+        ({"rope.dimension_count": 8}, "partly rotated heads"),
+        ({"rope.scaling.type": "longrope"}, "'short_factor' is missing"),
+        ({"attention.head_count": 0}, "heads of"),
+        ({"attention.head_count": "many"}, "heads of"),
+        ({"block_count": 10**9}, "'num_hidden_layers' must be an integer"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read_config(with_tensors(tmp_path, {}, **values))
+
+
+def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
+    file = with_tensors(tmp_path, {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)})
+    with pytest.raises(ModelLoadError, match=r"model.norm.weight.*unknown: blk.0.attn_sinks.weight"):
+        load_model(file, dtype=FLOAT32)
+
+
+def test_the_size_of_codes(tmp_path: Path) -> None:
+    for kind in ("Q8_0", "Q4_0"):
+        file, _ = written(tmp_path / kind, "llama", kind, token_embd="F16", output="F16")
+        found = published_size(build(read_config(file), FLOAT32))
+        of_file = [tensor for tensor in gguf.GGUFReader(file).tensors if len(tensor.shape) == 2]
+        norms = 5 * 64 * 2  # counted as of two bytes a number
+        assert found.num_bytes == norms + sum(int(tensor.n_bytes) for tensor in of_file)
+        assert found.form == f"{4 if kind == 'Q4_0' else 8}-bit integers (gguf)"
+
+
+# --- where the file is -----------------------------------------------------------------------------------------
+
+
+def test_a_directory_with_one_file_is_the_file(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "llama", "F32")
+    assert resolve(file) == file
+    assert read_config(resolve(file.parent)) == read_config(file)
+    assert served_names(Config.of(str(file))) == ["model"]
+    (file.parent / "other.gguf").write_bytes(file.read_bytes())
+    with pytest.raises(ModelLoadError, match="has 2 GGUF files") as error:
+        read_config(resolve(file.parent))
+    assert error.value.fix == f"name one of them, such as {file}"
+    assert read_config(resolve(file)).num_layers == 2
+
+
+def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "llama", "F32")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "model.gguf").symlink_to(file)
+    with pytest.raises(ModelLoadError, match="no regular file inside"):
+        resolve(tmp_path / "links" / "model.gguf")
+
+
+def test_it_is_served(tmp_path: Path) -> None:
+    demo = Path(str(files("jaxserve") / "assets" / "demo"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((demo / name).read_bytes())
+    hf = LLAMA | {"vocab_size": 2048, "tie_word_embeddings": True, "num_hidden_layers": 1}
+    write_gguf(tmp_path / "tiny-Q8_0.gguf", hf, random_tensors(hf), "Q8_0")
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    built = build_engine(
+        Config.of(str(tmp_path / "tiny-Q8_0.gguf"), device="cpu", max_model_len=32, **sizes), lambda _: None
+    )
+    assert built.info.served_names == ["tiny-Q8_0"]
+    assert built.info.eos_token_ids == [2]
+    runner = built.core.runner
+    assert isinstance(runner, ModelRunner)
+    assert jnp.dtype("int8") in {leaf.dtype for leaf in runner.leaves}
+
+
+# --- damaged ---------------------------------------------------------------------------------------------------
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def header(values: bytes = b"", tensors: bytes = b"", *, version: int = 3, counts: tuple[int, int] = (0, 0)) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, *counts) + values + tensors
+
+
+def tensor(sizes: tuple[int, ...], kind: int, offset: int = 0, count: int | None = None) -> bytes:
+    dimensions = struct.pack(f"<I{len(sizes)}Q", len(sizes) if count is None else count, *sizes)
+    return text("token_embd.weight") + dimensions + struct.pack("<IQ", kind, offset)
+
+
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is no GGUF file"),
+    "magic": (b"GGML" + bytes(40), "is no GGUF file"),
+    "version": (header(version=1), "version 1 of GGUF is not supported"),
+    "big-endian": (header(version=3 << 24), "is not supported"),
+    "many tensors": (header(counts=(2**63, 0)), "it says that it has 9223372036854775808 tensors"),
+    "many values": (header(counts=(0, 2**40)), "it says that it has 0 tensors and 1099511627776 values"),
+    "cut off": (header(counts=(1, 0)), "its header is cut off"),
+    "long key": (header(struct.pack("<Q", 2**63), counts=(0, 1)), "its header is cut off"),
+    "unknown value": (header(text("a") + struct.pack("<I", 77), counts=(0, 1)), "a value of the unknown type 77"),
+    "long array": (header(text("a") + struct.pack("<IIQ", 9, 0, 2**63), counts=(0, 1)), "its header is cut off"),
+    "many texts": (header(text("a") + struct.pack("<IIQ", 9, 8, 2**63), counts=(0, 1)), "its header is cut off"),
+    "nested arrays": (header(text("a") + struct.pack("<IIQ", 9, 9, 1), counts=(0, 1)), "a value of the unknown type 9"),
+    "not UTF-8": (header(struct.pack("<Q", 1) + b"\xff", counts=(0, 1)), "can't decode byte"),
+    "alignment": (
+        header(text("general.alignment") + struct.pack("<II", 4, 0), counts=(0, 1)),
+        "'general.alignment' is 0",
+    ),
+    "unknown type": (header(tensors=tensor((32,), 999), counts=(1, 0)), "999 is not a valid"),
+    "no decoder": (header(tensors=tensor((32,), 26), counts=(1, 0)), "I32 cannot be decoded"),
+    "no size": (header(tensors=tensor((0, 4), 0), counts=(1, 0)), r"sizes \[0, 4\] cannot have the type F32"),
+    "half a block": (header(tensors=tensor((16, 4), 8), counts=(1, 0)), r"sizes \[16, 4\] cannot have the type Q8_0"),
+    "a vector of blocks": (header(tensors=tensor((32,), 8), counts=(1, 0)), "cannot have the type Q8_0"),
+    "dimensions": (header(tensors=tensor((4,), 0, count=2**31), counts=(1, 0)), "has 2147483648 dimensions"),
+    "large": (header(tensors=tensor((2**62, 2**62), 0), counts=(1, 0)), "the file is cut off"),
+    "far away": (header(tensors=tensor((4,), 0, offset=2**63), counts=(1, 0)), "the file is cut off"),
+    "twice": (header(tensors=tensor((4,), 0) * 2, counts=(2, 0)) + bytes(64), "is there twice, or overlaps"),
+    "no architecture": (header(), "None of GGUF is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_one_clear_error(name: str, tmp_path: Path) -> None:
+    content, message = DAMAGED[name]
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=message) as error:
+        read_config(resolve(tmp_path))
+    assert "model.gguf" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_any_cut_and_any_wrong_byte_is_an_error_or_loads(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "llama", "Q8_0")
+    whole, rng = file.read_bytes(), random.Random(5)
+    changed = [whole[: rng.randrange(len(whole))] for _ in range(60)]
+    for _ in range(300):
+        place = rng.randrange(4, 2600)
+        changed.append(whole[:place] + rng.randbytes(rng.choice((1, 4, 8))) + whole[place + 8 :])
+    refused = 0
+    for content in changed:
+        file.write_bytes(content)
+        try:
+            inspect(file, dtype=FLOAT32, config=read_config(file))
+        except ModelLoadError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert 200 < refused <= len(changed)
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, "llama", "Q8_0")
+    found = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.ffn_up.weight")
+    content = bytearray(file.read_bytes())
+    content[found.data_offset : found.data_offset + 2] = np.float16(np.nan).tobytes()
+    file.write_bytes(bytes(content))
+    with pytest.raises(ModelLoadError, match=r"model.layers.1.mlp.up_proj.weight: not all scales are numbers"):
+        load(file, "stored")

@@ -1,0 +1,136 @@
+"""Quantising at load: which weights, their bytes, and the tokens of the same numbers held wide."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.loading import orbax
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.loader import LoadedModel, build, load_model
+from jaxserve.models.loading.quantized_leaves import by_parameter
+from jaxserve.ops.quantized import Quantized
+from tests.models import paged
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.families import CASES
+
+FLOAT32 = jnp.dtype("float32")
+LLAMA = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+MODELS = {
+    "llama": LLAMA,
+    "packed": CASES["phi3"] | {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32},
+    "qwen3_moe": CASES["qwen3_moe"] | {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def load(directory: Path, kind: Any, mesh: Any = None) -> LoadedModel:
+    config = read_config(directory).replace(quantization=kind)
+    return load_model(directory, dtype=FLOAT32, config=config, mesh=mesh)
+
+
+def widened(model: LoadedModel) -> LoadedModel:
+    """The same numbers without quantisation."""
+    structure = build(model.config.replace(quantization="none"), FLOAT32)
+    leaves, rest = [], iter(model.leaves)
+    for specs in by_parameter(model.structure.specs):
+        parts = {spec.packing and spec.packing.role: next(rest) for spec in specs}
+        leaves.append(
+            parts[None]
+            if None in parts
+            else Quantized(parts["values"], parts["scales"], parts.get("zeros")).astype(FLOAT32)
+        )
+    return dataclasses.replace(model, structure=structure, leaves=tuple(leaves))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("kind", "error"), [("int8", 0.01), ("fp8", 0.07), ("int4", 0.15)])
+def test_weights_and_tokens(name: str, kind: str, error: float, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path, MODELS[name], random_tensors(MODELS[name]))
+    got, plain = load(directory, kind), load(directory, "none")
+    same = widened(got)
+    quantized = {spec.wide().name for spec in got.structure.specs if spec.packing}
+    assert got.structure.num_parameters == plain.structure.num_parameters
+    assert got.structure.num_bytes == sum(leaf.nbytes for leaf in got.leaves) < plain.structure.num_bytes
+    for spec, mine, theirs in zip(plain.structure.specs, same.leaves, plain.leaves, strict=True):
+        off = float(jnp.linalg.norm(mine - theirs) / jnp.linalg.norm(theirs))
+        assert (0 < off < error) if spec.name in quantized else off == 0, spec.name
+        wide = any(word in spec.name for word in ("norm", "embed", "lm_head", "mlp.gate.", "bias"))
+        assert (spec.name in quantized) != wide, spec.name
+    assert paged.greedy(got, PROMPT, 12, 8) == paged.greedy(same, PROMPT, 12, 8)
+
+
+def test_rows_of_other_lengths_stay_wide(tmp_path: Path) -> None:
+    """Of 16 and 24 numbers; MLA multiplies its projections in other orders."""
+    for name in ("llama", "deepseek_v3"):
+        hf = TINY_LLAMA if name == "llama" else CASES[name]
+        found = load(write_checkpoint(tmp_path / name, hf, random_tensors(hf)), "int8").structure.specs
+        packed = [spec.wide() for spec in found if spec.packing]
+        assert bool(packed) == (name == "deepseek_v3")
+        assert not any(spec.shape[-1] % 32 or "kv_b" in spec.name for spec in packed)
+
+
+def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA))
+    whole = load(directory, "int4")
+    monkeypatch.setattr("jaxserve.models.loading.quantized_leaves.PIECE", 4 * 1000)
+    for one, other in zip(whole.leaves, load(directory, "int4").leaves, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_random_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = read_config(tmp_path).replace(quantization="int8")
+    model = load_model(tmp_path, dtype=FLOAT32, config=config, load_format="random")
+    plain = load_model(tmp_path, dtype=FLOAT32, load_format="random")
+    for one, other in zip(widened(model).leaves, plain.leaves, strict=True):
+        np.testing.assert_allclose(one, other, atol=4e-4)
+
+
+def test_a_converted_checkpoint_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "source", LLAMA, random_tensors(LLAMA))
+    orbax.convert(load(directory, "none"), tmp_path / "converted")
+    with pytest.raises(ModelLoadError, match="converted checkpoint, which is not quantised"):
+        load(tmp_path / "converted", "int8")
+
+
+def test_over_devices(tmp_path: Path) -> None:
+    """The same leaves and tokens as on one device; groups that cannot be split evenly are refused by name."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.models.test_quantize_at_load", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def devices(tensor: int, expert: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: tensor * expert]).reshape(1, tensor, expert), ("data", "tensor", "expert"))
+
+
+def main(directory: Path) -> None:
+    """Compare one device and four. Groups of 128 in rows of 384 are 3, which 2 devices cannot share."""
+    for name, kind in (("llama", "int4"), ("qwen3_moe", "int4")):
+        mesh = devices(2, 1 if name == "llama" else 2)
+        hf = MODELS[name] if name == "llama" else MODELS[name] | {"moe_intermediate_size": 64, "intermediate_size": 128}
+        source = write_checkpoint(directory / name, hf, random_tensors(hf))
+        one, several = load(source, kind), load(source, kind, mesh)
+        for spec, mine, theirs in zip(one.structure.specs, one.leaves, several.leaves, strict=True):
+            np.testing.assert_array_equal(mine, theirs, err_msg=spec.name)
+        assert paged.greedy(several, PROMPT, 8, 8) == paged.greedy(one, PROMPT, 8, 8)
+    with pytest.raises(ModelLoadError, match=r"down_proj.weight.scales: ffn of 3 cannot be split over 2 devices"):
+        load(directory / "llama", "int8", devices(2, 1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,244 @@
+"""Integer checkpoints (compressed-tensors, GPTQ, AWQ), written number by number here: as they are, and widened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.config import Config
+from jaxserve.engine.factory import build_engine
+from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.loader import build, load_model
+from jaxserve.models.loading.published_size import published_size
+from tests.models import paged
+from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.families import CASES
+from tests.models.test_quantization import assert_equal_models
+from tests.models.test_quantize_at_load import load, widened
+
+FLOAT32 = jnp.dtype("float32")
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+MODELS = {
+    "llama": TINY_LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
+    "packed": CASES["phi3"] | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
+    "experts": CASES["qwen3_moe"] | {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64},
+}
+Tensors = dict[str, np.ndarray]
+
+
+def compressed(bits: int, group: int | None, symmetric: bool = True, form: str = "pack-quantized") -> dict[str, Any]:
+    scheme = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group" if group else "channel"}
+    layers = {"targets": ["Linear"], "weights": scheme | {"group_size": group}, "input_activations": None}
+    ignored = ["lm_head", "re:.*mlp.gate$"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": layers},
+        "ignore": ignored,
+    }
+
+
+def gptq(bits: int, group: int, **others: Any) -> dict[str, Any]:
+    skipped = ["mlp.gate"] if others.pop("experts", False) else []
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "modules_to_not_convert": skipped} | others
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "modules_to_not_convert": ["mlp.gate."]}
+FORMS: dict[str, dict[str, Any]] = {
+    "int8 channel": compressed(8, None, form="int-quantized"),
+    "int8 group": compressed(8, 32, form="int-quantized"),
+    "packed 8 bits": compressed(8, None),
+    "packed 4 bits": compressed(4, 64),
+    "packed 4 bits with zeros": compressed(4, 32, symmetric=False),
+    "gptq": gptq(4, 32),
+    "gptq of rows": gptq(4, -1, checkpoint_format="gptq_v2"),
+    "gptq 8 bits": gptq(8, 64),
+    "awq": AWQ,
+}
+
+
+def put(words: np.ndarray, place: tuple[int, int], code: int, slot: int, bits: int) -> None:
+    words[place] |= np.uint32(code << (slot * bits))
+
+
+def write(tensors: Tensors, form: dict[str, Any]) -> tuple[Tensors, Tensors]:
+    """Return (the checkpoint in a form, the same decoded number by number)."""
+    stored, plain, rng = dict(tensors), dict(tensors), np.random.default_rng(2)
+    scheme = form.get("config_groups") or {"": {"weights": form}}
+    [scheme] = [layers["weights"] for layers in scheme.values()]
+    bits, method = scheme.get("num_bits") or form["bits"], form.get("format", form["quant_method"])
+    per, middle = 32 // bits, 2 ** (bits - 1)
+    for name, weight in tensors.items():
+        if not name.endswith("_proj.weight"):
+            continue
+        del stored[name]
+        base, (rows, depth) = name.removesuffix("weight"), weight.shape
+        size = scheme["group_size"] or -1
+        size = depth if size == -1 else size
+        count = depth // size
+        codes = rng.integers(0, 2**bits, (rows, depth))
+        scales = rng.uniform(0.01, 0.03, (rows, count)).astype(np.float16).astype(np.float32)
+        has_zeros = method in ("gptq", "awq") or not scheme.get("symmetric", True)
+        zeros = rng.integers(1, 2**bits, (rows, count)) if has_zeros else np.full((rows, count), middle)
+        numbers = [
+            [np.float32(int(codes[r, k]) - int(zeros[r, k // size])) * scales[r, k // size] for k in range(depth)]
+            for r in range(rows)
+        ]
+        plain[name] = np.array(numbers, np.float32)
+        if method == "int-quantized":
+            stored |= {name: (codes - middle).astype(np.int8), f"{base}weight_scale": scales}
+            continue
+        words = np.zeros((rows, depth // per) if method == "pack-quantized" else
+                         (depth // per, rows) if method == "gptq" else (depth, rows // per), np.uint32)  # fmt: skip
+        packed_zeros = np.zeros((rows // per, count) if method == "pack-quantized" else (count, rows // per), np.uint32)
+        order = [0, 2, 4, 6, 1, 3, 5, 7] if method == "awq" else list(range(per))
+        for r in range(rows):
+            slot = order.index(r % per)
+            for k in range(depth):
+                if method == "awq":
+                    put(words, (k, r // per), int(codes[r, k]), slot, bits)
+                elif method == "gptq":
+                    put(words, (k // per, r), int(codes[r, k]), k % per, bits)
+                else:
+                    put(words, (r, k // per), int(codes[r, k]), k % per, bits)
+            for g in range(count):
+                shift = 1 if method == "gptq" and form.get("checkpoint_format") != "gptq_v2" else 0
+                place = (r // per, g) if method == "pack-quantized" else (g, r // per)
+                put(packed_zeros, place, int(zeros[r, g]) - shift, slot, bits)
+        if method == "pack-quantized":
+            stored |= {f"{base}weight_packed": words.view(np.int32), f"{base}weight_scale": scales}
+            stored[f"{base}weight_shape"] = np.array([rows, depth])
+            stored |= {f"{base}weight_zero_point": packed_zeros.view(np.int32)} if has_zeros else {}
+        else:
+            half = np.ascontiguousarray(scales.T).astype(np.float16)
+            stored |= {f"{base}qweight": words.view(np.int32), f"{base}qzeros": packed_zeros.view(np.int32)}
+            stored |= {f"{base}scales": half}
+            stored |= {f"{base}g_idx": (np.arange(depth) // size).astype(np.int32)} if method == "gptq" else {}
+    return stored, plain
+
+
+def hf_of(name: str, form: dict[str, Any]) -> dict[str, Any]:
+    return MODELS[name] | {"quantization_config": form}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_kept_and_widened(form: str, tmp_path: Path) -> None:
+    stored, plain = write(random_tensors(MODELS["llama"]), FORMS[form])
+    directory = write_checkpoint(tmp_path / "stored", hf_of("llama", FORMS[form]), stored)
+    expected = load(write_checkpoint(tmp_path / "plain", MODELS["llama"], plain), "none")
+    kept = load(directory, "stored")
+    assert sum(spec.packing is not None and spec.packing.role == "values" for spec in kept.structure.specs) == 8
+    assert kept.structure.num_bytes < expected.structure.num_bytes / 2
+    assert_equal_models(load(directory, "none"), expected)
+    assert_equal_models(widened(kept), expected)
+    assert paged.greedy(kept, PROMPT, 12, 8) == paged.greedy(expected, PROMPT, 12, 8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_published_size(form: str, tmp_path: Path) -> None:
+    stored, _ = write(random_tensors(MODELS["experts"]), FORMS[form])
+    (tmp_path / "config.json").write_text(json.dumps(hf_of("experts", FORMS[form])))
+    found = published_size(build(read_config(tmp_path), FLOAT32))
+    integers = sum(array.nbytes for array in stored.values() if array.dtype.kind == "i")
+    assert found.num_bytes == integers + sum(2 * array.size for array in stored.values() if array.dtype.kind == "f")
+    assert "-bit integers" in found.form
+
+
+@pytest.mark.parametrize("form", ["packed 4 bits with zeros", "gptq", "awq"])
+@pytest.mark.parametrize("name", ["packed", "experts"])
+def test_fused_weights(name: str, form: str, tmp_path: Path) -> None:
+    stored, plain = write(random_tensors(MODELS[name]), FORMS[form])
+    directory = write_checkpoint(tmp_path / "stored", hf_of(name, FORMS[form]), stored)
+    expected = load(write_checkpoint(tmp_path / "plain", MODELS[name], plain), "none")
+    assert_equal_models(widened(load(directory, "stored")), expected)
+    assert_equal_models(load(directory, "none"), expected)
+
+
+def edited(form: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Changes of the format's own keys, of a group of layers, or of the weights' scheme."""
+    groups = {
+        name: layers
+        | {key: value for key, value in changes.items() if key in layers}
+        | {"weights": layers["weights"] | {key: value for key, value in changes.items() if key in layers["weights"]}}
+        for name, layers in form.get("config_groups", {}).items()
+    }
+    own = {key: value for key, value in changes.items() if key not in str(form.get("config_groups"))}
+    return form | ({"config_groups": groups} if groups else {}) | own
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (edited(compressed(8, None), input_activations={"num_bits": 8}), "'input_activations' of a quantised checkpoint"),
+    (edited(compressed(4, 32), num_bits=3), "'num_bits' of a quantised checkpoint is 3"),
+    (edited(compressed(4, 32), group_size=48), "'group_size' is 48"),
+    (edited(compressed(4, 32), strategy="block"), "'strategy' of a quantised checkpoint"),
+    (edited(compressed(4, 32), targets=["Conv"]), "'targets' of a quantised checkpoint"),
+    (edited(compressed(4, 32), format="marlin-24"), "compressed-tensors 'marlin-24' is not supported"),
+    (edited(compressed(4, 32), sparsity_config={"format": "sparse"}), "'sparsity_config'"),
+    (edited(compressed(4, 32), ignore=["re:("]), "'ignore' has no regular expression"),
+    (edited(compressed(4, 32), ignore=["re:(a+)+$"]), "'ignore' has no regular expression"),
+    (edited(compressed(4, 32), ignore="lm_head"), "'ignore' must be a list of names"),
+    (edited(compressed(4, 32), config_groups={}), "'config_groups' has 0 groups"),
+    (edited(compressed(4, 32), config_groups={"a": 1}), "'config_groups' must be an object of objects"),
+    (gptq(4, 32, desc_act=True), "'desc_act' of a quantised checkpoint is True"),
+    (gptq(3, 32), "'bits' of a quantised checkpoint is 3"),
+    (gptq(4, 32, dynamic={"-:x": {}}), "'dynamic' of a quantised checkpoint"),
+    (gptq(4, 32, lm_head=True), "'lm_head' of a quantised checkpoint"),
+    (AWQ | {"version": "gemv"}, "'version' of a quantised checkpoint is 'gemv'"),
+    (AWQ | {"bits": 8}, "'bits' of a quantised checkpoint is 8"),
+]
+
+
+@pytest.mark.parametrize(("form", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_is_not_computed_is_refused_by_name(form: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, hf_of("llama", form), {})
+    with pytest.raises(ModelLoadError) as error:
+        read_config(tmp_path)
+    assert message in str(error.value)
+
+
+def test_a_mixture_is_refused_by_name(tmp_path: Path) -> None:
+    form = edited(compressed(4, 32), ignore=["lm_head", "model.layers.1.self_attn.k_proj"])
+    stored, plain = write(random_tensors(MODELS["llama"]), form)
+    name = "model.layers.1.self_attn.k_proj."
+    stored = {key: value for key, value in stored.items() if not key.startswith(name)}
+    directory = write_checkpoint(tmp_path, hf_of("llama", form), stored | {f"{name}weight": plain[f"{name}weight"]})
+    with pytest.raises(
+        ModelLoadError, match=r"self_attn.q_proj is quantised and model.layers.1.self_attn.k_proj is not"
+    ):
+        load(directory, "stored")
+    assert load(directory, "none").structure.num_parameters
+
+
+def test_damaged_tensors_are_named(tmp_path: Path) -> None:
+    stored, _ = write(random_tensors(MODELS["llama"]), FORMS["gptq"])
+    name = "model.layers.0.mlp.down_proj."
+    order = stored[f"{name}g_idx"]
+    bad = stored[f"{name}scales"].copy()
+    bad[0, 0] = np.nan
+    cases: list[tuple[Tensors, str]] = [
+        (stored | {f"{name}g_idx": order[::-1].copy()}, "its inputs are permuted"),
+        (stored | {f"{name}scales": bad}, "not all scales are numbers"),
+        ({key: value for key, value in stored.items() if key != f"{name}qzeros"}, f"missing: {name}qzeros"),
+        (stored | {f"{name}qweight": stored[f"{name}qweight"][:-1]}, "qweight is [15, 64], expected [16, 64]"),
+    ]
+    for i, (tensors, message) in enumerate(cases):
+        directory = write_checkpoint(tmp_path / str(i), hf_of("llama", FORMS["gptq"]), tensors)
+        with pytest.raises(ModelLoadError) as error:
+            load(directory, "stored")
+        assert message in str(error.value)
+
+
+def test_an_integer_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+    stored, _ = write(random_tensors(MODELS["llama"]), FORMS["awq"])
+    directory = write_checkpoint(tmp_path, hf_of("llama", FORMS["awq"]), stored)
+    with pytest.raises(ConfigError, match=r"the checkpoint has 4 bits \(awq\) already"):
+        build_engine(Config.of(str(directory), quantization="int8", device="cpu"), lambda _: None)
+    model = load_model(directory, dtype=FLOAT32)
+    assert model.config == dataclasses.replace(model.config, quantization="none")

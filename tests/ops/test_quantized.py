@@ -1,0 +1,125 @@
+"""Weights of few bits: wide numbers against an independent decoder, kernels against the wide numbers, bit by bit."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.models.loading.encode import encode, pack
+from jaxserve.ops import native
+from jaxserve.ops.linear import linear
+from jaxserve.ops.moe import Experts, moe
+from jaxserve.ops.quantized import Quantized
+
+RNG = np.random.default_rng(0)
+KINDS = ("int8", "fp8", "int4", "mxfp4")
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def quantized(kind: str, *shape: int, group: int = 32, zeros: bool = False) -> Quantized:
+    """Random values; with 256 numbers every one that the kind has. FP8 and MXFP4 have no zeros."""
+    scales = RNG.uniform(0.01, 2, (*shape[:-1], shape[-1] // group)).astype(np.float32)
+    codes = RNG.permuted(np.resize(np.arange(256, dtype=np.uint8), shape).reshape(-1)).reshape(shape)
+    finite = np.where(codes & 127 == 127, 0, codes).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    values = {"int8": codes.view(np.int8), "fp8": finite, "int4": pack(codes & 15), "mxfp4": pack(codes & 15)}[kind]
+    if kind == "mxfp4":
+        scales = RNG.integers(110, 140, scales.shape, np.uint8)
+    some = jnp.asarray(RNG.integers(0, 16, scales.shape).astype(np.float32))
+    return Quantized(jnp.asarray(values), jnp.asarray(scales), some if zeros and "fp" not in kind else None)
+
+
+def decoded(w: Quantized) -> np.ndarray:
+    """Number by number, in Python."""
+    values, scales = np.asarray(w.values), np.asarray(w.scales)
+    if w.mxfp4:
+        scales = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    wide = np.empty(w.shape, np.float32)
+    group = w.shape[-1] // scales.shape[-1]
+    for index in np.ndindex(*w.shape):
+        *row, k = index
+        if w.packed:
+            byte = int(values[(*row, k // 32 * 16 + k % 16)])
+            code = byte >> 4 if k % 32 >= 16 else byte % 16
+            value = np.float32(E2M1[code & 7] * (-1 if code > 7 else 1) if w.mxfp4 else code)
+        else:
+            value = np.float32(values[index])
+        zero = np.float32(8 if w.packed and not w.mxfp4 else 0)
+        if w.zeros is not None:
+            zero = np.asarray(w.zeros)[(*row, k // group)]
+        wide[index] = (value - zero) * scales[(*row, k // group)]
+    return wide
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_numbers_are_those_of_the_decoder(kind: str, zeros: bool) -> None:
+    for group in (32, 64, 192):
+        w = quantized(kind, 2, 3, 192, group=group, zeros=zeros)
+        assert w.shape == (2, 3, 192)
+        np.testing.assert_array_equal(w.astype(jnp.float32), decoded(w))
+        np.testing.assert_array_equal(w.matrix().astype(jnp.float32), decoded(w).reshape(6, 192))
+
+
+def test_mxfp4_of_every_scale() -> None:
+    """The table and 2^(e - 127) of the standard, from the smallest scale whose products are normal numbers."""
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table = np.array(numbers + [-number for number in numbers], np.float32)
+    codes = np.stack([RNG.permutation(np.arange(32) % 16) for _ in range(254)]).astype(np.uint8)
+    exponents = np.arange(1, 255, dtype=np.uint8)[:, None]
+    w = Quantized(jnp.asarray(pack(codes)), jnp.asarray(exponents))
+    assert w.shape == codes.shape and w.mxfp4
+    with np.errstate(over="ignore"):
+        expected = np.ldexp(table[codes], exponents.astype(np.int32) - 127)
+    np.testing.assert_array_equal(w.astype(jnp.float32)[1:], expected[1:])
+    assert np.signbit(np.asarray(w.astype(jnp.float32)[5])[codes[5] == 8]).all()
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_have_the_bits_of_the_wide_numbers(kind: str, zeros: bool) -> None:
+    """Groups of a block, of several, and of a row that is longer than the piece that is widened at a time."""
+    try:
+        native.load()
+    except ConfigError as error:
+        if "no C compiler" in str(error):
+            pytest.skip(str(error))
+        raise
+    for rows, depth, group in ((1, 32, 32), (25, 64, 32), (61, 192, 64), (30, 448, 448), (23, 512, 128)):
+        w = quantized(kind, rows, depth, group=group, zeros=zeros)
+        assert "fp" in kind or (w.zeros is not None) == zeros
+        wide = w.astype(jnp.float32)
+        for tokens in (1, 2, 8, 16, 17, 40):
+            x = jnp.asarray(RNG.standard_normal((tokens, depth), np.float32))
+            np.testing.assert_array_equal(native.matmul(x, w), native.matmul(x, wide))
+            few = x[: native.FEW]
+            np.testing.assert_array_equal(native.matmul_few(few, w), native.matmul_few(few, wide))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_and_experts_are_those_of_the_wide_numbers(kind: str) -> None:
+    x = jnp.asarray(RNG.standard_normal((7, 64), np.float32))
+    w = quantized(kind, 3, 8, 64)
+    for deterministic in (False, True):
+        multiply = jax.jit(lambda x, w, d=deterministic: linear(x, w, deterministic=d))
+        np.testing.assert_allclose(multiply(x, w), multiply(x, w.astype(jnp.float32)), rtol=1e-6, atol=1e-5)
+    gate_up, down = quantized(kind, 4, 32, 2, 64), quantized(kind, 4, 64, 32)
+    ids = jnp.asarray(RNG.integers(0, 4, (7, 2)), jnp.int32)
+    share = jnp.full((7, 2), 0.5, jnp.float32)
+    mix = jax.jit(lambda e: moe(x, ids, share, e, lambda gate, up: jax.nn.silu(gate) * up))
+    want = mix(Experts(gate_up.astype(jnp.float32), down.astype(jnp.float32)))
+    np.testing.assert_allclose(mix(Experts(gate_up, down)), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("int8", 0.006), ("fp8", 0.04), ("int4", 0.12)])
+def test_encoding(kind: str, error: float) -> None:
+    """No number is farther off than half a step, an all-zero group is 0, and the largest numbers are not lost."""
+    wide = RNG.standard_normal((6, 256)).astype(np.float32)
+    wide[0, :64], wide[1, :32], wide[2, 3], wide[3, 5] = 0, -1, 100, -70
+    values, scales = encode(wide, kind, 32)
+    got = decoded(Quantized(jnp.asarray(values), jnp.asarray(scales)))
+    assert not got[0, :64].any() and np.allclose(got[1, :32], -1)
+    assert got[2, 3] > 85 and got[3, 5] < -65
+    rest = (wide[4:] - got[4:]) ** 2
+    assert rest.mean() ** 0.5 < error and rest.mean() > 0
