@@ -56,6 +56,28 @@ def machine() -> str:
     return f"machine: {os.cpu_count()} cores, {model or platform.machine()}, {' '.join(found) or 'no AVX2'}"
 
 
+class FailuresAtOnce:
+    """Prints each failure when it happens: a run that is ended from outside still tells what failed."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            last = report.longreprtext.strip().rsplit("\n", 30)[-30:]
+            self._reporter.write_line(
+                f"\n{report.outcome.upper()} {report.when} {report.nodeid} {report.duration:.0f} s"
+            )
+            self._reporter.write_line("\n".join(last))
+
+
+@pytest.hookimpl(trylast=True)  # behind the one that makes the reporter
+def pytest_configure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        config.pluginmanager.register(FailuresAtOnce(reporter), "failures at once")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the machine and where the time went: seconds of the ten longest folders, of all workers together."""
     seconds: defaultdict[str, float] = defaultdict(float)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SMALL
+
 ROOT = Path(__file__).parent.parent
+SIZES = {f"JAXSERVE_SCHEDULER__{name.upper()}": str(value) for name, value in SMALL.items()}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 def test_an_example_runs(script: str, shown: str, compile_cache: str) -> None:
     run = subprocess.run(
         [sys.executable, str(ROOT / "examples" / script)],
-        env=os.environ | {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, "PYTHONPATH": str(ROOT)},
+        env=os.environ | SIZES | {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,

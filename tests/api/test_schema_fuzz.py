@@ -69,7 +69,7 @@ def aim(case: schemathesis.Case, names: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["positive", "negative"])
-@pytest.mark.parametrize("count", [10, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("count", [4, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_every_answer_is_as_documented(fuzzed: LiveServer, label: str, count: int, mode: GenerationMode) -> None:
     operation, names, rng = OPERATIONS[label], existing(fuzzed), random.Random(0)

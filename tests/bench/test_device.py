@@ -35,7 +35,9 @@ def _run(section: str, out: Path) -> list[Row]:
     return rows
 
 
-@pytest.mark.parametrize("section", ["ceilings", "numerics", "attention", "write", "linear", "tune"])
+@pytest.mark.parametrize(
+    "section", ["ceilings", pytest.param("numerics", marks=pytest.mark.slow), "attention", "write", "linear", "tune"]
+)
 def test_kernel_sections(section: str, tmp_path: Path) -> None:
     rows = _run(section, tmp_path)
     assert rows and not [row for row in rows if "error" in row]
@@ -47,6 +49,7 @@ def test_kernel_sections(section: str, tmp_path: Path) -> None:
     assert _run(section, tmp_path) == []  # all there: nothing is measured again
 
 
+@pytest.mark.slow  # the other sections and the steps are run below and above
 def test_engine_sections(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in _run("engine-llama-8b", tmp_path)}
     assert not [row for row in rows.values() if "error" in row or "skipped" in row]
@@ -132,6 +135,7 @@ def test_a_killed_suite_has_told_what_it_was_doing(broken: list[str], tmp_path: 
     assert rows["good"]["us"] == 1.0 and rows["hang"]["error"] == "did not finish"
 
 
+@pytest.mark.slow
 def test_a_cell_that_the_end_cuts_off_is_measured_next_time(broken: list[str], tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN.replace('("hang", 2)', '("hang", 60)'))

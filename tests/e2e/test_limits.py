@@ -18,7 +18,7 @@ def canary(http: httpx2.Client) -> Any:
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
-@pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [32, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_that_a_body_holds_harms_the_engine(server: RunningServer, step: int) -> None:
     cases = [case for case in CASES if case[0] not in HEADS]  # the demo model has no classification head
     with httpx2.Client(base_url=server.url, timeout=120) as http:

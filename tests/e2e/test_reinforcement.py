@@ -32,6 +32,7 @@ class RolloutConfig:
     eos_tokens: list[int] | None = None
 
 
+@pytest.mark.slow
 def test_it_learns_and_two_runs_with_one_seed_give_one_curve(compile_cache: str, tmp_path: Path) -> None:
     with jax.numpy_dtype_promotion("standard"):  # optax's Adam raises a float to an integer power
         whole, again, other = (

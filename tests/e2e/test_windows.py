@@ -62,7 +62,9 @@ class Served:
         return EngineCore(self.runner, scheduler, CoreOptions(vocab_size=families.VOCAB, eos_token_ids=(10**6,)))
 
 
-SERVED = ["gemma2", "gemma3", "gpt_oss", "mistral", pytest.param("mistral, deterministic", marks=pytest.mark.slow)]
+# gpt_oss and mistral differ most: some layers windowed, with sinks; and all of them
+LONG = ("gemma2", "gemma3", "mistral, deterministic")
+SERVED = ["gpt_oss", "mistral", *(pytest.param(case, marks=pytest.mark.slow) for case in LONG)]
 
 
 @pytest.fixture(scope="module", params=SERVED)

@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 import jaxserve
+from tests.conftest import SMALL
 
-# few programs: most of a life is its start
-SIZES = {"max-num-seqs": 16, "max-num-batched-tokens": 64, "max-model-len": 512}
+SIZES = {name.replace("_", "-"): size for name, size in SMALL.items()}
 PLACES = ("France", "Japan", "Italy", "Spain", "Peru", "Egypt", "India")
 START_SECONDS = 240.0
 BATCH_SECONDS = 600.0
@@ -122,6 +122,6 @@ def check(tmp_path: Path, compile_cache: str, *, count: int, kills: int) -> None
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("count", "kills"), [(200, 2), pytest.param(1000, 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "kills"), [(60, 1), pytest.param(1000, 100, marks=pytest.mark.slow)])
 def test_a_server_killed_in_a_batch(tmp_path: Path, compile_cache: str, count: int, kills: int) -> None:
     check(tmp_path, compile_cache, count=count, kills=kills)

@@ -80,6 +80,11 @@ async def ask_in_messages(client: openai.AsyncOpenAI, index: int, *, stream: boo
     return text
 
 
+async def seen_death(server: RunningServer, restarts: int) -> None:
+    """Return once the engine has been started again after `restarts` times."""
+    await until(lambda: server.launch.engine.restarts > restarts, "the death is seen")
+
+
 async def killed_under_load(server: RunningServer, count: int, streaming: int, ask: Any = ask) -> list[str]:
     """Answers of `count` requests, half of them streams. The engine is killed when all were accepted and have either
     ended or are live, and `streaming` streams have brought text and not ended."""
@@ -92,13 +97,16 @@ async def killed_under_load(server: RunningServer, count: int, streaming: int, a
             while sum(not tasks[i].done() for i in begun) < streaming and not all(task.done() for task in tasks):
                 await asyncio.sleep(0.002)
             if sum(not tasks[i].done() for i in begun) >= streaming:
+                seen = seen_death(server, server.launch.engine.restarts)
                 engine_process().kill()
-                return list(await asyncio.gather(*tasks))
+                texts = await asyncio.gather(*tasks)
+                await seen
+                return list(texts)
             await asyncio.gather(*tasks)
     raise AssertionError("the requests were too quick to be killed in the middle")
 
 
-@pytest.mark.parametrize("streaming", [0, 12])
+@pytest.mark.parametrize("streaming", [pytest.param(0, marks=pytest.mark.slow), 12])
 def test_a_killed_engine_loses_nothing(server: RunningServer, streaming: int) -> None:
     """Each of 64 gets its golden text, those that had begun to stream too; then 20 goldens of the new engine."""
     expected, engines = golden(server), num_engines()

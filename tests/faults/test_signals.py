@@ -101,7 +101,7 @@ def test_ctrl_c_in_a_terminal(compile_cache: str, tmp_path: Path) -> None:
 
 def test_a_drain_has_a_limit(compile_cache: str, tmp_path: Path) -> None:
     """Who is not done by then is told so: nothing hangs and nothing ends without a word."""
-    with Launched(compile_cache, tmp_path, **{"server.drain_timeout": 0.3}) as server:
+    with Launched(compile_cache, tmp_path, **{"server.drain_timeout": 0.05}) as server:
         streams = [Stream(server, LONG | {"n": 8}) for _ in range(6)]
         server.send(signal.SIGTERM)
         for stream in streams:

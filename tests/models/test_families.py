@@ -238,6 +238,7 @@ CONFIG_MUTANTS: list[tuple[str, str, Change]] = [
 ]
 
 
+@pytest.mark.slow  # they hold the goldens above, not the models
 @pytest.mark.parametrize(("case", "feature", "change"), CONFIG_MUTANTS, ids=lambda v: v if isinstance(v, str) else "")
 def test_without_the_feature_logits_differ(
     case: str, feature: str, change: Change, goldens: Callable[[str], Golden]

@@ -236,7 +236,9 @@ def test_attention_to_pages_of_8_bits(dtype: str) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
-@pytest.mark.parametrize("level", ["x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize(
+    "level", ["x86-64", *(pytest.param(v, marks=pytest.mark.slow) for v in ("x86-64-v3", "x86-64-v4"))]
+)
 def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processors' code, as far as this one runs it: the same tests with registers of another width. Nothing here
     is jitted by a name that a jit has seen."""

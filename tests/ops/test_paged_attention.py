@@ -77,9 +77,19 @@ CASES += [  # in 8 bits
 ]
 
 
+# of these the plain backends see nothing but other sizes of the same arrays
+SIZES = ("multi-head", "group-7", "group-8-page-128", "group-4-head-256", "head-96-page-128", "whole-vectors")
+LONG = [(name, case) for name in ("reference", "xla") for case in CASES if case.id.endswith(SIZES)]
+
+
 @pytest.mark.parametrize(
     ("name", "case"),
-    [(name, case) for name in BACKENDS for case in CASES if case.kernels or name not in INTERPRETED],
+    [
+        pytest.param(name, case, marks=pytest.mark.slow if (name, case) in LONG else ())
+        for name in BACKENDS
+        for case in CASES
+        if case.kernels or name not in INTERPRETED
+    ],
     ids=lambda value: value if isinstance(value, str) else value.id,
 )
 def test_matches_dense_attention(case: Case, name: str) -> None:

@@ -50,7 +50,9 @@ MakeRunner = Callable[..., ModelRunner]
 Seen = tuple[list[int], list[TokenLogprobs], object]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fast", "deterministic"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["fast", "deterministic"]
+)
 def speculating(request: pytest.FixtureRequest, tiny_model: LoadedModel, make_runner: MakeRunner) -> ModelRunner:
     return make_runner(tiny_model, deterministic=request.param, max_drafts=DRAFTS)
 
@@ -202,7 +204,7 @@ def test_an_end_among_drafts(speculating: ModelRunner, plain: dict[str, Seen], e
     assert all(accepted <= count for accepted, count in counts)
 
 
-@pytest.mark.parametrize("case", ["gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["gemma3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_windows_experts_and_latent_attention(case: str, case_model: LoadedModel, make_runner: MakeRunner) -> None:
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
     runner = make_runner(case_model, max_drafts=DRAFTS, **sizes)

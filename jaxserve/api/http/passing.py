@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import httptools
 from starlette.types import Receive, Scope, Send
@@ -35,12 +37,19 @@ async def pass_on(socket_path: str, scope: Scope, receive: Receive, send: Send, 
 
     body: if it has been read. Raises PeerEndedError, and what `receive` raises.
     """
-    try:
-        reader, writer = await asyncio.open_unix_connection(socket_path)
-    except OSError as error:
-        raise PeerEndedError(str(error)) from None
-    answer = asyncio.ensure_future(_answer(reader, send, has_body=scope["method"] != "HEAD"))
-    upload = asyncio.ensure_future(_upload(writer, scope, receive, body))
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, socket_path)
+        except OSError as error:
+            raise PeerEndedError(str(error)) from None
+        await _exchange(connection, scope, receive, send, body)
+
+
+async def _exchange(connection: socket.socket, scope: Scope, receive: Receive, send: Send, body: bytes | None) -> None:
+    """A plain socket, since a stream of asyncio drops what it could still read once a write fails."""
+    answer = asyncio.ensure_future(_answer(connection, send, has_body=scope["method"] != "HEAD"))
+    upload = asyncio.ensure_future(_upload(connection, scope, receive, body))
     try:
         await asyncio.wait((answer, upload), return_when=asyncio.FIRST_COMPLETED)
         await (answer if answer.done() else upload)
@@ -48,19 +57,18 @@ async def pass_on(socket_path: str, scope: Scope, receive: Receive, send: Send, 
         for task in (answer, upload):
             task.cancel()
         await asyncio.gather(answer, upload, return_exceptions=True)
-        writer.close()
 
 
-async def _upload(writer: asyncio.StreamWriter, scope: Scope, receive: Receive, body: bytes | None) -> None:
+async def _upload(connection: socket.socket, scope: Scope, receive: Receive, body: bytes | None) -> None:
     """Send the request; return when the client has disconnected."""
     chunked = body is None and any(name == b"transfer-encoding" for name, _ in scope["headers"])
+    write = partial(asyncio.get_running_loop().sock_sendall, connection)
     try:
-        writer.write(_head(scope, chunked=chunked, length=None if body is None else len(body)))
+        await write(_head(scope, chunked=chunked, length=None if body is None else len(body)))
         async for part in _parts(receive) if body is None else _once(body):
-            writer.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
-            await writer.drain()
+            await write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)
         if chunked:
-            writer.write(b"0\r\n\r\n")
+            await write(b"0\r\n\r\n")
     except _DisconnectedError:
         return
     except OSError:
@@ -128,7 +136,7 @@ class _Response:
         self.complete = True
 
 
-async def _answer(reader: asyncio.StreamReader, send: Send, *, has_body: bool) -> None:
+async def _answer(connection: socket.socket, send: Send, *, has_body: bool) -> None:
     """Pass on the answer. Raises PeerEndedError if the process ends in the middle of it.
 
     has_body: whether one follows the headers
@@ -136,7 +144,7 @@ async def _answer(reader: asyncio.StreamReader, send: Send, *, has_body: bool) -
     response, started = _Response(), False
     parser = httptools.HttpResponseParser(response)
     while not response.complete:
-        data = await _read(reader)
+        data = await _read(connection)
         if not data:
             raise PeerEndedError("it closed the connection", has_headers=started)
         parser.feed_data(data)
@@ -151,9 +159,9 @@ async def _answer(reader: asyncio.StreamReader, send: Send, *, has_body: bool) -
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
+async def _read(connection: socket.socket) -> bytes:
     """Return what has arrived; nothing if the process closed the connection or was killed."""
     try:
-        return await reader.read(PIECE)
+        return await asyncio.get_running_loop().sock_recv(connection, PIECE)
     except ConnectionError:
         return b""
