@@ -130,9 +130,9 @@ def test_a_killed_worker_is_replaced(tokenizer: Tokenizer) -> None:
         pending = asyncio.create_task(verdict(compiler, GrammarSpec(kind="regex", source="late")))
         await asyncio.sleep(0)
         os.kill(before, signal.SIGKILL)
-        assert await pending is None
-        assert compiler.pid != before
+        assert await pending is None  # by the killed worker's last answer, or by the next worker
         assert await verdict(compiler, GrammarSpec(kind="regex", source="later")) is None
+        assert compiler.pid != before
 
     with_compiler(tokenizer, work)
 
