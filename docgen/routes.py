@@ -79,6 +79,7 @@ from jaxserve.api.protocol.weights import (
     ContinueRequest,
     MemoryRequest,
     PauseRequest,
+    ReadWeightsRequest,
     UpdateVersionRequest,
     UpdateWeightsRequest,
 )
@@ -139,6 +140,7 @@ Made by `python -m docgen.routes`; a test holds it to the code.
 | `POST /flush_cache`, `POST /abort_request` | need the admin key (`server.admin_api_key`); disabled without one |
 | `POST /update_weights_from_disk`, `/update_weights_from_tensor` | new weights ([weights.md](weights.md)); admin key |
 | `POST /update_weight_version` | another label for the weights; admin key |
+| `POST /get_weights_by_name` | rows of one tensor of the weights in use; admin key |
 | `POST /pause_generation`, `/continue_generation` | stop and go, as SGLang; admin key |
 | `POST /pause`, `/resume`, `GET /is_paused` | the same as vLLM; admin key |
 | `POST /release_memory_occupation`, `/resume_memory_occupation` | free memory, take it again, as SGLang; admin key |
@@ -184,8 +186,8 @@ _LISTS = """\
 | `partial` | boolean (/update_weights_from_tensor) | parameters that are not in the file stay; default false |
 | `flush_cache` | true (/update_weights_from_tensor) | only true: no prefix of old weights is ever used |
 | `level` | 0, 1, 2 (/sleep) | only pause; weights to the host's memory; drop them; default 1 |
-| `mode` | abort or keep (/pause, /sleep) | what becomes of running requests; default abort |
-| `clear_cache` | boolean (/pause) | with abort: drop the prefix cache; default true |
+| `mode` | abort, wait or keep (/pause, /sleep) | what becomes of running requests; default abort |
+| `clear_cache` | boolean (/pause) | with abort and wait: drop the prefix cache; default true |
 | `tags` | weights, kv_cache, scheduling (/wake_up) | what to bring back; default all |
 """
 
@@ -245,6 +247,7 @@ def reference() -> str:
         _section("Fields of /models/load and /models/unload", ModelName),
         _section("Fields of /update_weights_from_disk", UpdateWeightsRequest),
         _section("Fields of /update_weight_version", UpdateVersionRequest),
+        _section("Fields of /get_weights_by_name", ReadWeightsRequest),
         _section("Fields of /pause_generation", PauseRequest),
         _section("Fields of /continue_generation", ContinueRequest),
         _section("Fields of /release_memory_occupation and /resume_memory_occupation", MemoryRequest),

@@ -471,6 +471,14 @@ class Transcripts(dict[str, Transcript]):
                 transcript.last = output
 
 
+def drain(core: EngineCore) -> list[TokenOutput]:
+    """Step until no work is left."""
+    outputs: list[TokenOutput] = []
+    while core.has_work:
+        outputs += core.step()
+    return outputs
+
+
 def run_all(
     core: EngineCore,
     requests: Iterable[EngineRequest] = (),

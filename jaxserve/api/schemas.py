@@ -27,6 +27,7 @@ from jaxserve.api.protocol.weights import (
     ContinueRequest,
     MemoryRequest,
     PauseRequest,
+    ReadWeightsRequest,
     UpdateVersionRequest,
     UpdateWeightsRequest,
 )
@@ -50,6 +51,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     *(OllamaChatRequest, OllamaGenerateRequest, ShowRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest),
     *(CreateConversationRequest, UpdateConversationRequest, AddItemsRequest),
     *(UpdateWeightsRequest, UpdateVersionRequest, PauseRequest, ContinueRequest, MemoryRequest),
+    ReadWeightsRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
     *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.Completion, answers.ModelList),

@@ -193,6 +193,11 @@ class EngineCore:
         return self._compiling.ids
 
     @property
+    def live_ids(self) -> list[str]:
+        """Return the ids of all requests that have not ended."""
+        return [*self._compiling.ids, *self.scheduler.live_ids]
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         return bool(self._outputs or (not self.serving.halted and (self._previous or self.scheduler.has_work)))
@@ -215,11 +220,14 @@ class EngineCore:
             began = self._clock()
         self._take_masks()
         self._deliver(self.scheduler.expire(began))
+        if self.serving.finishing is not None and self.serving.pauses_now(self.live_ids):
+            self.settle()
         if self._isolator:
             self._isolator.keep(self.scheduler.live_ids)
         if self.serving.halted:
             return self._take_outputs()
-        output = self.scheduler.schedule(began, self._isolator.quarantined)
+        quarantined = self._isolator.quarantined
+        output = self.scheduler.schedule(began, self.serving.finishing if quarantined is None else quarantined)
         self._scheduler_seconds += self._clock() - began
         handle = self._execute(output) if output is not None else None
         self.admitted = _admitted(output)
@@ -315,14 +323,7 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """Abort every request. The next `step` returns their last outputs."""
-        self._outputs += self.abort([*self.compiling_ids, *self.scheduler.live_ids])
-
-    def drain(self) -> list[TokenOutput]:
-        """Step until no work is left."""
-        outputs: list[TokenOutput] = []
-        while self.has_work:
-            outputs += self.step()
-        return outputs
+        self._outputs += self.abort(self.live_ids)
 
     @property
     def is_isolating(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,9 +15,13 @@ Tag = Literal["weights", "kv_cache"]
 
 @dataclass
 class ServingState:
-    """paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients"""
+    """paused: how; None: not. asleep: what is not on the devices. version: label of the weights, chosen by clients
+
+    finishing: ids of the requests whose ends the next pause waits for; no other may start. None: no pause waits
+    """
 
     paused: Mode | None = None
+    finishing: frozenset[str] | None = None
     asleep: set[Tag] = field(default_factory=set)
     version: str = FIRST_VERSION
     num_updates: int = 0
@@ -25,6 +30,17 @@ class ServingState:
     def halted(self) -> bool:
         """Whether no step may run. Requests are accepted and wait."""
         return self.paused is not None or bool(self.asleep)
+
+    def pause_after(self, request_ids: Iterable[str]) -> None:
+        """Start no other request, and pause when these have ended. If no steps run, `pauses_now` does so."""
+        self.finishing = frozenset(() if self.halted else request_ids)
+
+    def pauses_now(self, live_ids: Iterable[str]) -> bool:
+        """Pause if the requests that the pause waits for have ended. live_ids: of all that have not."""
+        if self.finishing is None or not self.finishing.isdisjoint(live_ids):
+            return False
+        self.finishing, self.paused = None, self.paused or "retract"
+        return True
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from jaxserve.errors import ConflictError, WeightsLostError
 from jaxserve.models.loading.quantized_leaves import by_parameter
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.loading.weight_sources import Specs, WeightSource
+from jaxserve.runtime.tensor_of import tensor_of
 
 Leaves = tuple[jax.Array, ...]
 Tick = Callable[[], None]  # called after each parameter, so that a long call is seen to make progress
@@ -80,6 +81,12 @@ class DeviceWeights:
         if self.place != "device":
             self._bring_back(source)
         self._replace(source, tick)
+
+    def read(self, name: str, num_rows: int) -> np.ndarray:
+        """Return the first rows of a checkpoint tensor, see `tensor_of`. Raises ConflictError unless on the devices."""
+        if self.place != "device":
+            raise ConflictError("the weights are not on the devices")
+        return tensor_of(self.structure.specs, self._runner.leaves, name, num_rows)
 
     def _bring_back(self, source: WeightSource) -> None:
         """Prepare an update of weights that are not on the devices. One of all parameters needs none of the old."""

@@ -38,7 +38,7 @@ Script = Callable[[list[int], SamplingParams], list[int] | str]
 # what the engine answers to a call; True to others
 CALLS = {
     "waiting": [],
-    "state": {"paused": False, "asleep": []},
+    "state": {"paused": False, "finishing": False, "asleep": []},
     "sleep": ["kv_cache", "weights"],
     "wake": [],
     "update_from_directory": "1",

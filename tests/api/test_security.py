@@ -27,12 +27,17 @@ KEY, ADMIN = "a-key-of-the-operator", "another-key"
 OPEN = {"/health", "/live", "/metrics", "/"}
 POSTS = (
     "/flush_cache /reset_prefix_cache /abort_request /update_weights_from_disk /update_weights_from_tensor "
-    "/update_weight_version /pause_generation /continue_generation /release_memory_occupation "
+    "/update_weight_version /get_weights_by_name /pause_generation /continue_generation /release_memory_occupation "
     "/resume_memory_occupation /pause /resume /sleep /wake_up"
 )
 GETS = ("/key_usage", "/is_paused", "/is_sleeping")
 ADMIN_ROUTES = dict.fromkeys(POSTS.split(), "POST") | dict.fromkeys(GETS, "GET")
-NEED_MORE = {"/update_weights_from_disk", "/update_weights_from_tensor", "/update_weight_version"}
+NEED_MORE = {
+    "/get_weights_by_name",
+    "/update_weights_from_disk",
+    "/update_weights_from_tensor",
+    "/update_weight_version",
+}
 WRONG = ["", "x", KEY[:-1], KEY + "x", KEY.upper(), KEY[:1], "schlüssel", "k" * 20_000]
 
 

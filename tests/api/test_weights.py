@@ -17,6 +17,7 @@ from jaxserve.api.protocol.weights import (
     ContinueRequest,
     MemoryRequest,
     PauseRequest,
+    ReadWeightsRequest,
     UpdateVersionRequest,
     UpdateWeightsRequest,
 )
@@ -26,6 +27,7 @@ from jaxserve.errors import InvalidValueError
 from jaxserve.transport.socket_directory import PREFIX
 
 from .conftest import LiveServer
+from .fakes import CALLS
 from .test_limits import HUGE, LISTS, ODD, edges, fields, schema_of
 
 ADMIN = {"authorization": "Bearer root"}
@@ -58,7 +60,7 @@ def called(server: LiveServer, path: str, method: str = "POST", **options: Any) 
 
 
 BOTH = ["weights", "kv_cache"]
-CALLS: list[tuple[str, Any, list[Any]]] = [
+TOLD: list[tuple[str, Any, list[Any]]] = [
     ("/pause_generation", None, [("pause", {"mode": "abort"})]),
     ("/pause_generation", {"mode": "in_place"}, [("pause", {"mode": "in_place"})]),
     ("/continue_generation", None, [("resume", {})]),
@@ -75,6 +77,8 @@ CALLS: list[tuple[str, Any, list[Any]]] = [
     ("/pause", None, [("pause", {"mode": "abort"}), ("flush_cache", {})]),
     ("/pause?clear_cache=false", None, [("pause", {"mode": "abort"})]),
     ("/pause?mode=keep", None, [("pause", {"mode": "in_place"})]),
+    ("/get_weights_by_name", {"name": "w"}, [("read_weights", {"name": "w", "num_rows": 100})]),
+    ("/get_weights_by_name", {"name": "w", "truncate_size": 2}, [("read_weights", {"name": "w", "num_rows": 2})]),
     ("/resume", None, [("resume", {})]),
     ("/sleep", None, [("sleep", {"level": 1, "mode": "abort"})]),
     ("/sleep?level=2&mode=keep", None, [("sleep", {"level": 2, "mode": "retract"})]),
@@ -85,10 +89,18 @@ CALLS: list[tuple[str, Any, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "calls"), CALLS)
+@pytest.mark.parametrize(("path", "body", "calls"), TOLD)
 def test_what_the_engine_is_told(server: LiveServer, path: str, body: Any, calls: list[Any]) -> None:
     options = {} if body is None else {"json": body}
     assert called(server, path, **options) == calls
+
+
+@pytest.mark.parametrize("path", ["/pause?mode=wait&clear_cache=false", "/sleep?level=0&mode=wait"])
+def test_a_pause_that_waits(server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    refused = server.http.post(path, headers=ADMIN)  # the pause was given up: it is over, and nothing is paused
+    assert refused.status_code == 409 and "given up" in refused.json()["error"]["message"]
+    monkeypatch.setitem(CALLS, "state", {"paused": True, "finishing": False, "asleep": []})
+    assert called(server, path) == [("finish", {}), ("state", {}), ("pause", {"mode": "retract"})]
 
 
 def test_states(server: LiveServer) -> None:
@@ -149,6 +161,7 @@ def test_nothing_is_allowed_without_a_configuration(allowed: Path) -> None:
 MODELS: dict[str, tuple[type[BaseModel], str]] = {
     "/update_weights_from_disk": (UpdateWeightsRequest, '"model_path": "step-1"'),
     "/update_weight_version": (UpdateVersionRequest, '"new_version": "v"'),
+    "/get_weights_by_name": (ReadWeightsRequest, '"name": "w"'),
     "/pause_generation": (PauseRequest, ""),
     "/continue_generation": (ContinueRequest, ""),
     "/release_memory_occupation": (MemoryRequest, ""),
@@ -195,8 +208,8 @@ def test_what_is_not_done_is_refused_by_name(server: LiveServer, path: str, name
     [
         ("/sleep?level=3", "level"),
         ("/sleep?level=x", "level"),
-        ("/sleep?mode=wait", "mode"),
-        ("/pause?mode=wait", "mode"),
+        ("/sleep?mode=later", "mode"),
+        ("/pause?mode=later", "mode"),
         ("/pause?wait_for_inflight_requests=true", "wait_for_inflight_requests"),
         ("/wake_up?tags=all", "tags"),
         ("/wake_up?tag=weights", "tag"),

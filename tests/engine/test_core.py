@@ -28,6 +28,7 @@ from tests.fakes import (
     OracleDrafter,
     Transcripts,
     alone,
+    drain,
     make_core,
     make_request,
     masked_next_token,
@@ -465,7 +466,7 @@ def test_an_abort_with_a_reason_is_how_a_stop_string_ends_a_request() -> None:
     core.step()
     (last,) = core.abort(["a"], FinishReason.STOP)
     assert (last.finish_reason, last.error) == (FinishReason.STOP, None)
-    assert core.drain() == [] and not core.has_work
+    assert drain(core) == [] and not core.has_work
 
 
 def test_one_output_a_request_and_step() -> None:
@@ -510,11 +511,11 @@ def test_a_resumed_request_goes_first_and_has_no_time_in_the_queue() -> None:
     core.add(make_request("waiting", [2], max_tokens=2))
     core.add(make_request("resumed", [3], max_tokens=4, resumed_token_ids=[7]))
     now[0] = 11.0
-    ended = [output.request_id for output in core.drain() if output.finish_reason is not None]
+    ended = [output.request_id for output in drain(core) if output.finish_reason is not None]
     assert ended == ["waiting", "running", "resumed"]
     core.add(make_request("running", [1], max_tokens=30))
     core.step()
     core.add(make_request("waiting", [2], max_tokens=2))
     core.add(make_request("resumed", [3], max_tokens=4, resumed_token_ids=[7]))
-    ended = [output.request_id for output in core.drain() if output.finish_reason is not None]
+    ended = [output.request_id for output in drain(core) if output.finish_reason is not None]
     assert ended == ["running", "resumed", "waiting"]

@@ -12,7 +12,7 @@ from benchmarks.scheduler import decode_step_seconds
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.types.output import FinishReason
 from jaxserve.types.step import SampledTokens, SchedulerOutput
-from tests.fakes import VOCAB, Transcripts, make_core, make_request, run_all, small_config
+from tests.fakes import VOCAB, Transcripts, drain, make_core, make_request, run_all, small_config
 
 
 class RandomStep:
@@ -103,7 +103,7 @@ def test_a_shared_system_prompt_is_computed_once(policy: str) -> None:
     tails = [[i % VOCAB, i // VOCAB, *rng.choices(range(VOCAB), k=rng.randrange(3, 29))] for i in range(1000)]
     for i, tail in enumerate(tails):
         core.add(make_request(f"r{i}", system + tail, max_tokens=2))
-    core.drain()
+    drain(core)
     counters = core.scheduler.counters
     assert counters.prompt_tokens == 1000 * 512 + sum(map(len, tails))
     assert counters.cached_tokens == 999 * 512
@@ -121,7 +121,7 @@ def test_siblings_of_many_groups_share_their_prefills() -> None:
         prompt = [*system, group % VOCAB, *rng.choices(range(VOCAB), k=63)]
         for index in range(8):
             core.add(make_request(f"r{group}-{index}", prompt, max_tokens=2, temperature=1.0, seed=index))
-    core.drain()
+    drain(core)
     assert core.scheduler.counters.prefill_tokens == 512 + 100 * (64 + 7 * 16)
 
 

@@ -65,9 +65,9 @@ def client(server: RunningServer) -> httpx2.Client:
     return httpx2.Client(base_url=server.url, headers=headers, timeout=LAST_RESORT)
 
 
-def post(server: RunningServer, path: str, **options: Any) -> Any:
+def post(server: RunningServer, path: str, method: str = "POST", **options: Any) -> Any:
     with client(server) as http:
-        answer = http.post(path, **options)
+        answer = http.request(method, path, **options)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -227,6 +227,30 @@ def test_a_new_engine_is_paused_and_asleep_as_the_old_one_was(server: RunningSer
         waiting.join(LAST_RESORT)
         assert lines[0]["usage"]["completion_tokens"] == 150
     assert answers(server)[0] == originals
+
+
+def test_a_pause_waits_for_running_requests(server: RunningServer, originals: list[Any]) -> None:
+    body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with client(server) as http, http.stream("POST", "/v1/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        first = next(lines)
+        assert post(server, "/pause?mode=wait") == {"status": "paused"}
+        rest = [line for line in lines if line.startswith("data: {")]
+    assert first.startswith("data: {") and '"finish_reason":"length"' in rest[-1]
+    kill_engine(server)
+    assert post(server, "/is_paused", method="GET") == {"is_paused": True}, "the new engine is paused too"
+    post(server, "/resume")
+    assert answers(server)[0] == originals
+
+
+def test_a_tensor_of_the_weights_in_use(server: RunningServer, root: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    found = post(server, "/get_weights_by_name", json={"name": name, "truncate_size": 3})
+    wanted = load_file(root / "first" / "model.safetensors")[name]
+    np.testing.assert_array_equal(np.array(found, np.float32), wanted[:3].astype(np.float32))
+    with client(server) as http:
+        refused = http.request("GET", "/get_weights_by_name", json={"name": "x"})
+    assert refused.status_code == 400 and "no tensor 'x'" in refused.text
 
 
 def test_through_workers(root: Path, compile_cache: str, expected: list[Any]) -> None:

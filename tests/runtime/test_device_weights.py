@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.errors import ConflictError, ModelLoadError, WeightsLostError
+from jaxserve.errors import ConflictError, InvalidValueError, ModelLoadError, WeightsLostError
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.weight_sources import directory_source, source_of
+from jaxserve.runtime import tensor_of
 from jaxserve.runtime.compilation.compiler import CompileCounter
 from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.mesh import make_mesh
@@ -70,6 +71,32 @@ def test_tensors_by_name_are_those_of_a_load(make: MakeModel, family: str) -> No
     source = directory_source(make(FAMILIES[family], seed=2).directory, served.structure, served.directory)
     served.weights.replace(served.weights.staged(source))
     assert served.bits() == make(FAMILIES[family], seed=2).bits()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_are_read_back(make: MakeModel, family: str) -> None:
+    model = make(FAMILIES[family])
+    names = {part.name for spec in model.structure.specs for part in spec.parts}
+    assert len(names) > 5 and names <= model.tensors.keys()
+    with CompileCounter() as counter:
+        for name in names:
+            np.testing.assert_array_equal(model.weights.read(name, 2), model.tensors[name][:2].astype(np.float32), name)
+    assert counter.count == 0
+
+
+def test_what_cannot_be_read_back_is_refused_by_name(make: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, packed = make(), make(WIDE, seed=1, quantization="int8")
+    with pytest.raises(InvalidValueError, match="no tensor 'lm_heat'"):
+        model.weights.read("lm_heat", 1)
+    with pytest.raises(InvalidValueError, match="held in int8"):
+        packed.weights.read(DOWN, 1)
+    monkeypatch.setattr(tensor_of, "MAX_NUMBERS", 96 * 8)
+    assert model.weights.read(DOWN, 8).shape == (8, 96)
+    with pytest.raises(InvalidValueError, match="at most 8"):
+        model.weights.read(DOWN, 9)
+    model.weights.to_host()
+    with pytest.raises(ConflictError, match="not on the devices"):
+        model.weights.read(DOWN, 1)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])

@@ -8,7 +8,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import SampledTokens
-from tests.fakes import VOCAB, FakeRunner, Transcripts, alone, make_core, make_request, run_all, small_config
+from tests.fakes import VOCAB, FakeRunner, Transcripts, alone, drain, make_core, make_request, run_all, small_config
 from tests.scheduler.test_scheduler import add, prompt_of, recording_core, schedule, shapes, step
 
 # --- ends
@@ -82,7 +82,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
         assert last and (last.finish_reason, last.error_status) == (FinishReason.ERROR, 504)
         assert last.error == "the deadline of 5 s has passed"
     assert len(transcripts["running"].token_ids) == 3
-    transcripts.take(core.drain())
+    transcripts.take(drain(core))
     assert transcripts["free"].reason is FinishReason.LENGTH
 
 
@@ -92,7 +92,7 @@ def test_the_queue_timeout_spares_those_that_ran() -> None:
     step(core, transcripts)
     core.add(make_request("second", prompt_of(4), max_tokens=6))
     clock.now += 2.0
-    transcripts.take(core.drain())
+    transcripts.take(drain(core))
     assert transcripts["first"].reason is FinishReason.LENGTH
     last = transcripts["second"].last
     assert last and (last.error, last.error_status) == ("waited 2 s in the queue", 504)
@@ -105,7 +105,7 @@ def test_times_are_reported_once() -> None:
     step(core, transcripts)
     clock.now += 0.5
     step(core, transcripts)
-    transcripts.take(core.drain())
+    transcripts.take(drain(core))
     times = [(output.queue_seconds, output.first_token_seconds) for output in transcripts["a"].outputs]
     assert times == [(1.5, 2.0), (0.0, 0.0), (0.0, 0.0)]
     counters = core.scheduler.counters

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.engine.core import EngineCore
 from jaxserve.scheduler.waiting.wait_reason import WaitReason
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, Tenant
-from tests.fakes import make_core, make_request, small_config
+from tests.fakes import drain, make_core, make_request, small_config
 
 
 def core_of(**changes: Any) -> EngineCore:
@@ -77,7 +77,7 @@ def test_the_reason(reason: WaitReason) -> None:
     for _ in range(2):  # batch requests wait for the step in flight first
         core.step()
     assert reasons(core) == {"late": reason}
-    core.drain()
+    drain(core)
     assert reasons(core) == {}
 
 

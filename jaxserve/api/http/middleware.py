@@ -40,6 +40,7 @@ ADMIN_PATHS = frozenset(
     {
         *("/flush_cache", "/reset_prefix_cache", "/abort_request", "/key_usage"),
         *("/update_weights_from_disk", WEIGHTS_UPLOAD, "/update_weight_version"),
+        "/get_weights_by_name",
         *("/pause_generation", "/continue_generation", "/release_memory_occupation", "/resume_memory_occupation"),
         *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
     }

@@ -42,6 +42,15 @@ class UpdateVersionRequest(Body):
     abort_all_requests: bool | None = Field(None, description="End running requests. Default true.")
 
 
+class ReadWeightsRequest(Body):
+    name: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="A tensor of the checkpoint, such as model.norm.weight."
+    )
+    truncate_size: Annotated[int, Field(ge=1, le=2**19)] | None = Field(
+        None, description="Most rows (indices of the first axis). Default 100."
+    )
+
+
 class PauseRequest(Body):
     mode: Literal["abort", "retract", "in_place"] | None = Field(
         None, description="Running requests end (abort, the default), or are computed again, or keep their KV."

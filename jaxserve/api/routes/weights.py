@@ -23,18 +23,22 @@ from jaxserve.api.protocol.weights import (
     ContinueRequest,
     MemoryRequest,
     PauseRequest,
+    ReadWeightsRequest,
     UpdateVersionRequest,
     UpdateWeightsRequest,
 )
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.routes.weights_path import checked_directory
+from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.api.shared.state import ServerState, server_state
-from jaxserve.errors import InvalidValueError, PayloadTooLargeError, UnsupportedParameterError
+from jaxserve.errors import ConflictError, InvalidValueError, PayloadTooLargeError, UnsupportedParameterError
 from jaxserve.transport.socket_directory import SocketDirectory
 
 B = TypeVar("B", bound=Body)
 
 MAX_HEADER = 16 * 2**20  # bytes of an uploaded file beside its numbers
+DEFAULT_ROWS = 100  # of /get_weights_by_name
+FINISH_POLL = 0.05  # seconds between two looks at the requests that a pause waits for
 WIDEST = 8  # times the bytes of the served weights: float32 of weights in 4 bits
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 _FILE: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/octet-stream": _BYTES}}}
@@ -103,6 +107,15 @@ async def update_weight_version(request: Request) -> Response:
     return await _updated(server_state(request), "set_weight_version", version=body.new_version, running=running)
 
 
+@router.get("/get_weights_by_name", include_in_schema=False)
+@router.post("/get_weights_by_name", **documented(body=ReadWeightsRequest))
+async def get_weights_by_name(request: Request) -> Response:
+    """Return the first rows of a tensor of the checkpoint as nested lists, from the weights in use."""
+    body = await read_body(request, ReadWeightsRequest)
+    rows = body.truncate_size or DEFAULT_ROWS
+    return json_response(await server_state(request).engine.call("read_weights", name=body.name, num_rows=rows))
+
+
 @router.post("/pause_generation", **documented(GenerationState, body=PauseRequest))
 async def pause_generation(request: Request) -> Response:
     """Run no more steps until /continue_generation. New requests wait."""
@@ -139,11 +152,15 @@ async def resume_memory(request: Request) -> Response:
 
 
 @router.post("/pause", **documented())
-async def pause(request: Request, mode: Literal["abort", "keep"] = "abort", clear_cache: bool = True) -> Response:
-    """As /pause_generation. keep: running requests keep their KV. clear_cache has no effect then."""
+async def pause(
+    request: Request, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+) -> Response:
+    """As /pause_generation. wait: requests that have come so far end first. keep: running requests keep their KV, and
+    clear_cache has no effect.
+    """
     _refuse_unknown(request, {"mode", "clear_cache"})
     engine = server_state(request).engine
-    await engine.call("pause", mode="in_place" if mode == "keep" else mode)
+    await _pause(engine, mode)
     if clear_cache and mode != "keep":
         await engine.call("flush_cache")
     return json_response({"status": "paused"})
@@ -165,18 +182,20 @@ async def is_paused(request: Request) -> Response:
 
 @router.post("/sleep", **documented())
 async def sleep(
-    request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Literal["abort", "keep"] = "abort"
+    request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1, mode: Literal["abort", "wait", "keep"] = "abort"
 ) -> Response:
     """Free memory. level: 0 only pauses; 1 keeps the weights in the memory of the host; 2 drops them.
 
-    keep: running requests are computed again after /wake_up.
+    wait: requests that have come so far end first. keep: running requests are computed again after /wake_up.
     """
     _refuse_unknown(request, {"level", "mode"})
     engine = server_state(request).engine
     if level == 0:
-        await engine.call("pause", mode="in_place" if mode == "keep" else mode)
+        await _pause(engine, mode)
         return json_response({"asleep": []})
-    asleep = await engine.call("sleep", level=level, mode="retract" if mode == "keep" else mode)
+    if mode == "wait":
+        await _pause(engine, mode)
+    asleep = await engine.call("sleep", level=level, mode="abort" if mode == "abort" else "retract")
     return json_response({"asleep": asleep})
 
 
@@ -209,6 +228,19 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 # --- their parts
+
+
+async def _pause(engine: EngineProtocol, mode: Literal["abort", "wait", "keep"]) -> None:
+    """Pause as vLLM's `mode` says. Raises ConflictError if a pause that waits for requests was given up."""
+    if mode != "wait":
+        await engine.call("pause", mode="in_place" if mode == "keep" else mode)
+        return
+    await engine.call("finish")
+    while (state := await engine.call("state"))["finishing"]:
+        await asyncio.sleep(FINISH_POLL)
+    if not state["paused"]:
+        raise ConflictError("The pause was given up: generation was resumed, or the engine was started again.")
+    await engine.call("pause", mode="retract")  # again: this call is repeated if the engine is started again
 
 
 async def _updated(state: ServerState, method: str, **args: Any) -> Response:
