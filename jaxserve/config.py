@@ -20,6 +20,7 @@ from jaxserve.config_models import ModelsSection
 from jaxserve.config_types import (
     WEEK,
     Auto,
+    Bytes,
     DirPath,
     DirPaths,
     Float,
@@ -120,11 +121,23 @@ class CacheSection(Section):
         description="Share of XLA's memory that weights, KV cache and activations may use.",
     )
     prefix_cache: bool = Field(True, description="Reuse the KV pages of equal prompt prefixes.")
+    host_memory: Bytes | None = Field(
+        None,
+        description="Memory of the host for pages that are evicted from the prefix cache, e.g. 8GiB. They are loaded "
+        "again instead of computed. null: none.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
         "auto",
         description="Data type of keys and values. auto: that of the activations. int8 and fp8 (E4M3) have a float32 "
         "scale for each token and head.",
     )
+
+    @field_validator("host_memory")
+    @classmethod
+    def _of_prefixes(cls, host_memory: int | None, info: ValidationInfo) -> int | None:
+        if host_memory is not None and not info.data.get("prefix_cache", True):
+            raise ValueError("it needs cache.prefix_cache")
+        return host_memory
 
 
 class SchedulerSection(Section):

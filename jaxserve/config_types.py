@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 WEEK = 7 * 24 * 3600.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _KEY = re.compile(r"[\x21-\x7e]+")
+_SIZE = re.compile(r"(\d{1,16}(?:\.\d{1,9})?) ?(?:([KMGT]?)(i?)B)?", re.IGNORECASE)
 _NO_KEYS = ("none", "null")
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
@@ -108,7 +109,18 @@ def reveal(secret: Secret[Any] | SecretStr | None) -> Any:
     return None if secret is None else secret.get_secret_value()
 
 
+def _size(value: Any) -> Any:
+    """Convert a size such as 8GiB or 500 MB to bytes."""
+    if not isinstance(value, str):
+        return _not_bool(value)
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ValueError("should be a number of bytes, or a size such as 8GiB or 500MB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()))
+
+
 Auto = Literal["auto"]
+Bytes = Annotated[int, BeforeValidator(_size), Field(ge=1, le=2**50)]
 Int = Annotated[int, BeforeValidator(_not_bool)]
 Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(_finite)]
 Seconds = Annotated[Float, Field(ge=0.001, le=WEEK)]

@@ -214,6 +214,7 @@ class FakeRunner:
         self.nan_from = nan_from
         self.pages = np.full((config.num_pages, config.page_size), EMPTY, np.int64)
         self.window_pages = np.full((config.num_window_pages, config.page_size), EMPTY, np.int64)
+        self.host = np.full((config.num_host_pages, config.page_size), EMPTY, np.int64)
         self.slots: dict[int, FakeSlot] = {}
         self.num_steps = 0
         self.num_read_nan = 0  # rows of other requests that read what is not finite
@@ -227,6 +228,7 @@ class FakeRunner:
     def rebuild(self) -> None:
         self.pages.fill(EMPTY)
         self.window_pages.fill(EMPTY)
+        self.host.fill(EMPTY)
         self.slots.clear()
         self._tables.clear()
         self._window_tables.clear()
@@ -245,6 +247,8 @@ class FakeRunner:
         assert not output.num_drafts or len(rows) + output.num_drafts <= config.verify_sizes[-1]
         assert all(len(row.drafts) <= config.max_drafts for row in rows)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
+        written = {page for step in self._unread for page in step.writes}
+        assert not written & {move.page_id for move in output.page_moves}, "a page moved too early"
         admitted = {init.slot for init in output.slot_inits}
         assert not admitted & {row.slot for step in self._unread for row in step.output.rows}, "a slot reused too early"
         for slot in admitted:
@@ -305,6 +309,11 @@ class FakeRunner:
                 return
 
     def _run(self, step: FakeStep) -> None:
+        for move in step.output.page_moves:
+            if move.to_host:
+                self.host[move.slot] = self.pages[move.page_id]
+            else:
+                self.pages[move.page_id] = self.host[move.slot]
         for init in step.output.slot_inits:
             self.slots[init.slot] = FakeSlot(init)
         for update in step.output.window_pages:

@@ -359,7 +359,7 @@ class EngineCore:
 
     def flush_prefix_cache(self) -> bool:
         """Remove all cached prefixes. Pages in use are freed when their requests unlock them."""
-        self.scheduler.kv.cache.flush()
+        self.scheduler.kv.flush()
         return True
 
     def waiting(self, limit: int = MAX_WAITING_SHOWN) -> list[WaitingRequest]:

@@ -210,6 +210,8 @@ def _runner(
         send(Progress("programs", done, total, "programs"))
 
     if loaded.config.bidirectional:
+        if resolved.host_memory is not None:
+            raise ConfigError("an encoder has no KV cache", fix="leave cache.host_memory out")
         return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress)
     return ModelRunner(loaded, resolved, mesh, normalize_embeddings=pooling.normalize, progress=progress)
 
@@ -238,6 +240,7 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times
         verify_sizes=runner.buckets.verify if isinstance(runner, ModelRunner) else (),
         window=runner.plan.window,
         num_window_pages=runner.plan.num_window_pages,
+        num_host_pages=runner.plan.num_host_pages,
         policy=section.policy,
         prefix_cache=config.cache.prefix_cache and not encoder,
         step_sizes=_step_sizes(runner),

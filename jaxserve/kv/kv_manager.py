@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jaxserve.kv.host_tier import HostTier
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
 from jaxserve.kv.window_group import WindowGroup
 from jaxserve.types.request import Request
 from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.step import PageMove
 
 
 class KVManager:
     """Slots and pages of one engine. With `prefix_cache` off the cache stays empty.
 
     window: pages of the sliding-window layers; None if the model has no such layer. Values per layer group are
-    lists: full attention first, then sliding window.
+    lists: full attention first, then sliding window. host: copies of evicted pages; None if there are none.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -32,7 +34,9 @@ class KVManager:
         self.window = _window_group(config)
         self.pool = PagePool(config.num_pages)
         on_removed = None if self.window is None else self.window.index.forget
-        self.cache = RadixCache(self.pool, config.page_size, on_removed)
+        self.host = HostTier(config.num_host_pages, config.page_size) if config.num_host_pages else None
+        on_evicted = None if self.host is None else self.host.store
+        self.cache = RadixCache(self.pool, config.page_size, on_removed, on_evicted)
         self._prefix_cache = config.prefix_cache
         self._slots = list(range(config.num_slots - 1, -1, -1))
         self._leaving: list[Request] = []  # ended or preempted; a step that contains them has not been read yet
@@ -77,8 +81,7 @@ class KVManager:
     def match(self, request: Request) -> Node:
         """Return the node of the longest cached prefix of a waiting request. At least one token stays uncomputed."""
         assert request.slot is None, "its cache_node is in use"
-        bypass = request.reads_whole_prompt or not self._prefix_cache
-        max_pages = 0 if bypass else (request.num_tokens - 1) // self.page_size
+        max_pages = self._max_cached_pages(request)
         tokens = request.prompt_token_ids
         if request.output_token_ids:
             tokens = tokens + request.output_token_ids
@@ -87,6 +90,10 @@ class KVManager:
             node = self.window.index.served(node)
         request.cache_node = node  # a hint, not locked
         return node
+
+    def _max_cached_pages(self, request: Request) -> int:
+        bypass = request.reads_whole_prompt or not self._prefix_cache
+        return 0 if bypass else (request.num_tokens - 1) // self.page_size
 
     def num_new_pages(self, request: Request, node: Node) -> list[int]:
         """Return, for each layer group, the number of available pages that `take` consumes.
@@ -99,17 +106,40 @@ class KVManager:
     def take(self, request: Request, node: Node, surplus: int = 0) -> None:
         """Assign a slot and the pages of all its known tokens to a request. `node` is the result of a fresh `match`.
 
+        Pages that follow it in the memory of the host are loaded, so request.cache_node can be deeper than `node`.
         surplus: pages of the last layer group beyond `num_new_pages` that no other request is expected to need
         """
         self.cache.lock(node)
         total = self.num_pages_for(request.num_tokens)
+        stored = self._find_stored(request, node)
+        pages = self.allocate(total - node.depth)  # may evict pages, and overwrite some of those that were found
+        if stored:
+            node = self._load(request, node, stored, pages)
+            pages = pages[node.depth - total :]
         request.cache_node = node
         request.slot = self._slots.pop()
-        request.page_ids = node.page_ids + self.allocate(total - node.depth)
+        request.page_ids = node.page_ids + pages
         request.page_capacity = total * self.page_size
         request.num_read_tokens = node.depth * self.page_size
         if self.window is not None:
             self.window.take(request, node, surplus)
+
+    def _find_stored(self, request: Request, node: Node) -> list[bytes]:
+        """Return the digests of the pages after `node` that are in the memory of the host."""
+        num_pages = self._max_cached_pages(request) - node.depth
+        if self.host is None or num_pages <= 0:
+            return []
+        begin = node.depth * self.page_size
+        return self.host.find(node, request.token_ids(begin, begin + num_pages * self.page_size), num_pages)
+
+    def _load(self, request: Request, node: Node, stored: list[bytes], page_ids: list[int]) -> Node:
+        """Load stored pages to the first of `page_ids` and insert them into the cache. Returns the new last node."""
+        assert self.host is not None
+        count = self.host.load(stored, page_ids)
+        begin, end = node.depth * self.page_size, (node.depth + count) * self.page_size
+        new, duplicates = self.cache.insert(node, request.token_ids(begin, end), page_ids[:count], node.depth + count)
+        assert not duplicates, "the match was not the longest"
+        return new
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` pages and evict cached pages if needed. Raises ValueError if fewer are available."""
@@ -187,17 +217,38 @@ class KVManager:
     def discard(self, request: Request) -> None:
         """Remove a running request's pages from the cache, because their content is not finite."""
         request.prompt_done = False
+        if self.host is not None:
+            self.host.drop(request.cache_node)
         self.cache.discard(request.cache_node)
+
+    def flush(self) -> None:
+        """Remove all cached prefixes. Pages in use are freed when their requests unlock them."""
+        self.cache.flush()
+        if self.host is not None:
+            self.host.clear()
+
+    def recover(self) -> None:
+        """Remove all cached prefixes, because the content of all pages is lost."""
+        self.flush()
+        if self.host is not None:
+            self.host.recover()
+
+    def take_page_moves(self) -> list[PageMove]:
+        """Return the pages to copy between device and host before the next step."""
+        return [] if self.host is None else self.host.take_moves()
 
     def page_counts(self) -> dict[str, int]:
         """Return the gauges of the pages, by their names in SchedulerStats."""
-        config, num_free, window = self._config, self.pool.num_free, self.window
+        config, num_free, window, host = self._config, self.pool.num_free, self.window, self.host
         return {
             "num_pages": config.num_pages,
             "num_pages_free": num_free,
             "num_pages_cached": self.cache.num_pages,
             "num_pages_evictable": self.cache.num_evictable,
             "num_pages_held": config.num_pages - num_free - self.cache.num_pages,
+            "num_host_pages_used": 0 if host is None else host.num_pages,
+            "num_host_pages_stored": 0 if host is None else host.num_stored,
+            "num_host_pages_loaded": 0 if host is None else host.num_loaded,
             "num_window_pages_used": 0 if window is None else config.num_window_pages - window.num_available,
         }
 
@@ -215,6 +266,8 @@ class KVManager:
         self.pool.check_integrity(owned)
         if self.window is not None:
             self.window.check_integrity(holders)
+        if self.host is not None:
+            self.host.check_integrity(self._config.num_host_pages)
         slots = [request.slot for request in holders] + self._slots
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two owners"  # type: ignore[type-var]
 

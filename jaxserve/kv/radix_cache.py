@@ -9,7 +9,7 @@ prefix from the root to it. Each namespace (adapter, cache salt) has its own roo
     evict                     the least recently used unlocked leaves return to the PagePool
 
 The idea is SGLang's radix attention (Zheng et al., 2024, arXiv:2312.07104), at page granularity. Users hold nodes
-instead of page ids, so that a node can later stand for a page in another tier of memory.
+instead of page ids. Evicted pages can go on in the memory of the host (host_tier.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxserve.kv.page_pool import PagePool
 class Node:
     """One cached page. A root (parent None) has no page; its key is the namespace."""
 
-    __slots__ = ("alive", "children", "depth", "key", "last_used", "num_locks", "page_id", "parent")
+    __slots__ = ("alive", "children", "depth", "digest", "key", "last_used", "num_locks", "page_id", "parent")
 
     def __init__(self, key: tuple[int, ...] | str, page_id: int, parent: Node | None) -> None:
         self.key = key
@@ -34,6 +34,7 @@ class Node:
         self.depth: int = parent.depth + 1 if parent else 0  # number of pages from the root to this node
         self.num_locks = 0
         self.last_used = 0
+        self.digest: bytes | None = None  # of the prefix, for the tier in the host's memory; computed at first use
         self.alive = True  # reachable from a root that new requests can match
 
     @property
@@ -56,14 +57,22 @@ class RadixCache:
     """Owns the pages of its nodes until `evict`, `discard` or `flush` returns them to the pool.
 
     on_removed: called with each node that leaves the tree, in use or not
+    on_evicted: called with each node whose page is evicted, before the page is freed
     """
 
-    def __init__(self, pool: PagePool, page_size: int, on_removed: Callable[[Node], None] | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        on_removed: Callable[[Node], None] | None = None,
+        on_evicted: Callable[[Node], None] | None = None,
+    ) -> None:
         self.page_size = page_size
         self.num_pages = 0  # owned by the cache, locked or not
         self.num_evictable = 0  # owned and unlocked
         self._pool = pool
         self._on_removed = on_removed
+        self._on_evicted = on_evicted
         self._roots: dict[str, Node] = {}
         self._dead: set[Node] = set()  # discarded while locked; the last unlock frees them
         self._clock = itertools.count(1)
@@ -212,6 +221,8 @@ class RadixCache:
     def _evict_leaf(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None and not isinstance(node.key, str)
+        if self._on_evicted is not None:
+            self._on_evicted(node)
         del parent.children[node.key]
         self._remove(node)
         self.num_evictable -= 1

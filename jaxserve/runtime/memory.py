@@ -44,6 +44,8 @@ class MemoryPlan:
     window: int | None = None  # tokens that the sliding-window group sees; None: there is no such group
     window_page_bytes: int = 0  # of one page in all layers of the sliding-window group
     num_window_pages: int = 0
+    num_host_pages: int = 0  # copies of evicted pages in the memory of the host
+    host_page_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -158,6 +160,19 @@ def split_pool(
     return min(pages, most), window_pages
 
 
+def plan_host_pages(plan: MemoryPlan, page_bytes: int, host_memory: int) -> MemoryPlan:
+    """Add the pages that fit into `host_memory` bytes. Raises ConfigError if that is too much or too little."""
+    if plan.window is not None:
+        raise ConfigError(
+            "cache.host_memory does not work with layers that have a sliding window", fix="leave cache.host_memory out"
+        )
+    if host_memory > (total := machine_memory()):
+        raise ConfigError(f"cache.host_memory is {_mib(host_memory)}, and the machine has {_mib(total)}")
+    if host_memory < page_bytes:
+        raise ConfigError(f"cache.host_memory is {host_memory} bytes, and one page takes {page_bytes}")
+    return dataclasses.replace(plan, num_host_pages=host_memory // page_bytes, host_page_bytes=page_bytes)
+
+
 def plan_without_cache(
     weight_bytes: int, scratch_bytes: int, *, device_bytes: int, memory_fraction: float, max_model_len: int
 ) -> MemoryPlan:
@@ -207,9 +222,14 @@ def _mib(num_bytes: int) -> str:
 def device_memory(devices: Sequence[Any]) -> int:
     """Return the total memory in bytes of the given jax devices. For a CPU, the machine's or the container's limit."""
     if devices[0].platform == "cpu":
-        return min([psutil.virtual_memory().total, *_container_limits()])
+        return machine_memory()
     stats = [device.memory_stats() or {} for device in devices]
     return sum(int(stat.get("bytes_limit", 0)) for stat in stats)
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory of this machine, or of its container if that has less."""
+    return min([psutil.virtual_memory().total, *_container_limits()])
 
 
 def _container_limits() -> list[int]:

@@ -28,6 +28,7 @@ from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.buckets import fit
 from jaxserve.runtime.compilation.compiler import CompileCounter, Progress, compile_all, compiler_options
 from jaxserve.runtime.extra_outputs import ExtraOutputs
+from jaxserve.runtime.host_pool import HostPool
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.page_transfer import HostPages, PageTransfer
@@ -87,14 +88,16 @@ class ModelRunner:
         self._layers = setup.layers
         plan = setup.plan()
         self._programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
-        self.compiled = compile_all(self._programs.all(), progress=progress)
+        wanted = [*self._programs.all(), *(self._programs.transfers() if plan.num_host_pages else ())]
+        self.compiled = compile_all(wanted, progress=progress)
         scratch = max(map(memory.scratch_bytes, self.compiled.values())) * len(mesh.devices)
         self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
         self._by_size = {
             family: {size: self.compiled[f"{family}[{size}]"] for size in sizes}
             for family, sizes in self.buckets.families().items()
         }
-        self._pages = PageTransfer(self._programs, plan.num_pages)
+        self._pages = PageTransfer(self._programs, plan.num_pages, self.compiled)
+        self._host = HostPool(self._pages, self._programs, plan.num_host_pages)
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._by_size.get("verify", {}), config.max_num_seqs, words)
         self._allocate()
@@ -128,6 +131,7 @@ class ModelRunner:
             late = time.perf_counter() - began > WARM_UP_SECONDS[self.mesh.platform]
             if late and size > self.config.max_drafts:
                 break
+        self.caches = self._host.warm_up(self.caches)
         self.rebuild()
         program_cache.share()  # again: the first run of a program compiles small helper programs
         hidden, verify = seconds.get("decode_hidden", {}), seconds.get("verify", {})
@@ -187,6 +191,7 @@ class ModelRunner:
             array.delete()
         self._extra.clear()
         self._unsampled = None
+        self._host.clear()
 
     # --- properties for the engine and its operator
 
@@ -235,6 +240,7 @@ class ModelRunner:
         """
         if self._unsampled is not None and self._unsampled.waits_for_mask:
             raise RuntimeError("execute() before the masked step in flight was sampled")
+        self.caches = self._host.move(self.caches, output.page_moves)
         self._admit(output.slot_inits)
         rows = output.rows
         if not rows:
@@ -387,10 +393,6 @@ class ModelRunner:
         return sampled
 
     # --- pages: compiled at the first call, and only for models with a single group of layers
-
-    def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy whole pages in every layer: sources[i] to destinations[i]. No page may be both."""
-        self.caches = self._pages.copy(self.caches, sources, destinations)
 
     def export_pages(self, page_ids: Sequence[int]) -> list[HostPages]:
         """Return the content of pages after all dispatched steps: [n, page_size, 2 * KH, H] per layer."""

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxserve.runtime import programs
 from jaxserve.runtime.compilation.buckets import Buckets, verify_rows
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.kv_cache import LayerCache
@@ -27,7 +26,7 @@ from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.runtime.steps import step_input
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 
-TRANSFER_PAGES = 64  # pages per dispatch of copy, export and import
+TRANSFER_PAGES = (8, 64)  # pages per dispatch of export and import
 POOL_GROUP = 32  # tokens per dispatch of pool
 PROMPT_CHUNK = 64  # tokens per dispatch of prompt_logprobs, which needs memory for logits [C, V]
 
@@ -190,21 +189,24 @@ class ProgramSet:
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
         yield self._program("pool", self.steps.pool, (s.leaves, s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
 
-    def page_programs(self) -> Iterator[Program]:
-        """Yield the programs that copy, export and import pages. The runner compiles them at their first use.
+    def exported_pages(self, count: int) -> Any:
+        """Return the structs of `count` exported pages: [count, ...] per array of a layer."""
+        s = self.shapes
+        pages = jax.eval_shape(self.steps.export_pages, s.caches, s.ints(count))
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s.replicated), pages)
+
+    def transfers(self) -> Iterator[Program]:
+        """Yield the programs that export and import pages.
 
         A page id names the same page in every layer, so the layers must form a single group.
         """
         assert self.steps.num_groups == 1
         s = self.shapes
-        copies = (s.caches, s.ints(2, TRANSFER_PAGES))
-        yield self._program("copy_pages", programs.copy_pages, copies, (0,), s.cache_shardings)
-        ids = s.ints(TRANSFER_PAGES)
-        yield self._program("export_pages", self.steps.export_pages, (s.caches, ids), (), s.replicated)
-        pages = jax.eval_shape(self.steps.export_pages, s.caches, ids)
-        pages = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s.replicated), pages)
-        args = (s.caches, ids, pages)
-        yield self._program("import_pages", self.steps.import_pages, args, (0,), s.cache_shardings)
+        for size in TRANSFER_PAGES:
+            args = (s.caches, s.ints(size))
+            yield self._program(f"export_pages[{size}]", self.steps.export_pages, args, (), s.replicated)
+            args = (*args, self.exported_pages(size))
+            yield self._program(f"import_pages[{size}]", self.steps.import_pages, args, (0,), s.cache_shardings)
 
     def _program(
         self,

@@ -335,12 +335,3 @@ def attention_metadata(
         slot_mapping=jnp.where(tokens.row_of_token < num_rows, slot, num_pages * page_size),
         decode_only=decode_only,
     )
-
-
-def copy_pages(caches: Caches, packed: jax.Array) -> Caches:
-    """Copy whole pages in every layer. packed: int32 [2, n], source and destination page ids.
-
-    A destination of num_pages or above copies nothing.
-    """
-    source, destination = packed
-    return jax.tree.map(lambda leaf: leaf.at[destination].set(leaf.at[source].get(mode="clip"), mode="drop"), caches)

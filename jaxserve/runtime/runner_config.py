@@ -35,6 +35,7 @@ class RunnerConfig:
     attention: str = "auto"
     num_pages: int | None = None
     num_window_pages: int | None = None
+    host_memory: int | None = None  # bytes for copies of evicted pages
     memory_fraction: float = 0.9
     shrink_context: bool = False
     deterministic: bool = False
@@ -67,6 +68,7 @@ class RunnerConfig:
             attention=config.runtime.attention,
             num_pages=None if cache.num_pages == "auto" else cache.num_pages,
             num_window_pages=None if cache.num_window_pages == "auto" else cache.num_window_pages,
+            host_memory=cache.host_memory,
             memory_fraction=cache.memory_fraction,
             shrink_context=config.model.max_model_len is None,
             deterministic=deterministic,

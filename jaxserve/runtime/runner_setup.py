@@ -5,6 +5,7 @@ Makes the program set that follows from them. Allocates nothing; `plan` may comp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -95,9 +96,17 @@ class RunnerSetup:
             window_page_bytes=kv_cache.page_bytes(self.layers, group=1),
             window=self._window_size(),
         )
-        return memory.plan_memory(
+        plan = memory.plan_memory(
             sizes, config, platform=self.mesh.platform, device_bytes=memory.device_memory(self.mesh.devices)
         )
+        if config.host_memory is None:
+            return plan
+        return memory.plan_host_pages(plan, self._host_page(), config.host_memory)
+
+    def _host_page(self) -> int:
+        """Return the bytes of one page of all layers in the memory of the host."""
+        pages = self.program_set((1, 1), self.config.max_model_len).exported_pages(1)
+        return sum(math.prod(page.shape) * page.dtype.itemsize for page in jax.tree.leaves(pages))
 
     def program_set(self, num_pages: tuple[int, int], max_model_len: int) -> ProgramSet:
         """Make the programs for a KV cache of `num_pages` per layer group."""

@@ -163,7 +163,7 @@ class Admitter:
         self._kv.take(request, node, surplus)
         self._pages_taken += request.num_tokens // self._kv.page_size
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = node.depth * self._kv.page_size
+        request.num_computed_tokens = request.num_read_tokens
         request.num_prefill_tokens = request.num_tokens
         request.prompt_done = False
         if request.admitted is None:

@@ -186,7 +186,7 @@ class Scheduler:
         ids = [request_id for request_id in self.in_flight.request_ids() if request_id in self._live]
         self.in_flight.clear()
         self._last_read = self._step
-        self.kv.cache.flush()
+        self.kv.recover()
         self.kv.retire(self._step)
         self.retract()
         for request in self._live.values():

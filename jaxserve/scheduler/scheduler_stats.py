@@ -87,6 +87,9 @@ class SchedulerStats:
     num_pages_cached: int  # in the prefix cache, in use or not
     num_pages_evictable: int  # of these, locked by no request
     num_pages_held: int  # owned by requests
+    num_host_pages_used: int  # copies of evicted pages in the memory of the host
+    num_host_pages_stored: int  # so far
+    num_host_pages_loaded: int  # so far
     num_window_pages_used: int  # of the sliding-window layers: neither free nor evictable
     new_token_ratio: float
     counters: Counters

@@ -181,7 +181,13 @@ class StepBuilder:
 
     def build(self) -> SchedulerOutput:
         return SchedulerOutput(
-            self.number, self.rows, self._num_decode_rows, self._slot_inits, self._window_pages, self._num_drafts
+            self.number,
+            self.rows,
+            self._num_decode_rows,
+            self._slot_inits,
+            self._window_pages,
+            self._num_drafts,
+            self._kv.take_page_moves(),
         )
 
 

@@ -30,6 +30,7 @@ class SchedulerConfig:
     verify_sizes: tuple[int, ...] = ()  # tokens of a step with drafts, ascending
     window: int | None = None  # tokens that sliding-window layers see; None: no such layers
     num_window_pages: int = 0  # size of their own page pool
+    num_host_pages: int = 0  # copies of evicted pages in the memory of the host
     # tokens, ascending; a step with a prompt is shortened to one of them if that saves padding
     step_sizes: tuple[int, ...] = ()
     batch_policy: Literal["priority", "yield"] = "priority"  # see background.py

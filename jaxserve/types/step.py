@@ -81,6 +81,14 @@ class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
     page_ids: list[int]
 
 
+class PageMove(msgspec.Struct, frozen=True, gc=False):
+    """A page to copy between the device and the memory of the host. slot: its place in the host's memory"""
+
+    to_host: bool
+    page_id: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step for the device: decode rows (one token each, and drafts) first, then prefill chunks.
@@ -95,6 +103,7 @@ class SchedulerOutput:
     # of the sliding-window layers; entries before the row's window have no meaning
     window_pages: list[PageTableUpdate] = field(default_factory=list)
     num_drafts: int = 0  # of all rows
+    page_moves: list[PageMove] = field(default_factory=list)  # made before the rows run, in this order
 
     @property
     def num_tokens(self) -> int:

@@ -24,7 +24,7 @@ QUESTIONS = ["What is the capital of France?", "Tell me a short story about a do
 @pytest.fixture(scope="module", params=["demo", pytest.param("stories260K-hf", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest, compile_cache: str, shared_data: SharedData) -> Iterator[Engine]:
     model = None if request.param == "demo" else str(shared_data / f"models/{request.param}")
-    engine = Engine(model, compile_cache=compile_cache, dtype="float32", **SMALL)
+    engine = Engine(model, compile_cache=compile_cache, dtype="float32", host_memory="64MiB", **SMALL)
     yield engine
     engine.runner.close()
 
@@ -103,6 +103,20 @@ def test_with_a_cold_and_a_warm_cache(engine: Engine, prompts: list[list[int]], 
 @pytest.mark.parametrize("chunk", [16, 17, 32, 64, 100, 128])
 def test_with_any_chunk_size(engine: Engine, prompts: list[list[int]], alone: list[list[int]], chunk: int) -> None:
     assert run(core(engine, prefill_chunk_size=chunk), prompts[:24]) == alone[:24]
+
+
+def test_with_evicted_pages_in_the_memory_of_the_host(
+    engine: Engine, prompts: list[list[int]], alone: list[list[int]]
+) -> None:
+    found = {}
+    for num_host_pages in (0, engine.runner.plan.num_host_pages):
+        tiny = core(engine, num_pages=40, num_host_pages=num_host_pages)
+        assert [run(tiny, prompts[:32]) for _ in range(2)] == [alone[:32]] * 2
+        found[num_host_pages] = tiny.stats()
+    without, kept = found.values()
+    assert without.details["host_pages_loaded"] == 0 < kept.details["host_pages_loaded"]
+    assert kept.computed_prompt_tokens < without.computed_prompt_tokens
+    assert kept.compiles == 0
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

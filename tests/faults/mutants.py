@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "a rebuild keeps the pages of the lost cache",
         "jaxserve/scheduler/scheduler.py",
-        "        self.kv.cache.flush()\n        self.kv.retire(self._step)\n",
+        "        self.kv.recover()\n        self.kv.retire(self._step)\n",
         "        self.kv.retire(self._step)\n",
         CORE + "test_a_step_that_fails_changes_no_output",
     ),

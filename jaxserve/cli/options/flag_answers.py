@@ -21,6 +21,16 @@ def count(text: str) -> str:
     return text if match is None else str(int(float(match[1]) * _SUFFIXES[match[2]]))
 
 
+def gibibytes(text: str) -> str:
+    """Convert a number of GiB to a size. 0 is null."""
+    return "null" if text in ("0", "0.0") else f"{text}GiB"
+
+
+def gigabytes(text: str) -> str:
+    """Convert a number of GB to a size. 0 is null."""
+    return "null" if text in ("0", "0.0") else f"{text}GB"
+
+
 def json_list(text: str) -> str:
     """Return the only entry of a JSON list of texts, or the text itself. Raises ConfigError for several."""
     try:

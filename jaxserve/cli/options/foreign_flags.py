@@ -6,7 +6,17 @@ that have no row. docs/flags.md is made from this table.
 
 from __future__ import annotations
 
-from jaxserve.cli.options.flag_answers import Answer, Key, NoEffect, Refused, count, json_list, reserved_share
+from jaxserve.cli.options.flag_answers import (
+    Answer,
+    Key,
+    NoEffect,
+    Refused,
+    count,
+    gibibytes,
+    gigabytes,
+    json_list,
+    reserved_share,
+)
 
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _CACHE_DTYPES = _DTYPES | {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"}
@@ -30,7 +40,7 @@ _SPECULATION = Refused("write --speculation.method ngram, or leave it out: no ot
 _NODES = Refused("leave it out: one server runs on one machine; start one on each, behind a load balancer")
 _SPLIT = Refused("leave it out: prefill and decode run in one engine")
 _OFFLOAD = Refused("leave it out: weights and KV cache stay in device memory; --cache.memory-fraction sets how much")
-_TIERS = Refused("leave it out: the prefix cache is kept in device memory only")
+_TIERS = Refused("write --cache.host-memory SIZE to keep evicted pages in the memory of the host, the only other place")
 _MEDIA = Refused("leave it out: models with images, audio or video are not served yet")
 _STATE = Refused("leave it out: models with a recurrent state (Mamba, linear attention) are not served yet")
 _EXPERTS = Refused("write --mesh.expert N to split the experts over N devices; they are not copied or moved")
@@ -123,6 +133,8 @@ ROWS: list[tuple[str, Answer]] = [
     ("--cpu-offload-gb", NoEffect("nothing is offloaded", ("0", "0.0"), _OFFLOAD.fix)),
     ("--cpu-offload-params --offload-* --ple-offload-* --enable-paged-experts! --paged-experts-num-resident", _OFFLOAD),
     ("--kt-*", _OFFLOAD),
+    ("--kv-offloading-size", Key("cache.host_memory", convert=gibibytes)),
+    ("--hicache-size", Key("cache.host_memory", convert=gigabytes)),
     ("--kv-offloading-* --enable-hierarchical-cache! --enable-hicache! --hicache-* --enable-hisparse! "
      "--hisparse-config --hierarchical-sparse-attention-extra-config --enable-lmcache! "
      "--lmcache-config-file --enable-flexkv! "

@@ -1,0 +1,128 @@
+"""The second tier of the prefix cache: copies of evicted pages in the memory of the host. No jax, no requests.
+
+A page is known by a digest of its namespace and of all tokens up to its end. So the tier has no tree: the pages of a
+prefix are looked up one after the other.
+
+A page is copied when it is evicted, so that a cache with enough room copies nothing. The copy stays if the page is
+loaded again: its next eviction costs nothing. The least recently used copy is overwritten first.
+
+    store   device -> host, when a page is evicted
+    load    host -> device, when a request starts
+    take_moves   what the next step does first, in this order
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from jaxserve.kv.radix_cache import Node
+from jaxserve.types.step import PageMove
+
+
+class HostTier:
+    """num_slots: pages that the host's memory has room for. num_stored, num_loaded: pages copied so far."""
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        self.num_stored = self.num_loaded = 0
+        self._page_size = page_size
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
+        self._moves: list[PageMove] = []
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the tier holds."""
+        return len(self._slots)
+
+    # --- copies
+
+    def store(self, node: Node) -> None:
+        """Keep a copy of a page that is evicted now."""
+        digest = digest_of(node)
+        if digest in self._slots:
+            self._slots.move_to_end(digest)
+            return
+        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+        self._slots[digest] = slot
+        self._moves.append(PageMove(to_host=True, page_id=node.page_id, slot=slot))
+        self.num_stored += 1
+
+    def find(self, node: Node, tokens: Sequence[int], num_pages: int) -> list[bytes]:
+        """Return the digests of the pages after `node` that the tier has without a gap, at most `num_pages`.
+
+        tokens: at least `num_pages` pages of tokens, those after the prefix of `node`. The pages found count as used.
+        """
+        found: list[bytes] = []
+        for digest in self._digests(digest_of(node), tokens, num_pages):
+            if digest not in self._slots:
+                break
+            found.append(digest)
+        for digest in reversed(found):  # the first page is overwritten last: without it the others are of no use
+            self._slots.move_to_end(digest)
+        return found
+
+    def _digests(self, digest: bytes, tokens: Sequence[int], num_pages: int) -> Iterator[bytes]:
+        for begin in range(0, num_pages * self._page_size, self._page_size):
+            digest = _extended(digest, tokens[begin : begin + self._page_size])
+            yield digest
+
+    def load(self, digests: Sequence[bytes], page_ids: Sequence[int]) -> int:
+        """Copy pages to the free pages `page_ids` of the device. Returns how many: up to the first that is gone."""
+        count = 0
+        for digest, page_id in zip(digests, page_ids, strict=False):
+            slot = self._slots.get(digest)
+            if slot is None:
+                break
+            self._moves.append(PageMove(to_host=False, page_id=page_id, slot=slot))
+            count += 1
+        self.num_loaded += count
+        return count
+
+    def take_moves(self) -> list[PageMove]:
+        """Return the copies to make before the next step, in order."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    # --- giving up
+
+    def drop(self, node: Node) -> None:
+        """Drop the copies of the prefix of `node`."""
+        for above in node.path:
+            if (slot := self._slots.pop(digest_of(above), None)) is not None:
+                self._free.append(slot)
+
+    def clear(self) -> None:
+        """Drop all copies. Moves that wait for the next step stay: a request may have started on their pages."""
+        self._free += self._slots.values()
+        self._slots.clear()
+
+    def recover(self) -> None:
+        """Drop all copies and moves: the device's state is lost."""
+        self.clear()
+        self._moves.clear()
+
+    def check_integrity(self, num_slots: int) -> None:
+        """Raise AssertionError unless every slot is exactly once free or in use."""
+        assert sorted([*self._free, *self._slots.values()]) == list(range(num_slots)), "a slot is lost, or used twice"
+
+
+def digest_of(node: Node) -> bytes:
+    """Return the digest of the prefix that ends with the page of `node`. The nodes of its path keep theirs."""
+    missing: list[Node] = []
+    above = node
+    while above.digest is None and above.parent is not None:
+        missing.append(above)
+        above = above.parent
+    digest = above.digest or hashlib.sha256(str(above.key).encode()).digest()
+    above.digest = digest
+    for below in reversed(missing):
+        assert not isinstance(below.key, str)
+        digest = below.digest = _extended(digest, below.key)
+    return digest
+
+
+def _extended(digest: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(digest + array("i", tokens).tobytes()).digest()

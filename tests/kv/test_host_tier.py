@@ -1,0 +1,143 @@
+"""Copies of evicted pages in the memory of the host: which pages are found again, and which never are."""
+
+import pytest
+
+from jaxserve.kv.host_tier import HostTier, digest_of
+from jaxserve.kv.page_pool import PagePool
+from jaxserve.kv.radix_cache import Node, RadixCache
+from jaxserve.types.step import PageMove
+
+PAGE = 2
+
+
+class Cache:
+    """A prefix cache of `num_pages` with a tier of `num_slots` below it."""
+
+    def __init__(self, num_slots: int, num_pages: int = 8) -> None:
+        self.pool = PagePool(num_pages)
+        self.tier = HostTier(num_slots, PAGE)
+        self.num_slots = num_slots
+        self.radix = RadixCache(self.pool, PAGE, on_evicted=self.tier.store)
+
+    def insert(self, tokens: list[int], namespace: str = "") -> list[int]:
+        """Cache the pages of a sequence. Returns their ids."""
+        count = len(tokens) // PAGE
+        root = self.radix.match_prefix(namespace, tokens, 0)
+        self.radix.lock(root)
+        pages = self.pool.allocate(count)
+        node, duplicates = self.radix.insert(root, tokens, pages, count)
+        self.pool.free(duplicates)
+        self.radix.unlock(node)
+        return pages
+
+    def evict(self, count: int) -> list[PageMove]:
+        assert self.radix.evict(count) == count
+        return self.tier.take_moves()
+
+    def find(self, tokens: list[int], namespace: str = "") -> list[bytes]:
+        root = self.radix.match_prefix(namespace, tokens, 0)
+        found = self.tier.find(root, tokens, len(tokens) // PAGE)
+        self.tier.check_integrity(self.num_slots)
+        return found
+
+
+def stores(moves: list[PageMove]) -> list[int]:
+    assert all(move.to_host for move in moves)
+    return [move.page_id for move in moves]
+
+
+def test_evicted_pages_are_copied_and_found_by_their_prefix() -> None:
+    cache = Cache(4)
+    pages = cache.insert([1, 2, 3, 4, 5, 6])
+    assert cache.tier.take_moves() == [] and cache.find([1, 2]) == []
+    moves = cache.evict(3)
+    assert stores(moves) == pages[::-1] and len({move.slot for move in moves}) == 3
+    found = cache.find([1, 2, 3, 4, 5, 6])
+    assert len(found) == 3
+    assert cache.find([1, 2, 3, 4, 9, 9]) == found[:2]
+    assert cache.find([3, 4]) == cache.find([1, 1, 3, 4]) == [], "the same tokens after other ones"
+    assert cache.find([1, 2], namespace="salt") == []
+    assert cache.tier.load(found[:2], [6, 7]) == 2
+    loads = cache.tier.take_moves()
+    slots = {move.page_id: move.slot for move in moves}
+    assert loads == [PageMove(False, 6, slots[pages[0]]), PageMove(False, 7, slots[pages[1]])]
+    assert (cache.tier.num_stored, cache.tier.num_loaded, cache.tier.num_pages) == (3, 2, 3)
+
+
+def test_a_prefix_is_found_up_to_the_first_gap() -> None:
+    cache = Cache(4)
+    cache.insert([1, 2, 3, 4])
+    cache.evict(1)  # the second page; the first is still on the device
+    assert cache.find([1, 2, 3, 4]) == []
+    node = cache.radix.match_prefix("", [1, 2, 3, 4], 2)
+    assert node.depth == 1 and len(cache.tier.find(node, [3, 4], 1)) == 1
+
+
+def test_what_is_there_already_is_not_copied_again() -> None:
+    cache = Cache(4)
+    cache.insert([1, 2])
+    assert len(cache.evict(1)) == 1
+    cache.insert([1, 2])
+    assert cache.evict(1) == [] and cache.tier.num_pages == 1
+
+
+def test_the_least_recently_used_copy_is_overwritten() -> None:
+    cache = Cache(2)
+    cache.insert([1, 2])
+    cache.insert([3, 4])
+    first, second = cache.evict(2)
+    cache.find([1, 2])
+    cache.insert([5, 6])
+    (third,) = cache.evict(1)
+    assert third.slot == second.slot != first.slot
+    assert cache.find([3, 4]) == [] and len(cache.find([1, 2])) == len(cache.find([5, 6])) == 1
+
+
+def test_the_end_of_a_prefix_is_overwritten_before_its_beginning() -> None:
+    cache = Cache(3)
+    cache.insert([1, 2, 3, 4, 5, 6])
+    cache.evict(3)
+    assert len(cache.find([1, 2, 3, 4, 5, 6])) == 3
+    cache.insert([7, 8])
+    cache.evict(1)
+    assert len(cache.find([1, 2, 3, 4, 5, 6])) == 2
+
+
+def test_pages_that_are_overwritten_after_they_were_found_are_not_loaded() -> None:
+    cache = Cache(2)
+    cache.insert([1, 2, 3, 4])
+    cache.evict(2)
+    found = cache.find([1, 2, 3, 4])
+    cache.insert([7, 8])
+    cache.evict(1)
+    assert cache.tier.load(found, [6, 7]) == 1
+    assert [move.page_id for move in cache.tier.take_moves()] == [6]
+
+
+def test_clear_drop_and_recover() -> None:
+    cache = Cache(4)
+    cache.insert([1, 2, 3, 4])
+    cache.insert([5, 6])
+    node = cache.radix.match_prefix("", [1, 2, 3, 4], 2)
+    cache.evict(3)
+    cache.tier.drop(node)
+    assert cache.find([1, 2, 3, 4]) == [] and len(cache.find([5, 6])) == 1
+    cache.tier.load(cache.find([5, 6]), [3])
+    cache.tier.clear()
+    assert cache.find([5, 6]) == [] and len(cache.tier.take_moves()) == 1, "a request waits for the page"
+    cache.insert([5, 6])
+    cache.radix.evict(1)
+    cache.tier.recover()
+    assert cache.tier.take_moves() == [] and cache.tier.num_pages == 0
+    cache.tier.check_integrity(4)
+    with pytest.raises(AssertionError, match="a slot is lost"):
+        cache.tier.check_integrity(5)
+
+
+def test_a_digest_is_of_the_whole_prefix() -> None:
+    root, other = Node("", -1, None), Node("salt", -1, None)
+    pages = [Node((1, 2), 0, root), Node((1, 2), 0, other), Node((1, 3), 0, root)]
+    pages += [Node((3, 4), 0, page) for page in pages]
+    digests = {digest_of(page) for page in pages}
+    assert len(digests) == 6 and all(len(digest) == 32 for digest in digests)
+    assert digest_of(Node((3, 4), 9, Node((1, 2), 9, Node("", -1, None)))) == pages[3].digest
