@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Secret, SecretStr, ValidationError, ValidationInfo, field_validator
@@ -126,6 +127,11 @@ class CacheSection(Section):
         description="Memory of the host for pages that are evicted from the prefix cache, e.g. 8GiB. They are loaded "
         "again instead of computed. null: none.",
     )
+    disk: DirPath | None = Field(
+        None,
+        description="Directory of a file for these pages, so that they survive a restart. The file has the size of "
+        "cache.host_memory, and only its pages in use need memory. null: no file.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
         "auto",
         description="Data type of keys and values. auto: that of the activations. int8 and fp8 (E4M3) have a float32 "
@@ -138,6 +144,13 @@ class CacheSection(Section):
         if host_memory is not None and not info.data.get("prefix_cache", True):
             raise ValueError("it needs cache.prefix_cache")
         return host_memory
+
+    @field_validator("disk")
+    @classmethod
+    def _of_host_pages(cls, disk: Path | None, info: ValidationInfo) -> Path | None:
+        if disk is not None and info.data.get("host_memory", 1) is None:
+            raise ValueError("it needs cache.host_memory")
+        return disk
 
 
 class SchedulerSection(Section):

@@ -37,7 +37,8 @@ from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.numerics.numeric_check import check_numbers
-from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
+from jaxserve.runtime.pages.page_file import fingerprint
+from jaxserve.runtime.runner_config import PageFileConfig, RunnerConfig, resolve_dtypes
 from jaxserve.runtime.runner_setup import native_products
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter
@@ -45,6 +46,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo, FromEngine, Located, Progress
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step_times import UNTIMED, StepTimes
+from jaxserve.version import __version__
 
 DEMO_NAME = "demo"
 # On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
@@ -93,7 +95,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     if generates:
         matchers.warm_up()  # runs in a thread while the programs compile
     pooling = read_pooling(directory, loaded.config)
-    runner = _runner(config, loaded, pooling, mesh, send)
+    runner = _runner(config, loaded, pooling, mesh, send, directory)
     times = runner.warm_up() if isinstance(runner, ModelRunner) else UNTIMED
     phases.end("programs")
     core = EngineCore(
@@ -110,6 +112,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
             drafter=_drafter(config.speculation),
         ),
     )
+    _restore_pages(core, runner)
     info = _info(config, loaded, runner, times, phases.seconds)
     info = msgspec.structs.replace(
         info,
@@ -193,10 +196,12 @@ def _dtypes(config: Config, model: ModelConfig, directory: Path, mesh: DeviceMes
 
 
 def _runner(
-    config: Config, loaded: LoadedModel, pooling: PoolingConfig, mesh: DeviceMesh, send: Send
+    config: Config, loaded: LoadedModel, pooling: PoolingConfig, mesh: DeviceMesh, send: Send, directory: Path
 ) -> ModelRunner | EncoderRunner:
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
-
+    if config.cache.disk is not None:
+        name = _pages_name(config, resolved, loaded, mesh, directory)
+        resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
     if resolved.compile_cache is not None:
         program_cache.enable(resolved.compile_cache)
     check_numbers(
@@ -214,6 +219,26 @@ def _runner(
             raise ConfigError("an encoder has no KV cache", fix="leave cache.host_memory out")
         return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress)
     return ModelRunner(loaded, resolved, mesh, normalize_embeddings=pooling.normalize, progress=progress)
+
+
+def _pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, directory: Path) -> str:
+    """Return a name for the pages of the model; another one if anything changes that changes their content."""
+    weights = (
+        config.model.load_format,
+        config.runtime.random_seed,
+        loaded.leaves[0].dtype.name,
+        loaded.config.quantization,
+    )
+    numbers = resolved.cache_dtype.name, resolved.page_size, resolved.attention, resolved.deterministic
+    devices = mesh.devices[0].device_kind, len(mesh.devices), mesh.tensor
+    return fingerprint(directory, __version__, weights, numbers, devices)
+
+
+def _restore_pages(core: EngineCore, runner: ModelRunner | EncoderRunner) -> None:
+    """Let the prefix cache find the pages of an earlier process."""
+    tier, file = core.scheduler.kv.host, runner.host.file if isinstance(runner, ModelRunner) else None
+    if tier is not None and file is not None:
+        tier.restore(file.to_check, file.checked)
 
 
 def served_names(config: Config) -> list[str]:

@@ -4,7 +4,8 @@ A page is known by a digest of its namespace and of all tokens up to its end. So
 prefix are looked up one after the other.
 
 A page is copied when it is evicted, so that a cache with enough room copies nothing. The copy stays if the page is
-loaded again: its next eviction costs nothing. The least recently used copy is overwritten first.
+loaded again: its next eviction costs nothing. The least recently used copy is overwritten first. Copies of an earlier
+process are found if they are in a file (runtime/pages/page_file.py), each after a thread has checked it.
 
     store   device -> host, when a page is evicted
     load    host -> device, when a request starts
@@ -14,9 +15,10 @@ loaded again: its next eviction costs nothing. The least recently used copy is o
 from __future__ import annotations
 
 import hashlib
+import secrets
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxserve.kv.radix_cache import Node
 from jaxserve.types.step import PageMove
@@ -28,7 +30,10 @@ class HostTier:
     def __init__(self, num_slots: int, page_size: int) -> None:
         self.num_stored = self.num_loaded = 0
         self._page_size = page_size
+        self._salt = b""  # of the digests; another one after `clear`
         self._free = list(range(num_slots - 1, -1, -1))
+        self._unchecked: set[int] = set()  # slots with pages of an earlier process
+        self._checked: deque[tuple[int, bytes | None]] = deque()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
         self._moves: list[PageMove] = []
 
@@ -37,17 +42,39 @@ class HostTier:
         """Pages that the tier holds."""
         return len(self._slots)
 
+    def restore(self, slots: Iterable[int], checked: deque[tuple[int, bytes | None]]) -> None:
+        """Take over the copies of an earlier process. Call it before any other method.
+
+        slots: those with copies. checked: (slot, digest) of each, in any order, as a thread appends them. A digest of
+        None means that the copy is damaged.
+        """
+        self._unchecked, self._checked = set(slots), checked
+        self._free = [slot for slot in self._free if slot not in self._unchecked]
+
+    def _take_checked(self) -> None:
+        while self._checked:
+            slot, digest = self._checked.popleft()
+            self._unchecked.remove(slot)
+            if digest is None or digest in self._slots:
+                self._free.append(slot)
+            else:
+                self._slots[digest] = slot
+                self._slots.move_to_end(digest, last=False)
+
     # --- copies
 
     def store(self, node: Node) -> None:
         """Keep a copy of a page that is evicted now."""
-        digest = digest_of(node)
+        self._take_checked()
+        digest = self.digest(node)
         if digest in self._slots:
             self._slots.move_to_end(digest)
             return
+        if not (self._free or self._slots):
+            return  # all copies of an earlier process are still being checked
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         self._slots[digest] = slot
-        self._moves.append(PageMove(to_host=True, page_id=node.page_id, slot=slot))
+        self._moves.append(PageMove("store", node.page_id, slot, digest))
         self.num_stored += 1
 
     def find(self, node: Node, tokens: Sequence[int], num_pages: int) -> list[bytes]:
@@ -55,8 +82,9 @@ class HostTier:
 
         tokens: at least `num_pages` pages of tokens, those after the prefix of `node`. The pages found count as used.
         """
+        self._take_checked()
         found: list[bytes] = []
-        for digest in self._digests(digest_of(node), tokens, num_pages):
+        for digest in self._digests(self.digest(node), tokens, num_pages):
             if digest not in self._slots:
                 break
             found.append(digest)
@@ -76,7 +104,7 @@ class HostTier:
             slot = self._slots.get(digest)
             if slot is None:
                 break
-            self._moves.append(PageMove(to_host=False, page_id=page_id, slot=slot))
+            self._moves.append(PageMove("load", page_id, slot))
             count += 1
         self.num_loaded += count
         return count
@@ -91,37 +119,45 @@ class HostTier:
     def drop(self, node: Node) -> None:
         """Drop the copies of the prefix of `node`."""
         for above in node.path:
-            if (slot := self._slots.pop(digest_of(above), None)) is not None:
+            if (slot := self._slots.pop(self.digest(above), None)) is not None:
                 self._free.append(slot)
 
     def clear(self) -> None:
-        """Drop all copies. Moves that wait for the next step stay: a request may have started on their pages."""
-        self._free += self._slots.values()
-        self._slots.clear()
+        """Drop all copies, also for later processes, and find none of them again: the weights may be other ones.
+
+        Moves that wait for the next step stay, because a request may have started on their pages.
+        """
+        self._salt = secrets.token_bytes(16)
+        self._drop_all()
+        self._moves.append(PageMove("clear"))
 
     def recover(self) -> None:
         """Drop all copies and moves: the device's state is lost."""
-        self.clear()
+        self._drop_all()
         self._moves.clear()
+
+    def _drop_all(self) -> None:
+        self._free += self._slots.values()
+        self._slots.clear()
+
+    def digest(self, node: Node) -> bytes:
+        """Return the digest of the prefix that ends with the page of `node`. The nodes of its path keep theirs."""
+        missing: list[Node] = []
+        above = node
+        while above.digest is None and above.parent is not None:
+            missing.append(above)
+            above = above.parent
+        digest = above.digest or hashlib.sha256(self._salt + str(above.key).encode()).digest()
+        above.digest = digest
+        for below in reversed(missing):
+            assert not isinstance(below.key, str)
+            digest = below.digest = _extended(digest, below.key)
+        return digest
 
     def check_integrity(self, num_slots: int) -> None:
         """Raise AssertionError unless every slot is exactly once free or in use."""
-        assert sorted([*self._free, *self._slots.values()]) == list(range(num_slots)), "a slot is lost, or used twice"
-
-
-def digest_of(node: Node) -> bytes:
-    """Return the digest of the prefix that ends with the page of `node`. The nodes of its path keep theirs."""
-    missing: list[Node] = []
-    above = node
-    while above.digest is None and above.parent is not None:
-        missing.append(above)
-        above = above.parent
-    digest = above.digest or hashlib.sha256(str(above.key).encode()).digest()
-    above.digest = digest
-    for below in reversed(missing):
-        assert not isinstance(below.key, str)
-        digest = below.digest = _extended(digest, below.key)
-    return digest
+        slots = [*self._free, *self._slots.values(), *self._unchecked]
+        assert sorted(slots) == list(range(num_slots)), "a slot is lost, or used twice"
 
 
 def _extended(digest: bytes, tokens: Sequence[int]) -> bytes:

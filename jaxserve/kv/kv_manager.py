@@ -229,7 +229,7 @@ class KVManager:
 
     def recover(self) -> None:
         """Remove all cached prefixes, because the content of all pages is lost."""
-        self.flush()
+        self.cache.flush()
         if self.host is not None:
             self.host.recover()
 

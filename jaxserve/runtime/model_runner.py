@@ -28,10 +28,10 @@ from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.buckets import fit
 from jaxserve.runtime.compilation.compiler import CompileCounter, Progress, compile_all, compiler_options
 from jaxserve.runtime.extra_outputs import ExtraOutputs
-from jaxserve.runtime.host_pool import HostPool
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.page_transfer import HostPages, PageTransfer
+from jaxserve.runtime.pages.host_pool import HostPool
+from jaxserve.runtime.pages.page_transfer import HostPages, PageTransfer
 from jaxserve.runtime.programs import Caches, Leaves
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
@@ -63,6 +63,7 @@ class ModelRunner:
 
     config, plan, backend, buckets     as resolved; plan.num_pages and plan.max_model_len are the scheduler's limits
     steps                              the step functions, not jitted: see `programs.StepPrograms`
+    host                               copies of evicted pages
     leaves, caches, state, hidden      the device arrays in use; the programs donate the last three
     compile_seconds                    time to compile all programs and to allocate
     """
@@ -97,7 +98,7 @@ class ModelRunner:
             for family, sizes in self.buckets.families().items()
         }
         self._pages = PageTransfer(self._programs, plan.num_pages, self.compiled)
-        self._host = HostPool(self._pages, self._programs, plan.num_host_pages)
+        self.host = HostPool(self._pages, self._programs, plan.num_host_pages, config.page_file)
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._by_size.get("verify", {}), config.max_num_seqs, words)
         self._allocate()
@@ -131,7 +132,7 @@ class ModelRunner:
             late = time.perf_counter() - began > WARM_UP_SECONDS[self.mesh.platform]
             if late and size > self.config.max_drafts:
                 break
-        self.caches = self._host.warm_up(self.caches)
+        self.caches = self.host.warm_up(self.caches)
         self.rebuild()
         program_cache.share()  # again: the first run of a program compiles small helper programs
         hidden, verify = seconds.get("decode_hidden", {}), seconds.get("verify", {})
@@ -191,7 +192,7 @@ class ModelRunner:
             array.delete()
         self._extra.clear()
         self._unsampled = None
-        self._host.clear()
+        self.host.clear()
 
     # --- properties for the engine and its operator
 
@@ -227,8 +228,9 @@ class ModelRunner:
         return self._num_dispatches + self._extra.num_dispatches
 
     def close(self) -> None:
-        """Stop counting compilations. The arrays are freed with the object."""
+        """Stop counting compilations and close the page file. The arrays are freed with the object."""
         self._counter.close()
+        self.host.close()
 
     # --- a step
 
@@ -240,7 +242,7 @@ class ModelRunner:
         """
         if self._unsampled is not None and self._unsampled.waits_for_mask:
             raise RuntimeError("execute() before the masked step in flight was sampled")
-        self.caches = self._host.move(self.caches, output.page_moves)
+        self.caches = self.host.move(self.caches, output.page_moves)
         self._admit(output.slot_inits)
         rows = output.rows
         if not rows:

@@ -20,6 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class PageFileConfig:
+    """Where evicted pages are kept beyond the end of the process. fingerprint: of model, weights and form of a page"""
+
+    directory: Path
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class RunnerConfig:
     """The runner's configuration.
 
@@ -36,6 +44,7 @@ class RunnerConfig:
     num_pages: int | None = None
     num_window_pages: int | None = None
     host_memory: int | None = None  # bytes for copies of evicted pages
+    page_file: PageFileConfig | None = None  # None: the copies end with the process
     memory_fraction: float = 0.9
     shrink_context: bool = False
     deterministic: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -82,11 +82,17 @@ class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
 
 
 class PageMove(msgspec.Struct, frozen=True, gc=False):
-    """A page to copy between the device and the memory of the host. slot: its place in the host's memory"""
+    """A page to copy between the device and the memory of the host.
 
-    to_host: bool
-    page_id: int
-    slot: int
+    kind     store: device to host; load: host to device; clear: forget all pages in the host's memory
+    slot     place in the host's memory
+    digest   of a page to store: of its prefix, so that another process can find it
+    """
+
+    kind: Literal["store", "load", "clear"]
+    page_id: int = 0
+    slot: int = 0
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

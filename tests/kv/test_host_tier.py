@@ -1,8 +1,10 @@
 """Copies of evicted pages in the memory of the host: which pages are found again, and which never are."""
 
+from collections import deque
+
 import pytest
 
-from jaxserve.kv.host_tier import HostTier, digest_of
+from jaxserve.kv.host_tier import HostTier
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
 from jaxserve.types.step import PageMove
@@ -42,7 +44,7 @@ class Cache:
 
 
 def stores(moves: list[PageMove]) -> list[int]:
-    assert all(move.to_host for move in moves)
+    assert all(move.kind == "store" for move in moves)
     return [move.page_id for move in moves]
 
 
@@ -60,7 +62,7 @@ def test_evicted_pages_are_copied_and_found_by_their_prefix() -> None:
     assert cache.tier.load(found[:2], [6, 7]) == 2
     loads = cache.tier.take_moves()
     slots = {move.page_id: move.slot for move in moves}
-    assert loads == [PageMove(False, 6, slots[pages[0]]), PageMove(False, 7, slots[pages[1]])]
+    assert loads == [PageMove("load", 6, slots[pages[0]]), PageMove("load", 7, slots[pages[1]])]
     assert (cache.tier.num_stored, cache.tier.num_loaded, cache.tier.num_pages) == (3, 2, 3)
 
 
@@ -124,7 +126,7 @@ def test_clear_drop_and_recover() -> None:
     assert cache.find([1, 2, 3, 4]) == [] and len(cache.find([5, 6])) == 1
     cache.tier.load(cache.find([5, 6]), [3])
     cache.tier.clear()
-    assert cache.find([5, 6]) == [] and len(cache.tier.take_moves()) == 1, "a request waits for the page"
+    assert cache.find([5, 6]) == [] and [move.kind for move in cache.tier.take_moves()] == ["load", "clear"]
     cache.insert([5, 6])
     cache.radix.evict(1)
     cache.tier.recover()
@@ -138,6 +140,39 @@ def test_a_digest_is_of_the_whole_prefix() -> None:
     root, other = Node("", -1, None), Node("salt", -1, None)
     pages = [Node((1, 2), 0, root), Node((1, 2), 0, other), Node((1, 3), 0, root)]
     pages += [Node((3, 4), 0, page) for page in pages]
-    digests = {digest_of(page) for page in pages}
+    tier = HostTier(1, PAGE)
+    digests = {tier.digest(page) for page in pages}
     assert len(digests) == 6 and all(len(digest) == 32 for digest in digests)
-    assert digest_of(Node((3, 4), 9, Node((1, 2), 9, Node("", -1, None)))) == pages[3].digest
+    again = Node((3, 4), 9, Node((1, 2), 9, Node("", -1, None)))
+    assert HostTier(1, PAGE).digest(again) == pages[3].digest, "so another process finds the page"
+    again = Node((3, 4), 9, Node((1, 2), 9, Node("", -1, None)))
+    tier.clear()
+    assert tier.digest(again) != pages[3].digest, "the weights may be other ones"
+
+
+def test_copies_of_an_earlier_process() -> None:
+    old, cache = Cache(4), Cache(4)
+    old.insert([1, 2, 3, 4, 5, 6])
+    digests = {move.slot: move.digest for move in old.evict(3)}
+    checked: deque[tuple[int, bytes | None]] = deque()
+    cache.tier.restore(digests, checked)
+    cache.tier.check_integrity(4)
+    first, second, third = sorted(digests, reverse=True)  # stored from the last page to the first
+    checked.append((first, digests[first]))
+    assert len(cache.find([1, 2, 3, 4, 5, 6])) == 1, "the others are not checked yet"
+    checked.extend([(third, None), (second, digests[second])])
+    assert len(cache.find([1, 2, 3, 4, 5, 6])) == 2, "the third is damaged"
+    cache.insert([7, 8, 9, 9])
+    slots = [move.slot for move in cache.evict(2)]
+    assert third in slots and not {first, second} & set(slots)
+
+
+def test_nothing_is_stored_while_every_slot_is_checked() -> None:
+    cache = Cache(1)
+    checked: deque[tuple[int, bytes | None]] = deque()
+    cache.tier.restore([0], checked)
+    cache.insert([1, 2])
+    assert cache.evict(1) == [] and cache.tier.num_pages == 0
+    checked.append((0, None))
+    cache.insert([1, 2])
+    assert len(cache.evict(1)) == 1

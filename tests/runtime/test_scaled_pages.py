@@ -30,6 +30,7 @@ from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
 from jaxserve.runtime import kv_cache
+from jaxserve.runtime.kv_cache import group_window
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -95,7 +96,9 @@ def served(
 ) -> Iterator[Served]:
     family, dtype, changes = SERVED[request.param]
     model = tiny(family, tmp_path_factory.mktemp("model"), make_mesh("cpu"))
-    runner = make_runner(model, cache_dtype=dtype, **SIZES, **changes)
+    one_group = group_window(model.config.attention_layers, LONGEST) is None
+    host = {"host_memory": 2**20} if one_group else {}
+    runner = make_runner(model, cache_dtype=dtype, **SIZES, **changes, **host)
     prompts = crowd()
     yield Served(runner, prompts, {name: dense_greedy(model, prompt, dtype) for name, prompt in prompts.items()})
     runner.close()
@@ -163,6 +166,23 @@ def test_tokens_after_preemption(served: Served) -> None:
     core = served.core(num_pages=LONGEST // PAGE + 1)
     assert tokens_of(core, served.prompts) == served.greedy
     assert core.scheduler.counters.retractions > 0
+
+
+def test_evicted_pages_with_scales_and_of_latent_rows(served: Served) -> None:
+    """A cache that holds one request: the others' pages are in the memory of the host."""
+    plan = served.runner.plan
+    if not plan.num_host_pages:
+        pytest.skip("pages of two groups have no common ids")
+    core = served.core(num_pages=LONGEST // PAGE + 1, num_host_pages=plan.num_host_pages)
+    first, counters = core.stats(), core.scheduler.counters
+    computed = [counters.prefill_tokens]
+    for _ in range(2):
+        for name, prompt in served.prompts.items():
+            assert tokens_of(core, {name: prompt})[name] == served.greedy[name]
+        computed.append(counters.prefill_tokens)
+    assert computed[2] - computed[1] <= PAGE * len(served.prompts), "the second time from the host"
+    last = core.stats()
+    assert last.details["host_pages_loaded"] > 0 and last.compiles == first.compiles
 
 
 def test_the_plan_counts_the_scales(served: Served) -> None:

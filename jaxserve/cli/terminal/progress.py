@@ -127,6 +127,8 @@ def _memory(info: EngineInfo) -> str:
     if info.num_pages:  # an encoder has no KV cache
         text += f"KV cache {kv:.2f} ({info.num_kv_tokens} tokens), "
     text += f"other {other:.2f}"
+    if plan.get("num_host_pages"):
+        text += f"; {plan['num_host_pages'] * info.page_size} more tokens in the memory of the host"
     if plan.get("window") is not None:
         text += f"; {plan['num_window_pages']} pages for windows of {plan['window']}"
     return text

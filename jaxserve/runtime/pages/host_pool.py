@@ -1,0 +1,127 @@
+"""The memory of the host that holds copies of KV pages: a row of bytes for each page, which may be in a file.
+
+Pages arrive as device arrays that may not be computed yet. They are copied to their slots at the next use of the pool,
+so that dispatching a step does not wait for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.runtime.pages.page_file import PageFile
+from jaxserve.runtime.pages.page_transfer import PageTransfer
+from jaxserve.runtime.program_set import TRANSFER_PAGES, ProgramSet
+from jaxserve.runtime.programs import Caches
+from jaxserve.runtime.runner_config import PageFileConfig
+from jaxserve.types.step import PageMove
+
+MAX_PENDING = 2  # groups of pages on the device that wait to be copied; more would take too much of its memory
+
+
+class HostPool:
+    """Slots for pages.
+
+    transfer: copies pages from and to the device. programs: know the form of exported pages. num_slots: pages that
+    fit; 0: no pages are moved. file: None: the memory of this process
+    """
+
+    def __init__(
+        self, transfer: PageTransfer, programs: ProgramSet, num_slots: int, file: PageFileConfig | None
+    ) -> None:
+        self._transfer = transfer
+        self._num_slots = num_slots
+        self.file: PageFile | None = None
+        self._arrays: Any = ()
+        if num_slots:
+            page = programs.exported_pages(1)
+            num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+            self.file = None if file is None else PageFile(file, num_slots, num_bytes)
+            rows = np.empty((num_slots, num_bytes), np.uint8) if self.file is None else self.file.rows
+            self._arrays = _views(rows, page)
+        self._pending: deque[tuple[list[PageMove], Any]] = deque()
+
+    def move(self, caches: Caches, moves: Sequence[PageMove]) -> Caches:
+        """Make the copies in order, after all dispatched steps. Returns the new caches."""
+        self.settle()
+        for kind, group in groupby(moves, key=lambda move: move.kind):
+            run = list(group)
+            page_ids = [move.page_id for move in run]
+            if kind == "store":
+                first = 0
+                for pages, count in self._transfer.gather(caches, page_ids):
+                    self._store(run[first : first + count], pages)
+                    first += count
+            elif kind == "load":
+                caches = self._transfer.fill(caches, page_ids, self._load([move.slot for move in run]))
+            else:
+                self._forget_all()
+        return caches
+
+    def warm_up(self, caches: Caches) -> Caches:
+        """Run every program once. Returns the new caches."""
+        for size in TRANSFER_PAGES if self._num_slots else ():
+            caches = self._transfer.fill(caches, [0] * size, self._transfer.export(caches, [0] * size))
+        return caches
+
+    def _store(self, moves: list[PageMove], pages: Any) -> None:
+        """Keep pages, device arrays [n, ...], in the slots of `moves`. Entries of `pages` beyond these are ignored."""
+        if len(self._pending) == MAX_PENDING:
+            self._copy_oldest()
+        self._pending.append((moves, pages))
+
+    def settle(self) -> None:
+        """Copy what has arrived to its slots. Waits for the device."""
+        while self._pending:
+            self._copy_oldest()
+
+    def _copy_oldest(self) -> None:
+        moves, pages = self._pending.popleft()
+        slots, file = [move.slot for move in moves], self.file
+
+        def copy(target: np.ndarray, source: jax.Array) -> None:
+            target[slots] = np.asarray(source)[: len(slots)]
+
+        if file is not None:
+            file.begin(slots)
+        jax.tree.map(copy, self._arrays, pages)
+        if file is not None:
+            file.end(slots, [move.digest for move in moves])
+
+    def _load(self, slots: list[int]) -> Any:
+        """Return the pages in `slots`: a pytree of numpy [n, ...]."""
+        self.settle()
+        return jax.tree.map(lambda array: array[slots], self._arrays)
+
+    def _forget_all(self) -> None:
+        """Make sure that no later process finds a page of now."""
+        self.settle()
+        if self.file is not None:
+            self.file.clear()
+
+    def clear(self) -> None:
+        """Forget what has not been copied: the device's state is lost."""
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Give the file back."""
+        if self.file is not None:
+            self.file.close()
+
+
+def _views(rows: np.ndarray, page: Any) -> Any:
+    """Return arrays [n, ...] over the bytes of rows [n, bytes of a page], formed as `page`, a pytree of [1, ...]."""
+    leaves, form = jax.tree.flatten(page)
+    offset, views = 0, []
+    for leaf in leaves:
+        inner = np.empty(leaf.shape[1:], leaf.dtype)
+        shape, strides = (len(rows), *inner.shape), (rows.shape[1], *inner.strides)
+        views.append(np.ndarray(shape, inner.dtype, rows, offset, strides))
+        offset += inner.nbytes
+    return jax.tree.unflatten(form, views)

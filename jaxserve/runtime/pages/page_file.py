@@ -1,0 +1,142 @@
+"""A file of KV pages that outlives the process, so that a new one finds the prefixes of the old one.
+
+The file has a record for each slot: the digest of the page's prefix and a checksum of its content. A thread writes the
+record after the content; until then the slot counts as empty. At the start a thread reads all pages and reports those
+whose content has the checksum of their record. So a page that was half written, or changed on the disk, is lost and
+never used.
+
+The file's name is of the model, its weights and the form of a page. Other page files in the directory are removed,
+unless a running server has one open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import threading
+import zlib
+from collections import deque
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+
+from jaxserve.cache_directory import CacheDirectoryError, opened
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.runner_config import PageFileConfig
+
+_RECORD = np.dtype([("digest", np.uint8, 32), ("checksum", np.uint32), ("used", np.uint32)])
+_SUFFIX = ".pages"
+_FIX = "choose another directory, a smaller cache.host_memory, or leave cache.disk out"
+
+
+class PageFile:
+    """Slots of `page_bytes` in a file of `config.directory`. Raises ConfigError if the file cannot be used.
+
+    rows       the content: uint8 [num_slots, page_bytes]
+    checked    (slot, digest) of pages of an earlier process, or (slot, None) if the content was lost; grows meanwhile
+    to_check   slots that will appear in `checked`
+    """
+
+    def __init__(self, config: PageFileConfig, num_slots: int, page_bytes: int) -> None:
+        self._records_bytes = -(-num_slots * _RECORD.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = self._records_bytes + num_slots * page_bytes
+        name = f"{config.fingerprint}-{num_slots}-{page_bytes}{_SUFFIX}"
+        self._file = _open(config, name, size)
+        memory = mmap.mmap(self._file, size)
+        self._records = np.frombuffer(memory, _RECORD, num_slots)
+        rows = np.frombuffer(memory, np.uint8, num_slots * page_bytes, self._records_bytes)
+        self.rows = rows.reshape(num_slots, page_bytes)
+        self.to_check: list[int] = np.flatnonzero(self._records["used"]).tolist()
+        self.checked: deque[tuple[int, bytes | None]] = deque()
+        self._lock = threading.Lock()  # held to change `used`
+        self._versions = np.zeros(num_slots, np.uint64)  # of the content; counts changes since the start
+        self._written: SimpleQueue[tuple[int, int, bytes] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv page file", daemon=True)
+        self._thread.start()
+
+    def begin(self, slots: list[int]) -> None:
+        """Note that the content of slots will change: until `end` they count as empty."""
+        with self._lock:
+            self._records["used"][slots] = 0
+            self._versions[slots] += np.uint64(1)
+
+    def end(self, slots: list[int], digests: list[bytes]) -> None:
+        """Note that the content of slots is complete. The thread writes their records."""
+        for slot, digest in zip(slots, digests, strict=True):
+            self._written.put((slot, int(self._versions[slot]), digest))
+
+    def clear(self) -> None:
+        """Empty all slots."""
+        with self._lock:
+            self._records["used"] = 0
+            self._versions += np.uint64(1)
+
+    def close(self) -> None:
+        """Write the records that are due and unlock the file. The content stays readable."""
+        self._written.put(None)
+        self._thread.join()
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough: the mapping has a descriptor of its own
+        os.close(self._file)
+
+    def _run(self) -> None:
+        for slot in self.to_check:
+            record = self._records[slot]
+            sound = bool(record["used"]) and zlib.crc32(self.rows[slot]) == record["checksum"]
+            self.checked.append((slot, record["digest"].tobytes() if sound else None))
+        while (written := self._written.get()) is not None:
+            slot, version, digest = written
+            checksum = zlib.crc32(self.rows[slot])
+            self._records["digest"][slot] = np.frombuffer(digest, np.uint8)
+            self._records["checksum"][slot] = checksum
+            with self._lock:
+                self._records["used"][slot] = self._versions[slot] == version
+
+
+def fingerprint(model: Path, *form: object) -> str:
+    """Return a name for the pages of a model. Another one if its files change, or `form`.
+
+    model: directory or file of the checkpoint. form: what else decides the content of a page.
+    """
+    files = sorted(path for path in model.iterdir() if path.is_file()) if model.is_dir() else [model]
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr((str(model.resolve()), stats, form)).encode()).hexdigest()[:32]
+
+
+def _open(config: PageFileConfig, name: str, size: int) -> int:
+    """Open and lock the file, with room for `size` bytes. Removes files of other models."""
+    try:
+        with opened(config.directory) as directory:
+            for other in os.listdir(directory.file(".")):
+                if other.endswith(_SUFFIX) and other != name:
+                    _remove(other, directory.descriptor)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            file = os.open(name, flags, 0o600, dir_fd=directory.descriptor)
+    except CacheDirectoryError as error:
+        raise ConfigError(f"cache.disk: {error}", fix=_FIX) from None
+    except OSError as error:
+        raise ConfigError(f"cache.disk: {config.directory}: {error.strerror}", fix=_FIX) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(file, 0, size)  # a write to a page that the disk has no room for would end the process
+    except BlockingIOError:
+        os.close(file)
+        raise ConfigError("cache.disk: another server uses this directory for the same model", fix=_FIX) from None
+    except OSError as error:
+        os.close(file)
+        raise ConfigError(f"cache.disk: no room for {size} bytes: {error.strerror}", fix=_FIX) from None
+    return file
+
+
+def _remove(name: str, directory: int) -> None:
+    """Remove a page file unless a running server has it open."""
+    with contextlib.suppress(OSError):
+        file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=directory)
+        finally:
+            os.close(file)
