@@ -31,7 +31,7 @@ from jaxserve.runtime.extra_outputs import ExtraOutputs
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.pages.host_pool import HostPool
-from jaxserve.runtime.pages.page_transfer import HostPages, PageTransfer
+from jaxserve.runtime.pages.page_transfer import PageTransfer
 from jaxserve.runtime.programs import Caches, Leaves
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
@@ -63,7 +63,7 @@ class ModelRunner:
 
     config, plan, backend, buckets     as resolved; plan.num_pages and plan.max_model_len are the scheduler's limits
     steps                              the step functions, not jitted: see `programs.StepPrograms`
-    host                               copies of evicted pages
+    pages, host                        export and import of pages; copies of evicted pages
     leaves, caches, state, hidden      the device arrays in use; the programs donate the last three
     compile_seconds                    time to compile all programs and to allocate
     """
@@ -97,8 +97,8 @@ class ModelRunner:
             family: {size: self.compiled[f"{family}[{size}]"] for size in sizes}
             for family, sizes in self.buckets.families().items()
         }
-        self._pages = PageTransfer(self._programs, plan.num_pages, self.compiled)
-        self.host = HostPool(self._pages, self._programs, plan.num_host_pages, config.page_file)
+        self.pages = PageTransfer(self._programs, plan.num_pages, self.compiled)
+        self.host = HostPool(self.pages, self._programs, plan.num_host_pages, config.page_file)
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._by_size.get("verify", {}), config.max_num_seqs, words)
         self._allocate()
@@ -201,7 +201,7 @@ class ModelRunner:
 
         The page programs are not counted: they are compiled at their first use.
         """
-        return self._counter.count - self._pages.num_compiles
+        return self._counter.count - self.pages.num_compiles
 
     @functools.cached_property
     def decode_fn(
@@ -393,13 +393,3 @@ class ModelRunner:
         self._num_dispatches += 1
         self.state, sampled = program(self.leaves, self.state, self.hidden, packed, mask, ids)
         return sampled
-
-    # --- pages: compiled at the first call, and only for models with a single group of layers
-
-    def export_pages(self, page_ids: Sequence[int]) -> list[HostPages]:
-        """Return the content of pages after all dispatched steps: [n, page_size, 2 * KH, H] per layer."""
-        return self._pages.export(self.caches, page_ids)
-
-    def import_pages(self, page_ids: Sequence[int], pages: Sequence[HostPages]) -> None:
-        """Write pages, in the form of `export_pages`: [n, page_size, 2 * KH, H] per layer."""
-        self.caches = self._pages.fill(self.caches, page_ids, pages)

@@ -180,6 +180,7 @@ class StepBuilder:
         return len(self.rows) > self._num_decode_rows
 
     def build(self) -> SchedulerOutput:
+        """Return the step, with the page copies that it needs."""
         return SchedulerOutput(
             self.number,
             self.rows,

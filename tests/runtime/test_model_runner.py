@@ -460,14 +460,14 @@ def test_steps_write_to_their_own_pages_only(runner: ModelRunner) -> None:
     """Padding rows and tokens, page 0 included, leave no trace: every page but those in use stays as it was."""
     marks = np.random.default_rng(0).normal(size=(64, 8, 4, 4)).astype(np.float32)
     pages = list(range(64))
-    runner.import_pages(pages, [marks, marks])
+    runner.caches = runner.pages.fill(runner.caches, pages, [marks, marks])
     scheduler = HandScheduler(runner)
     scheduler.next_page = 3
     seqs = [scheduler.add(prompt, GREEDY) for prompt in prompts(3, seed=9)]
     scheduler.generate(seqs, 5, chunk=9)
     used = {page for seq in seqs for page in seq.pages}
     untouched = [page for page in pages if page not in used]
-    for layer in jax.tree.leaves(runner.export_pages(pages)):
+    for layer in jax.tree.leaves(runner.pages.export(runner.caches, pages)):
         np.testing.assert_array_equal(layer[untouched], marks[untouched])
         assert all((layer[page] != marks[page]).any() for page in used)
 
@@ -479,9 +479,11 @@ def test_pages_moved_by_export_and_import(runner: ModelRunner, dense: Callable[[
     scheduler.generate(seqs, 4)
     pages = [page for seq in seqs for page in seq.pages]
     many = [*pages, *range(500, 600)]
-    content = runner.export_pages(many)
-    runner.import_pages([page + 1000 for page in many], content)
-    runner.import_pages(pages, jax.tree.map(lambda layer: np.zeros_like(layer[: len(pages)]), content))
+    content = runner.pages.export(runner.caches, many)
+    runner.caches = runner.pages.fill(runner.caches, [page + 1000 for page in many], content)
+    runner.caches = runner.pages.fill(
+        runner.caches, pages, jax.tree.map(lambda layer: np.zeros_like(layer[: len(pages)]), content)
+    )
     for seq in seqs:
         seq.pages, seq.sent_pages = [page + 1000 for page in seq.pages], 0
     scheduler.next_page = 1900
@@ -510,7 +512,7 @@ def test_pages_beyond_the_context_may_hold_anything(runner: ModelRunner) -> None
     scheduler = HandScheduler(runner)
     expected = scheduler.generate([scheduler.add([1, 2, 3, 4, 5], GREEDY)], 10)
     poison = [np.full((4, 8, 4, 4), np.nan, np.float32)] * 2
-    runner.import_pages(range(300, 304), poison)
+    runner.caches = runner.pages.fill(runner.caches, range(300, 304), poison)
     scheduler.next_page = 300
     assert scheduler.generate([scheduler.add([1, 2, 3, 4, 5], GREEDY)], 10) == expected
 
@@ -523,12 +525,12 @@ def test_a_row_that_is_not_finite_fails_alone(runner: ModelRunner) -> None:
     expected = healthy.generate([healthy.add(seqs[0].tokens[:], GREEDY), healthy.add(seqs[2].tokens[:], GREEDY)], 6)
     scheduler.generate(seqs, 3)
     page = seqs[1].pages[0]
-    runner.import_pages([page], [np.full((1, 8, 4, 4), np.nan, np.float32)] * 2)
+    runner.caches = runner.pages.fill(runner.caches, [page], [np.full((1, 8, 4, 4), np.nan, np.float32)] * 2)
     results = [scheduler.step([(seq, None) for seq in seqs]) for _ in range(3)]
     expected_status = [RowStatus.FINE, RowStatus.NOT_FINITE, RowStatus.FINE]
     assert [result.status.tolist() for result in results] == [expected_status] * 3
     assert [seqs[0].output, seqs[2].output] == expected
-    runner.import_pages([page], [np.zeros((1, 8, 4, 4), np.float32)] * 2)
+    runner.caches = runner.pages.fill(runner.caches, [page], [np.zeros((1, 8, 4, 4), np.float32)] * 2)
 
 
 def test_a_chunk_that_is_not_finite_shows_before_its_prompt_ends(runner: ModelRunner) -> None:
@@ -536,10 +538,10 @@ def test_a_chunk_that_is_not_finite_shows_before_its_prompt_ends(runner: ModelRu
     scheduler = HandScheduler(runner)
     bad, good = (scheduler.add(list(range(1 + i, 31 + i)), GREEDY) for i in range(2))
     fine = scheduler.step([(bad, 9), (good, 8)]).status.tolist()
-    runner.import_pages(bad.pages[:1], [np.full((1, 8, 4, 4), np.nan, np.float32)] * 2)
+    runner.caches = runner.pages.fill(runner.caches, bad.pages[:1], [np.full((1, 8, 4, 4), np.nan, np.float32)] * 2)
     both = scheduler.step([(bad, 5), (good, 9)])
     alone = scheduler.step([(good, 1)])
-    runner.import_pages(bad.pages[:1], [np.zeros((1, 8, 4, 4), np.float32)] * 2)
+    runner.caches = runner.pages.fill(runner.caches, bad.pages[:1], [np.zeros((1, 8, 4, 4), np.float32)] * 2)
     assert fine == [RowStatus.FINE] * 2 and not both.num_valid.any()
     assert both.status.tolist() == [RowStatus.NOT_FINITE, RowStatus.FINE] and not alone.status.any()
 

@@ -210,9 +210,9 @@ def test_pages_are_moved_with_their_scales(served: Served) -> None:
         pytest.skip("pages of two groups have no common ids")
     tokens_of(served.core(prefix_cache=False), served.prompts)
     pages = list(range(70))
-    content = runner.export_pages(pages)
-    runner.import_pages([page + 100 for page in pages], content)
-    moved = runner.export_pages([page + 100 for page in pages])
+    content = runner.pages.export(runner.caches, pages)
+    runner.caches = runner.pages.fill(runner.caches, [page + 100 for page in pages], content)
+    moved = runner.pages.export(runner.caches, [page + 100 for page in pages])
     assert len(content) == len(runner.caches) and any(leaf.any() for leaf in jax.tree.leaves(content))
     for one, other in zip(jax.tree.leaves(content), jax.tree.leaves(moved), strict=True):
         np.testing.assert_array_equal(one, other)
