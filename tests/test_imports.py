@@ -39,6 +39,7 @@ ORDER = (
     "jaxserve.runtime.compilation",
     "jaxserve.runtime.sampling",
     "jaxserve.runtime.steps",
+    "jaxserve.runtime.pages",
     "jaxserve.runtime",
     "jaxserve.runtime.numerics",
     "jaxserve.engine",

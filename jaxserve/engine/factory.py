@@ -37,8 +37,8 @@ from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.numerics.numeric_check import check_numbers
-from jaxserve.runtime.pages.page_file import fingerprint
-from jaxserve.runtime.runner_config import PageFileConfig, RunnerConfig, resolve_dtypes
+from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
+from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from jaxserve.runtime.runner_setup import native_products
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter

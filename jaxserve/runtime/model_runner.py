@@ -97,8 +97,8 @@ class ModelRunner:
             family: {size: self.compiled[f"{family}[{size}]"] for size in sizes}
             for family, sizes in self.buckets.families().items()
         }
-        self.pages = PageTransfer(self._programs, plan.num_pages, self.compiled)
-        self.host = HostPool(self.pages, self._programs, plan.num_host_pages, config.page_file)
+        self.pages = PageTransfer(self._programs.transfers, plan.num_pages, self.compiled)
+        self.host = HostPool(self.pages, self._programs.exported_pages(1), plan.num_host_pages, config.page_file)
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._by_size.get("verify", {}), config.max_num_seqs, words)
         self._allocate()

@@ -19,6 +19,7 @@ from jaxserve.runtime.compilation.buckets import Buckets, verify_rows
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.pages.page_transfer import TRANSFER_PAGES
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.slots import SlotState
@@ -26,7 +27,6 @@ from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.runtime.steps import step_input
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 
-TRANSFER_PAGES = (8, 64)  # pages per dispatch of export and import
 POOL_GROUP = 32  # tokens per dispatch of pool
 PROMPT_CHUNK = 64  # tokens per dispatch of prompt_logprobs, which needs memory for logits [C, V]
 

@@ -15,16 +15,9 @@ from jaxserve.cache_directory import CacheDirectoryError, opened, user_cache
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.runtime.pages.page_file import PageFileConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PageFileConfig:
-    """Where evicted pages are kept beyond the end of the process. fingerprint: of model, weights and form of a page"""
-
-    directory: Path
-    fingerprint: str
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.pages.page_file import PageFile, fingerprint
-from jaxserve.runtime.runner_config import PageFileConfig
+from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig, fingerprint
 from tests.waiting import wait_until
 
 PAGE = 1000  # bytes

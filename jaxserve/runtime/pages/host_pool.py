@@ -15,11 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.runtime.pages.page_file import PageFile
-from jaxserve.runtime.pages.page_transfer import PageTransfer
-from jaxserve.runtime.program_set import TRANSFER_PAGES, ProgramSet
-from jaxserve.runtime.programs import Caches
-from jaxserve.runtime.runner_config import PageFileConfig
+from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig
+from jaxserve.runtime.pages.page_transfer import TRANSFER_PAGES, Caches, PageTransfer
 from jaxserve.types.step import PageMove
 
 MAX_PENDING = 2  # groups of pages on the device that wait to be copied; more would take too much of its memory
@@ -28,19 +25,17 @@ MAX_PENDING = 2  # groups of pages on the device that wait to be copied; more wo
 class HostPool:
     """Slots for pages.
 
-    transfer: copies pages from and to the device. programs: know the form of exported pages. num_slots: pages that
+    transfer: copies pages from and to the device. page: structs of one exported page, a pytree of
+    [1, ...]. num_slots: pages that
     fit; 0: no pages are moved. file: None: the memory of this process
     """
 
-    def __init__(
-        self, transfer: PageTransfer, programs: ProgramSet, num_slots: int, file: PageFileConfig | None
-    ) -> None:
+    def __init__(self, transfer: PageTransfer, page: Any, num_slots: int, file: PageFileConfig | None) -> None:
         self._transfer = transfer
         self._num_slots = num_slots
         self.file: PageFile | None = None
         self._arrays: Any = ()
         if num_slots:
-            page = programs.exported_pages(1)
             num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
             self.file = None if file is None else PageFile(file, num_slots, num_bytes)
             rows = np.empty((num_slots, num_bytes), np.uint8) if self.file is None else self.file.rows

@@ -19,6 +19,7 @@ import os
 import threading
 import zlib
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -26,11 +27,18 @@ import numpy as np
 
 from jaxserve.cache_directory import CacheDirectoryError, opened
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.runner_config import PageFileConfig
 
 _RECORD = np.dtype([("digest", np.uint8, 32), ("checksum", np.uint32), ("used", np.uint32)])
 _SUFFIX = ".pages"
 _FIX = "choose another directory, a smaller cache.host_memory, or leave cache.disk out"
+
+
+@dataclass(frozen=True)
+class PageFileConfig:
+    """Where pages are kept beyond the end of the process. fingerprint: of model, weights and form of a page"""
+
+    directory: Path
+    fingerprint: str
 
 
 class PageFile:

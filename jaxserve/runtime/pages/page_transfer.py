@@ -7,27 +7,29 @@ first call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
-from jaxserve.runtime.compilation.compiler import CompileCounter, compile_all
-from jaxserve.runtime.program_set import TRANSFER_PAGES, ProgramSet
-from jaxserve.runtime.programs import Caches
+from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all
 
+Caches = tuple[Any, ...]  # the KV cache: Pages of each layer
+TRANSFER_PAGES = (8, 64)  # pages per dispatch of export and import
 HostPages = np.ndarray | ScaledPages  # whose arrays are numpy's
 
 
 class PageTransfer:
-    """The page programs of a runner. compiled: those compiled at the start, by name.
+    """The page programs of a runner. programs: all of them. compiled: those compiled at the start, by name.
 
     num_compiles   XLA compilations of these programs so far
     """
 
-    def __init__(self, programs: ProgramSet, num_pages: int, compiled: Mapping[str, jax.stages.Compiled]) -> None:
+    def __init__(
+        self, programs: Callable[[], Iterable[Program]], num_pages: int, compiled: Mapping[str, jax.stages.Compiled]
+    ) -> None:
         self.num_compiles = 0
         self._programs = programs
         self._num_pages = num_pages
@@ -58,7 +60,7 @@ class PageTransfer:
 
     def _run(self, name: str, *args: Any) -> Any:
         if name not in self._compiled:
-            wanted = [program for program in self._programs.transfers() if program.name == name]
+            wanted = [program for program in self._programs() if program.name == name]
             with CompileCounter() as counter:
                 self._compiled |= compile_all(wanted)
             self.num_compiles += counter.count
