@@ -100,14 +100,20 @@ def test_ctrl_c_in_a_terminal(compile_cache: str, tmp_path: Path) -> None:
 
 
 def test_a_drain_has_a_limit(compile_cache: str, tmp_path: Path) -> None:
-    """Who is not done by then is told so: nothing hangs and nothing ends without a word."""
+    """Who is not done by then is told so: nothing hangs and nothing ends without a word. On a busy machine some are
+    done before the signal comes.
+    """
     with Launched(compile_cache, tmp_path, **{"server.drain_timeout": 0.05}) as server:
         streams = [Stream(server, LONG | {"n": 8}) for _ in range(6)]
         server.send(signal.SIGTERM)
+        errors = []
         for stream in streams:
             stream.join(LAST_RESORT)
             assert stream.error is None and stream.events[-1] == "[DONE]"
-            assert json.loads(stream.events[-2])["error"]["code"] == "engine_dead"
+            error = json.loads(stream.events[-2]).get("error")
+            assert error is not None or stream.finish_reasons == ["length"] * 8
+            errors += [] if error is None else [error["code"]]
+        assert errors and set(errors) == {"engine_dead"}
         assert server.process.wait(LAST_RESORT) == 0
 
 
