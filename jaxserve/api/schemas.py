@@ -62,6 +62,7 @@ ANSWERS: tuple[type[BaseModel], ...] = (
         answers.Success,
         answers.GenerationState,
         answers.MemoryState,
+        answers.WeightRows,
         answers.WeightsUpdated,
         answers.Facts,
         answers.SessionId,

@@ -39,6 +39,7 @@ Script = Callable[[list[int], SamplingParams], list[int] | str]
 CALLS = {
     "waiting": [],
     "state": {"paused": False, "finishing": False, "asleep": []},
+    "read_weights": [[0.5, -1.0]],
     "sleep": ["kv_cache", "weights"],
     "wake": [],
     "update_from_directory": "1",

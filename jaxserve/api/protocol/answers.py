@@ -368,6 +368,10 @@ class MemoryState(Success):
     asleep: list[str]
 
 
+class WeightRows(RootModel[list[Any]]):
+    """The first rows of a tensor, as nested lists of numbers."""
+
+
 class WeightsUpdated(Success):
     message: str
     weight_version: str

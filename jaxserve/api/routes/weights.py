@@ -17,7 +17,7 @@ from starlette.responses import Response
 from jaxserve.api.docs.openapi import documented
 from jaxserve.api.errors.responses import ClientDisconnected
 from jaxserve.api.http.body import parse_body, read_body
-from jaxserve.api.protocol.answers import GenerationState, MemoryState, Success, WeightsUpdated
+from jaxserve.api.protocol.answers import GenerationState, MemoryState, Success, WeightRows, WeightsUpdated
 from jaxserve.api.protocol.common import Body
 from jaxserve.api.protocol.weights import (
     ContinueRequest,
@@ -108,7 +108,7 @@ async def update_weight_version(request: Request) -> Response:
 
 
 @router.get("/get_weights_by_name", include_in_schema=False)
-@router.post("/get_weights_by_name", **documented(body=ReadWeightsRequest))
+@router.post("/get_weights_by_name", **documented(WeightRows, body=ReadWeightsRequest))
 async def get_weights_by_name(request: Request) -> Response:
     """Return the first rows of a tensor of the checkpoint as nested lists, from the weights in use."""
     body = await read_body(request, ReadWeightsRequest)
