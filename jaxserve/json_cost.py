@@ -1,7 +1,7 @@
 """Estimates from its bytes what decoding a JSON text costs: objects, lists, names, values, and very long numbers.
 
-Decoding takes 0.4 us and 100 bytes per object or name, and 0.1 us and 40 bytes per number. The interpreter's lock is
-held until the end. Counting takes 1 ns per byte, in calls of a few milliseconds.
+Decoding takes 0.4 us and 100 bytes per object or name, and 0.1 us and 40 bytes per number. The GIL is held until the
+end. Counting takes 1 ns per byte, in calls of a few milliseconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 SMALL_BYTES = 16 * 1024  # bytes below which a text is not counted: 16,000 lists take 7 ms
 
-MAX_DIGITS = 400  # digits of a float have at most 309; parsing many numbers with thousands of digits takes long
+MAX_DIGITS = 400  # of one number; the largest float has 309; parsing many numbers with thousands of digits takes long
 
 # Numbers with their digits as 0, so that a search in C finds them: twenty times as quick as a pattern's
 _SHAPES = bytes(48 if chr(byte) in "0123456789." else 101 if chr(byte) in "eE" else byte for byte in range(256))
@@ -44,7 +44,7 @@ def over_limit(raw: bytes, limits: JsonLimits) -> str | None:
 
 
 def most_structures(raw: bytes) -> int:
-    """Objects, lists and names that the text has at most: what strings hold is counted too."""
+    """Return an upper bound of the objects, lists and field names. Brackets and colons inside strings count too."""
     return raw.count(b"{") + raw.count(b"[") + raw.count(b":")
 
 
@@ -57,7 +57,7 @@ def _over(text: bytes, limits: JsonLimits) -> str | None:
 
 
 def may_be_beyond_a_float(raw: bytes) -> bool:
-    """Whether the text may have a number that is none: NaN, Infinity, or one with an exponent of three digits."""
+    """Whether the text may contain NaN, Infinity, or a number with an exponent of three or more digits."""
     return b"NaN" in raw or b"Infinity" in raw or may_have_large_exponent(raw)
 
 

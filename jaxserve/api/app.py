@@ -139,9 +139,10 @@ def check_files(app: FastAPI) -> bool:
 
 
 async def warm_up(app: FastAPI) -> None:
-    """Start the helpers that the first requests would wait for. Call it once the engine is ready.
+    """Check the tokenizer against the model's vocabulary, and start the process that compiles grammars.
 
-    Raises ConfigError if the tokenizer does not belong to the model.
+    No request then waits for it. Call this once the engine is ready. Raises ConfigError if a text can give token ids
+    that the model lacks.
     """
     state: ServerState = app.state.server
     await asyncio.to_thread(check_vocabulary, state)  # renders the chat template

@@ -4,7 +4,7 @@
 
 Writes DIR/device.json after every row. With the same DIR it measures only the rows that are missing. Every section runs
 in a new process, so that a crash ends one cell only, memory is free for the next, and a start of the engine is real. A
-cell that takes too long or ends its process is on the record, and the section goes on behind it in another process.
+cell that takes too long or ends its process is recorded, and another process runs the cells after it.
 device_kernels.py, device_steps.py and device_engine.py hold the measurements.
 
 --tiny runs everything in tiny sizes, with kernels in Pallas' interpreter. It checks the suite and measures nothing.
@@ -127,7 +127,7 @@ def _run_child(section: str, options: Options, show: Show) -> Watch | None:
 
 
 def _run_to_the_end(section: str, options: Options, show: Show) -> None:
-    """Run a section. After a cell that ended the process go on behind it, three times at most."""
+    """Run a section. If a cell ends the process, run the cells after it in a new one, three times at most."""
     for _ in range(4):
         watch = _run_child(section, options, show)
         if watch is None or watch.killed is None:

@@ -69,7 +69,7 @@ class Reporter:
 
 
 class Bench:
-    """Runs the cells of a section: skips those that are done, stops in time, records an error and goes on."""
+    """Runs the cells of a section: skips those that are done, stops in time, and records errors."""
 
     def __init__(self, section: str, options: Options, results: Results, reporter: Reporter) -> None:
         self.section, self.options, self.results = section, options, results

@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 done, 1 failed, 2 an error of the operator."""
+    """Run one command and return the exit code: 0 done, 1 failed, 2 a mistake in the command or the configuration."""
     words = list(sys.argv[1:] if argv is None else argv)
     sys.path[:] = without_empty_entries(sys.path)
     if not words or words[0] in ("-h", "--help"):

@@ -252,12 +252,12 @@ class AsyncEngine:
         message = Add.of(*own)
         stops = make_stops(request.params)
         sequences = [LiveSequence(each, self._text(each, index, stops), outputs) for index, each in enumerate(own)]
-        thinks = sequences[0].text.thinks_too_long  # a thinking budget of 0
+        thinks_too_long = sequences[0].text.thinks_too_long  # a thinking budget of 0
         for sequence in sequences:
             self._live.add(sequence)
-            if thinks:
+            if thinks_too_long:
                 self._end_thinking(sequence)
-        if not thinks:
+        if not thinks_too_long:
             self._sender.send(sequences, message)
         return sequences
 

@@ -38,9 +38,9 @@ class ProcessFaultIsolator(FaultIsolator):
 
         witness: a request that is not a suspect, if there is one
         """
-        culprit = self.failed(rows)
-        if culprit is not None:
-            return [culprit]
+        unit = self.failed(rows)
+        if unit is not None:
+            return [unit]
         if self._groups or not self._accused:
             return []
         self._add(witness, 1)

@@ -1,8 +1,9 @@
-"""Sends live sequences to the engine, and again after it crashed. Some are held back during a search for the culprit.
+"""Sends live sequences to the engine, and again after it crashed (replay).
 
-Any request that was in work when the engine process died may have killed it. These requests are tried again in
-groups, each in isolation. A group that gave its outputs is taken back, and nothing else runs until all groups have
-been tried. One bad request among n is found after 1 + log16(n) crashes. It ends with an error; all others continue.
+After a crash some are held back, until the request that kills the engine is found. Any request that was in work when
+the engine process died may have killed it. These requests are tried again in groups, each in isolation. A group that
+gave its outputs is taken back, and nothing else runs until all groups have been tried. One bad request among n is found
+after 1 + log16(n) crashes. It ends with an error; all others continue.
 
     held -- may run --> sent -- the engine crashed, or its group passed and other groups are tried --> held
 """
@@ -58,8 +59,10 @@ class SequenceSender:
         self.is_watching = False
 
     def send(self, sequences: Sequence[LiveSequence], message: Add | None = None) -> None:
-        """Send the sequences of one request, or hold them until they may run. message: the encoded request, if
-        available.
+        """Send the sequences of one request, unless no engine is up or the search for a request that kills it holds
+        them back. `ready` and `settle` send those that are held.
+
+        message: the request as an Add; None: it is built here
         """
         if all(map(self._may_run, sequences)):
             self._send(message or Add.of(*map(_resumed, sequences)))
@@ -100,10 +103,10 @@ class SequenceSender:
         sequence = self._live.get(output.request_id)
         if sequence is None:
             return
-        culprit = self._isolator.gave([(sequence.key, ended)] * max(1, len(output.token_ids)))
-        if culprit:
+        to_blame = self._isolator.gave([(sequence.key, ended)] * max(1, len(output.token_ids)))
+        if to_blame:
             self._on_served()
-        for unit in culprit:
+        for unit in to_blame:
             self._blame(unit)
 
     def settle(self) -> None:
@@ -135,9 +138,7 @@ class SequenceSender:
             self._live.renew_id(sequence)
 
     def died(self, in_work: Iterable[str]) -> Death:
-        """Note that the engine died while it worked on the sequences with these ids. Returns what that
-        says about it.
-        """
+        """Note that the engine died while it worked on these engine ids. Returns what that tells about the cause."""
         self._is_up = False
         self._leaving.clear()
         found = [sequence for engine_id in in_work if (sequence := self._live.get(engine_id)) is not None]

@@ -1,7 +1,7 @@
 """Supervises one engine behind a link: start, heartbeat, watchdog, restart with backoff, end.
 
-Owns the status that operators and /health see. Knows no requests. Callbacks report when the engine is ready (the
-owner then sends live requests again), when it died, and when no other engine will be started.
+Owns the status that operators and /health see. Knows no requests. Callbacks report when the engine is ready (the owner
+then sends live requests again, see sequence_sender.py), when it died, and when no other engine will be started.
 
     loading -> ready -> restarting -> ready ...
        |          the process died, or one turn of its loop exceeded the watchdog's limit

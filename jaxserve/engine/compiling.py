@@ -41,9 +41,7 @@ class CompilingRequests:
         self._timers.watch(request, self._queue_timeout)
 
     def remove(self, request_id: str) -> Request | None:
-        """Remove and return a request; None if it does not wait here. Its compilation is cancelled if
-        it has not begun.
-        """
+        """Remove and return a request; None if it does not wait here. Cancels its compilation if that has not begun."""
         if request_id not in self._requests:
             return None
         request, matcher = self._requests.pop(request_id)

@@ -296,12 +296,12 @@ class EngineCore:
         with _device_work():
             handle.sample(masks.bits, masks.late)
         self.scheduler.in_flight.take_back(masks.late)
-        self.scheduler.in_flight.rest(masks.resting)
+        self.scheduler.in_flight.pause(masks.paused)
 
     def _take_masks(self) -> None:
         """Resume requests whose masks are ready. Some of them have to end instead."""
         for request_id, reason in self._masks.take_ready():
-            self.scheduler.wake(request_id)
+            self.scheduler.resume(request_id)
             if reason is not None:
                 self._end_masked(request_id, reason)
 

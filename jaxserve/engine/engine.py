@@ -4,8 +4,7 @@
     engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))
 
 Step by step: `add_request`, then `step` until `has_unfinished` is False. `engine.runner` is the device side; its
-programs are plain functions over pytrees. `close`, or leaving a `with` block, ends the mask
-threads.
+programs are plain functions over pytrees. `close`, or leaving a `with` block, ends the mask threads.
 """
 
 from __future__ import annotations
@@ -281,7 +280,7 @@ class Engine:
         version: the label; by default the number of updates so far
         running: what becomes of running requests: "retract", the default, computes their KV again with the new weights;
           "in_place", the default while paused in place, goes on with the old KV; "abort" ends them
-        partial: parameters that are not there stay as they are. One that is fused is replaced as a whole
+        partial: parameters that `weights` lacks stay as they are. One that is fused is replaced as a whole
         delete_old: free each old parameter when its new one is there, so that memory peaks at one parameter more than
           the weights. False: make the new weights first, in the memory of the host
         Raises ModelLoadError that names what does not fit, before anything is replaced. Raises WeightsLostError if a
@@ -306,7 +305,7 @@ class Engine:
         self.control.sleep(level, mode)
 
     def wake(self) -> None:
-        """Undo `sleep`. Raises ServerError if there is no memory for it; then the engine sleeps on."""
+        """Undo `sleep`. Raises ServerError if there is no memory for it; the engine then stays asleep."""
         self.control.wake()
 
 

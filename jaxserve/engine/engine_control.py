@@ -160,7 +160,7 @@ class EngineControl:
         if mode == "abort":
             self._core.abort_all()
         elif mode == "retract":
-            self._core.scheduler.retract()
+            self._core.scheduler.preempt_all()
 
     # --- memory
 

@@ -176,7 +176,7 @@ def _quantization(asked: str, model: ModelConfig) -> str:
     if asked == "none" or (asked == "auto" and decoded):
         return "none"
     if model.bidirectional:
-        raise ConfigError("an encoder's weights are not held in few bits", fix="set model.quantization: none")
+        raise ConfigError("an encoder's weights cannot be quantised", fix="set model.quantization: none")
     if asked == "auto" or (form is not None and asked == form.method):
         return "stored"
     if form is not None and form.is_integer:

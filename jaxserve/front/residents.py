@@ -112,7 +112,7 @@ class Residents:
     # loading
 
     def _load_work(self, resident: Resident, *, asked: bool = False) -> asyncio.Task[None]:
-        """Start to load a model. asked: by the operator, so that it goes on without a request that waits"""
+        """Start to load a model. asked: by the operator; the load then continues if no request waits for it"""
         resident.state, resident.asked = "loading", asked
         return self._work(resident, self._load(resident))
 
@@ -178,7 +178,7 @@ class Residents:
                     break
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), LOOK_INTERVAL)  # a batch's end is not told
+                    await asyncio.wait_for(self._freed.wait(), LOOK_INTERVAL)  # nothing signals a batch's end
         return True
 
     async def _watch(self, resident: Resident, process: ModelProcess) -> None:

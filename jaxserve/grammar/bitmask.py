@@ -1,4 +1,4 @@
-"""Fills the token masks of many rows at once, on all cores and without the interpreter's lock."""
+"""Fills the token masks of many rows at once, on all cores and without the GIL."""
 
 from __future__ import annotations
 

@@ -31,8 +31,9 @@ Entry = tuple[int, str, TokenMask]  # row of the step, request, mask
 
 
 class Made(NamedTuple):
-    """Result of a thread. row: int32 [ceil(V/32)]; end: why the request must end, in which case the
-    row is undefined.
+    """Result of a thread.
+
+    row: int32 [ceil(V/32)]; undefined if `end` is set. end: why the request must end
     """
 
     row: np.ndarray
@@ -46,13 +47,13 @@ class StepMasks(NamedTuple):
               with k drafts has 1 + k of these rows
     ended     requests that must end, and why
     late      rows that yield no token in this step
-    resting   requests that are paused until `MaskTable.take_ready` returns them
+    paused    requests that are paused until `MaskTable.take_ready` returns them
     """
 
     bits: np.ndarray
     ended: list[tuple[str, FinishReason]]
     late: list[int]
-    resting: set[str]
+    paused: set[str]
 
 
 class MaskTable:
@@ -68,7 +69,7 @@ class MaskTable:
         self._num_words = -(-vocab_size // 32)
         self._masks: dict[str, TokenMask] = {}
         self._made: dict[str, Future[Made]] = {}  # request id -> its next mask, if it is left to threads
-        self._resting: set[str] = set()
+        self._paused: set[str] = set()
         self._passed_over: set[str] = set()  # requests whose masks the last step had no time for
         self._ahead: dict[str, np.ndarray] = {}  # request id -> masks after its drafts in the next step
 
@@ -81,7 +82,7 @@ class MaskTable:
     def drop(self, request_id: str) -> None:
         self._masks.pop(request_id, None)
         self._ahead.pop(request_id, None)
-        self._resting.discard(request_id)
+        self._paused.discard(request_id)
         if (made := self._made.pop(request_id, None)) is not None:
             made.cancel()
 
@@ -97,7 +98,7 @@ class MaskTable:
         mask = self._masks.get(name)
         if mask is None or output.finish_reason is not None:
             return None
-        if name in self._resting or self._is_slow(mask) or (self._threads is not None and not here):
+        if name in self._paused or self._is_slow(mask) or (self._threads is not None and not here):
             self._begin(name, mask, output.token_ids)
             return None
         return mask.advance(output.token_ids, name)
@@ -109,8 +110,8 @@ class MaskTable:
 
     def take_ready(self) -> list[tuple[str, FinishReason | None]]:
         """Return the paused requests whose masks are ready, and why they must end, if they must."""
-        ready = [name for name in self._resting if name in self._made and self._made[name].done()]
-        self._resting.difference_update(ready)
+        ready = [name for name in self._paused if name in self._made and self._made[name].done()]
+        self._paused.difference_update(ready)
         return [(name, self._made[name].result().end) for name in ready]
 
     def close(self) -> None:
@@ -136,7 +137,7 @@ class MaskTable:
     def _ready(self, request_id: str) -> TokenMask | None:
         """Return the mask of a request if it is quick and no thread uses it."""
         mask = self._masks.get(request_id)
-        if mask is None or request_id in self._made or request_id in self._resting or self._is_slow(mask):
+        if mask is None or request_id in self._made or request_id in self._paused or self._is_slow(mask):
             return None
         return mask
 
@@ -187,8 +188,8 @@ class MaskTable:
             if name in ended:
                 bits[i] = -1
             elif name in self._made or self._is_slow(mask):
-                self._resting.add(name)
-        return StepMasks(self._with_drafts(output, bits, late), list(ended.items()), sorted(late), self._resting)
+                self._paused.add(name)
+        return StepMasks(self._with_drafts(output, bits, late), list(ended.items()), sorted(late), self._paused)
 
     def _with_drafts(self, output: SchedulerOutput, bits: np.ndarray, late: set[int]) -> np.ndarray:
         """Return `bits` with one more row for each draft."""

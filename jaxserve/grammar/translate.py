@@ -81,8 +81,9 @@ def closed(schema: Any, depth: int = 0) -> Any:
 
 
 def loads(source: str, what: str) -> Any:
-    """Parse JSON text. Raises InvalidSchemaError if it is not JSON or nested too deep. `what` names it
-    in the message.
+    """Parse JSON text. what: its name in error messages.
+
+    Raises InvalidSchemaError if it is not JSON or nested too deep.
     """
     try:
         return json.loads(source)

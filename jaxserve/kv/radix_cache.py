@@ -1,7 +1,7 @@
 """The prefix cache: a tree of full KV pages, keyed by the tokens that they hold. No jax, no requests.
 
-One node is one page. The children of a node are keyed by the next page's tokens, so a node identifies the whole
-prefix from the root to it. Each namespace (adapter, cache salt) has its own root and shares no pages with others.
+One node is one page. The children of a node are keyed by the next page's tokens, so a node identifies the whole prefix
+from the root to it. Each namespace (made of cache_salt and extra_key) has its own root and shares no pages with others.
 
     match_prefix -> node      the longest cached prefix; changes nothing
     lock / unlock             a request uses the path: none of its pages may be evicted
@@ -9,7 +9,7 @@ prefix from the root to it. Each namespace (adapter, cache salt) has its own roo
     evict                     the least recently used unlocked leaves return to the PagePool
 
 The idea is SGLang's radix attention (Zheng et al., 2024, arXiv:2312.07104), at page granularity. Users hold nodes
-instead of page ids. Evicted pages can go on in the memory of the host (host_tier.py).
+instead of page ids. Evicted pages can move to the memory of the host (host_tier.py).
 """
 
 from __future__ import annotations

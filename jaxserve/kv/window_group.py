@@ -67,10 +67,10 @@ class WindowGroup:
         self.index = WindowIndex(self.pool, size)
         # The prefix's last window is locked for the first tokens, so the prompt's own pages need room beside it.
         room = num_pages - size.decoding
-        self._max_hand = min(size.prefilling, room) if room >= size.decoding else num_pages
+        self._max_reserved = min(size.prefilling, room) if room >= size.decoding else num_pages
         # Allocate at least enough for chunks of half a window. Waiting for more can take long: two chunks can need 16
         # windows.
-        self._min_hand = min(self._max_hand, 2 * size.decoding)
+        self._min_reserved = min(self._max_reserved, 2 * size.decoding)
         assert num_pages >= size.least(longest)
 
     # --- counting
@@ -89,7 +89,7 @@ class WindowGroup:
         """Return the number of available pages that `take` consumes: the fewest to allocate, and the prefix pages to
         lock.
         """
-        return self._hand(request, node) + self.index.num_idle(self.index.path(node))
+        return self._num_reserved(request, node) + self.index.num_idle(self.index.path(node))
 
     def num_to_grow(self, request: Request, node: Node) -> int:
         """Return how many more pages a request needs at most while it decodes.
@@ -99,10 +99,11 @@ class WindowGroup:
         held: WindowPages | None = request.window
         if held is not None:
             return max(0, self._most - len(held.pages) - len(held.spare))
-        return max(0, self._most - self._hand(request, node) - len(self.index.path(node)))
+        return max(0, self._most - self._num_reserved(request, node) - len(self.index.path(node)))
 
-    def _hand(self, request: Request, node: Node, surplus: int = 0) -> int:
-        most = min(self._max_hand, self._min_hand + surplus)
+    def _num_reserved(self, request: Request, node: Node, surplus: int = 0) -> int:
+        """Return how many pages `take` allocates for the prompt's tokens after `node`."""
+        most = min(self._max_reserved, self._min_reserved + surplus)
         return min(-(-request.num_tokens // self.size.page_size) - node.depth, most)
 
     # --- taking
@@ -119,7 +120,7 @@ class WindowGroup:
             first,
             pages,
             [*nodes],
-            self._allocate(self._hand(request, node, surplus)),
+            self._allocate(self._num_reserved(request, node, surplus)),
             num_sent=first,
             num_read=node.depth * self.size.page_size,
             first_own=node.depth,
@@ -151,10 +152,10 @@ class WindowGroup:
         return held.unsent()
 
     def _reuse(self, held: WindowPages, first: int) -> None:
-        """Reuse the pages before index `first` for the rest of the prompt.
+        """Remove the pages before index `first` from the request.
 
-        These are the request's own pages and cached pages of it that no other request uses. The cache loses the
-        latter.
+        Those that only it uses become `spare` pages for the rest of its prompt; if the cache has them, it loses them.
+        Those that other requests use stay in the cache and are counted in `num_lost`.
         """
         for index in range(max(held.first, held.first_own), min(held.end, first)):
             node = held.nodes[index - held.first]

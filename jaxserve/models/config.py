@@ -133,7 +133,7 @@ class ModelConfig:
     ignored_tensors: tuple[str, ...] = ()  # regular expressions of checkpoint names that the model does not use
     dtype: str = "float32"  # of the checkpoint
     activation_dtype: str | None = None  # None: the weights'
-    stored_form: StoredForm | None = None  # of a checkpoint's weights of few bits
+    stored_form: StoredForm | None = None  # of a checkpoint's quantised weights
     # of linear layers and experts: at load; "stored": as in the checkpoint, see stored_form
     quantization: Literal["none", "stored", "int8", "int4", "fp8"] = "none"
     generation: GenerationDefaults = GenerationDefaults()

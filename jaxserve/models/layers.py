@@ -1,9 +1,9 @@
 """Building blocks that decoder families share, as Flax NNX modules.
 
-Axes: T tokens of the step, D hidden size, F ffn, V vocabulary, N query heads, KH kv heads, G = N / KH, H head_dim.
-Each parameter names its logical axes for sharding: embed (D), kv_heads, q_heads, ffn, vocab, expert. None is never
-split. Activations have the weights' dtype or ModelConfig.activation_dtype. Norms, rotation, softmax and logits are
-computed in float32.
+Axes: T tokens of the step, D hidden size, F ffn, V vocabulary, N query heads, KH kv heads, G = N / KH, H head_dim. Each
+parameter names its logical axes for sharding: embed (D), kv_heads, q_heads, ffn, expert_ffn, vocab, expert. None is
+never split. Activations have the weights' dtype or ModelConfig.activation_dtype. Norms, rotation, softmax and logits
+are computed in float32.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ class Linear(nnx.Module):
         return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
 
     def in_float32(self, x: jax.Array, linear: Products) -> jax.Array:
-        """Apply the layer to x [R, I] in float32 -> [R, O]. For small heads, whose results are compared."""
+        """Apply the layer to x [R, I] in float32 -> [R, O].
+
+        For small classification heads, whose outputs are compared between texts.
+        """
         weight, bias = (None if w is None else w[...].astype(jnp.float32) for w in (self.weight, self.bias))
         assert weight is not None
         return linear(x.astype(jnp.float32), weight, bias)

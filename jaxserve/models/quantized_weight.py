@@ -1,6 +1,7 @@
-"""Weights of few bits in a model: which layers have them, and the leaves that they are.
+"""Quantised weights in a model: which layers have them, and the leaves that they are.
 
-A layer does not know: its `weight[...]` is an array, or `ops.quantized.Quantized`, and `linear` and `moe` take both.
+The code of a layer is the same with and without: its `weight[...]` is an array, or `ops.quantized.Quantized`, and
+`linear` and `moe` take both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LARGEST_GROUP = {"int8": 128, "int4": BLOCK, "fp8": 128, "mxfp4": BLOCK}
 
 
 class QuantizedWeight(nnx.Module):
-    """A layer's weight [..., N, K] in few bits. `group`: numbers of a row that share a scale."""
+    """A layer's quantised weight [..., N, K]. `group`: numbers of a row that share a scale."""
 
     def __init__(self, wide: nnx.Param, kind: Kind, group: int, *, stored: bool = False, zeros: bool = False) -> None:
         *rows, depth = wide.shape
@@ -60,7 +61,7 @@ def quantize(model: nnx.Module, kind: Kind) -> None:
 
 
 def keep_stored(model: nnx.Module, form: StoredForm) -> None:
-    """Replace the weights that a checkpoint has in few bits, in a model made under `nnx.eval_shape`.
+    """Replace the weights that a checkpoint stores quantised, in a model made under `nnx.eval_shape`.
 
     FP8 weights whose rows cannot be grouped stay wide. Raises ModelLoadError for a fused weight of which only a part
     is quantised, and for rows of integers that cannot be grouped.

@@ -1,4 +1,7 @@
-"""The form of few bits in which a checkpoint has its linear layers, as its configuration describes it."""
+"""How a checkpoint stores its quantised linear layers: method, bits, group size, zero points.
+
+models/loading/stored_config.py reads it.
+"""
 
 from __future__ import annotations
 

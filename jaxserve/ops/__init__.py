@@ -1,1 +1,4 @@
-"""Device operations. Each operation has a folder with its contract, a float32 reference and one file per backend."""
+"""Device operations, one folder each.
+
+paged_attention has a contract, a float32 reference and one file per backend. native has the C kernels for CPUs.
+"""

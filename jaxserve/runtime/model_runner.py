@@ -95,7 +95,7 @@ class ModelRunner:
         self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
         self._by_size = {
             family: {size: self.compiled[f"{family}[{size}]"] for size in sizes}
-            for family, sizes in self.buckets.families().items()
+            for family, sizes in self.buckets.by_program().items()
         }
         self.pages = PageTransfer(self._programs.transfers, plan.num_pages, self.compiled)
         self.host = HostPool(self.pages, self._programs.exported_pages(1), plan.num_host_pages, config.page_file)
@@ -121,7 +121,7 @@ class ModelRunner:
         self._no_ids = {rows: zeros(shapes.ints(rows, MAX_LOGPROB_IDS)) for rows in self.buckets.head}
 
     def warm_up(self) -> StepTimes:
-        """Run every program of a step on dummy input, small ones first, so that no request pays the first-run cost.
+        """Run the programs of a step on dummy input, small ones first: requests then do not pay the first-run cost.
 
         Returns the measured times of steps. Stops after WARM_UP_SECONDS of the platform and a step of drafts.
         """

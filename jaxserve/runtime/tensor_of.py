@@ -17,7 +17,7 @@ def tensor_of(specs: Sequence[ParamSpec], leaves: Sequence[jax.Array], name: str
     """Return the first `num_rows` indices of the first axis of checkpoint tensor `name`: float32 [rows, ...].
 
     specs, leaves: of all parameters, in the same order. Raises InvalidValueError if no parameter has the tensor, if it
-    is held in few bits, or if the answer would have more than MAX_NUMBERS numbers.
+    is quantised, or if the answer would have more than MAX_NUMBERS numbers.
     """
     found = list(_parts_of(specs, leaves, name))
     if not found:

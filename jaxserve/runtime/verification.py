@@ -1,4 +1,4 @@
-"""Steps with drafts on the host side of the runner: their input, dispatch and results."""
+"""Run steps with drafts, on the host side of the runner: their input, dispatch and results. See sampling/verify.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxserve.scheduler.waiting.tenants import Turn
+from jaxserve.scheduler.waiting.tenants import TurnKey
 from jaxserve.types.request import Request, RequestStatus
 
 
@@ -29,7 +29,7 @@ class PromptShares:
     start: Callable[[Request], bool]
     num_cached: Callable[[Request], int]
     reach: Callable[[Request, int], int]
-    turn: Callable[[Request], Turn]
+    turn: Callable[[Request], TurnKey]
     whole: bool = False
 
     def divide(
@@ -69,7 +69,7 @@ class PromptShares:
             left -= tokens
         return budget - left
 
-    def _order(self, request: Request) -> tuple[Turn, float]:
+    def _order(self, request: Request) -> tuple[TurnKey, float]:
         return self.turn(request), request.arrival
 
     def _num_left(self, request: Request) -> tuple[int, tuple[int, float], int, float]:

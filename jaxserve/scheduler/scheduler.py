@@ -119,7 +119,7 @@ class Scheduler:
         return self._live.get(request_id)
 
     def end_resumed(self, request_id: str) -> TokenOutput | None:
-        """Return the last output of a resumed request whose output was already complete; None if it goes on."""
+        """Return the last output of a resumed request whose output was already complete; None if it continues."""
         request = self._live[request_id]
         _, reason, stop_token_id = end_of(request, len(request.output_token_ids))
         return self._finish(request, reason, stop_token_id=stop_token_id) if reason else None
@@ -188,12 +188,12 @@ class Scheduler:
         self._last_read = self._step
         self.kv.recover()
         self.kv.retire(self._step)
-        self.retract()
+        self.preempt_all()
         for request in self._live.values():
             request.num_inflight_tokens = 0
         return ids
 
-    def retract(self) -> None:
+    def preempt_all(self) -> None:
         """Return all running requests to the queue. Their outputs are kept, and their KV is computed again."""
         for request in reversed(self._running.best_first(by_priority=True)):
             self._preempt(request)
@@ -291,10 +291,10 @@ class Scheduler:
 
     # --- rows with a late token mask
 
-    def wake(self, request_id: str) -> None:
+    def resume(self, request_id: str) -> None:
         """Resume a paused request: its token mask is ready."""
         if (request := self._live.get(request_id)) is not None:
-            request.rests = False
+            request.is_paused = False
 
     # --- reading a step
 

@@ -42,7 +42,7 @@ class StepBuilder:
         number, rows, requests, kv = self.number, self.rows, self.requests, self._kv
         for request in decoding:
             start = request.num_computed_tokens
-            if start >= request.max_computed_tokens or request.rests:
+            if start >= request.max_computed_tokens or request.is_paused:
                 continue  # its last token is in flight, or its token mask is not ready
             first_new_page, new_page_ids = 0, _EMPTY
             if start >= request.page_capacity:
@@ -55,15 +55,15 @@ class StepBuilder:
                     request.request_id,
                     request.slot,  # type: ignore[arg-type]  # a running request has a slot
                     start,
-                    1,
-                    True,
-                    _EMPTY,
+                    1,  # num_tokens
+                    True,  # samples
+                    _EMPTY,  # token_ids
                     first_new_page,
                     new_page_ids,
                     request.masked,
                     request.params.logprobs,
-                    None,
-                    False,
+                    None,  # prompt_logprobs
+                    False,  # embed
                     request.extras,
                 )
             )

@@ -56,13 +56,13 @@ class StepsInFlight:
             requests[i].num_computed_tokens -= most
             requests[i].num_inflight_tokens -= most
 
-    def rest(self, resting: Collection[str]) -> None:
-        """Pause the masked requests of `resting` until `Scheduler.wake`. The other masked ones go on."""
+    def pause(self, paused: Collection[str]) -> None:
+        """Pause the masked requests of `paused` until `Scheduler.resume`. The other masked ones continue."""
         output, requests = self._steps[-1]
         for row, request in zip(output.rows, requests, strict=True):
             if row.masked:
-                request.rests = row.request_id in resting
-                if request.rests:
+                request.is_paused = row.request_id in paused
+                if request.is_paused:
                     logger.debug("request %s waits: its token mask is being computed", request.request_id)
 
 

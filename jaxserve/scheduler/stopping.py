@@ -1,4 +1,7 @@
-"""Decides when a request ends: by its tokens, by the clock, or because its parameters exclude every token."""
+"""Decides when a request ends: by its tokens, by the clock, or because its parameters exclude every token.
+
+Stop strings are found in the API process (text/stop.py).
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.types.request import Request
 
-FEW = 64  # tokens that are indexed whatever else is
+FEW = 64  # a call with at most so many new tokens indexes all of them, whatever the rate
 MAX_COMPARED = 8  # earlier occurrences that are compared for the longest match
 MAX_INDEXED = 4096  # tokens that one call adds to an index; 0.4 us each
 INDEXED_PER_SECOND = 250_000  # of all requests together: a tenth of the thread's time
@@ -46,7 +46,7 @@ class NGramIndex:
         """Return at most `most` tokens that followed the longest match of the sequence's end, the latest of equal
         ones.
 
-        A match that reaches the end is a repetition and goes on.
+        A match that reaches the end is a repetition; the drafts repeat it.
         """
         if len(self._tokens) < self._smallest:
             return []

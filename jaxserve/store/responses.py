@@ -1,6 +1,6 @@
 """SQL of responses and their events. Every function takes the connection first and runs inside a transaction or a read.
 
-A response that is not of the background is inserted once it has ended. One of the background is inserted `queued`.
+A foreground response is inserted when it has ended. A background response is inserted with the status `queued`.
 `owner` as in files.py.
 """
 
@@ -240,8 +240,9 @@ def requeue_response(connection: sqlite3.Connection, response_id: str, first_eve
 def cancel_response(
     connection: sqlite3.Connection, response_id: str, now: int, owner: str | None
 ) -> tuple[ResponseRecord, list[StoredItem]]:
-    """Cancel a background response that has not ended. Raises NotFoundError, and InvalidValueError if it is not of
-    the background.
+    """Cancel a background response that has not ended.
+
+    Raises NotFoundError, and InvalidValueError if it is not a background response.
     """
     record = get_response(connection, response_id, now, owner)
     if not record.background:

@@ -28,7 +28,7 @@ class PairEncoder:
         self.num_added = self._backend.num_special_tokens_to_add(True)
 
     def text(self, text: str) -> tokenizers.Encoding:
-        """Encode one text of a pair. A long text releases the interpreter's lock."""
+        """Encode one text of a pair. Encoding a long text releases the GIL."""
         if len(text) <= LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=False)
         return self._backend.encode_batch([text], add_special_tokens=False)[0]

@@ -21,7 +21,7 @@ LOOK_BACK = 256  # bytes before the newest text in which a match may begin; it b
 # keep no states costs up to 6 ns an instruction and byte: 13 ms a step for the whole request. Most take 4 us a token.
 MAX_INSTRUCTIONS = 8192
 # Bytes that RE2 may hold for one expression: its program and its cache of automaton states. Without room for the
-# states it goes on more slowly, still in linear time. A program of 1,000 character classes takes about 100 kB.
+# states it is slower, still in linear time. A program of 1,000 character classes takes about 100 kB.
 PATTERN_MEMORY = 2**20
 
 

@@ -169,8 +169,8 @@ class TextReader:
         return "".join(pieces) if whole else None
 
     def copy_json(self, sink: Sink, *, limit: int | None = None, kinds: str = "") -> Reading[bool]:
-        """Hand the text of one JSON value to `sink` as it comes. Brackets and strings are followed, names and
-        numbers are not checked. False where the text cannot go on as JSON (the rest is not taken) or ends.
+        """Pass the text of one JSON value to `sink` as it arrives. Brackets and strings are followed, names and
+        numbers are not checked. Returns False if the text ends, or if a character is not JSON (it is not taken).
 
         kinds: first characters that are allowed ("": any)
         """

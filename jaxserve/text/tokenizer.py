@@ -354,8 +354,10 @@ def _named_templates(path: Path, value: Any) -> dict[str, str]:
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """For long texts the library's batch call: it releases the interpreter's lock, which `encode` keeps for 1 us a
-    character, and leaves the offsets out (half the time)."""
+    """Encode a text; a long one by the library's batch call.
+
+    That releases the GIL, which `encode` keeps for 1 us a character, and leaves the offsets out (half the time).
+    """
     if len(text) <= LONG_TEXT:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -16,9 +16,7 @@ _PATH = "PYTHONPATH"
 
 
 def python_command(module: str, *words: str) -> list[str]:
-    """Return the command that runs a module of this package as `__main__`, without the working
-    directory on its path.
-    """
+    """Return the command that runs a module of this package, without the working directory on its path."""
     return [sys.executable, "-P", "-m", module, *words]
 
 

@@ -101,7 +101,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_pages_cached: int = 0
     num_pages_used: int = 0
     steps: int = 0
-    prompt_tokens: int = 0  # counters from here on
+    prompt_tokens: int = 0  # this and all below: counters
     computed_prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0

@@ -45,7 +45,7 @@ class TokenOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     first_token_seconds: float = 0.0  # arrival to the first token on the host; set on that output
     num_preemptions: int = 0  # set with finish_reason
     num_accepted_drafts: int = 0  # of token_ids, those that were drafts
-    num_rejected_drafts: int = 0  # drafts that were computed beside token_ids and are none of them
+    num_rejected_drafts: int = 0  # drafts that were computed and are not in token_ids
     weight_versions: tuple[str, ...] = ()  # labels of the weights that made token_ids; empty: FIRST_VERSION
     error: str | None = None
     error_status: int = 500  # HTTP status of the answer if nothing was streamed yet

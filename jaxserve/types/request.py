@@ -45,7 +45,7 @@ class Request:
     max_computed_tokens: int = 0  # resolved: the last token needs no K and V
     masked: bool = False  # sampling needs a token mask from the host
     mask_budget: MaskBudget | None = None  # shared with its siblings
-    rests: bool = False  # paused until `Scheduler.wake`, while a thread computes its token mask
+    is_paused: bool = False  # paused until `Scheduler.resume`, while a thread computes its token mask
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -12,7 +12,8 @@ import msgspec
 from jaxserve.types.bounds import Count, Int32, Real
 from jaxserve.types.extras import ExtraParams
 
-# Requests with this or a higher number are background work (batches). Under every policy they run after all others.
+# Requests with this or a higher number are background work (batches). Under every policy online requests start before
+# them, unless one is aged (scheduler/waiting/aging.py).
 BACKGROUND_PRIORITY = 2**30
 
 MAX_LOGIT_BIAS = 4096  # logit_bias entries per request; the size of the device's array
@@ -52,7 +53,10 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters and end conditions of one request. The caller validates the values (`validated()`)."""
+    """Sampling parameters and end conditions of one request.
+
+    The API checks the values (api/tasks/sampling.py). Decoding an `Add` message checks types and bounds.
+    """
 
     n: Count = 1
     temperature: Real = 1.0  # 0: greedy
@@ -106,7 +110,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     params: SamplingParams
     priority: Int32 = 0  # lower runs earlier
     tenant: Tenant | None = None  # None: the default one
-    namespace: str = ""  # of the prefix cache: adapter and cache salt
+    namespace: str = ""  # of the prefix cache, made of cache_salt and extra_key; namespaces share no pages
     group: str = ""  # shared by the siblings of one n > 1 request; made by the server, unique
     # seconds from arrival, after which it ends with an error
     deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None

@@ -1,6 +1,4 @@
-"""One device step as plain data: what the scheduler decides, what the device returns, and the
-interface of the runner.
-"""
+"""One device step as plain data: what the scheduler decides and the device returns; the interface of the runner."""
 
 from __future__ import annotations
 
@@ -167,9 +165,7 @@ class Runner(Protocol):
         ...
 
     def rebuild(self) -> None:
-        """Discard all steps, slots and pages and allocate new ones; the weights stay. For use after a
-        device failure.
-        """
+        """Discard all steps, slots and pages and allocate new ones, after a device failure. The weights stay."""
         ...
 
     def num_compiles(self) -> int:

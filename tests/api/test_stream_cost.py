@@ -18,7 +18,7 @@ from jaxserve.api.respond.chat_output import Joined as JoinedChat
 from jaxserve.api.respond.completion_output import Joined as JoinedCompletion
 from jaxserve.api.respond.details import RoutedExperts
 from jaxserve.api.respond.native_output import NativeChoice
-from jaxserve.api.shared.sessions import Session, Turn
+from jaxserve.api.shared.sessions import Session, SessionTurn
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.output_parser import ParserChoice
@@ -121,7 +121,7 @@ def replaced_turns(count: int) -> None:
     session = Session(0, False, None)
     before = None
     for number in range(count):
-        before = session.turns[str(number)] = Turn(session, str(number), array("i"), 0, before)
+        before = session.turns[str(number)] = SessionTurn(session, str(number), array("i"), 0, before)
     assert len(session.after(session.turns["0"])) == count - 1
 
 

@@ -113,13 +113,13 @@ def test_a_flag_is_taken(words: str, key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--enforce-eager", "no effect: every program is compiled before the server is ready"),
+        ("--enforce-eager", "no effect: programs of fixed shapes are compiled before the server is ready"),
         ("--trust-remote-code", "no effect: code of a checkpoint is never run"),
         ("--attention-backend FA3", "FA3 is not known here: auto is taken"),
         ("--enable-priority-scheduling", "a lower value is earlier here"),
         ("--pipeline-parallel-size 1", "no effect: there is one"),
         ("--no-enable-lora", "no effect: it is off"),
-        ("--compilation-config.level 3", "no effect: every program is compiled before the server is ready"),
+        ("--compilation-config.level 3", "no effect: programs of fixed shapes are compiled before the server is ready"),
     ],
 )
 def test_a_flag_without_an_effect_is_said(words: str, said: str) -> None:

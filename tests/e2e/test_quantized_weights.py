@@ -78,5 +78,5 @@ def test_tokens_of_an_fp8_checkpoint_are_those_of_its_decoded_numbers(tmp_path: 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     hf = ENCODERS["bert"]
-    with pytest.raises(ConfigError, match="an encoder's weights are not held in few bits"):
+    with pytest.raises(ConfigError, match="an encoder's weights cannot be quantised"):
         Engine(str(write_checkpoint(tmp_path, hf, random_tensors(hf))), quantization="int8")

@@ -65,8 +65,8 @@ def test_rows_filled_together_equal_rows_filled_alone(count: int) -> None:
 def test_one_failing_matcher_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
     matchers = [FailingMatcher(2, 9) if i == 5 else CountingMatcher(2, 9) for i in range(8)]
-    bits, ended, late, resting = table_of(matchers, True, []).of_step(step_of(8))
-    assert ended == [("5", FinishReason.ERROR)] and not late and not resting and (bits[5] == -1).all()
+    bits, ended, late, paused = table_of(matchers, True, []).of_step(step_of(8))
+    assert ended == [("5", FinishReason.ERROR)] and not late and not paused and (bits[5] == -1).all()
     assert (bits[[0, 1, 3, 4, 6, 7]] != -1).any(axis=1).all()
 
 
@@ -134,14 +134,14 @@ def slow(table: MaskTable, name: str) -> None:
 def test_a_slow_mask_is_made_by_a_thread_and_its_request_rests() -> None:
     table, threads = in_threads("0", "1")
     slow(table, "1")
-    bits, ended, late, resting = table.of_step(step_of(2))
-    assert (late, resting, ended) == ([1], {"1"}, []) and (bits[1] == -1).all() and (bits[0] != -1).any()
+    bits, ended, late, paused = table.of_step(step_of(2))
+    assert (late, paused, ended) == ([1], {"1"}, []) and (bits[1] == -1).all() and (bits[0] != -1).any()
     assert table.take_ready() == [], "not made yet"
     threads.run(1)
     assert table.take_ready() == [("1", None)]
     again = table.of_step(step_of(2))
     assert again.late == [] and (again.bits[1] == bits[0]).all(), "the mask that the thread made"
-    assert again.resting == {"1"}, "its next mask needs the token of this step"
+    assert again.paused == {"1"}, "its next mask needs the token of this step"
     assert table.advance(TokenOutput(request_id="1", token_ids=[2])) is None and table.take_ready() == []
     threads.run(1)
     assert table.take_ready() == [("1", None)]
@@ -186,7 +186,7 @@ def test_an_end_that_a_thread_finds(
     caplog.set_level(logging.CRITICAL)
     table, threads = in_threads("0", matcher=matcher)
     slow(table, "0")
-    table._resting.add("0")
+    table._paused.add("0")
     assert table.advance(TokenOutput(request_id="0", token_ids=[token])) is None
     threads.run(1)
     assert table.take_ready() == [("0", end)]
@@ -210,7 +210,7 @@ def test_a_step_waits_for_its_masks_no_longer_than_its_patience(monkeypatch: pyt
     monkeypatch.setattr(mask_table, "PATIENCE", 0.001)
     table, threads = in_threads("0", "1", "3", "4", matcher=Slow)
     first = table.of_step(step_of(5))
-    assert first.late == [1, 3, 4] and first.resting == {"0"}, "the first one took all the time there was"
+    assert first.late == [1, 3, 4] and first.paused == {"0"}, "the first one took all the time there was"
     assert threads.tasks == [], "the others are not slow for all that is known: the next step begins with them"
     assert table.of_step(step_of(5)).late == [0, 3, 4]
 

@@ -10,7 +10,7 @@ def test_every_count_has_a_bucket(platform: str, parameters: int, seqs: int, tok
     buckets = make_buckets(seqs, tokens, platform=platform, num_parameters=parameters)
     assert (buckets.decode[-1], buckets.head[-1], buckets.max_tokens) == (seqs, seqs, max(seqs, tokens))
     assert buckets.decode_hidden[-1] == seqs
-    for family in buckets.families().values():
+    for family in buckets.by_program().values():
         assert list(family) == sorted(set(family))
         for count in range(1, family[-1] + 1):
             assert fit(family, count) >= count
@@ -23,7 +23,7 @@ def test_every_count_has_a_bucket(platform: str, parameters: int, seqs: int, tok
 def test_the_defaults_keep_the_number_of_programs_small(
     platform: str, parameters: int, seqs: int, tokens: int, most: int
 ) -> None:
-    families = make_buckets(seqs, tokens, platform=platform, num_parameters=parameters).families()
+    families = make_buckets(seqs, tokens, platform=platform, num_parameters=parameters).by_program()
     assert sum(map(len, families.values())) <= most
 
 

@@ -36,7 +36,12 @@ def route_handlers(app: FastAPI, endpoints: Mapping[str, Endpoint]) -> dict[str,
 
 
 class RouteHandler:
-    """Call one POST route below the middleware. The batch itself checks the API key and the engine's readiness."""
+    """Call the function of one POST route without the middleware. The batch checks the API key and the engine's
+    readiness.
+
+    body: JSON. Returns the status and the JSON body of the answer. Raises the HTTPErrors of the route, and
+    InvalidValueError if the body is not JSON.
+    """
 
     def __init__(self, app: FastAPI, path: str, endpoint: Endpoint) -> None:
         self._app = app

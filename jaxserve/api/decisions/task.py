@@ -1,4 +1,4 @@
-"""Read a task from the body of /v1/decisions: one text of the input, and the options of each question."""
+"""Read a task from the body of /v1/decisions: the whole input as one text, and the options of each question."""
 
 from __future__ import annotations
 

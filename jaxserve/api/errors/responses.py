@@ -30,7 +30,7 @@ class MethodNotAllowedError(RequestError):
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected before there was an answer. No response is sent."""
+    """The client disconnected before the response was complete. Nothing more is sent; the log shows status 499."""
 
 
 def error_response(error: HTTPError, scope: Scope) -> Response:
@@ -58,15 +58,14 @@ def as_http_error(error: BaseException) -> HTTPError:
     return error if isinstance(error, HTTPError) else internal_error(error)
 
 
-MAX_NAME = 80  # characters of a client's own key that an error repeats
+MAX_NAME = 80  # characters of a field name from the body that an error repeats
 
 
 def from_validation(error: ValidationError, root: Any) -> RequestError:
     """Build one error for a body that failed validation.
 
     `root` is the parsed body. Walking it distinguishes field names from names of union branches. If a union gives
-    several
-    errors, the deepest is used; equally deep ones are joined.
+    several errors, the deepest is used; equally deep ones are joined.
     """
     details = error.errors(include_url=False, include_context=False, include_input=False)
     found = [(_path(detail, root), detail) for detail in details]
@@ -144,7 +143,7 @@ def _from_router(request: Request, error: HTTPException) -> HTTPError:
     return result
 
 
-MAX_SEGMENTS = 12  # characters of a path that is compared with the routes
+MAX_SEGMENTS = 12  # segments of a path that is compared with the routes
 
 
 def _nearest_path(request: Request) -> str | None:

@@ -32,7 +32,8 @@ class LimitedProtocol(HttpToolsProtocol):
     """Close slow connections.
 
     header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers
-    send_timeout: seconds within which the client must read what the transport buffers for it (48 of 64 KiB)
+    send_timeout: seconds within which the client must read so much that writing resumes: the transport pauses at 64 KiB
+      of unsent data and resumes at 16 KiB
     """
 
     header_timeout = 10.0

@@ -168,10 +168,10 @@ class Authentication:
 class ReadinessGate:
     """Answer 503 with Retry-After while the engine loads or drains, and 429 while its queue is full.
 
-    A full queue is seen here before the body is read: a refusal then costs 0.2 ms and not a millisecond, and it is
-    under overload that they are many.
+    The queue is checked before the body is read, so a refusal takes 0.2 ms instead of 1 ms. Under overload most
+    requests are refused.
 
-    prepare: what every request needs, waited for if it is not there yet
+    prepare: awaited before each request; loads what all requests need, at the first one
     usage_of: returns the usage of an API key, whose limits are checked here too; None: it has none
     """
 

@@ -1,6 +1,7 @@
 """Write server-sent events straight to ASGI, one `send` per event; cancel work when the client disconnects.
 
-Routes make the bytes of each event. This file writes only error events, pings and the end of the stream itself.
+Routes make the bytes of each event. This file writes only error events, pings and the end of the
+stream (`data: [DONE]` or what the family of the path has, see errors/families.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bodies of Anthropic's POST /v1/messages and /v1/messages/count_tokens.
 
-Agents add fields with every release, so a field or block that only offers something is ignored and logged once. What
-demands something that is not there is refused by name (api/messages/task.py).
+Agents add fields with every release, so a field or block of a feature that this server lacks is ignored and logged
+once. If the request requires the feature, it gets an error that names the field (api/messages/task.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bodies of Ollama's routes below /api.
 
-An unknown option is ignored and logged once, as Ollama does. What a body demands and is not there is refused by name
-(api/ollama/task.py).
+An unknown option is ignored and logged once, as Ollama does. If a body requires a feature that this server lacks, it
+gets an error that names the field (api/ollama/task.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Request bodies of the routes that replace weights, pause the engine and free its memory: SGLang's.
 
-A field that has only one value here is refused by name if it has another.
+A field that allows only one value here gives an error that names it for any other.
 """
 
 from __future__ import annotations

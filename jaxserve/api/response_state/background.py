@@ -51,7 +51,7 @@ class EventSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartedResponse:
-    """A background response whose turn it is. request: the body of its request without the input"""
+    """A background response that is to run now. request: the body of its request without the input"""
 
     record: ResponseRecord
     request: bytes
@@ -77,7 +77,7 @@ class ResponseGoneError(ConflictError):
 class BackgroundKeeper:
     """Ends a running response in the store, after its events. A full disk delays that.
 
-    release: unlocks its conversation, so that the client can go on once it has read the final event
+    release: unlocks its conversation, so that the client can continue it once it has read the final event
     """
 
     def __init__(
@@ -115,7 +115,10 @@ class BackgroundKeeper:
 
 
 class BackgroundRunner:
-    """Run the background responses of `store` within `window`."""
+    """Run the background responses of `store`, each in a task of its own.
+
+    window: limits how many run at once; batches share it
+    """
 
     def __init__(
         self, store: ResponseStore, window: Window, locks: ConversationLocks, settings: BackgroundSettings

@@ -16,10 +16,10 @@ Json = dict[str, Any]
 
 
 class StoreKeeper:
-    """Keeps one response that is not of the background. It is in the store once it has ended.
+    """Puts one foreground response into the store when it has ended.
 
     new: the response before it has run
-    release: unlocks its conversation, so that the client can go on once it has read the final event
+    release: unlocks its conversation, so that the client can continue it once it has read the final event
     """
 
     def __init__(self, store: ResponseStore, new: NewResponse, release: Callable[[], None]) -> None:

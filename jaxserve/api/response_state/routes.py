@@ -106,7 +106,7 @@ async def _queue(
 async def answer_started(
     started: StartedResponse, keeper: Keeper, state: ServerState, stored: StoredResponses
 ) -> ResponsesAnswer:
-    """Plan a background response whose turn it is. Raises a RequestError if it cannot be made any more."""
+    """Plan a background response that is to run now. Raises a RequestError if it cannot be made any more."""
     record, size = started.record, len(started.request) + sum(item.size for item in started.input)
 
     def work() -> ResponsesRequest:

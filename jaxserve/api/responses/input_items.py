@@ -57,7 +57,7 @@ class ItemReader:
     """Reads items.
 
     system_in_middle: the chat template takes system messages after the first one
-    unsealed: returns the reasoning in encrypted content; "" if it does not open
+    unsealed: decrypts `encrypted_content`; returns "" if this server did not encrypt it
     note: called with the name of a kind of item or part that is dropped
     """
 

@@ -1,7 +1,8 @@
 """The body of OpenAI's POST /v1/responses and /v1/responses/input_tokens.
 
-As in protocol/messages.py, what only offers something that is not there is ignored and logged once. What demands it is
-refused by name (api/responses/task.py).
+As in api/messages/protocol.py, a field or tool of a feature that this server lacks, for example a hosted tool, is
+ignored and logged once. If the request requires the feature, it gets an error that names the field
+(api/responses/task.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-INLINE_CHARS = 4096  # longer texts leave the event loop; the library releases the interpreter's lock
+INLINE_CHARS = 4096  # longer texts are encoded in a thread; the library releases the GIL
 LONG_CHARS = 256 * 1024  # longer ones have a thread of their own: they delay no shorter one
 MAX_WAITING_CHARS = 64 * 2**20  # in each of the two pools
 MAX_WAITING_TEXTS = 4096
@@ -41,7 +41,10 @@ class TextWork(SizedPools):
 
 
 class TextEncoder:
-    """The tokenizer of one server, shared by all its requests."""
+    """Tokenizes the texts of one server's requests: short ones at once, long ones in the threads of `work`.
+
+    context: context length in tokens; it sets `max_whole_chars`
+    """
 
     def __init__(self, tokenizer: Tokenizer, work: TextWork, context: int = 0) -> None:
         self.max_whole_chars = max(MIN_WHOLE_CHARS, WHOLE_CHARS_A_TOKEN * context)

@@ -25,14 +25,14 @@ MAX_TOKENS = 2**23  # tokens of all sessions together: 32 MiB
 
 
 @dataclass(eq=False)
-class Turn:
+class SessionTurn:
     """One request of a session. tokens: its prompt, plus its output so far, until the turn is dropped."""
 
     session: Session
     request_id: str
     tokens: array[int]
     num_prompt: int
-    parent: Turn | None = None
+    parent: SessionTurn | None = None
     finished: bool = False
     forgotten: bool = False
     signal: AbortSignal = field(default_factory=AbortSignal)  # aborts the request
@@ -43,14 +43,14 @@ class Session:
     capacity: int
     streaming: bool
     timeout: float | None
-    turns: dict[str, Turn] = field(default_factory=dict)
+    turns: dict[str, SessionTurn] = field(default_factory=dict)
     used: float = field(default_factory=time.monotonic)
 
     @property
     def expired(self) -> bool:
         return self.timeout is not None and time.monotonic() > self.used + self.timeout
 
-    def previous(self, wanted: SessionParams) -> Turn | None:
+    def previous(self, wanted: SessionParams) -> SessionTurn | None:
         """Return the turn that a request continues from; None: the session's start. Raises InvalidValueError."""
         if self.streaming:
             return self._only(wanted)
@@ -63,7 +63,7 @@ class Session:
             raise _wrong("rid", f"the request {wanted.rid!r} has not ended")
         return turn
 
-    def _only(self, wanted: SessionParams) -> Turn | None:
+    def _only(self, wanted: SessionParams) -> SessionTurn | None:
         for name in ("replace", "drop_previous_output", "offset"):
             if getattr(wanted, name):
                 raise _wrong(name, "a streaming session only goes on")
@@ -73,11 +73,11 @@ class Session:
                 raise _wrong("id", f"the request {turn.request_id!r} of this streaming session has not ended")
         return turns[-1] if turns else None
 
-    def after(self, before: Turn | None) -> list[Turn]:
+    def after(self, before: SessionTurn | None) -> list[SessionTurn]:
         """List the turns that continue from `before`, directly or not; None: all. (A turn is younger than its
         parent.)
         """
-        found: dict[Turn, None] = {}
+        found: dict[SessionTurn, None] = {}
         for turn in self.turns.values():
             if before is None or turn.parent is before or turn.parent in found:
                 found[turn] = None
@@ -139,7 +139,7 @@ class Sessions:
 
     def begin(
         self, wanted: SessionParams, request_id: str, prompt: list[int], signal: AbortSignal, owner: str = ""
-    ) -> Turn:
+    ) -> SessionTurn:
         """Register a request with the whole prompt `prompt`, and abort the requests that it replaces.
 
         signal: aborts this request
@@ -155,7 +155,7 @@ class Sessions:
         self._remove(replaced)
         session.used = time.monotonic()
         parent = None if session.streaming else before  # a streaming session keeps only its last turn
-        turn = session.turns[request_id] = Turn(
+        turn = session.turns[request_id] = SessionTurn(
             session, request_id, array("i", prompt), len(prompt), parent, signal=signal
         )
         self._num_tokens += len(prompt)
@@ -165,18 +165,17 @@ class Sessions:
                 each.signal.set()
         return turn
 
-    def extend(self, turn: Turn, token_ids: list[int]) -> None:
+    def extend(self, turn: SessionTurn, token_ids: list[int]) -> None:
         """Append to a turn's output. Does nothing if the turn was dropped."""
         if not turn.forgotten:
             turn.tokens.extend(token_ids)
             self._num_tokens += len(token_ids)
 
-    def end(self, turn: Turn, reason: FinishReason | None) -> None:
+    def end(self, turn: SessionTurn, reason: FinishReason | None) -> None:
         """End the turn's request. reason: finish reason of its output; None: it failed, or the client disconnected.
 
         A turn without output is dropped. A streaming session drops every turn that did not end by itself, so it
-        continues from
-        its last complete one.
+        continues from its last complete one.
         """
         turn.finished = True
         if turn.forgotten:
@@ -189,13 +188,13 @@ class Sessions:
         elif streaming:
             self._remove([each for each in turn.session.turns.values() if each is not turn])
 
-    def _remove(self, turns: list[Turn]) -> None:
+    def _remove(self, turns: list[SessionTurn]) -> None:
         """Remove turns from their session."""
         for turn in turns:
             del turn.session.turns[turn.request_id]
         self._forget(turns)
 
-    def _forget(self, turns: Iterable[Turn]) -> None:
+    def _forget(self, turns: Iterable[SessionTurn]) -> None:
         for turn in turns:
             turn.forgotten = True
             self._num_tokens -= len(turn.tokens)

@@ -31,8 +31,7 @@ def check_template(state: ServerState) -> None:
     """Load, compile and render the chat template. The tokenizer must be loaded.
 
     Raises ConfigError if the template is absent, does not parse or cannot render a plain conversation. If it cannot
-    render
-    tools, that is an error with model.tool_parser set, and a warning without.
+    render tools, that is an error if model.tool_parser is set, else a warning.
     """
     template = state.chat_template
     if template is None:
@@ -61,8 +60,7 @@ def check_vocabulary(state: ServerState) -> None:
     """Compare the tokenizer with the model's vocabulary, which may be padded. The engine must be ready.
 
     Raises ConfigError if a text could produce token ids that the model lacks. Unknown special tokens are only a
-    warning:
-    fine-tuned models are published with an added padding token that they never use.
+    warning: fine-tuned models are published with an added padding token that they never use.
     """
     tokenizer, known = state.engine.tokenizer, state.engine.info.vocab_size
     unknown = [i for i in range(known, tokenizer.vocab_size) if tokenizer.id_to_token(i) is not None]

@@ -181,7 +181,9 @@ class ServerState:
         return Renderer.load(self.engine.tokenizer, self.config.model.chat_template)
 
     async def load_template(self) -> None:
-        """Load the chat template unless it is: in a thread, it takes as long as a process takes to start."""
+        """Load the chat template if it is not loaded. Runs in a thread, because it can take as long as a process takes
+        to start.
+        """
         if "takes_late_system" not in self.__dict__:
             await self.template_work.run(lambda: self.takes_late_system, 0)
 

@@ -1,4 +1,4 @@
-"""Read the fields that several routes share: prompts, the request's name and queue, generation mode, output options."""
+"""Read the fields that several routes share: prompts, id, priority and cache namespace, generation mode, output."""
 
 from __future__ import annotations
 

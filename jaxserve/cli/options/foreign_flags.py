@@ -23,23 +23,25 @@ _CACHE_DTYPES = _DTYPES | {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8
 _LEVELS = {"critical": "error", "trace": "debug", "warn": "warning", "notset": "info"}
 _DEVICES = {"cuda": "gpu", "rocm": "gpu"}
 
-_GRAPHS = NoEffect("every program is compiled before the server is ready, for fixed shapes; there are no graphs")
+_GRAPHS = NoEffect("programs of fixed shapes are compiled before the server is ready; XLA makes CUDA graphs itself")
 _KERNELS = NoEffect("kernels are chosen by --runtime.attention and by the platform")
 _COLLECTIVES = NoEffect("XLA chooses how devices exchange data")
 _ALWAYS = NoEffect("it is always on")
 _NOTHING = NoEffect("nothing here corresponds to it")
 _CHUNKS = NoEffect("prompts are always prefilled in chunks, beside running requests")
-_WARM = NoEffect("every program runs once before the server is ready")
+_WARM = NoEffect("programs run on dummy input before the server is ready")
 _PER_REQUEST = NoEffect("a request may always ask for it")
 _LOG = NoEffect("--logging.level and --logging.requests decide what is logged")
 _METRICS = NoEffect("/metrics is always served, with its own buckets and labels")
 _WORKERS = NoEffect("--server.workers N serves with N processes; each tokenizes in threads and makes its own text")
-_SAFETENSORS = NoEffect("weights are read from safetensors files by several threads")
+_READING = NoEffect("weights are read by several threads")
 _LORA = Refused("adapters (LoRA) are not served yet: merge the adapter into the checkpoint")
 _SPECULATION = Refused("write --speculation.method ngram, or leave it out: no other method is served yet")
 _NODES = Refused("leave it out: one server runs on one machine; start one on each, behind a load balancer")
 _SPLIT = Refused("leave it out: prefill and decode run in one engine")
-_OFFLOAD = Refused("leave it out: weights and KV cache stay in device memory; --cache.memory-fraction sets how much")
+_OFFLOAD = Refused(
+    "leave it out: weights stay in device memory; --cache.host-memory SIZE keeps evicted KV pages in the host's memory"
+)
 _TIERS = Refused("write --cache.host-memory SIZE to keep evicted pages in the memory of the host, the only other place")
 _MEDIA = Refused("leave it out: models with images, audio or video are not served yet")
 _STATE = Refused("leave it out: models with a recurrent state (Mamba, linear attention) are not served yet")
@@ -47,12 +49,13 @@ _EXPERTS = Refused("write --mesh.expert N to split the experts over N devices; t
 _PLUGIN = Refused("leave it out: the server runs no code from flags or requests")
 _CODE = NoEffect("code of a checkpoint is never run, and the served models need none")
 _PROXY = Refused("leave it to the proxy in front of the server")
-_WEIGHTS = Refused("leave it out: weights are read at the start, from safetensors files of the model's directory")
+_WEIGHTS = Refused(
+    "leave it out: weights are read from the model's directory; docs/weights.md: how to replace them while serving"
+)
 _TEMPLATE = Refused("write a template file and name it with --chat-template, or send chat_template_kwargs in requests")
 _DEFAULTS = Refused("change generation_config.json in the model's directory, or send the parameters in requests")
 _MODEL_FILE = Refused("change config.json in a copy of the model's directory")
 _DEBUG = Refused("leave it out: --log-level debug and /metrics show what the engine does")
-_RESPONSES = Refused("leave it out: the Responses API is not served")
 _QUANTIZED = Refused(
     "leave it out: config.json shows whether a checkpoint is quantised; --quantization quantises another"
 )
@@ -106,7 +109,7 @@ ROWS: list[tuple[str, Answer]] = [
     ("--use-tqdm-on-load! --safetensors-load-strategy --safetensors-prefetch-block-size "
      "--safetensors-prefetch-num-threads --weight-loader-disable-mmap! --weight-loader-prefetch-checkpoints! "
      "--weight-loader-prefetch-num-threads --weight-loader-drop-cache-after-load! --max-parallel-loading-workers",
-     _SAFETENSORS),
+     _READING),
     ("--model-loader-extra-config --ignore-patterns --pt-load-map-location --startup-weight-load-mode "
      "--custom-weight-loader --model-checksum --delete-ckpt-after-loading! --decrypted-config-file "
      "--decrypted-draft-config-file --checkpoint-engine-wait-weights-before-ready! --weight-transfer-config "
@@ -126,7 +129,8 @@ ROWS: list[tuple[str, Answer]] = [
      "--radix-cache-backend --enable-session-radix-cache! --prefix-cache-retention-interval --enable-unified-memory! "
      "--enable-page-major-kv-layout!",
      NoEffect("the prefix cache is a radix tree of pages; the least recently used are evicted first")),
-    ("--swap-space --preemption-mode --retraction-policy", NoEffect("a preempted request is recomputed later")),
+    ("--swap-space --preemption-mode --retraction-policy",
+     NoEffect("a preempted request is computed again, or its pages are loaded with --cache.host-memory SIZE")),
     ("--disable-hybrid-kv-cache-manager! --disable-hybrid-swa-memory! --swa-full-tokens-ratio --swa-prefix-tails "
      "--swa-bounded-replay! --enable-encoder-swa-bounded-replay! --enable-decoder-swa-bounded-replay "
      "--c128-page-size", NoEffect("--cache.num-window-pages sets the pages of layers with a sliding window")),
@@ -160,7 +164,7 @@ ROWS: list[tuple[str, Answer]] = [
     ("--enable-priority-scheduling!", Key("scheduler.policy", const="priority", note="a lower value is earlier here")),
     ("--schedule-low-priority-values-first!", NoEffect("a lower priority value is always earlier")),
     ("--disable-priority-preemption! --priority-scheduling-preemption-threshold --abort-on-priority-when-disabled!",
-     NoEffect("a running request is preempted only if pages run out")),
+     NoEffect("a request is preempted if pages run out, for a better priority, or for a tenant below its share")),
     ("--default-priority-value", NoEffect("a request without a priority has 0", ("0",), "send a priority in requests")),
     ("--enable-mixed-chunk! --enable-chunked-prefill! --enable-dynamic-chunking! --disable-chunked-prefix-cache! "
      "--max-prefill-tokens --prefill-max-requests --max-num-partial-prefills --max-long-partial-prefills "
@@ -172,7 +176,7 @@ ROWS: list[tuple[str, Answer]] = [
     ("--async-scheduling! --disable-overlap-schedule! --num-continuous-decode-steps --scheduler-recv-interval "
      "--num-scheduler-steps --multi-step-stream-outputs! --num-lookahead-slots --disable-async-output-proc! "
      "--enable-two-batch-overlap! --enable-single-batch-overlap! --tbo-token-distribution-threshold",
-     NoEffect("the next step is always dispatched before the last one is read")),
+     NoEffect("a step is dispatched before the last one is read, except with drafts or for batches on a CPU")),
     ("--max-num-active-seqs --max-num-scheduled-tokens --scheduler-reserve-full-isl! --use-v2-block-manager! "
      "--num-reserved-decode-tokens --prefill-only-disable-kv-cache!", _NOTHING),
     ("--scheduler-cls --worker-cls --worker-extension-cls --additional-config", _PLUGIN),
@@ -294,7 +298,8 @@ ROWS: list[tuple[str, Answer]] = [
     ("--logprobs-mode", NoEffect("a request names it (sampling_logprobs_mode)", ("raw_logprobs",),
                                  "send sampling_logprobs_mode in requests")),
     ("--fingerprint-mode --fingerprint-value", _NOTHING),
-    ("--enable-response-store! --tool-server", _RESPONSES),
+    ("--enable-response-store!", NoEffect("responses are stored unless --store.path is null")),
+    ("--tool-server", Refused("leave it out: the server runs no tools, the client does")),
     ("--allow-auto-truncate!", Refused("send truncate_prompt_tokens in requests")),
     ("--file-storage-path", Key("store.path")),
 

@@ -13,8 +13,8 @@ def keep_heap_small() -> None:
     """Give back the memory of large bodies. Call it before other threads are there. For glibc; others do nothing.
 
     glibc keeps a heap for each thread, and after the first large block is freed it takes blocks of up to 32 MiB from
-    these heaps. Blocks of a megabyte are mapped from here on, and unmapped when they are freed. After 2,000 requests of
-    `tests/e2e/test_stretched.py`, 171 MiB of the heaps were free without this, and 32 MiB with it.
+    these heaps. After this call blocks of a megabyte are mapped, and unmapped when they are freed. After 2,000 requests
+    of `tests/e2e/test_stretched.py`, 171 MiB of the heaps were free without this, and 32 MiB with it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -93,7 +93,10 @@ class Conversation:
 
 
 def parts(chunk: Json) -> Iterator[Part]:
-    """Yield what a chunk of the stream adds. Raises ConfigError for an error that the server sent in the stream."""
+    """Yield the reasoning, text and tool calls of one parsed chunk, and its finish reason as a Part "end".
+
+    Raises ConfigError if the chunk is an error.
+    """
     if error := chunk.get("error"):
         raise ConfigError(str(error.get("message", error)))
     for choice in chunk.get("choices", ()):

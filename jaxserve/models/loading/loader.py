@@ -187,7 +187,7 @@ def _random_leaf(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Arr
 
 
 def _random_codes(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Array:
-    """Draw a leaf of a weight that a checkpoint would have in few bits, with the standard deviation of others."""
+    """Draw a leaf of a weight that a checkpoint would store quantised, with the standard deviation of others."""
     assert spec.packing is not None
     kind, role = spec.packing.kind, spec.packing.role
     if role == "values":

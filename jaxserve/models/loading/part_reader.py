@@ -37,7 +37,7 @@ CHUNK = 32 * 2**20  # bytes per read
 class PartReader:
     """Reads parameters of one checkpoint. Thread-safe.
 
-    block: rows and columns per FP8 scale (weight_block). form: of weights of few bits.
+    block: rows and columns per FP8 scale (weight_block). form: of quantised weights.
     """
 
     def __init__(self, checkpoint: Checkpoint, block: Block | None, form: StoredForm | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The `quantization_config` of checkpoints of few bits: integers, FP8 and MXFP4. Some others are refused.
+"""Read the `quantization_config` of quantised checkpoints: integers, FP8 and MXFP4. Some others are refused.
 
 Integers are compressed-tensors', GPTQ's, AWQ's and GGUF's. Which weights are E4M3 is known from the files' headers; a
 configuration of FP8 tells it for a plan without files.

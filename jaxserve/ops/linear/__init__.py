@@ -59,7 +59,7 @@ def linear(
 
 @dataclass(frozen=True)
 class Products:
-    """`linear` with the options of a program. Compares by value, so that equal layers are traced once."""
+    """`linear` with the options of a program: deterministic and native."""
 
     deterministic: bool = False
     native: bool = False

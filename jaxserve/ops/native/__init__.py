@@ -78,7 +78,10 @@ def matmul(x: jax.Array, w: Weight) -> jax.Array:
 
 
 def matmul_few(x: jax.Array, w: Weight) -> jax.Array:
-    """Do `matmul` for at most FEW rows of x. Faster than `matmul`; rounds differently, one row in a third way."""
+    """Do `matmul` for at most FEW rows of x, and faster.
+
+    It sums in another order than `matmul`, and for one row in another order than for more.
+    """
     assert x.shape[0] <= FEW
     return _product(_MATMUL_FEW, x, w)
 
@@ -120,7 +123,7 @@ def attend(
     q: float32 [R, N, D], already scaled; D is a multiple of HEAD_DIM_STEP.
     cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16, or int8 or float8_e4m3fn with
       scales: float32 [P, 2, page_size, KH].
-    page_table: int32 [R, max_pages]. kv_lens: int32 [R]; a row of 0 gives zeros. sinks: [N].
+    page_table: int32 [R, max_pages]. kv_lens: int32 [R]; a row with kv_len 0 gives zeros. sinks: [N].
     """
     assert q.dtype == jnp.float32 and q.shape[2] % HEAD_DIM_STEP == 0
     assert (cache.dtype in (jnp.float32, jnp.bfloat16)) == (scales is None)

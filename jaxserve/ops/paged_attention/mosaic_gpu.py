@@ -182,13 +182,13 @@ def _attend_blocks(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, blocks
 
 
 def _kernel(
-    q_ref,  # [B, KH, tokens of a block * G, padded, D]
+    q_ref,  # [B, KH, M, D], M = tokens of a block * G, rounded up to a multiple of HEAD_ALIGN
     kv_ref,  # [P, page_size, 2 * KH, D], or [P, page_size, KH, D] if V is K
     table_ref,  # int32 [R, max_pages]
     row_ref,  # int32 [B], as the next two: see _Blocks
     first_ref,
     end_ref,
-    out_ref,  # [B, S, KH, tokens of a block * G, padded, D]
+    out_ref,  # [B, S, KH, M, D]
     lse_ref,  # float32 [B, S, KH, 64]
     *,
     q_smem,

@@ -1,4 +1,4 @@
-"""Weights of few bits: the one form in which all formats are held, and their numbers in a wide dtype.
+"""Quantised weights: the one form in which all quantization formats are held, and their conversion to a float dtype.
 
 A number is (value - zero) * scale, computed in float32. Along a row each group of numbers shares a scale and a zero.
 MXFP4 has E2M1 values, no zeros, and the exponents of its scales.
@@ -23,8 +23,9 @@ class Quantized:
 
     values: int8 or float8_e4m3fn [..., N, K]; or uint8 [..., N, K / 2] with two 4-bit values in a byte, where the low
       halves of the 16 bytes of a block of 32 values are its first 16.
-    scales: float32 [..., N, K / group]; of MXFP4 uint8, where e is 2^(e - 127) and not 255.
-    zeros: float32 [..., N, K / group]; None: 0, of 4-bit integers MIDDLE. FP8 and MXFP4 have none.
+    scales: float32 [..., N, K / group]; of MXFP4 uint8: the code e is the scale 2^(e - 127),
+      and e is never 255 (NaN).
+    zeros: float32 [..., N, K / group]; None: the zero is MIDDLE for 4-bit integers, else 0. FP8 and MXFP4 have none.
     """
 
     values: jax.Array
@@ -84,6 +85,6 @@ def _e2m1(codes: jax.Array) -> jax.Array:
 
 
 def _powers(exponents: jax.Array) -> jax.Array:
-    """Return 2^(e - 127) of exponents uint8 -> float32. 0 stands for a number below the normal ones."""
+    """Return 2^(e - 127) of exponents uint8 -> float32. e = 0 gives the subnormal number 2^-127."""
     bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

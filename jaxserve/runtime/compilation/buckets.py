@@ -24,13 +24,16 @@ _DECODE = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _HIDDEN = (8, 32)  # then from 128 on by factors of two; on a CPU from 1 on by factors of four
 _EXTEND = (8,)  # then from 32 on by factors of two
 _HEAD = (1, 8, 64)  # then by factors of four; on a CPU from 1 on
-_VERIFY = 2, 256  # from here by factors of two to here; a larger step is bound by arithmetic, which drafts only add to
+_VERIFY = (
+    2,
+    256,
+)  # smallest and largest size, by factors of two; in larger steps drafts cost time: arithmetic is the bound
 _VERIFY_CPU = 2, 64
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The sizes of each family of programs, ascending.
+    """The sizes of each kind of program, ascending.
 
     decode: rows. decode_hidden: rows of a decode step without sampler. extend: tokens. head: rows of head and sampler.
     verify: tokens of a step with drafts; each is a size of decode_hidden too. Empty without speculation.
@@ -42,8 +45,8 @@ class Buckets:
     head: tuple[int, ...]
     verify: tuple[int, ...] = ()
 
-    def families(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes by program name."""
+    def by_program(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes (rows or tokens, as the fields say) by program name."""
         return {
             "decode": self.decode,
             "decode_hidden": self.decode_hidden,

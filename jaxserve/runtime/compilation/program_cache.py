@@ -108,7 +108,7 @@ def _remove_if_left(own: Path) -> None:
 def _link_all(source: Path, target: Path, *, check: bool = False) -> None:
     """Link all entries that `target` lacks. Errors, for example a full disk, are ignored: the cache is optional.
 
-    check: leave out entries that are not complete, because JAX goes on if it cannot write a whole one
+    check: leave out incomplete entries, because JAX reports no error if it cannot write a whole one
     """
     there = {path.name for path in target.glob(_ENTRY)}
     for path in source.glob(_ENTRY):

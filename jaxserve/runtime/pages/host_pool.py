@@ -25,9 +25,8 @@ MAX_PENDING = 2  # groups of pages on the device that wait to be copied; more wo
 class HostPool:
     """Slots for pages.
 
-    transfer: copies pages from and to the device. page: structs of one exported page, a pytree of
-    [1, ...]. num_slots: pages that
-    fit; 0: no pages are moved. file: None: the memory of this process
+    transfer: copies pages from and to the device. page: structs of one exported page, a pytree of [1, ...].
+    num_slots: pages that fit; 0: no pages are moved. file: None: the memory of this process
     """
 
     def __init__(self, transfer: PageTransfer, page: Any, num_slots: int, file: PageFileConfig | None) -> None:

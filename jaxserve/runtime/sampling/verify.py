@@ -29,7 +29,7 @@ Carry = tuple[jax.Array, jax.Array, dict[str, jax.Array], "Verified"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VerifyInput:
-    """The rows of a step with drafts: R rows of T tokens.
+    """The rows of a step with drafts: R rows, T tokens in all.
 
     slots, first, num_drafts: int32 [R]; `first` is the index of a row's last known token, which its drafts follow.
     drafts: int32 [T], the draft after each token. want_logprobs, masked: bool scalars.
@@ -59,8 +59,8 @@ def verify(
     """Draw the tokens of all rows and append them to their slots.
 
     logits: float32 [T, V]. bitmask: int32 [T, W], allowed tokens after each token, read only if `rows.masked`.
-    most: drafts of a row at most. A row that would fail after its first token ends before it, so that its next step
-    fails.
+    most: drafts of a row at most. If a token after a row's first one is not FINE, the row ends before that token. Its
+    next step draws the token again and fails.
     """
     num_rows, width = rows.slots.shape[0], 2 + 2 * top_k_width(logits.shape[1])
 

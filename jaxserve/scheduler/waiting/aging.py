@@ -43,9 +43,7 @@ class Aging:
             self._online.push(request)
 
     def due(self, step: int) -> Iterator[Request]:
-        """Remove and return the requests that reach the age limit at this step. The caller marks each
-        of them as aged.
-        """
+        """Remove and return the requests that reach the age limit at this step. The caller marks each as aged."""
         limit = step - self._aging_steps
         while (request := self._online.pop(limit)) is not None:
             yield request

@@ -28,7 +28,7 @@ from jaxserve.types.step import ScheduledRow
 MIN_SLOTS = 8  # an engine with fewer does without keeping one
 
 _DEFAULT = Tenant()
-Turn = tuple[bool, int, tuple[int, float]]
+TurnKey = tuple[bool, int, tuple[int, float]]
 
 
 def tenant_of(request: Request) -> Tenant:
@@ -37,7 +37,11 @@ def tenant_of(request: Request) -> Tenant:
 
 @dataclass(slots=True)
 class _Account:
-    """served: tokens over weight, in steps of `quantum` tokens. num_live: requests that wait or run"""
+    """What one tenant was served and has live.
+
+    served: tokens divided by the tenant's weight. quantum: tokens of a step; `rank` takes counts within one quantum as
+    equal. num_live: requests that wait or run
+    """
 
     tenant: Tenant
     quantum: int
@@ -112,7 +116,7 @@ class TenantShares:
                 account = self._account(request)
                 account.served += (row.num_tokens + len(row.drafts)) / account.tenant.weight
 
-    def turn(self, request: Request) -> Turn:
+    def turn(self, request: Request) -> TurnKey:
         """Sort key of prompts: aged, better priority, the tenant that was served least.
 
         Among several tenants an aged request does not pass those of the others.
@@ -140,7 +144,9 @@ class TenantShares:
         return self._account(request).num_startable != 0
 
     def keeps_last_slot(self, request: Request) -> bool:
-        """Whether the last free slot is kept for other tenants."""
+        """Whether the request must leave the last free slot to other tenants: with it, its tenant would exceed its
+        share of the slots.
+        """
         return self.counts and self._num_slots >= MIN_SLOTS and not self._is_below(self._account(request))
 
     def some_may_start(self, num_free_slots: int) -> bool:

@@ -124,7 +124,7 @@ def is_full(error: Exception) -> bool:
 
 
 def storage_error(error: OSError) -> StorageError:
-    """Return the error for a disk that refuses: 507, with the cause and without a path."""
+    """Return the error for a disk that cannot be used: 507, with the cause and without a path."""
     if is_full(error):
         return DiskFullError("The server's disk is full.")
     return StorageError(f"The server's store cannot be written: {os.strerror(error.errno or errno.EIO)}.")

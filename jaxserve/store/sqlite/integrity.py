@@ -1,4 +1,4 @@
-"""Checking a store's database before anything is read from it, and telling a damaged one from a disk that refuses."""
+"""Check a store's database before anything is read from it, and tell damage from a disk that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sqlite3
 
 from jaxserve.errors import DiskFullError, HTTPError, StorageError, StoreDamagedError
 
-# Primary SQLite result codes (the low byte of the extended ones) of a disk that refuses.
+# Primary SQLite result codes (the low byte of the extended ones) of a disk that cannot be read or written.
 DISK_CODES = frozenset(
     {
         sqlite3.SQLITE_FULL,

@@ -39,7 +39,7 @@ class HarmonyParser(ToolParser):
             yield from self._message(marker + header)
 
     def _begins_call(self, text: str) -> bool:
-        """A header is no text, whatever message it begins."""
+        """As in ToolParser. Any header that is not too long counts, because a header is never shown as text."""
         return len(text) <= _MAX_HEADER
 
     def _message(self, header: str) -> Reading[None]:

@@ -68,7 +68,8 @@ class SequenceText:
     """Turns one sequence's tokens into text, and finds its stop strings.
 
     stops: those of `make_stops`, if the choices of a request share them; by default they are made here.
-    thinks_too_long: `end_thinking` must end the reasoning; later tokens of the engine are no output
+    thinks_too_long: the reasoning exceeds its budget. Call `end_thinking`, and drop what the engine sends for this
+      sequence afterwards.
     """
 
     def __init__(

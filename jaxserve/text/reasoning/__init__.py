@@ -67,7 +67,11 @@ def reasoning_of_template(template: str) -> str | None:
 
 
 def _think_family(template: str) -> str:
-    """Families of <think> differ in which text may end it unclosed, and R1 in opening it silently."""
+    """Return the key in REASONING_FAMILIES of a template with <think> tags.
+
+    These families differ in the tool calls that end the reasoning without </think>. deepseek_r1 is never returned: a
+    template does not show that the model thinks without an opening tag.
+    """
     if "<|tool_calls_section_begin|>" in template:
         return "kimi_k2"
     if "<arg_key>" in template:

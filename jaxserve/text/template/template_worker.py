@@ -1,8 +1,8 @@
 """The process in which any chat template may be rendered: `python -m jaxserve.text.template.template_worker`.
 
 It reads frames from stdin and writes one to stdout for each. The first is a Setup, answered once the template is
-compiled; each further one is a Conversation. The kernel's limits hold for each of them: on memory, after which the
-answer is an error, and on the time of a processor, which ends this process.
+compiled; each further one is a Conversation. The kernel limits each of them: if one needs too much memory, the answer
+is an error; if it takes too much CPU time, the kernel ends this process.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class _Server:
 
 
 def main() -> None:
-    """Read frames from stdin and answer each on stdout, under the kernel's limits."""
+    """Read a Setup and then Conversations as frames from stdin; write a Rendered frame to stdout for each.
+
+    Memory and CPU seconds are limited; too many CPU seconds end this process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process when it has drained
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stdin, stdout = take_pipes()

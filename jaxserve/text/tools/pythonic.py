@@ -43,7 +43,7 @@ class PythonicParser(ToolParser):
         return "<|python_start|>[NAME(", ",NAME("
 
     def _begins_call(self, text: str) -> bool:
-        """Also in its arguments: a call is sent when it is complete."""
+        """As in ToolParser, also for a text that ends in the arguments: a call is sent when it is complete."""
         head, bracket, _ = text.partition("(")
         return super()._begins_call(head + bracket)
 

@@ -38,7 +38,10 @@ class BlockType:
     decode: Callable[[np.ndarray], np.ndarray] | None = None
 
     def read(self, raw: np.ndarray, role: Role) -> np.ndarray:
-        """Return what the rows raw, uint8 [N, B], have: numbers or codes [N, K], or scales, float16 [N, K / 32]."""
+        """Decode rows raw, uint8 [N, B], by role.
+
+        numbers: [N, K] in `dtype`. values: the codes [N, K]. scales: float16 [N, K / 32].
+        """
         if self.decode is not None:
             return self.decode(raw)
         if not self.bits:

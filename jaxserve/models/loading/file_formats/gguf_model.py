@@ -1,6 +1,7 @@
-"""A GGUF file as the checkpoint that it was made of: a published config.json's keys, and tensors by published name.
+"""Present a GGUF file as the safetensors checkpoint that it was made of: the keys of its config.json, and its tensors.
 
-Owns the names of GGUF. Layers that all are Q8_0, or all Q4_0, keep their codes; others are numbers.
+Published names are those of the safetensors checkpoint; this file maps GGUF's names to them. If all layers are Q8_0, or
+all Q4_0, their weights stay quantised; others are converted to float numbers.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ def published_config(file: Path) -> dict[str, Any]:
 
 
 def published_tensors(path: Path) -> dict[str, TensorInfo | BlockTensor]:
-    """Return the tensors of a GGUF file by published name; those of layers with codes are `weight` and `weight_scale`.
+    """Return the tensors of a GGUF file by their names in the model's safetensors checkpoint.
 
-    Raises ModelLoadError as `read_gguf` does.
+    If all layers are Q8_0, or all Q4_0, each of their weights is two tensors: codes (NAME.weight) and scales
+    (NAME.weight_scale). Raises ModelLoadError if the file is damaged or its architecture is not supported.
     """
     file = read_gguf(path)
     config, kind = _as_published(file), _layers_type(file)
