@@ -70,6 +70,7 @@ ORDER = (
     "jaxserve.cli.checks",
     "jaxserve.cli",
     "jaxserve.library",
+    "jaxserve.ray",
 )
 TOP = ("jaxserve", "jaxserve.__main__")  # the public names, and `python -m jaxserve`
 

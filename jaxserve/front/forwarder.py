@@ -7,8 +7,8 @@ import re
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxserve.api.errors.families import NDJSON, family_of
 from jaxserve.api.errors.responses import ClientDisconnected
+from jaxserve.api.http.begun_answer import BegunAnswer
 from jaxserve.api.http.middleware import UPLOAD_PATHS
 from jaxserve.api.http.passing import PeerEndedError, pass_on
 from jaxserve.api.http.sse import until_disconnect
@@ -86,11 +86,8 @@ class Answer:
     """
 
     def __init__(self, scope: Scope, send: Send, *, hold_missing: bool) -> None:
-        self._scope = scope
-        self._send = send
+        self._begun = BegunAnswer(scope, send)
         self._hold_missing = hold_missing
-        self._stream_end = b""  # the end of each event; empty: the answer is no stream
-        self._last = b""
         self.is_missing = False
 
     async def send(self, message: Message) -> None:
@@ -98,22 +95,12 @@ class Answer:
         if message["type"] == "http.response.start":
             self.is_missing = self._hold_missing and message["status"] == 404
             message["headers"] = [each for each in message["headers"] if each[0].lower() not in _WRITTEN_HERE]
-            kind = dict(message["headers"]).get(b"content-type", b"")
-            self._stream_end = b"\n\n" if kind.startswith(b"text/event-stream") else b"\n" if kind == NDJSON else b""
-        elif self._stream_end:
-            self._last = (self._last + message["body"])[-2:]
         if not self.is_missing:
-            await self._send(message)
+            await self._begun.send(message)
 
     async def end(self, error: ModelEndedError, cause: PeerEndedError) -> None:
-        """Send the error as an event of the stream. Raises it if the answer has not begun.
-
-        Nothing is sent in the middle of an event or of a whole body: the connection is then closed.
-        """
+        """Send the error as an event of the stream. Raises it if the answer has not begun."""
         if not cause.has_headers or self.is_missing:
             self.is_missing = False
             raise error
-        if self._stream_end and self._last.endswith(self._stream_end):
-            family = family_of(self._scope["path"])
-            event = family.error_event(error, self._scope["state"]["request_id"])
-            await self._send({"type": "http.response.body", "body": event + family.done, "more_body": False})
+        await self._begun.end(error)

@@ -18,7 +18,7 @@ from jaxserve.config import Config, known_keys
 from jaxserve.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
-PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+PRESETS = sorted(set((ROOT / "configs").glob("*.yaml")) - {ROOT / "configs" / "ray.yaml"})  # that is Serve's
 
 
 def write(tmp_path: Path, text: str) -> str:

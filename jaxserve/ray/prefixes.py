@@ -1,0 +1,126 @@
+"""Which replica has the beginning of a prompt in its cache: remembered from what was sent where, not asked.
+
+A prompt is cut into blocks of text. A block is named by a hash of its text and of all text before it, so that two
+prompts share the names of their common beginning and no others. Ray is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+BLOCK = 64  # bytes of text, about a page of 16 tokens
+MAX_PROMPT = 128 * 1024  # bytes of a prompt that are compared
+MAX_BLOCKS = 128 * 1024  # that are remembered: 8 MiB of text
+
+
+class _Prompt(msgspec.Struct):
+    """The parts of a body that a prompt is made of, in the order of templates. Each is left as its JSON text."""
+
+    cache_salt: msgspec.Raw = msgspec.Raw()
+    extra_key: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    input_ids: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    query: msgspec.Raw = msgspec.Raw()
+
+
+def prompt_blocks(body: bytes) -> list[int]:
+    """Name the blocks of a request's prompt; none if the body is no JSON object or has no prompt.
+
+    The JSON text of a conversation is the beginning of that of its next turn.
+    """
+    try:
+        found = msgspec.json.decode(body, type=_Prompt)
+    except (msgspec.MsgspecError, RecursionError):
+        return []
+    text = b"\0".join(bytes(getattr(found, name)) for name in _Prompt.__struct_fields__)
+    name, names = 0, []
+    for start in range(0, min(len(text), MAX_PROMPT) - BLOCK + 1, BLOCK):
+        name = hash((name, text[start : start + BLOCK]))
+        names.append(name)
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """is_ready: whether its engine accepts requests. num_requests: that run or wait there"""
+
+    is_ready: bool
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """When a known prefix decides and when the load does.
+
+    imbalanced_threshold, imbalanced_ratio: if the most loaded replica exceeds the least loaded one by both, the load
+    decides alone. match_rate_threshold: share of the prompt from which on its replica is preferred
+    """
+
+    imbalanced_threshold: float = 8.0
+    imbalanced_ratio: float = 1.5
+    match_rate_threshold: float = 0.5
+
+    def rank(self, loads: Mapping[str, ReplicaLoad], matched: Mapping[str, int], num_blocks: int) -> list[str]:
+        """Order the replicas, best first. matched: leading blocks of the prompt that each of them has seen
+
+        Among equals the order of `loads` stays.
+        """
+        requests = [load.num_requests for load in loads.values() if load.is_ready]
+        least, most = min(requests, default=0), max(requests, default=0)
+        is_uneven = most - least > self.imbalanced_threshold and most > self.imbalanced_ratio * least
+        share = {name: matched.get(name, 0) / num_blocks if num_blocks else 0.0 for name in loads}
+
+        def cost(name: str) -> tuple[bool, bool, float]:
+            known = 0.0 if is_uneven else share[name]
+            is_home = known >= self.match_rate_threshold and known == max(share.values())
+            return not loads[name].is_ready, not is_home, loads[name].num_requests - known
+
+        return sorted(loads, key=cost)
+
+
+class PrefixMap:
+    """The blocks that each replica has seen. The least recently used are forgotten."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._seen: OrderedDict[int, set[str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, blocks: Sequence[int], replica: str) -> None:
+        """Remember that `replica` computes these blocks. The first ones of a prompt are forgotten last."""
+        for block in reversed(blocks[: self._max_blocks]):
+            self._seen.setdefault(block, set()).add(replica)
+            self._seen.move_to_end(block)
+        while len(self._seen) > self._max_blocks:
+            self._seen.popitem(last=False)
+
+    def matched(self, blocks: Sequence[int], replicas: Iterable[str]) -> dict[str, int]:
+        """Count the leading blocks that each of the replicas has seen."""
+        counts = dict.fromkeys(replicas, 0)
+        left = set(counts)
+        for block in blocks:
+            left &= self._seen.get(block, set())
+            if not left:
+                break
+            for replica in left:
+                counts[replica] += 1
+        return counts
+
+    def forget(self, replica: str) -> None:
+        """Forget what a replica that has ended had seen."""
+        for block in [block for block, replicas in self._seen.items() if replica in replicas]:
+            self._seen[block].discard(replica)
+            if not self._seen[block]:
+                del self._seen[block]

@@ -1,0 +1,173 @@
+"""A request on its way from the ingress to an engine's replica, and the answer on its way back.
+
+The ingress reads the body, because the request router needs it, and the replica runs the application on it as if it had
+come over HTTP. Ray is not imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.api.errors.responses import ClientDisconnected, as_http_error, send_error
+from jaxserve.api.http.begun_answer import BegunAnswer
+from jaxserve.api.http.middleware import ADMIN_PATHS, SLOWEST_BYTES
+from jaxserve.errors import HTTPError, ModelEndedError, NotFoundError, SlowRequestError
+
+ATTEMPTS = 4  # replicas that a request is sent to, as long as none has begun to answer it
+
+# what would reach one replica of several
+ONE_REPLICA = ADMIN_PATHS | {"/open_session", "/close_session", "/metrics"}
+
+Parts = AsyncGenerator[list[Message], None]
+Ask = Callable[["RelayedRequest"], AsyncIterator[list[Message]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedRequest:
+    """One HTTP request with its body. path: without the application's route prefix"""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    @property
+    def scope(self) -> Scope:
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode(),
+            "root_path": "",
+            "query_string": self.query,
+            "headers": self.headers,
+            "client": None,
+            "server": None,
+            "state": {},
+        }
+
+
+class ReplicaLostError(Exception):
+    """The replica ended before its answer was whole."""
+
+
+async def run_app(app: ASGIApp, request: RelayedRequest) -> Parts:
+    """Run the application on a request; yield its messages as they come, those that wait together in one list.
+
+    Closing it ends the request, as if the client had disconnected. Raises what the application raises.
+    """
+    messages: list[Message] = []
+    changed, left = asyncio.Event(), asyncio.Event()
+    bodies = iter([{"type": "http.request", "body": request.body, "more_body": False}])
+
+    async def receive() -> Message:
+        if (body := next(bodies, None)) is not None:
+            return body
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        messages.append(dict(message))
+        changed.set()
+
+    task = asyncio.ensure_future(app(request.scope, receive, send))
+    task.add_done_callback(lambda _: changed.set())
+    try:
+        while not task.done() or messages:
+            await changed.wait()
+            changed.clear()
+            if messages:
+                given = messages.copy()
+                messages.clear()
+                yield given
+        await task
+    finally:
+        left.set()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+@dataclass(frozen=True, slots=True)
+class BodyReader:
+    """max_bytes: a longer body is passed on cut, and the engine's own limit refuses it. seconds: plus 1 s per 10 kB"""
+
+    max_bytes: int
+    seconds: float
+
+    async def read(self, receive: Receive) -> bytes:
+        """Read the whole body. Raises ClientDisconnected, and SlowRequestError if it takes too long."""
+        body, began = bytearray(), time.monotonic()
+        while len(body) <= self.max_bytes:
+            left = self.seconds + len(body) / SLOWEST_BYTES - (time.monotonic() - began)
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, left))
+            except TimeoutError:
+                raise SlowRequestError("The body did not arrive in time.") from None
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        return bytes(body[: self.max_bytes + 1])
+
+
+class RelayedAnswer(Response):
+    """The response of the ingress: what a replica answers, or an error in the form of the path's API.
+
+    ask: sends a request to a replica; raises ReplicaLostError, or an HTTPError
+    """
+
+    def __init__(
+        self, path: str, body_reader: BodyReader, ask: Callable[[RelayedRequest], AsyncIterator[list[Message]]]
+    ):
+        super().__init__()
+        self._path = path
+        self._reader = body_reader
+        self._ask = ask
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = {**scope, "path": self._path, "state": {}}
+        answer = BegunAnswer(scope, send)
+        try:
+            if self._path in ONE_REPLICA:
+                raise NotFoundError(
+                    f"{self._path} is not served under Ray Serve: it would reach one of several replicas."
+                )
+            body = await self._reader.read(receive)
+            request = RelayedRequest(scope["method"], self._path, scope["query_string"], list(scope["headers"]), body)
+            await self._relay(request, answer)
+        except ClientDisconnected:
+            return
+        except Exception as error:
+            await self._fail(as_http_error(error), answer, (scope, receive, send))
+
+    async def _relay(self, request: RelayedRequest, answer: BegunAnswer) -> None:
+        """Send what a replica answers. One that is lost before it has answered is replaced by another."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                async for messages in self._ask(request):
+                    for message in messages:
+                        await answer.send(message)
+                return
+            except ReplicaLostError:
+                if answer.has_begun or attempt == ATTEMPTS:
+                    raise ModelEndedError("The replica that computed the answer ended.") from None
+
+    async def _fail(self, error: HTTPError, answer: BegunAnswer, asgi: tuple[Scope, Receive, Send]) -> None:
+        """Raises the error where nothing can be sent, so that the connection is closed."""
+        if not answer.has_begun:
+            await send_error(error, *asgi)
+        elif not await answer.end(error):
+            raise error

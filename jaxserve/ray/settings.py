@@ -1,0 +1,234 @@
+"""The arguments of the Serve application: `ray.serve.llm`'s names, turned into jaxserve's flags and Ray's options.
+
+    llm_configs:
+      - model_loading_config: {model_id: qwen3-0.6b, model_source: Qwen/Qwen3-0.6B}
+        accelerator_type: H100
+        engine_kwargs: {max_num_seqs: 256, cache: {memory_fraction: 0.9}}
+        deployment_config: {autoscaling_config: {min_replicas: 1, max_replicas: 4}}
+
+A key has its effect or is refused by name. Ray is not imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.api.shared.body_cost import BodyLimits
+from jaxserve.cli.options.flags import parse_flags
+from jaxserve.cli.options.settings import load_config
+from jaxserve.config import Config, suggestion
+from jaxserve.errors import ConfigError
+from jaxserve.ray.resources import KINDS, resource_options
+
+ROUTER = "jaxserve.ray.router:PrefixRouter"
+STATS_SECONDS = 1.0  # between two readings of a replica's load
+STOP_SECONDS = 15.0  # that an engine has to end after its requests have ended
+SPARE = 1.25  # requests that a replica accepts, as a multiple of those that run at once
+FULL = 0.75  # of max_num_seqs: the requests for each replica at which replicas are added
+INGRESS_REQUESTS = 10_000  # that wait or are answered in one ingress; the engines limit what runs
+LONGEST_CONTEXT = 2**21  # tokens; a body is read before the context of its model is known
+
+_APP_KEYS = ("llm_configs", "ingress_deployment_config")
+_MODEL_KEYS = (
+    *("model_loading_config", "llm_engine", "engine_kwargs", "accelerator_type", "accelerator_config"),
+    *("placement_group_config", "deployment_config", "runtime_env", "log_engine_metrics"),
+)
+_DEPLOYMENT_KEYS = (
+    *("name", "num_replicas", "autoscaling_config", "ray_actor_options", "request_router_config", "logging_config"),
+    *("max_ongoing_requests", "max_queued_requests", "max_replicas_per_node", "health_check_period_s"),
+    *("health_check_timeout_s", "graceful_shutdown_wait_loop_s", "graceful_shutdown_timeout_s"),
+)
+_REFUSED = {
+    "ingress_cls_config": "leave it out: the ingress passes requests on as they are",
+    "lora_config": "leave it out: LoRA adapters are not served",
+    "server_cls": "leave it out: the engine is jaxserve's",
+    "callback_config": "leave it out: no code of the configuration is run",
+    "experimental_configs": "leave it out: an answer's parts are passed on at once, those that wait together",
+    "user_config": "write engine_kwargs: a change starts new replicas",
+    "tokenizer_source": "leave it out: the tokenizer is the model's",
+}
+# what Serve's proxy, autoscaler and controller do in its place
+_NOT_HERE = {
+    **dict.fromkeys(("server.host", "server.port", "server.ssl_keyfile", "server.ssl_certfile"), "http_options"),
+    **dict.fromkeys(("server.header_timeout", "server.send_timeout", "server.max_unread_bytes"), "http_options"),
+    "server.workers": "ingress_deployment_config: {num_replicas: N}",
+    "mesh.replicas": "deployment_config: {num_replicas: N}, or its autoscaling_config",
+    "models.served": "one application for each model",
+    "store.path": "nothing: files and batches of one replica would be unknown to the others",
+}
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """What one application consists of.
+
+    words: flags of `jaxserve launch`, with which each replica reads its own environment
+    engine, ingress: options of the two deployments
+    """
+
+    words: tuple[str, ...]
+    config: Config
+    engine: dict[str, Any]
+    ingress: dict[str, Any]
+    log_engine_metrics: bool
+
+    @classmethod
+    def parse(cls, args: Mapping[str, Any], environ: Mapping[str, str]) -> RaySettings:
+        """Read an application's arguments. Raises ConfigError for a key or a value that does not fit."""
+        _check_keys("args", args, _APP_KEYS)
+        models = args.get("llm_configs")
+        if not isinstance(models, list) or len(models) != 1:
+            raise ConfigError("llm_configs: it must be a list of one model", fix="write one application for each model")
+        model = _mapping("llm_configs", models[0])
+        _check_keys("llm_configs", model, _MODEL_KEYS)
+        if model.get("llm_engine", "jaxserve") != "jaxserve":
+            raise ConfigError(f"llm_engine: {model['llm_engine']} is not served here", fix="leave it out")
+        words = _words(model)
+        config = load_config(words, environ)
+        kind = _kind(model, config)
+        words += ["--mesh.device", kind]
+        config = load_config(words, environ)
+        return cls(
+            words=tuple(words),
+            config=config,
+            engine=_engine_options(model, config, kind),
+            ingress=_ingress_options(_section(args, "ingress_deployment_config"), config),
+            log_engine_metrics=_flag(model, "log_engine_metrics"),
+        )
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The most of a body that the ingress reads; the engine's own limit is this or less."""
+        return BodyLimits.of(self.config.server, LONGEST_CONTEXT).max_bytes
+
+
+def _words(model: Mapping[str, Any]) -> list[str]:
+    """Turn model_loading_config and engine_kwargs into flags. Raises ConfigError for a flag that is not served."""
+    words = [*_model_words(_section(model, "model_loading_config")), "--store.path", "null"]
+    given: list[str] = []
+    for name, value in _section(model, "engine_kwargs").items():
+        given += _flags_of(str(name), value)
+    for key in parse_flags(given).values:
+        if key in _NOT_HERE:
+            raise ConfigError(f"engine_kwargs: {key} is not jaxserve's under Ray Serve", fix=f"use {_NOT_HERE[key]}")
+    return words + given
+
+
+def _model_words(loading: Mapping[str, Any]) -> list[str]:
+    """No model_loading_config is the demo model. model_source: a directory or a hub id; by default it is the id."""
+    _check_keys("model_loading_config", loading, ("model_id", "model_source"))
+    if not loading:
+        return []
+    name = loading.get("model_id")
+    source = loading.get("model_source", name)
+    if not isinstance(name, str) or not isinstance(source, str):
+        raise ConfigError(
+            "model_loading_config: model_id and model_source must be texts", fix="name a directory or a hub id"
+        )
+    return [source, "--model.served-name", name]
+
+
+def _flags_of(name: str, value: Any) -> list[str]:
+    """`max_model_len: 8192` is --max-model-len=8192, `scheduler: {policy: lpm}` is --scheduler.policy=lpm."""
+    if name in Config.model_fields and isinstance(value, dict):
+        return [word for key, inner in value.items() for word in _flags_of(f"{name}.{key}", inner)]
+    flag = "--" + name.replace("_", "-")
+    if value is None:
+        return [f"{flag}=null"] if "." in name else []  # vLLM's None is its default
+    if isinstance(value, list) and not any(isinstance(each, dict | list) for each in value):
+        return [f"{flag}={_text(each)}" for each in value]
+    return [f"{flag}={_text(value)}"]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _kind(model: Mapping[str, Any], config: Config) -> str:
+    """Return the platform: of accelerator_config, else of mesh.device, else gpu, as `ray.serve.llm` takes it.
+
+    auto would run on the CPU without a word, because Ray hides GPUs from actors that did not ask for any.
+    """
+    accelerator = _section(model, "accelerator_config")
+    _check_keys("accelerator_config", accelerator, ("kind",))
+    chosen = config.mesh.device
+    kind = accelerator.get("kind", "gpu" if chosen == "auto" else chosen)
+    if kind not in KINDS:
+        raise ConfigError(f"accelerator_config: kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    if chosen not in ("auto", kind):
+        raise ConfigError(f"accelerator_config: {kind} and mesh.device {chosen} differ", fix="leave one out")
+    return kind
+
+
+def _engine_options(model: Mapping[str, Any], config: Config, kind: str) -> dict[str, Any]:
+    given = _section(model, "deployment_config")
+    _check_keys("deployment_config", given, _DEPLOYMENT_KEYS)
+    running = _max_num_seqs(config, kind)
+    options: dict[str, Any] = {
+        "name": "JaxserveEngine:" + _name(model, config),
+        "max_ongoing_requests": math.ceil(SPARE * running),
+        "max_queued_requests": config.scheduler.max_queued_requests,
+        "graceful_shutdown_timeout_s": config.server.drain_timeout + STOP_SECONDS,
+    }
+    options |= given
+    options["request_router_config"] = {
+        "request_router_class": ROUTER,
+        "request_routing_stats_period_s": STATS_SECONDS,
+    } | _section(given, "request_router_config")
+    if options.get("num_replicas") == "auto" or options.get("autoscaling_config") is not None:
+        target = {"target_ongoing_requests": max(1.0, FULL * running)}
+        options["autoscaling_config"] = target | _section(given, "autoscaling_config")
+    return options | resource_options(model, config, kind)
+
+
+def _ingress_options(given: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    _check_keys("ingress_deployment_config", given, _DEPLOYMENT_KEYS)
+    options: dict[str, Any] = {
+        "name": "JaxserveIngress",
+        "max_ongoing_requests": INGRESS_REQUESTS,
+        "graceful_shutdown_timeout_s": config.server.drain_timeout + STOP_SECONDS,
+        "ray_actor_options": {"num_cpus": 0},
+    }
+    return options | dict(given)
+
+
+def _max_num_seqs(config: Config, kind: str) -> int:
+    asked = config.scheduler.max_num_seqs
+    return asked if asked != "auto" else 64 if kind == "cpu" else 512
+
+
+def _name(model: Mapping[str, Any], config: Config) -> str:
+    """Return the model's name in the form of a deployment's."""
+    name = _section(model, "model_loading_config").get("model_id") or config.model.path or "demo"
+    return re.sub(r"[^\w.]+", "--", str(name))
+
+
+def _check_keys(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    for key in given:
+        if key in _REFUSED and key not in known:
+            raise ConfigError(f"{where}: {key} is not served", fix=_REFUSED[key])
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key}{suggestion(str(key), known)}")
+
+
+def _section(given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = given.get(key)
+    return {} if value is None else dict(_mapping(key, value))
+
+
+def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: it must be a mapping")
+    return value
+
+
+def _flag(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, True)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}: it must be true or false")
+    return value

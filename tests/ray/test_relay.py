@@ -1,0 +1,184 @@
+"""A request from the ingress to a replica and its answer back, without Ray."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxserve.errors import QueueFullError
+from jaxserve.ray.relay import ATTEMPTS, BodyReader, RelayedAnswer, RelayedRequest, ReplicaLostError, run_app
+
+READER = BodyReader(max_bytes=1000, seconds=5)
+EVENT = b'data: {"n": 1}\n\n'
+
+
+def started(kind: bytes = b"application/json") -> Message:
+    headers = [(b"content-type", kind), (b"x-request-id", b"r1")]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def part(body: bytes, *, more: bool = False) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+class Client:
+    """One request at the ingress. parts: of its body; None: it disconnects there, or waits for ever at the end"""
+
+    def __init__(
+        self, ask: Any, *parts: bytes | None, path: str = "/v1/completions", reader: BodyReader = READER
+    ) -> None:
+        self._answer = RelayedAnswer(path, reader, ask)
+        self._parts = [*parts]
+        self.messages: list[Message] = []
+
+    async def _receive(self) -> Message:
+        if not self._parts:
+            await asyncio.sleep(3600)
+        body = self._parts.pop(0)
+        if body is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": body, "more_body": bool(self._parts)}
+
+    async def _send(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def run(self) -> tuple[int, bytes]:
+        """Return status and body."""
+        scope = {"type": "http", "method": "POST", "path": "/prefix/x", "query_string": b"a=b", "headers": []}
+        asyncio.run(self._answer(scope, self._receive, self._send))
+        status = next((each["status"] for each in self.messages if each["type"] == "http.response.start"), 0)
+        return status, b"".join(each.get("body", b"") for each in self.messages)
+
+
+def replicas(*answers: list[Any]) -> Callable[[RelayedRequest], AsyncIterator[list[Message]]]:
+    """One answer for each attempt; an exception in it is raised there."""
+    left = list(answers)
+
+    async def ask(request: RelayedRequest) -> AsyncIterator[list[Message]]:
+        for each in left.pop(0):
+            if isinstance(each, Exception):
+                raise each
+            yield [each]
+
+    return ask
+
+
+def test_the_request_arrives_whole() -> None:
+    seen: list[RelayedRequest] = []
+
+    async def ask(request: RelayedRequest) -> AsyncIterator[list[Message]]:
+        seen.append(request)
+        yield [started(), part(b"{}")]
+
+    assert Client(ask, b"ab", b"cd").run() == (200, b"{}")
+    assert seen == [RelayedRequest("POST", "/v1/completions", b"a=b", [], b"abcd")]
+
+
+def test_a_replica_that_has_not_answered_is_replaced() -> None:
+    whole = [started(), part(b"{}")]
+    assert Client(replicas([ReplicaLostError()], [ReplicaLostError()], whole), b"").run() == (200, b"{}")
+    status, body = Client(replicas(*[[ReplicaLostError()]] * ATTEMPTS), b"").run()
+    assert status == 502 and json.loads(body)["error"]["code"] == "model_ended"
+
+
+def test_a_stream_ends_with_an_error_in_the_form_of_its_api() -> None:
+    lost = [started(b"text/event-stream; charset=utf-8"), part(EVENT, more=True), ReplicaLostError()]
+    client = Client(replicas(lost, lost), b"", path="/v1/chat/completions")
+    status, body = client.run()
+    assert status == 200 and body.startswith(EVENT) and body.endswith(b"data: [DONE]\n\n")
+    assert json.loads(body.split(b"\n\n")[1].removeprefix(b"data: "))["error"]["code"] == "model_ended"
+    assert client.messages[-1]["more_body"] is False
+    _, body = Client(replicas(lost), b"", path="/v1/messages").run()
+    assert b'event: error\ndata: {"type":"error"' in body and b'"request_id":"r1"' in body
+
+
+@pytest.mark.parametrize(("kind", "begun"), [(b"application/json", b'{"a'), (b"text/event-stream", b"data: {")])
+def test_nothing_is_added_in_the_middle_of_a_body_or_an_event(kind: bytes, begun: bytes) -> None:
+    """The connection is closed instead, because the application raises."""
+    client = Client(replicas([started(kind), part(begun, more=True), ReplicaLostError()]), b"")
+    with pytest.raises(Exception, match="replica that computed the answer ended"):
+        client.run()
+    assert [each.get("body") for each in client.messages] == [None, begun]
+
+
+def test_errors_before_an_answer() -> None:
+    status, body = Client(replicas([QueueFullError("full")]), b"").run()
+    assert status == 429 and b"rate_limit_exceeded" in body
+    status, body = Client(replicas([RuntimeError("bug")]), b"").run()
+    assert status == 500 and b"bug" not in body
+    for path in ("/flush_cache", "/open_session", "/metrics"):
+        status, body = Client(replicas(), b"", path=path).run()
+        assert status == 404 and b"one of several replicas" in body
+
+
+def test_bodies_that_are_too_long_late_or_cut() -> None:
+    seen: list[bytes] = []
+
+    async def ask(request: RelayedRequest) -> AsyncIterator[list[Message]]:
+        seen.append(request.body)
+        yield [started(), part(b"")]
+
+    Client(ask, b"x" * 900, b"x" * 900, b"x" * 900).run()
+    assert seen == [b"x" * 1001]  # the engine's own limit refuses it
+    assert Client(ask, b"x", None).run() == (0, b"")
+    assert len(seen) == 1
+    late = Client(ask, reader=BodyReader(1000, 0.01))
+    assert late.run()[0] == 408
+
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def messages_of(app: Application, limit: int = 100) -> list[list[Message]]:
+    async def collect() -> list[list[Message]]:
+        parts = run_app(app, RelayedRequest("POST", "/x", b"", [], b"body"))
+        found = []
+        async for messages in parts:
+            found.append(messages)
+            if len(found) == limit:
+                break
+        await parts.aclose()
+        return found
+
+    return asyncio.run(collect())
+
+
+def test_an_application_runs_as_over_http() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["body"] == b"body" and scope["path"] == "/x" and scope["raw_path"] == b"/x"
+        await send(started())
+        await send(part(b"a", more=True))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await send(part(b"b"))
+
+    found = messages_of(app)
+    assert [len(each) for each in found] == [2, 1]  # those that wait together are one list
+    assert [each.get("body") for messages in found for each in messages] == [None, b"a", b"b"]
+
+
+def test_closing_ends_the_application() -> None:
+    ended: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            while True:
+                await send(part(b"a", more=True))
+                await asyncio.sleep(0)
+        finally:
+            ended.append((await receive())["type"])
+
+    assert len(messages_of(app, limit=3)) == 3 and ended == ["http.disconnect"]
+
+
+def test_what_an_application_raises_is_raised() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(started())
+        raise ValueError("bug")
+
+    with pytest.raises(ValueError, match="bug"):
+        messages_of(app)
