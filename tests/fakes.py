@@ -225,10 +225,12 @@ class FakeRunner:
     def num_compiles(self) -> int:
         return 0
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def rebuild(self) -> None:
         self.pages.fill(EMPTY)
         self.window_pages.fill(EMPTY)
-        self.host.fill(EMPTY)
         self.slots.clear()
         self._tables.clear()
         self._window_tables.clear()
@@ -238,7 +240,8 @@ class FakeRunner:
 
     def execute(self, output: SchedulerOutput) -> FakeStep:
         rows, config = output.rows, self.config
-        assert rows and sum(row.num_tokens for row in rows) == output.num_tokens <= config.max_num_batched_tokens
+        assert rows or output.page_moves
+        assert sum(row.num_tokens for row in rows) == output.num_tokens <= config.max_num_batched_tokens
         assert len({row.slot for row in rows}) == len(rows) <= config.max_num_seqs
         assert all(row.num_tokens == 1 and not row.token_ids for row in rows[: output.num_decode_rows])
         assert all(len(row.token_ids) == row.num_tokens for row in rows[output.num_decode_rows :])
@@ -248,9 +251,13 @@ class FakeRunner:
         assert all(len(row.drafts) <= config.max_drafts for row in rows)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
         written = {page for step in self._unread for page in step.writes}
-        assert not written & {move.page_id for move in output.page_moves if move.kind != "clear"}, (
+        assert not written & {move.page_id for move in output.page_moves if move.kind in ("store", "load")}, (
             "a page moved too early"
         )
+        if not rows:
+            assert not self._unread
+            self._move_pages(output)
+            return FakeStep(self, output)
         admitted = {init.slot for init in output.slot_inits}
         assert not admitted & {row.slot for step in self._unread for row in step.output.rows}, "a slot reused too early"
         for slot in admitted:
@@ -310,12 +317,15 @@ class FakeRunner:
             if step is last:
                 return
 
-    def _run(self, step: FakeStep) -> None:
-        for move in step.output.page_moves:
+    def _move_pages(self, output: SchedulerOutput) -> None:
+        for move in output.page_moves:
             if move.kind == "store":
                 self.host[move.slot] = self.pages[move.page_id]
             elif move.kind == "load":
                 self.pages[move.page_id] = self.host[move.slot]
+
+    def _run(self, step: FakeStep) -> None:
+        self._move_pages(step.output)
         for init in step.output.slot_inits:
             self.slots[init.slot] = FakeSlot(init)
         for update in step.output.window_pages:

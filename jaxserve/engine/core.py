@@ -230,7 +230,7 @@ class EngineCore:
         output = self.scheduler.schedule(began, self.serving.finishing if quarantined is None else quarantined)
         self._scheduler_seconds += self._clock() - began
         handle = self._execute(output) if output is not None else None
-        self.admitted = _admitted(output)
+        self.admitted = [] if output is None else output.admitted_ids
         self._host_seconds += self._clock() - began
         if output is None and self._previous is None:
             self._masks.wait(MASK_WAIT)
@@ -354,12 +354,20 @@ class EngineCore:
     # --- administration
 
     def close(self) -> None:
-        """Stop the mask threads. Otherwise the interpreter's exit would wait for queued masks."""
+        """Stop the mask threads, for which the interpreter's exit would wait, and close the runner."""
         self._masks.close()
+        self.runner.close()
 
-    def flush_prefix_cache(self) -> bool:
-        """Remove all cached prefixes. Pages in use are freed when their requests unlock them."""
-        self.scheduler.kv.flush()
+    def flush_prefix_cache(self, *, new_weights: bool = False) -> bool:
+        """Remove all cached prefixes, also from the memory of the host and its file before this returns.
+
+        Pages in use are freed when their requests unlock them. new_weights: as in `KVManager.flush`. Raises StepError.
+        """
+        if self.scheduler.kv.host is not None:
+            self.settle()
+        self.scheduler.kv.flush(new_weights=new_weights)
+        if moves := self.scheduler.kv.take_page_moves():
+            self._execute(SchedulerOutput(0, [], 0, [], page_moves=moves))
         return True
 
     def waiting(self, limit: int = MAX_WAITING_SHOWN) -> list[WaitingRequest]:
@@ -382,13 +390,6 @@ class EngineCore:
             details={"rebuilds": self._rebuilds, "scheduler_seconds": self._scheduler_seconds},
             serving=self.serving,
         )
-
-
-def _admitted(output: SchedulerOutput | None) -> list[str]:
-    if output is None or not output.slot_inits:
-        return []
-    slots = {init.slot for init in output.slot_inits}
-    return [row.request_id for row in output.rows if row.slot in slots]
 
 
 @contextlib.contextmanager

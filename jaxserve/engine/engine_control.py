@@ -107,7 +107,7 @@ class EngineControl:
         if not delete_old:
             source = self._weights.staged(source, self.on_progress)
         self._stop_running(mode)
-        core.flush_prefix_cache()
+        core.flush_prefix_cache(new_weights=True)
         try:
             self._weights.replace(source, tick=self.on_progress)
         except WeightsLostError:
@@ -198,8 +198,8 @@ class EngineControl:
                 self._state.rebuild()
                 serving.asleep.discard("kv_cache")
         except Exception as error:  # whatever the devices raise if memory is short
-            self._state.release()
-            serving.asleep.add("kv_cache")
+            if "kv_cache" in serving.asleep:  # otherwise its pages are those of the prefix cache
+                self._state.release()
             raise ServerError(f"the engine cannot wake: {type(error).__name__}: {error}") from error
         return sorted(serving.asleep)
 

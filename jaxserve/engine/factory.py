@@ -96,7 +96,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
         matchers.warm_up()  # runs in a thread while the programs compile
     pooling = read_pooling(directory, loaded.config)
     runner = _runner(config, loaded, pooling, mesh, send, directory)
-    times = runner.warm_up() if isinstance(runner, ModelRunner) else UNTIMED
+    times = _warm_up(runner)
     phases.end("programs")
     core = EngineCore(
         runner,
@@ -200,7 +200,7 @@ def _runner(
 ) -> ModelRunner | EncoderRunner:
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
     if config.cache.disk is not None:
-        name = _pages_name(config, resolved, loaded, mesh, directory)
+        name = pages_name(config, resolved, loaded, mesh, directory)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
     if resolved.compile_cache is not None:
         program_cache.enable(resolved.compile_cache)
@@ -221,14 +221,17 @@ def _runner(
     return ModelRunner(loaded, resolved, mesh, normalize_embeddings=pooling.normalize, progress=progress)
 
 
-def _pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, directory: Path) -> str:
+def _warm_up(runner: ModelRunner | EncoderRunner) -> StepTimes:
+    try:
+        return runner.warm_up() if isinstance(runner, ModelRunner) else UNTIMED
+    except BaseException:
+        runner.close()
+        raise
+
+
+def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, directory: Path) -> str:
     """Return a name for the pages of the model; another one if anything changes that changes their content."""
-    weights = (
-        config.model.load_format,
-        config.runtime.random_seed,
-        loaded.leaves[0].dtype.name,
-        loaded.config.quantization,
-    )
+    weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, repr(loaded.config)
     numbers = resolved.cache_dtype.name, resolved.page_size, resolved.attention, resolved.deterministic
     devices = mesh.devices[0].device_kind, len(mesh.devices), mesh.tensor
     return fingerprint(directory, __version__, weights, numbers, devices)

@@ -1,7 +1,8 @@
 """The second tier of the prefix cache: copies of evicted pages in the memory of the host. No jax, no requests.
 
 A page is known by a digest of its namespace and of all tokens up to its end. So the tier has no tree: the pages of a
-prefix are looked up one after the other.
+prefix are looked up one after the other. The first bytes of a digest are those of the prefix's first page, so that all
+prefixes that begin with a page can be dropped.
 
 A page is copied when it is evicted, so that a cache with enough room copies nothing. The copy stays if the page is
 loaded again: its next eviction costs nothing. The least recently used copy is overwritten first. Copies of an earlier
@@ -23,6 +24,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxserve.kv.radix_cache import Node
 from jaxserve.types.step import PageMove
 
+_FIRST = 8  # bytes of a digest that are of the first page
+
 
 class HostTier:
     """num_slots: pages that the host's memory has room for. num_stored, num_loaded: pages copied so far."""
@@ -30,12 +33,15 @@ class HostTier:
     def __init__(self, num_slots: int, page_size: int) -> None:
         self.num_stored = self.num_loaded = 0
         self._page_size = page_size
-        self._salt = b""  # of the digests; another one after `clear`
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._salt = b""  # of the digests; another one after an update of the weights
+        self._free = list(range(num_slots - 1, -1, -1))  # without a page, also in the file
         self._unchecked: set[int] = set()  # slots with pages of an earlier process
+        self._refused: set[bytes] = set()  # first bytes of digests that were dropped while some were unchecked
+        self._cleared = False  # whether all that is unchecked is refused
         self._checked: deque[tuple[int, bytes | None]] = deque()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, least recently used first
         self._moves: list[PageMove] = []
+        self._sent: deque[list[int]] = deque(maxlen=2)  # slots to store of the latest steps: may not be copied yet
 
     @property
     def num_pages(self) -> int:
@@ -55,8 +61,8 @@ class HostTier:
         while self._checked:
             slot, digest = self._checked.popleft()
             self._unchecked.remove(slot)
-            if digest is None or digest in self._slots:
-                self._free.append(slot)
+            if self._cleared or digest is None or digest in self._slots or digest[:_FIRST] in self._refused:
+                self._give_up(slot)
             else:
                 self._slots[digest] = slot
                 self._slots.move_to_end(digest, last=False)
@@ -112,33 +118,45 @@ class HostTier:
     def take_moves(self) -> list[PageMove]:
         """Return the copies to make before the next step, in order."""
         moves, self._moves = self._moves, []
+        self._sent.append([move.slot for move in moves if move.kind == "store"])
         return moves
 
     # --- giving up
 
     def drop(self, node: Node) -> None:
-        """Drop the copies of the prefix of `node`."""
-        for above in node.path:
-            if (slot := self._slots.pop(self.digest(above), None)) is not None:
-                self._free.append(slot)
+        """Drop the copies of all prefixes with the first page of `node`, also for later processes."""
+        first = next(iter(node.path), None)
+        if first is None:
+            return
+        begin = self.digest(first)[:_FIRST]
+        for digest in [digest for digest in self._slots if digest[:_FIRST] == begin]:
+            self._give_up(self._slots.pop(digest))
+        if self._unchecked:
+            self._refused.add(begin)
 
-    def clear(self) -> None:
-        """Drop all copies, also for later processes, and find none of them again: the weights may be other ones.
+    def _give_up(self, slot: int) -> None:
+        self._free.append(slot)
+        self._moves.append(PageMove("drop", slot=slot))
 
+    def clear(self, *, new_weights: bool = False) -> None:
+        """Drop all copies, also for later processes.
+
+        new_weights: find no later copy under the digests of now, in this process or another.
         Moves that wait for the next step stay, because a request may have started on their pages.
         """
-        self._salt = secrets.token_bytes(16)
-        self._drop_all()
+        if new_weights:
+            self._salt = secrets.token_bytes(16)
+        self._free += self._slots.values()
+        self._slots.clear()
+        self._cleared = True
         self._moves.append(PageMove("clear"))
 
     def recover(self) -> None:
-        """Drop all copies and moves: the device's state is lost."""
-        self._drop_all()
-        self._moves.clear()
-
-    def _drop_all(self) -> None:
-        self._free += self._slots.values()
-        self._slots.clear()
+        """Drop moves, and the copies that may not have been made: the device's state is lost."""
+        waiting, self._moves = self._moves, [move for move in self._moves if move.kind in ("drop", "clear")]
+        lost = {move.slot for move in waiting if move.kind == "store"}.union(*self._sent)
+        for digest in [digest for digest, slot in self._slots.items() if slot in lost]:
+            self._give_up(self._slots.pop(digest))
 
     def digest(self, node: Node) -> bytes:
         """Return the digest of the prefix that ends with the page of `node`. The nodes of its path keep theirs."""
@@ -147,7 +165,8 @@ class HostTier:
         while above.digest is None and above.parent is not None:
             missing.append(above)
             above = above.parent
-        digest = above.digest or hashlib.sha256(self._salt + str(above.key).encode()).digest()
+        key = str(above.key).encode(errors="surrogatepass")
+        digest = above.digest or hashlib.sha256(self._salt + key).digest()[:-_FIRST]
         above.digest = digest
         for below in reversed(missing):
             assert not isinstance(below.key, str)
@@ -161,4 +180,6 @@ class HostTier:
 
 
 def _extended(digest: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(digest + array("i", tokens).tobytes()).digest()
+    """Return the digest of a prefix and one more page. The digest of no page is shorter by _FIRST bytes."""
+    new = hashlib.sha256(digest + array("i", tokens).tobytes()).digest()
+    return (digest[:_FIRST] if len(digest) == len(new) else new[-_FIRST:]) + new[:-_FIRST]

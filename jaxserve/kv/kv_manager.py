@@ -221,11 +221,14 @@ class KVManager:
             self.host.drop(request.cache_node)
         self.cache.discard(request.cache_node)
 
-    def flush(self) -> None:
-        """Remove all cached prefixes. Pages in use are freed when their requests unlock them."""
+    def flush(self, *, new_weights: bool = False) -> None:
+        """Remove all cached prefixes. Pages in use are freed when their requests unlock them.
+
+        new_weights: later pages must not be found by a process with the weights of the start.
+        """
         self.cache.flush()
         if self.host is not None:
-            self.host.clear()
+            self.host.clear(new_weights=new_weights)
 
     def recover(self) -> None:
         """Remove all cached prefixes, because the content of all pages is lost."""

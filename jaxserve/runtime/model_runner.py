@@ -98,10 +98,10 @@ class ModelRunner:
             for family, sizes in self.buckets.by_program().items()
         }
         self.pages = PageTransfer(self._programs.transfers, plan.num_pages, self.compiled)
-        self.host = HostPool(self.pages, self._programs.exported_pages(1), plan.num_host_pages, config.page_file)
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._by_size.get("verify", {}), config.max_num_seqs, words)
         self._allocate()
+        self.host = HostPool(self.pages, self._programs.exported_pages(1), plan.num_host_pages, config.page_file)
         self._extra = ExtraOutputs(self.compiled)
         self._unsampled: DeviceStep | VerifyStep | None = None
         self._num_dispatches = 0
@@ -228,7 +228,10 @@ class ModelRunner:
         return self._num_dispatches + self._extra.num_dispatches
 
     def close(self) -> None:
-        """Stop counting compilations and close the page file. The arrays are freed with the object."""
+        """Stop counting compilations and close the page file. The arrays are freed with the object.
+
+        No step may follow. A second call does nothing.
+        """
         self._counter.close()
         self.host.close()
 

@@ -42,7 +42,8 @@ class RecordingRunner:
         self._record = record
 
     def execute(self, output: SchedulerOutput) -> StepHandle:
-        self._record.dispatching([row.request_id for row in output.rows])
+        if output.rows:
+            self._record.dispatching([row.request_id for row in output.rows])
         return self._inner.execute(output)
 
     def rebuild(self) -> None:
@@ -50,3 +51,6 @@ class RecordingRunner:
 
     def num_compiles(self) -> int:
         return self._inner.num_compiles()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -80,14 +80,14 @@ class PageTableUpdate(msgspec.Struct, frozen=True, gc=False):
 
 
 class PageMove(msgspec.Struct, frozen=True, gc=False):
-    """A page to copy between the device and the memory of the host.
+    """A page to copy between the device and the memory of the host, or to forget.
 
-    kind     store: device to host; load: host to device; clear: forget all pages in the host's memory
+    kind     store: device to host; load: host to device; drop: forget the page in `slot`; clear: forget all pages
     slot     place in the host's memory
     digest   of a page to store: of its prefix, so that another process can find it
     """
 
-    kind: Literal["store", "load", "clear"]
+    kind: Literal["store", "load", "drop", "clear"]
     page_id: int = 0
     slot: int = 0
     digest: bytes = b""
@@ -97,7 +97,7 @@ class PageMove(msgspec.Struct, frozen=True, gc=False):
 class SchedulerOutput:
     """One step for the device: decode rows (one token each, and drafts) first, then prefill chunks.
 
-    Only a step without chunks has drafts.
+    Only a step without chunks has drafts. A step without rows only moves pages.
     """
 
     step: int
@@ -117,6 +117,12 @@ class SchedulerOutput:
     @property
     def masked(self) -> bool:
         return any(row.masked for row in self.rows)
+
+    @property
+    def admitted_ids(self) -> list[str]:
+        """Return the ids of the requests that get a slot in this step."""
+        slots = {init.slot for init in self.slot_inits}
+        return [row.request_id for row in self.rows if row.slot in slots] if slots else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,4 +176,8 @@ class Runner(Protocol):
 
     def num_compiles(self) -> int:
         """Number of XLA compilations since the runner was ready. Normally 0."""
+        ...
+
+    def close(self) -> None:
+        """Give back files and threads. No step may follow. A second call does nothing."""
         ...

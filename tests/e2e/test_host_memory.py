@@ -49,7 +49,7 @@ def test_pages_are_loaded_instead_of_computed(compile_cache: str) -> None:
     assert stats.details["host_pages_loaded"] > NUM_PAGES and stats.compiles == 0
     plan = engine.info.memory_plan
     assert plan["num_host_pages"] * plan["host_page_bytes"] <= 64 * 2**20
-    engine.runner.close()
+    engine.close()
 
 
 def test_a_new_engine_finds_the_pages_in_the_file(compile_cache: str, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_new_engine_finds_the_pages_in_the_file(compile_cache: str, tmp_path: 
     expected = ask(engine, texts)
     with pytest.raises(ConfigError, match="another server uses this directory"):
         make(compile_cache, **keys)
-    engine.runner.close()
+    engine.close()
 
     engine = make(compile_cache, **keys)
     file = engine.runner.host.file
@@ -67,7 +67,7 @@ def test_a_new_engine_finds_the_pages_in_the_file(compile_cache: str, tmp_path: 
     wait_until(lambda: len(file.checked) == len(file.to_check), "every page is checked")
     assert ask(engine, texts) == expected
     assert computed(engine) < 0.6 * sum(map(len, texts)), "the pages that were never evicted are gone"
-    engine.runner.close()
+    engine.close()
 
     (path,) = (tmp_path / "pages").iterdir()
     data = np.fromfile(path, np.uint8)
@@ -76,7 +76,30 @@ def test_a_new_engine_finds_the_pages_in_the_file(compile_cache: str, tmp_path: 
     engine = make(compile_cache, **keys)
     assert ask(engine, texts) == expected
     assert computed(engine) == sum(map(len, texts)) and engine.core.stats().details["host_pages_loaded"] == 0
-    engine.runner.close()
+    engine.close()
+
+
+def test_a_flush_empties_the_file_at_once_and_later_pages_are_kept(compile_cache: str, tmp_path: Path) -> None:
+    keys = {"host_memory": "64MiB", "disk": str(tmp_path / "pages")}
+    engine = make(compile_cache, **keys)
+    texts = prompts(engine)
+    expected = ask(engine, texts)
+    engine.core.flush_prefix_cache()
+    engine.close()
+    engine.close()
+
+    engine = make(compile_cache, **keys)  # `close` has unlocked the file
+    assert engine.runner.host.file is not None and engine.runner.host.file.to_check == []
+    ask(engine, texts)
+    engine.core.flush_prefix_cache()
+    assert ask(engine, texts) == expected
+    engine.close()
+
+    engine = make(compile_cache, **keys)
+    assert len(engine.runner.host.file.to_check) > NUM_PAGES
+    wait_until(lambda: len(engine.runner.host.file.checked) == len(engine.runner.host.file.to_check), "checked")
+    assert ask(engine, texts) == expected and engine.core.stats().details["host_pages_loaded"] > NUM_PAGES
+    engine.close()
 
 
 def test_no_page_of_other_weights_is_found(compile_cache: str, tmp_path: Path) -> None:
@@ -88,11 +111,11 @@ def test_no_page_of_other_weights_is_found(compile_cache: str, tmp_path: Path) -
     other, count = ask(engine, texts), computed(engine)
     assert count == 2 * sum(map(len, texts)) and other != expected
     assert ask(engine, texts) == other, "from pages of the new weights"
-    engine.runner.close()
+    engine.close()
 
     engine = make(compile_cache, **keys)
     assert ask(engine, texts) == expected and engine.core.stats().details["host_pages_loaded"] == 0
-    engine.runner.close()
+    engine.close()
 
 
 @pytest.mark.parametrize(

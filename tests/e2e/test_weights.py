@@ -255,6 +255,26 @@ def test_updates_while_paused_and_asleep(engine: Engine, expected: list[Any], or
         assert answers(engine) == originals
 
 
+def test_a_wake_that_fails_keeps_the_pages_of_the_cache(
+    engine: Engine, originals: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(engine)
+    cached = engine.core.scheduler.stats().num_pages_cached
+    engine.control.sleep(1, tags=["weights"])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", fail)
+        with pytest.raises(ServerError, match="the engine cannot wake"):
+            engine.wake()
+    assert engine.control.state()["asleep"] == ["weights"]
+    engine.wake()
+    assert engine.core.scheduler.stats().num_pages_cached == cached > 0
+    assert answers(engine) == originals
+
+
 def test_asleep(engine: Engine, originals: list[Any]) -> None:
     """Level 1 gives back what was; level 2 waits for an update. Requests that come meanwhile wait."""
     held, own = live_bytes(), sum(leaf.nbytes for leaf in jax.tree.leaves((engine.runner.caches, engine.runner.leaves)))

@@ -45,6 +45,9 @@ class RandomRunner:
     def num_compiles(self) -> int:
         return 0
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 @pytest.mark.parametrize(("policy", "count"), [("fcfs", 5000), ("lpm", 1000), ("priority", 1000)])
 def test_thousands_of_requests_on_a_small_pool(policy: str, count: int) -> None:

@@ -85,6 +85,9 @@ class FaultyRunner:
     def num_compiles(self) -> int:
         return self.inner.num_compiles()
 
+    def close(self) -> None:
+        self.inner.close()
+
 
 class FailingStep:
     """A step that was dispatched and fails later: at its masks, or where it is read."""

@@ -116,22 +116,81 @@ def test_pages_that_are_overwritten_after_they_were_found_are_not_loaded() -> No
     assert [move.page_id for move in cache.tier.take_moves()] == [6]
 
 
-def test_clear_drop_and_recover() -> None:
+def test_clear_and_drop() -> None:
     cache = Cache(4)
     cache.insert([1, 2, 3, 4])
     cache.insert([5, 6])
     node = cache.radix.match_prefix("", [1, 2, 3, 4], 2)
-    cache.evict(3)
+    slots = {move.slot for move in cache.evict(3)}
     cache.tier.drop(node)
-    assert cache.find([1, 2, 3, 4]) == [] and len(cache.find([5, 6])) == 1
-    cache.tier.load(cache.find([5, 6]), [3])
+    found = cache.find([5, 6])
+    assert cache.find([1, 2, 3, 4]) == [] and len(found) == 1
+    drops = cache.tier.take_moves()
+    assert {move.kind for move in drops} == {"drop"}, "a later process must not find them"
+    assert len(drops) == 2 and {move.slot for move in drops} < slots
+    cache.tier.load(found, [3])
     cache.tier.clear()
     assert cache.find([5, 6]) == [] and [move.kind for move in cache.tier.take_moves()] == ["load", "clear"]
     cache.insert([5, 6])
+    assert cache.evict(1)[0].digest == found[0], "later processes find what is stored after a flush"
+
+
+def test_a_page_that_is_dropped_takes_all_that_was_computed_from_it() -> None:
+    cache = Cache(8)
+    cache.insert([1, 2, 3, 4, 5, 6])
+    cache.insert([1, 2, 7, 8])
+    cache.insert([5, 6])
+    node = cache.radix.match_prefix("", [1, 2, 3, 4], 2)
+    cache.evict(5)
+    cache.tier.drop(node)
+    assert len(cache.tier.take_moves()) == 4 and cache.tier.num_pages == 1
+    cache.insert([1, 2])
+    cache.evict(1)
+    assert len(cache.find([1, 2, 7, 8])) == 1, "the pages behind it are gone, too"
+
+
+def test_what_is_checked_after_a_drop_or_a_flush_stays_away() -> None:
+    for flush in (False, True):
+        old, cache = Cache(4), Cache(4)
+        old.insert([1, 2, 3, 4])
+        old.insert([5, 6])
+        digests = {move.slot: move.digest for move in old.evict(3)}
+        checked: deque[tuple[int, bytes | None]] = deque()
+        cache.tier.restore(digests, checked)
+        cache.insert([1, 2])
+        if flush:
+            cache.tier.clear()
+        else:
+            cache.tier.drop(cache.radix.match_prefix("", [1, 2], 1))
+        checked.extend(digests.items())
+        assert cache.find([1, 2, 3, 4]) == [] and len(cache.find([5, 6])) == (not flush)
+        assert sum(move.kind == "drop" for move in cache.tier.take_moves()) == 3 - (not flush)
+
+
+def test_a_lost_device_takes_only_the_copies_on_their_way() -> None:
+    cache = Cache(8)
+    for first in (1, 3, 5, 7):
+        cache.insert([first, first + 1])
+    cache.evict(1)
+    cache.evict(1)
+    lost = cache.evict(1)
+    cache.tier.load(cache.find([1, 2]), [7])
     cache.radix.evict(1)
+    cache.tier.drop(Node((1, 2), 0, Node("", -1, None)))
     cache.tier.recover()
-    assert cache.tier.take_moves() == [] and cache.tier.num_pages == 0
-    cache.tier.check_integrity(4)
+    assert {move.kind for move in cache.tier.take_moves()} == {"drop"}, "those of the drop, and of what is lost"
+    assert cache.tier.num_pages == 0 and lost
+    cache.insert([1, 2])
+    cache.evict(1)
+    cache.tier.take_moves()
+    cache.tier.take_moves()
+    cache.tier.recover()
+    assert len(cache.find([1, 2])) == 1 and cache.tier.take_moves() == []
+    cache.tier.check_integrity(8)
+
+
+def test_a_slot_is_counted_once() -> None:
+    cache = Cache(4)
     with pytest.raises(AssertionError, match="a slot is lost"):
         cache.tier.check_integrity(5)
 
@@ -143,10 +202,11 @@ def test_a_digest_is_of_the_whole_prefix() -> None:
     tier = HostTier(1, PAGE)
     digests = {tier.digest(page) for page in pages}
     assert len(digests) == 6 and all(len(digest) == 32 for digest in digests)
+    assert len({digest[:8] for digest in digests}) == 3, "of the first page"
     again = Node((3, 4), 9, Node((1, 2), 9, Node("", -1, None)))
     assert HostTier(1, PAGE).digest(again) == pages[3].digest, "so another process finds the page"
     again = Node((3, 4), 9, Node((1, 2), 9, Node("", -1, None)))
-    tier.clear()
+    tier.clear(new_weights=True)
     assert tier.digest(again) != pages[3].digest, "the weights may be other ones"
 
 
@@ -175,4 +235,4 @@ def test_nothing_is_stored_while_every_slot_is_checked() -> None:
     assert cache.evict(1) == [] and cache.tier.num_pages == 0
     checked.append((0, None))
     cache.insert([1, 2])
-    assert len(cache.evict(1)) == 1
+    assert [move.kind for move in cache.evict(1)] == ["drop", "store"]

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fcntl
+import os
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import jax
+import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.runtime.pages.host_pool import HostPool
 from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig, fingerprint
+from jaxserve.types.step import PageMove
 from tests.waiting import wait_until
 
 PAGE = 1000  # bytes
+RECORDS = 4096  # offset of the first record
 
 
 def digest(number: int) -> bytes:
@@ -70,14 +80,14 @@ def test_a_flipped_bit_is_a_lost_page(file: PageFile, tmp_path: Path) -> None:
     assert found(tmp_path) == {0: digest(1), 1: None, 2: digest(3)}
 
 
-def test_a_flipped_bit_of_a_record_is_another_prefix_or_a_lost_page(file: PageFile, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_record_is_a_lost_page(file: PageFile, tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     for bit in range(0, 40 * 8, 7):  # the first record
         data = bytearray(whole)
-        data[bit // 8] ^= 1 << bit % 8
+        data[RECORDS + bit // 8] ^= 1 << bit % 8
         path.write_bytes(data)
-        assert found(tmp_path).get(0) != digest(1) or bit >= 36 * 8, "a flag that is still set"
+        assert found(tmp_path).get(0) is None or bit >= 36 * 8, "a flag that is still set"
 
 
 def test_a_page_that_is_half_written_is_not_found(tmp_path: Path) -> None:
@@ -119,6 +129,99 @@ def test_one_server_at_a_time(tmp_path: Path) -> None:
     file.close()
 
 
+def test_files_of_others_stay(file: PageFile, tmp_path: Path) -> None:
+    (ours,) = tmp_path.iterdir()
+    (tmp_path / "telephone.pages").write_bytes(b"yellow")
+    (tmp_path / "empty.pages").touch()
+    (tmp_path / "directory.pages").mkdir()
+    (tmp_path / "link.pages").symlink_to(ours)
+    opened(tmp_path, "other").close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"telephone.pages", "empty.pages", "directory.pages", "link.pages", "other-4-1000.pages"}
+
+
+def test_two_models_that_start_at_once_keep_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one removes the file between the moments when it is made and when it is locked."""
+    flock, files = fcntl.flock, []
+
+    def late(file: int, operation: int) -> None:
+        if not files:
+            files.append(None)
+            files.append(opened(tmp_path, "other"))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    file = opened(tmp_path)
+    write(file, 0, 1)
+    file.close()
+    files[1].close()
+    assert {path.name.split("-")[0] for path in tmp_path.iterdir()} >= {"model"}
+    assert found(tmp_path) == {0: digest(1)}
+
+
+def test_a_start_waits_for_another_that_looks_at_its_file(file: PageFile, tmp_path: Path) -> None:
+    (path,) = tmp_path.iterdir()
+    other = os.open(path, os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    threading.Timer(0.05, os.close, [other]).start()
+    assert found(tmp_path) == {0: digest(1), 1: digest(2), 2: digest(3)}
+
+
+def test_a_file_is_closed_once_and_at_once(file: PageFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, checks = threading.Event(), []
+
+    def slow(*_: object) -> int:
+        checks.append(gate.wait())
+        return 0
+
+    monkeypatch.setattr(zlib, "crc32", slow)
+    file = opened(tmp_path)
+    threading.Timer(0.5, gate.set).start()
+    file.close()
+    file.close()
+    assert len(file.to_check) == 3 and len(file.checked) < 3 and len(checks) == 2, "of a digest and its page"
+    monkeypatch.undo()
+    assert found(tmp_path) == {0: digest(1), 1: digest(2), 2: digest(3)}
+
+
+class Transfer:
+    """Pages of the device: page i holds i, in one array."""
+
+    def gather(self, caches: object, page_ids: Sequence[int]) -> Iterator[tuple[Any, int]]:
+        yield (jax.numpy.full((8, PAGE), np.array([*page_ids, *[0] * 8][:8])[:, None], np.uint8),), len(page_ids)
+
+
+def pool_of(directory: Path) -> HostPool:
+    page = (jax.ShapeDtypeStruct((1, PAGE), np.uint8),)
+    return HostPool(cast(Any, Transfer()), page, 4, PageFileConfig(directory, "model"))
+
+
+def stored(number: int, slot: int) -> PageMove:
+    return PageMove("store", number, slot, digest(number))
+
+
+def test_a_slot_that_is_stored_twice_in_a_step_has_the_last_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, ends = pool_of(tmp_path), []
+    assert pool.file is not None
+    monkeypatch.setattr(pool.file, "end", lambda *given: ends.append(given))
+    pool.move((), [stored(1, 0), stored(2, 1), stored(3, 0)])
+    pool.settle()
+    assert ends == [([0, 1], [digest(3), digest(2)])]
+    assert pool.file.rows[0][0] == 3
+    pool.close()
+
+
+def test_dropped_pages_are_not_found_by_a_later_process(tmp_path: Path) -> None:
+    pool = pool_of(tmp_path)
+    pool.move((), [stored(1, 0), stored(2, 1), stored(3, 2)])
+    pool.move((), [stored(4, 3), PageMove("drop", slot=0), PageMove("drop", slot=3), stored(5, 0)])
+    pool.settle()
+    pool.close()
+    assert found(tmp_path) == {0: digest(5), 1: digest(2), 2: digest(3)}
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -127,8 +230,13 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "a file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"cache\.disk: .* cannot be used"):
         opened(tmp_path / "a file")
+    (tmp_path / "model-2-1000.pages").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"cache\.disk: model-2-1000\.pages is there and no file of KV pages"):
+        opened(tmp_path, num_slots=2)
+    assert (tmp_path / "model-2-1000.pages").read_bytes() == b"mine"
     with pytest.raises(ConfigError, match=r"cache\.disk: no room for"):
         opened(tmp_path, num_slots=2**44)
+    assert not list(tmp_path.glob(f"model-{2**44}*")), "what was made for it is removed"
 
 
 def test_the_fingerprint_changes_with_the_files_and_the_form(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ class CompileCounter:
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
+        self._closed = False
         self._lock = threading.Lock()
         monitoring.register_event_duration_secs_listener(self._on_event)
 
@@ -92,7 +93,10 @@ class CompileCounter:
                 self.seconds += duration_secs
 
     def close(self) -> None:
-        monitoring.unregister_event_duration_listener(self._on_event)
+        """Stop counting. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            monitoring.unregister_event_duration_listener(self._on_event)
 
     def __enter__(self) -> CompileCounter:
         return self

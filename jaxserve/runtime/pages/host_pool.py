@@ -55,7 +55,7 @@ class HostPool:
             elif kind == "load":
                 caches = self._transfer.fill(caches, page_ids, self._load([move.slot for move in run]))
             else:
-                self._forget_all()
+                self._forget(None if kind == "clear" else [move.slot for move in run])
         return caches
 
     def warm_up(self, caches: Caches) -> Caches:
@@ -77,34 +77,39 @@ class HostPool:
 
     def _copy_oldest(self) -> None:
         moves, pages = self._pending.popleft()
-        slots, file = [move.slot for move in moves], self.file
+        places = {move.slot: i for i, move in enumerate(moves)}  # of a slot that is stored twice only the last counts
+        slots, kept, file = list(places), list(places.values()), self.file
 
         def copy(target: np.ndarray, source: jax.Array) -> None:
-            target[slots] = np.asarray(source)[: len(slots)]
+            target[slots] = np.asarray(source)[kept]
 
         if file is not None:
             file.begin(slots)
         jax.tree.map(copy, self._arrays, pages)
         if file is not None:
-            file.end(slots, [move.digest for move in moves])
+            file.end(slots, [moves[i].digest for i in kept])
 
     def _load(self, slots: list[int]) -> Any:
         """Return the pages in `slots`: a pytree of numpy [n, ...]."""
         self.settle()
         return jax.tree.map(lambda array: array[slots], self._arrays)
 
-    def _forget_all(self) -> None:
-        """Make sure that no later process finds a page of now."""
+    def _forget(self, slots: list[int] | None) -> None:
+        """Make sure that no later process finds the pages in `slots`, or any page of now if that is None."""
         self.settle()
-        if self.file is not None:
+        if self.file is None:
+            return
+        if slots is None:
             self.file.clear()
+        else:
+            self.file.begin(slots)
 
     def clear(self) -> None:
         """Forget what has not been copied: the device's state is lost."""
         self._pending.clear()
 
     def close(self) -> None:
-        """Give the file back."""
+        """Give the file back. No page may be moved afterwards."""
         if self.file is not None:
             self.file.close()
 

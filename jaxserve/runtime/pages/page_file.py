@@ -1,12 +1,15 @@
 """A file of KV pages that outlives the process, so that a new one finds the prefixes of the old one.
 
-The file has a record for each slot: the digest of the page's prefix and a checksum of its content. A thread writes the
-record after the content; until then the slot counts as empty. At the start a thread reads all pages and reports those
-whose content has the checksum of their record. So a page that was half written, or changed on the disk, is lost and
-never used.
+The file has a record for each slot: the digest of the page's prefix and a checksum of digest and content. A thread
+writes the record after the content; until then the slot counts as empty. At the start a thread reads all pages and
+reports those that have the checksum of their record. So a page or record that was half written, or changed on the disk,
+is lost and never used.
 
 The file's name is of the model, its weights and the form of a page. Other page files in the directory are removed,
-unless a running server has one open.
+unless a running server has one open. A file counts as one only if it begins as the files that are made here.
+
+Whoever opens a file by its name locks it, and then looks whether the name still is that file: another process may have
+removed it in between. Only the owner of the lock removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 import threading
+import time
 import zlib
 from collections import deque
 from dataclasses import dataclass
@@ -30,6 +35,8 @@ from jaxserve.errors import ConfigError
 
 _RECORD = np.dtype([("digest", np.uint8, 32), ("checksum", np.uint32), ("used", np.uint32)])
 _SUFFIX = ".pages"
+_HEAD = b"jaxserve pages 2"  # the first bytes of a file
+_CLAIM_TRIES = 100  # to lock a file, 10 ms apart: a server that starts locks the files of other models to remove them
 _FIX = "choose another directory, a smaller cache.host_memory, or leave cache.disk out"
 
 
@@ -50,24 +57,25 @@ class PageFile:
     """
 
     def __init__(self, config: PageFileConfig, num_slots: int, page_bytes: int) -> None:
-        self._records_bytes = -(-num_slots * _RECORD.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = self._records_bytes + num_slots * page_bytes
+        before = mmap.PAGESIZE * (1 + -(-num_slots * _RECORD.itemsize // mmap.PAGESIZE))  # the head and the records
+        size = before + num_slots * page_bytes
         name = f"{config.fingerprint}-{num_slots}-{page_bytes}{_SUFFIX}"
         self._file = _open(config, name, size)
         memory = mmap.mmap(self._file, size)
-        self._records = np.frombuffer(memory, _RECORD, num_slots)
-        rows = np.frombuffer(memory, np.uint8, num_slots * page_bytes, self._records_bytes)
+        self._records = np.frombuffer(memory, _RECORD, num_slots, mmap.PAGESIZE)
+        rows = np.frombuffer(memory, np.uint8, num_slots * page_bytes, before)
         self.rows = rows.reshape(num_slots, page_bytes)
         self.to_check: list[int] = np.flatnonzero(self._records["used"]).tolist()
         self.checked: deque[tuple[int, bytes | None]] = deque()
         self._lock = threading.Lock()  # held to change `used`
         self._versions = np.zeros(num_slots, np.uint64)  # of the content; counts changes since the start
         self._written: SimpleQueue[tuple[int, int, bytes] | None] = SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv page file", daemon=True)
         self._thread.start()
 
     def begin(self, slots: list[int]) -> None:
-        """Note that the content of slots will change: until `end` they count as empty."""
+        """Note that the content of slots, each there once, will change: until `end` they count as empty."""
         with self._lock:
             self._records["used"][slots] = 0
             self._versions[slots] += np.uint64(1)
@@ -84,7 +92,10 @@ class PageFile:
             self._versions += np.uint64(1)
 
     def close(self) -> None:
-        """Write the records that are due and unlock the file. The content stays readable."""
+        """Write the records that are due and unlock the file. The content stays readable. Can be called twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()  # pages that are not checked yet stay as they are
         self._written.put(None)
         self._thread.join()
         fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough: the mapping has a descriptor of its own
@@ -92,16 +103,22 @@ class PageFile:
 
     def _run(self) -> None:
         for slot in self.to_check:
+            if self._closing.is_set():
+                break
             record = self._records[slot]
-            sound = bool(record["used"]) and zlib.crc32(self.rows[slot]) == record["checksum"]
-            self.checked.append((slot, record["digest"].tobytes() if sound else None))
+            digest = record["digest"].tobytes()
+            sound = bool(record["used"]) and self._checksum(slot, digest) == record["checksum"]
+            self.checked.append((slot, digest if sound else None))
         while (written := self._written.get()) is not None:
             slot, version, digest = written
-            checksum = zlib.crc32(self.rows[slot])
+            checksum = self._checksum(slot, digest)
             self._records["digest"][slot] = np.frombuffer(digest, np.uint8)
             self._records["checksum"][slot] = checksum
             with self._lock:
                 self._records["used"][slot] = self._versions[slot] == version
+
+    def _checksum(self, slot: int, digest: bytes) -> int:
+        return zlib.crc32(self.rows[slot], zlib.crc32(digest))
 
 
 def fingerprint(model: Path, *form: object) -> str:
@@ -121,30 +138,57 @@ def _open(config: PageFileConfig, name: str, size: int) -> int:
             for other in os.listdir(directory.file(".")):
                 if other.endswith(_SUFFIX) and other != name:
                     _remove(other, directory.descriptor)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            file = os.open(name, flags, 0o600, dir_fd=directory.descriptor)
+            file = _claimed(name, directory.descriptor)
+            try:
+                os.posix_fallocate(file, 0, size)  # a write to a page without room would end the process
+            except OSError as error:
+                os.unlink(name, dir_fd=directory.descriptor)
+                os.close(file)
+                raise ConfigError(f"cache.disk: no room for {size} bytes: {error.strerror}", fix=_FIX) from None
     except CacheDirectoryError as error:
         raise ConfigError(f"cache.disk: {error}", fix=_FIX) from None
     except OSError as error:
         raise ConfigError(f"cache.disk: {config.directory}: {error.strerror}", fix=_FIX) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_fallocate(file, 0, size)  # a write to a page that the disk has no room for would end the process
-    except BlockingIOError:
-        os.close(file)
-        raise ConfigError("cache.disk: another server uses this directory for the same model", fix=_FIX) from None
-    except OSError as error:
-        os.close(file)
-        raise ConfigError(f"cache.disk: no room for {size} bytes: {error.strerror}", fix=_FIX) from None
     return file
 
 
+def _claimed(name: str, directory: int) -> int:
+    """Open and lock a page file; make it if needed. Raises ConfigError if it is in use, or another kind of file."""
+    for _ in range(_CLAIM_TRIES):
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+        if not _locks(file, name, directory):
+            os.close(file)
+            time.sleep(0.01)
+        elif os.fstat(file).st_size and not _is_ours(file):
+            os.close(file)
+            raise ConfigError(f"cache.disk: {name} is there and no file of KV pages", fix=_FIX)
+        else:
+            os.pwrite(file, _HEAD, 0)
+            return file
+    raise ConfigError("cache.disk: another server uses this directory for the same model", fix=_FIX)
+
+
 def _remove(name: str, directory: int) -> None:
-    """Remove a page file unless a running server has it open."""
+    """Remove a page file unless a running server has it open. Files that were not made here stay."""
     with contextlib.suppress(OSError):
+        if not stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            return
         file = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(name, dir_fd=directory)
+            if _is_ours(file) and _locks(file, name, directory):
+                os.unlink(name, dir_fd=directory)
         finally:
             os.close(file)
+
+
+def _is_ours(file: int) -> bool:
+    return os.pread(file, len(_HEAD), 0) == _HEAD
+
+
+def _locks(file: int, name: str, directory: int) -> bool:
+    """Lock an open file. Returns False if another process has locked it, or if `name` is another file by now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file), os.stat(name, dir_fd=directory, follow_symlinks=False))
+    except (BlockingIOError, FileNotFoundError):
+        return False
