@@ -19,7 +19,7 @@ from benchmarks.floors import measure_machine
 from jaxserve.models.loading.encode import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
-from jaxserve.ops.moe import Experts, moe
+from jaxserve.ops.moe import ExpertWeights, moe
 from jaxserve.ops.quantized import Quantized
 
 FORMS = ("float32", "bfloat16", "int8", "int4", "mxfp4")
@@ -41,7 +41,7 @@ def in_form(w: np.ndarray, form: str) -> jax.Array | Quantized:
     return Quantized(jnp.asarray(values), jnp.asarray(scales))
 
 
-def milliseconds(x: jax.Array, ids: jax.Array, experts: Experts, *, kernel: bool) -> float:
+def milliseconds(x: jax.Array, ids: jax.Array, experts: ExpertWeights, *, kernel: bool) -> float:
     """Time one layer: x float32 [T, D], ids int32 [T, K]."""
     product = Products(native=kernel).of_experts(x.dtype, experts.gate_up, experts.down)
     weights = jnp.full(ids.shape, 1 / ids.shape[1], jnp.float32)
@@ -66,7 +66,7 @@ def main() -> None:
     count, ffn, model = options.experts, options.ffn, options.model
     gate_up, down = (rng.standard_normal(shape, np.float32) for shape in ((count, ffn, 2, model), (count, model, ffn)))
     for form in FORMS:
-        experts = Experts(in_form(gate_up, form), in_form(down, form))
+        experts = ExpertWeights(in_form(gate_up, form), in_form(down, form))
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(experts)) / count
         for rows in options.rows:
             ids = np.stack([rng.permutation(count)[: options.choices] for _ in range(rows)])

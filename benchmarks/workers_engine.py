@@ -91,7 +91,7 @@ def main() -> None:
     channel = SocketChannel(sys.argv[1], zmq.Context())
     SharedState(Path(sys.argv[1]) / STATE)
     vocab_size = Tokenizer.from_directory(MODEL).vocab_size
-    channel.send(Located(str(MODEL), str(MODEL)))
+    channel.send(Located(str(MODEL)))
     channel.send(Ready(info(vocab_size)))
     TokenEngine(channel, vocab_size).run(float(os.environ[STEP_SECONDS]))
 

@@ -42,8 +42,8 @@ from jaxserve.types.messages import (
     FromEngine,
     Located,
     Outputs,
-    Refused,
     Reply,
+    RequestRefused,
     WaitingRequest,
 )
 from jaxserve.types.output import FinishReason, TokenOutput
@@ -308,7 +308,7 @@ class AsyncEngine:
 
     # -- messages from the engine --------------------------------------------------------------------------
 
-    def _handle(self, message: FromEngine | Refused) -> None:
+    def _handle(self, message: FromEngine | RequestRefused) -> None:
         match message:
             case Outputs(outputs, stats, admitted):
                 if admitted:
@@ -321,11 +321,11 @@ class AsyncEngine:
                     self._sender.settle()
                 if stats is not None:
                     self._stats = stats
-            case Located(_, tokenizer_dir):
+            case Located(tokenizer_dir):
                 self.located = message
                 if self._tokenizer is None:
                     self._tokenizer = Tokenizer.from_directory(tokenizer_dir)
-            case Refused() if (sequence := self._live.get(message.request_id)) is not None:
+            case RequestRefused() if (sequence := self._live.get(message.request_id)) is not None:
                 self._end_with_error(sequence, message.error())
             case Reply():
                 self._calls.take(message)

@@ -25,7 +25,7 @@ from jaxserve.types.messages import (
     FromEngine,
     MessageError,
     Ready,
-    Refused,
+    RequestRefused,
     Stop,
     ToEngine,
     decode_from_engine,
@@ -52,7 +52,7 @@ class EngineLink(Protocol):
 
     def send(self, message: ToEngine) -> None: ...
 
-    async def receive(self) -> FromEngine | EngineState | Refused:
+    async def receive(self) -> FromEngine | EngineState | RequestRefused:
         """Return the next message. Raises EngineDeadError if the engine has ended and no message is left."""
         ...
 

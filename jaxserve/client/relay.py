@@ -4,7 +4,7 @@ To the worker it looks like an engine that never dies: its requests become live 
 which sends them again to a new engine. Their tokens go to the worker as they are.
 
     worker  --Add · Abort · Reply-->  Relay  -->  AsyncEngine  -->  engine
-            <--Located · Ready · EngineState · Outputs · Refused · Call--
+            <--Located · Ready · EngineState · Outputs · RequestRefused · Call--
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from jaxserve.types.messages import (
     MessageError,
     Outputs,
     Ready,
-    Refused,
     Reply,
+    RequestRefused,
     ToWorker,
     decode_from_worker,
     encode,
@@ -119,7 +119,7 @@ class Relay:
         if isinstance(item, HTTPError):
             self._sequences.pop(worker_id, None)
             self._flush()
-            self._send(Refused.of(worker_id, item))
+            self._send(RequestRefused.of(worker_id, item))
             return
         if item.finish_reason is not None:
             self._sequences.pop(worker_id, None)
@@ -159,7 +159,7 @@ class Relay:
             self._engine.submit(sequences, message)
         except HTTPError as error:
             for request in requests:
-                self._send(Refused.of(request.request_id, error))
+                self._send(RequestRefused.of(request.request_id, error))
             return
         self._sequences |= {sequence.engine_id: sequence for sequence in sequences}
 

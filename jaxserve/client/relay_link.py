@@ -22,8 +22,8 @@ from jaxserve.types.messages import (
     Call,
     EngineState,
     FromEngine,
-    Refused,
     Reply,
+    RequestRefused,
     ToEngine,
     ToWorker,
     decode_to_worker,
@@ -52,7 +52,7 @@ class RelayLink:
     def send(self, message: ToEngine | Reply) -> None:
         self._stream.send(encode(message))
 
-    async def receive(self) -> FromEngine | EngineState | Refused:
+    async def receive(self) -> FromEngine | EngineState | RequestRefused:
         while isinstance(message := await self._messages.get(), Call):
             task = asyncio.create_task(self._answer(message))
             self._answering.add(task)

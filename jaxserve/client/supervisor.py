@@ -22,7 +22,7 @@ from typing import Literal
 from jaxserve.client.link import EngineLink
 from jaxserve.client.watchdog import LOOK_INTERVAL, Watchdog
 from jaxserve.errors import ConfigError, EngineDeadError
-from jaxserve.types.messages import EngineInfo, EngineState, Failed, FromEngine, Progress, Ready, Refused
+from jaxserve.types.messages import EngineInfo, EngineState, Failed, FromEngine, Progress, Ready, RequestRefused
 
 # seconds before each consecutive restart; after the last one the engine stays dead
 RESTART_DELAYS = (0.0, 0.5, 2.0, 10.0, 30.0)
@@ -83,7 +83,7 @@ class Supervisor:
         link: EngineLink,
         *,
         watchdog: float,
-        on_message: Callable[[FromEngine | Refused], None],
+        on_message: Callable[[FromEngine | RequestRefused], None],
         on_ready: Callable[[EngineInfo], None],
         on_death: Callable[[EngineDeadError], Death],
         on_end: Callable[[EngineDeadError], None],
@@ -168,7 +168,7 @@ class Supervisor:
         while True:
             self._handle(await self._link.receive())
 
-    def _handle(self, message: FromEngine | EngineState | Refused) -> None:
+    def _handle(self, message: FromEngine | EngineState | RequestRefused) -> None:
         match message:
             case Progress(phase, done, total, unit):
                 name: Phase = "restarting" if self._was_ready else "loading"

@@ -78,7 +78,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     send(Progress("model files"))
     directory = locate(config)
     tokenizer_dir = _tokenizer_dir(config, directory)
-    send(Located(str(directory), str(tokenizer_dir)))
+    send(Located(str(tokenizer_dir)))
     send(Progress("devices"))
     mesh = make_mesh(config.mesh.device, data=config.mesh.data, tensor=config.mesh.tensor, expert=config.mesh.expert)
     phases.end("devices")

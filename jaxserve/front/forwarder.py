@@ -38,7 +38,7 @@ class Forwarder:
         if body == b"" and "model" not in request.query_params and _OBJECT.fullmatch(scope["path"]):
             wanted = self._places(wanted[0])
         for resident in wanted:
-            answer = Answer(scope, send, hold_missing=resident is not wanted[-1])
+            answer = ForwardedAnswer(scope, send, hold_missing=resident is not wanted[-1])
             await self._pass_on(resident, request, answer, body)
             if not answer.is_missing:
                 return
@@ -48,7 +48,7 @@ class Forwarder:
         loaded = [each for each in self._residents.all if each.state == "loaded"]
         return loaded if default in loaded else [*loaded, default]
 
-    async def _pass_on(self, resident: Resident, request: Request, answer: Answer, body: bytes | None) -> None:
+    async def _pass_on(self, resident: Resident, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
         """Raises ModelEndedError, NotReadyError and ClientDisconnected if nothing has been answered."""
         loaded = self._residents.acquire(resident)
         # to wait for a disconnect would lose a body that was not read
@@ -79,7 +79,7 @@ def _with_id(scope: Scope) -> Scope:
     return {**scope, "headers": [*headers, (b"x-request-id", scope["state"]["request_id"].encode("latin-1"))]}
 
 
-class Answer:
+class ForwardedAnswer:
     """The answer of a model's process on its way to the client.
 
     hold_missing: do not send a 404, because another model may have the object

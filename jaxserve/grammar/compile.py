@@ -22,7 +22,7 @@ import msgspec
 
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES
-from jaxserve.grammar.worker import Cancel, Check, Setup, Verdict
+from jaxserve.grammar.worker import Cancel, Check, GrammarSetup, Verdict
 from jaxserve.transport.child_frames import frame
 from jaxserve.transport.child_process import child_environment, python_command
 from jaxserve.types.sampling import GrammarSpec
@@ -61,7 +61,7 @@ class GrammarCompiler:
         limits: CompileLimits | None = None,
     ) -> None:
         self.limits = limits or CompileLimits()
-        self._setup = Setup(
+        self._setup = GrammarSetup(
             tokenizer_json=tokenizer_json,
             vocab_size=vocab_size,
             eos_token_ids=list(eos_token_ids),

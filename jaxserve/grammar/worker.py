@@ -1,8 +1,8 @@
 """The process that compiles grammars for the first time: `python -m jaxserve.grammar.worker`.
 
-Reads frames (4 bytes of length, big-endian, then msgpack) from stdin and writes frames to stdout. The first frame is
-a Setup. Each Check runs in a forked child with time and memory limits enforced by the kernel. A bad schema can only
-exhaust or crash its own child. Forking shares the tokenizer, which is built once.
+Reads frames (4 bytes of length, big-endian, then msgpack) from stdin and writes frames to stdout. The first frame is a
+GrammarSetup. Each Check runs in a forked child with time and memory limits enforced by the kernel. A bad schema can
+only exhaust or crash its own child. Forking shares the tokenizer, which is built once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_GRAMMAR_BYTES = 4 << 20  # of a grammar as sent to the engine; escapes make 
 PIECE = 1 << 16  # bytes per read
 
 
-class Setup(msgspec.Struct, tag=True):
+class GrammarSetup(msgspec.Struct, tag=True):
     """wall_seconds and cpu_seconds limit one check; memory_bytes is what it may use beside the tokenizer."""
 
     tokenizer_json: str
@@ -119,8 +119,8 @@ class _Child:
         self.data = bytearray()
 
 
-class _Server:
-    def __init__(self, setup: Setup, stdin: BinaryIO, stdout: int) -> None:
+class _GrammarServer:
+    def __init__(self, setup: GrammarSetup, stdin: BinaryIO, stdout: int) -> None:
         self.setup, self.stdin, self.stdout = setup, stdin, stdout
         self.tokenizer = build_tokenizer(setup.tokenizer_json, setup.vocab_size, setup.eos_token_ids)
         self.children: dict[int, _Child] = {}  # by the read end of the pipe
@@ -199,14 +199,14 @@ class _Server:
 
 
 def main() -> None:
-    """Read the Setup from stdin and serve."""
+    """Read the GrammarSetup from stdin and serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process after draining
     os.nice(5)  # checks share the cores with the engine
     stdin, stdout = take_pipes()
     body = read_frame(stdin)
     if body is None:
         return
-    _Server(msgspec.msgpack.decode(body, type=Setup), stdin, stdout).run()
+    _GrammarServer(msgspec.msgpack.decode(body, type=GrammarSetup), stdin, stdout).run()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,21 @@ class Encoder(nnx.Module):
 class TextClassifier(Encoder):
     """An encoder with a classification head."""
 
+    @property
+    @abstractmethod
+    def encoder(self) -> Encoder:
+        """The encoder without the head."""
+
+    def __call__(
+        self,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+        seconds: jax.Array | None = None,
+        linear: Products = Products(),
+    ) -> jax.Array:
+        """Encode a batch of texts, see `Encoder`."""
+        return self.encoder(token_ids, lengths, seconds, linear)
+
     @abstractmethod
     def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
         """Compute the head's numbers from hidden [R, L, D] -> float32 [R, labels]."""

@@ -14,8 +14,7 @@ from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.layers import MLP, GatedActivation
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
-from jaxserve.ops.moe import Experts as ExpertWeights
-from jaxserve.ops.moe import moe
+from jaxserve.ops.moe import ExpertWeights, moe
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 

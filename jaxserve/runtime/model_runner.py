@@ -314,6 +314,7 @@ class ModelRunner:
         self._run_hidden(output, bucket)
 
         def sample(bitmask: np.ndarray | None, late: Collection[int]) -> Verified:
+            """Run `verify`. bitmask: int32 [tokens, W] or None; late: indices of the rows without a mask."""
             self._num_dispatches += 1
             mask, arrays = self._no_mask[bucket] if bitmask is None else bitmask, (self.leaves, self.state, self.hidden)
             self.state, verified = self._verification.run(arrays, output.rows, bucket, mask, late)

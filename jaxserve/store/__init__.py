@@ -6,11 +6,11 @@ from jaxserve.store.records import (
     BatchError,
     BatchRecord,
     BatchStatus,
+    BatchUsage,
     FileRecord,
     LineResult,
     NewBatch,
     Page,
-    Usage,
 )
 from jaxserve.store.sqlite.disk import Disk
 from jaxserve.store.store import Store, Upload
@@ -23,6 +23,7 @@ __all__ = [
     "BatchLine",
     "BatchRecord",
     "BatchStatus",
+    "BatchUsage",
     "Disk",
     "FileRecord",
     "LineResult",
@@ -30,7 +31,6 @@ __all__ = [
     "Page",
     "Store",
     "Upload",
-    "Usage",
     "Validation",
     "Validator",
     "normalize_url",

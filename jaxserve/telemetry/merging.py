@@ -16,7 +16,7 @@ _COUNTED = ("counter", "histogram")
 SampleData = tuple[str, dict[str, str], float]  # name, labels, value
 
 
-class Family(TypedDict):
+class MetricFamily(TypedDict):
     """One metric as plain data."""
 
     name: str
@@ -25,7 +25,7 @@ class Family(TypedDict):
     samples: list[SampleData]
 
 
-Families = list[Family]
+Families = list[MetricFamily]
 
 
 def read_families(registry: Collector | CollectorRegistry) -> Families:
@@ -48,7 +48,7 @@ def counted(families: Families) -> Families:
 
 def merge_families(readings: Iterable[Families]) -> Families:
     """Add up the metrics of several processes, the main process first."""
-    merged: dict[str, Family] = {}
+    merged: dict[str, MetricFamily] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for families in readings:
         for family in families:

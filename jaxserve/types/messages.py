@@ -8,7 +8,7 @@ Nothing else crosses the private socket and nothing is unpickled. A frame that d
 With `server.workers`, the same messages connect the workers to the main process, and some more:
 
     worker       --FromWorker-->  Add · Abort · Reply
-                 <--ToWorker--    Located · Ready · EngineState · Outputs · Refused · Call
+                 <--ToWorker--    Located · Ready · EngineState · Outputs · RequestRefused · Call
 """
 
 from __future__ import annotations
@@ -199,7 +199,6 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class Located(msgspec.Struct, frozen=True, tag="located"):
     """Checkpoint and tokenizer are in local directories. The API process may load its tokenizer."""
 
-    model_dir: str
     tokenizer_dir: str
 
 
@@ -244,7 +243,7 @@ class EngineState(msgspec.Struct, frozen=True, tag="state"):
     detail: str = ""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The error that ends a sequence of a worker. kind: the class of the error"""
 
     request_id: str
@@ -255,7 +254,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     limit: str = ""
 
     @classmethod
-    def of(cls, request_id: str, error: HTTPError) -> Refused:
+    def of(cls, request_id: str, error: HTTPError) -> RequestRefused:
         limit = error.limit if isinstance(error, QueueFullError) else ""
         return cls(request_id, type(error).__name__, error.message, error.param, error.code, limit)
 
@@ -289,7 +288,7 @@ def weight(message: ToEngine) -> int:
 
 FromEngine = Located | Progress | Ready | Failed | Outputs | Reply
 FromWorker = Add | Abort | Reply
-ToWorker = Located | Ready | EngineState | Outputs | Refused | Call
+ToWorker = Located | Ready | EngineState | Outputs | RequestRefused | Call
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUEST = msgspec.msgpack.Decoder(EngineRequest)

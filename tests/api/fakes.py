@@ -139,7 +139,7 @@ class FakeLink:
             self.become_ready()
 
     def become_ready(self) -> None:
-        self._messages.put_nowait(Located(str(DEMO), str(DEMO)))
+        self._messages.put_nowait(Located(str(DEMO)))
         self._messages.put_nowait(Ready(self.info))
 
     async def receive(self) -> FromEngine:

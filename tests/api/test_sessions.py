@@ -131,7 +131,7 @@ def test_a_streaming_session_goes_on_from_its_last_whole_turn(server: LiveServer
             if not leaves:
                 server.call(lambda: [server.link._abort(each) for each in list(server.link.running)])
                 assert '"type":"abort"' in "".join(lines)
-        server.wait(lambda: not server.app.state.server.live.matching(""), "the turn did not end")
+        server.wait(lambda: not server.app.state.server.live._running, "the turn did not end")
         server.link.delay = 0
         assert said(server, rid, A, id=name) == before + A
     server.post("/close_session", {"session_id": name})

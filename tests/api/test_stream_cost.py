@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from jaxserve.api.generate.generation import PromptTask, coalesce
-from jaxserve.api.respond.chat_output import Joined as JoinedChat
-from jaxserve.api.respond.completion_output import Joined as JoinedCompletion
+from jaxserve.api.respond.chat_output import JoinedMessage
+from jaxserve.api.respond.completion_output import JoinedText
 from jaxserve.api.respond.details import RoutedExperts
 from jaxserve.api.respond.native_output import NativeChoice
 from jaxserve.api.shared.sessions import Session, SessionTurn
@@ -38,7 +38,7 @@ TEXTS = TokenTexts(Tokenizer.from_directory(DEMO))
 
 
 def chat(count: int) -> None:
-    joined = JoinedChat(0)
+    joined = JoinedMessage(0)
     logprobs = {"content": ENTRIES, "refusal": None}
     for _ in range(count):
         joined.add({"index": 0, "delta": {"content": TEXT}, "logprobs": logprobs, "token_ids": IDS})
@@ -46,7 +46,7 @@ def chat(count: int) -> None:
 
 
 def chat_call(count: int) -> None:
-    joined = JoinedChat(0)
+    joined = JoinedMessage(0)
     joined.add({"delta": {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "f"}}]}, "logprobs": None})
     for _ in range(count):
         delta = {"tool_calls": [{"index": 0, "function": {"arguments": TEXT}}]}
@@ -55,7 +55,7 @@ def chat_call(count: int) -> None:
 
 
 def completion(count: int) -> None:
-    joined = JoinedCompletion()
+    joined = JoinedText()
     arrays = dict.fromkeys(("tokens", "token_logprobs", "top_logprobs", "text_offset"), ENTRIES)
     for _ in range(count):
         joined.add({"index": 0, "text": TEXT, "logprobs": arrays, "token_ids": IDS, "finish_reason": None})

@@ -30,7 +30,7 @@ class HandLink:
         self.messages: asyncio.Queue[FromEngine | None] = asyncio.Queue()
 
     async def start(self) -> None:
-        self.messages.put_nowait(Located(str(DEMO), str(DEMO)))
+        self.messages.put_nowait(Located(str(DEMO)))
         self.messages.put_nowait(Ready(self.info))
 
     async def receive(self) -> FromEngine:

@@ -27,7 +27,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 def build(channel: Channel) -> BuiltEngine:
     """Two milliseconds a step, so that there is a middle."""
-    channel.send(Located(str(DEMO), str(DEMO)))
+    channel.send(Located(str(DEMO)))
     core = make_core(small_config(num_pages=256))
     core.runner = FaultyRunner(core.runner, lambda output: time.sleep(0.002))
     return BuiltEngine(core, demo_info(Tokenizer.from_directory(DEMO)), lambda spec: Future())

@@ -30,7 +30,7 @@ PROMPTS: list[Any] = [[1, 2, 3], [9, 8], [5]]
 
 def make_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
     def build(config: Config, send: Callable[[Any], None], seed: int = 0) -> BuiltEngine:
-        send(Located(str(DEMO), str(DEMO)))
+        send(Located(str(DEMO)))
         return BuiltEngine(
             make_core(small_config(), **options), demo_info(Tokenizer.from_directory(DEMO)), lambda spec: Future()
         )

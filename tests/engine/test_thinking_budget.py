@@ -52,7 +52,7 @@ class CoreLink:
         self.sent: list[ToEngine] = []
 
     async def start(self) -> None:
-        self.messages += [Located(str(DEMO), str(DEMO)), Ready(demo_info(TOKENIZER))]
+        self.messages += [Located(str(DEMO)), Ready(demo_info(TOKENIZER))]
 
     async def receive(self) -> FromEngine:
         while not self.messages:

@@ -72,7 +72,7 @@ def free_pages() -> int:
 
 
 def build(config: Config, send: Send) -> BuiltEngine:
-    send(Located(str(DEMO), str(DEMO)))
+    send(Located(str(DEMO)))
     found = free_pages()
     pages = found if config.cache.num_pages == "auto" else config.cache.num_pages
     scheduler = dataclasses.replace(CONFIG, num_pages=pages)

@@ -33,7 +33,7 @@ SCHEDULER = small_config(
 
 
 def build(channel: Channel) -> BuiltEngine:
-    channel.send(Located(str(DEMO), str(DEMO)))
+    channel.send(Located(str(DEMO)))
     info = demo_info(Tokenizer.from_directory(DEMO))
     return BuiltEngine(make_core(SCHEDULER), info, lambda spec: Future())
 

@@ -32,7 +32,7 @@ def serving(queue_timeout: float | None = None, **keys: Any) -> Iterator[Running
     steps = itertools.count()
 
     def build(channel: Channel) -> BuiltEngine:
-        channel.send(Located(str(DEMO), str(DEMO)))
+        channel.send(Located(str(DEMO)))
         core = make_core(small_config(max_num_seqs=1, queue_timeout=queue_timeout))
         core.runner = FaultyRunner(core.runner, lambda output: time.sleep(STEP) if next(steps) > QUICK_STEPS else None)
         info = msgspec.structs.replace(demo_info(Tokenizer.from_directory(DEMO)), max_num_seqs=1, max_model_len=128)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxserve.ops.moe import Activation, Experts
+from jaxserve.ops.moe import Activation, ExpertWeights
 
 
 def moe_reference(
-    x: jax.Array, expert_ids: jax.Array, expert_weights: jax.Array, experts: Experts, activation: Activation
+    x: jax.Array, expert_ids: jax.Array, expert_weights: jax.Array, experts: ExpertWeights, activation: Activation
 ) -> jax.Array:
     """As `moe`, in float32: E / K times the work."""
     w = jax.tree.map(lambda a: a.astype(jnp.float32), experts)

@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.loading.encode import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
-from jaxserve.ops.moe import Experts, _grouped_ragged_dot, _grouped_tiles, moe
+from jaxserve.ops.moe import ExpertWeights, _grouped_ragged_dot, _grouped_tiles, moe
 from jaxserve.ops.quantized import Quantized
 from tests.ops.moe_reference import moe_reference
 
@@ -20,13 +20,13 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def make_experts(count: int, ffn: int, model: int, bias: bool, seed: int = 0) -> Experts:
+def make_experts(count: int, ffn: int, model: int, bias: bool, seed: int = 0) -> ExpertWeights:
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32)
 
-    return Experts(
+    return ExpertWeights(
         draw(count, ffn, 2, model),
         draw(count, model, ffn),
         draw(count, ffn, 2) if bias else None,

@@ -10,7 +10,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.loading.encode import encode, pack
 from jaxserve.ops import native
 from jaxserve.ops.linear import linear
-from jaxserve.ops.moe import Experts, moe
+from jaxserve.ops.moe import ExpertWeights, moe
 from jaxserve.ops.quantized import Quantized
 
 RNG = np.random.default_rng(0)
@@ -108,8 +108,8 @@ def test_linear_and_experts_are_those_of_the_wide_numbers(kind: str) -> None:
     ids = jnp.asarray(RNG.integers(0, 4, (7, 2)), jnp.int32)
     share = jnp.full((7, 2), 0.5, jnp.float32)
     mix = jax.jit(lambda e: moe(x, ids, share, e, lambda gate, up: jax.nn.silu(gate) * up))
-    want = mix(Experts(gate_up.astype(jnp.float32), down.astype(jnp.float32)))
-    np.testing.assert_allclose(mix(Experts(gate_up, down)), want, rtol=1e-4, atol=1e-3)
+    want = mix(ExpertWeights(gate_up.astype(jnp.float32), down.astype(jnp.float32)))
+    np.testing.assert_allclose(mix(ExpertWeights(gate_up, down)), want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.006), ("fp8", 0.04), ("int4", 0.12)])

@@ -142,7 +142,7 @@ def test_sampled_tokens_are_counted_for_the_penalties() -> None:
     first = tokens(run(logits, state))
     state = slots.append_tokens(state, jnp.zeros(1, jnp.int32), jnp.asarray(first))
     assert (first[0], tokens(run(logits, state))[0]) == (5, 6)
-    assert int(state.num_outputs[0]) == 1 and int(state.last_token[0]) == 5
+    assert int(state.num_outputs[0]) == 1 and int(state.recent[0, -1]) == 5
 
 
 def test_token_counts_saturate() -> None:

@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError, InvalidValueError
 from jaxserve.text.template.chat_template import RESERVED, ChatTemplate
 from jaxserve.text.template.renderer import Renderer
 from jaxserve.text.template.sandbox import RenderBudget, TemplateEnvironment
-from jaxserve.text.template.template_worker import Conversation
+from jaxserve.text.template.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 
 # The published target cannot be Python's: Hammer prints a list, which looks different in JavaScript; SmolLM3 prints
@@ -24,7 +24,7 @@ USER = [{"role": "user", "content": "hi"}]
 def rendered(renderer: Renderer | None, messages: Any = USER, **fields: Any) -> str:
     """In this process."""
     assert renderer is not None
-    text = renderer.render_here(Conversation(messages, **fields))
+    text = renderer.render_here(TemplateInput(messages, **fields))
     assert text is not None
     return text
 

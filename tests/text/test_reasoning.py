@@ -10,7 +10,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
 from jaxserve.text.reasoning import REASONING_FAMILIES, ThinkParser
 from jaxserve.text.template.renderer import Renderer
-from jaxserve.text.template.template_worker import Conversation
+from jaxserve.text.template.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tools import ToolSet
 from tests.text.whole_outputs import ParsedOutput, parse_whole
@@ -236,7 +236,7 @@ def test_prompt_of_a_real_template_opens_or_closes(shared_data: Any) -> None:
     assert template is not None
     choice = choose_parsers(template.source)
     assert choice == ParserChoice("hermes", "qwen3") and choice.think_tags is not None
-    conversation = Conversation([{"role": "user", "content": "<think>"}], kwargs={"enable_thinking": False})
+    conversation = TemplateInput([{"role": "user", "content": "<think>"}], kwargs={"enable_thinking": False})
     prompt = template.render_here(conversation)
     assert prompt is not None
     assert not choice.think_tags.opened_by(prompt)

@@ -19,7 +19,7 @@ from jaxserve.text.template.plain_template import MAX_CHARS, MAX_SECONDS
 from jaxserve.text.template.renderer import LONG_BYTES, Renderer
 from jaxserve.text.template.sandbox import RenderLimitError
 from jaxserve.text.template.template_process import TemplateProcess
-from jaxserve.text.template.template_worker import Conversation, Setup
+from jaxserve.text.template.template_worker import TemplateInput, TemplateSetup
 from jaxserve.text.tokenizer import Tokenizer
 from tests.waiting import LAST_RESORT
 
@@ -38,7 +38,7 @@ COSTLY = [
 
 
 def process(source: str) -> TemplateProcess:
-    made = TemplateProcess(Setup(source, None, {}, ["<|im_end|>"], cpu_seconds=0.3, memory_bytes=128 << 20))
+    made = TemplateProcess(TemplateSetup(source, None, {}, ["<|im_end|>"], cpu_seconds=0.3, memory_bytes=128 << 20))
     made.wall_seconds = LAST_RESORT
     return made
 
@@ -54,7 +54,7 @@ def demo() -> Iterator[Renderer]:
 @pytest.mark.parametrize("messages", [HELLO, CALLS])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_both_places_write_the_same_prompt(demo: Renderer, messages: Any, tools: Any) -> None:
-    conversation = Conversation(messages, tools, kwargs={"enable_thinking": True, "huge": 10**30})
+    conversation = TemplateInput(messages, tools, kwargs={"enable_thinking": True, "huge": 10**30})
     here = demo.render_here(conversation)
     assert here is not None and here == demo.render(conversation)
 
@@ -62,7 +62,7 @@ def test_both_places_write_the_same_prompt(demo: Renderer, messages: Any, tools:
 def test_what_has_no_room_on_the_stack_is_for_the_worker(demo: Renderer) -> None:
     """At every depth of the caller's stack the answer is the whole prompt, or that a worker has to tell it."""
     call = CALL | {"function": {"name": "f", "arguments": '{"a":' + "[" * 60 + "]" * 60 + "}"}}
-    conversation = Conversation([HELLO[0], {"role": "assistant", "content": None, "tool_calls": [call]}], TOOLS)
+    conversation = TemplateInput([HELLO[0], {"role": "assistant", "content": None, "tool_calls": [call]}], TOOLS)
     expected = demo.render(conversation)
 
     def below(depth: int) -> str | None:
@@ -74,7 +74,7 @@ def test_what_has_no_room_on_the_stack_is_for_the_worker(demo: Renderer) -> None
 
 
 def test_both_places_refuse_alike(demo: Renderer) -> None:
-    conversation = Conversation([{"role": "nobody", "content": "x"}])
+    conversation = TemplateInput([{"role": "nobody", "content": "x"}])
     messages = set()
     for render in (demo.render_here, demo.render):
         with pytest.raises(InvalidValueError, match="Unknown role") as caught:
@@ -86,13 +86,13 @@ def test_both_places_refuse_alike(demo: Renderer) -> None:
 def test_no_worker_runs_before_it_is_needed() -> None:
     renderer = Renderer.load(Tokenizer.from_directory(DEMO))
     assert renderer is not None
-    assert renderer.render_here(Conversation(HELLO)) and renderer.process.pid is None
+    assert renderer.render_here(TemplateInput(HELLO)) and renderer.process.pid is None
 
 
 def test_a_long_conversation_delays_no_short_one() -> None:
     renderer = Renderer.load(Tokenizer.from_directory(DEMO))
     assert renderer is not None
-    conversation = Conversation(HELLO)
+    conversation = TemplateInput(HELLO)
     try:
         short = renderer.render(conversation, LONG_BYTES)
         assert renderer.long_process.pid is None, "it is started when it is needed"
@@ -110,11 +110,11 @@ def test_what_costs_too_much_is_an_error_and_the_next_is_rendered(source: str) -
     """One worker in two templates: the costly one is behind a word in a message."""
     worker = process("{% if messages[0].content == 'now' %}" + source + "{% endif %}fine")
     try:
-        assert worker.render(Conversation(HELLO)) == "fine"
+        assert worker.render(TemplateInput(HELLO)) == "fine"
         with pytest.raises(InvalidValueError) as caught:
-            worker.render(Conversation([{"role": "user", "content": "now"}]))
+            worker.render(TemplateInput([{"role": "user", "content": "now"}]))
         assert caught.value.param == "messages"
-        assert worker.render(Conversation(HELLO)) == "fine"
+        assert worker.render(TemplateInput(HELLO)) == "fine"
     finally:
         worker.stop()
 
@@ -128,9 +128,9 @@ def test_a_worker_without_a_processor_is_ended_and_started_again() -> None:
         os.kill(first, signal.SIGSTOP)
         worker.wall_seconds = 0.2
         with pytest.raises(InvalidValueError, match="too long"):
-            worker.render(Conversation(HELLO))
+            worker.render(TemplateInput(HELLO))
         worker.wall_seconds = LAST_RESORT
-        assert worker.render(Conversation(HELLO)).startswith("hi <")
+        assert worker.render(TemplateInput(HELLO)).startswith("hi <")
         assert worker.pid != first
     finally:
         worker.stop()
@@ -143,7 +143,7 @@ def test_a_worker_that_ended_while_idle_is_replaced() -> None:
         assert worker._process is not None
         worker._process.kill()
         worker._process.wait()
-        assert worker.render(Conversation(HELLO)).startswith("hi <")
+        assert worker.render(TemplateInput(HELLO)).startswith("hi <")
     finally:
         worker.stop()
 
@@ -159,8 +159,8 @@ def test_an_exchange_that_breaks_off_leaves_no_answer_to_the_next(monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(template_process, "_receive", interrupted)
             with pytest.raises(MemoryError):
-                worker.render(Conversation([{"role": "user", "content": "a secret"}]))
-        assert worker.render(Conversation([{"role": "user", "content": "another's"}])) == "another's"
+                worker.render(TemplateInput([{"role": "user", "content": "a secret"}]))
+        assert worker.render(TemplateInput([{"role": "user", "content": "another's"}])) == "another's"
     finally:
         worker.stop()
 
@@ -168,7 +168,7 @@ def test_an_exchange_that_breaks_off_leaves_no_answer_to_the_next(monkeypatch: p
 def test_why_a_worker_does_not_start_is_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
     worker = process("{{ messages[0].content }}{% if %} a secret of the operator")
     with pytest.raises(ServerError) as caught:
-        worker.render(Conversation(HELLO))
+        worker.render(TemplateInput(HELLO))
     assert "does not parse" not in caught.value.message
     assert "does not parse" in caplog.text
 
@@ -245,7 +245,7 @@ def test_what_grows_is_refused_here_within_the_time(source: str) -> None:
 
 
 def test_a_long_prompt_is_for_the_worker(demo: Renderer) -> None:
-    conversation = Conversation([{"role": "user", "content": "a" * MAX_CHARS}])
+    conversation = TemplateInput([{"role": "user", "content": "a" * MAX_CHARS}])
     assert demo.render_here(conversation) is None
     assert len(demo.render(conversation)) > MAX_CHARS
 

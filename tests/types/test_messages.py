@@ -47,7 +47,7 @@ TO_ENGINE: list[ToEngine] = [
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [
-    Located("model", "tokenizer"),
+    Located("tokenizer"),
     Progress("weights", 1, 2, "bytes"),
     Failed("cause", "fix"),
     Outputs(

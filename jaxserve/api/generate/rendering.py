@@ -13,7 +13,7 @@ from jaxserve.api.tasks.chat import thinking
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.shield import SHIELD
-from jaxserve.text.template.template_worker import Conversation
+from jaxserve.text.template.template_worker import TemplateInput
 
 _TAIL_TOKENS = 64  # enough characters to see whether a prompt ends inside the reasoning
 
@@ -41,11 +41,11 @@ async def render(messages: ChatMessages, state: ServerState, changed: Mapping[st
     generation, continues = messages.add_generation_prompt, messages.continue_final_message
     generation = not continues if generation is None else generation
 
-    def conversation() -> Conversation:
+    def conversation() -> TemplateInput:
         tools = list(messages.tools) or None
         documents = list(messages.documents) if messages.documents is not None else None
         variables = {**messages.variables, **(changed or {})}
-        return Conversation(messages.make(), tools, documents, generation, continues, variables)
+        return TemplateInput(messages.make(), tools, documents, generation, continues, variables)
 
     size = messages.size
     if size <= INLINE_CHARS and (text := template.render_here(conversation())) is not None:

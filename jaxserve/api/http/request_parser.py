@@ -11,7 +11,7 @@ from typing import Protocol
 import httptools
 
 
-class Request(Protocol):
+class ParserCallbacks(Protocol):
     """What the parser's callbacks have collected of a request."""
 
     url: bytes
@@ -24,7 +24,7 @@ class RequestParser:
     While `upgrades` is true, the callbacks run for headers that will be parsed a second time.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: ParserCallbacks) -> None:
         self._request = request
         self._parser = _parser(request)
 
@@ -71,7 +71,7 @@ class RequestParser:
         return False
 
 
-def _parser(request: Request) -> httptools.HttpRequestParser:
+def _parser(request: ParserCallbacks) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(request)
     # A client that sent "Connection: close" may have sent more. It is dropped with the connection and is no error.
     parser.set_dangerous_leniencies(lenient_data_after_close=True)

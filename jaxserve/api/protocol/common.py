@@ -164,7 +164,7 @@ class SessionParams(Part):
     drop_previous_output: bool | None = Field(None, description="Continue from its prompt only, without its output.")
 
 
-class SamplingFields(Body):
+class CommonFields(Body):
     """Fields that chat/completions, completions and responses share. Null means absent."""
 
     temperature: limits.Temperature | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
@@ -176,22 +176,34 @@ class SamplingFields(Body):
     repetition_penalty: limits.RepetitionPenalty | None = Field(None, description="Default: the model's, else 1.")
     seed: limits.Seed | None = Field(None, description="The same seed gives the same tokens.")
     logit_bias: limits.LogitBias | None = Field(None, description="Token id -> added to its logit.")
-    allowed_token_ids: limits.TokenIds | None = Field(None, description="Only these tokens are sampled.")
-    bad_words: list[limits.StopText] | None = Field(
-        None, max_length=limits.MAX_BAD_WORDS, description="Texts that are never generated, also after a space."
-    )
     min_tokens: limits.TokenCountOrZero | None = Field(
         None, description="The output does not end before this many tokens. Default 0."
     )
     ignore_eos: bool | None = Field(None, description="Ignore the end-of-sequence token. Default false.")
+    stop_token_ids: limits.TokenIds | None = Field(
+        None, description="Tokens that end the output, in addition to the model's."
+    )
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    priority: limits.Priority | None = Field(
+        None, description="Lower values run earlier (policy: priority). Default 0."
+    )
+    cache_salt: limits.CacheSalt | None = Field(
+        None, description="Only requests with the same value share cached prefixes."
+    )
+
+
+class SamplingFields(CommonFields):
+    """Fields that chat/completions and completions share. Null means absent."""
+
+    allowed_token_ids: limits.TokenIds | None = Field(None, description="Only these tokens are sampled.")
+    bad_words: list[limits.StopText] | None = Field(
+        None, max_length=limits.MAX_BAD_WORDS, description="Texts that are never generated, also after a space."
+    )
     speculate: bool | None = Field(
         None, description="false: no speculation for this request. It changes the time of an answer, not its tokens."
     )
     stop: limits.StopText | limits.Stops | None = Field(
         None, description="Texts that end the output; at most 4,096 characters in total."
-    )
-    stop_token_ids: limits.TokenIds | None = Field(
-        None, description="Tokens that end the output, in addition to the model's."
     )
     stop_regex: limits.StopPattern | limits.StopPatterns | None = Field(
         None, description="RE2 patterns; the output ends where a match ends. The matched text stays."
@@ -200,7 +212,6 @@ class SamplingFields(Body):
         None, description="Keep the stop string or token that ended the output. Default false."
     )
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
-    skip_special_tokens: bool | None = Field(None, description="Default true.")
     spaces_between_special_tokens: bool | None = Field(None, description="Default true. Fast tokenizers add none.")
 
     watermark: bool | None = Field(
@@ -247,12 +258,6 @@ class SamplingFields(Body):
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
 
     user: str | None = Field(None, description="Ignored.")
-    priority: limits.Priority | None = Field(
-        None, description="Lower values run earlier (policy: priority). Default 0."
-    )
-    cache_salt: limits.CacheSalt | None = Field(
-        None, description="Only requests with the same value share cached prefixes."
-    )
     extra_key: limits.CacheSalt | None = Field(
         None, description="The same as cache_salt; if both are given, they are combined."
     )

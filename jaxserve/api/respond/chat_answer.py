@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from jaxserve.api.generate.planner import ChatPlan
-from jaxserve.api.respond.chat_output import ChatChoices, Joined
+from jaxserve.api.respond.chat_output import ChatChoices, JoinedMessage
 from jaxserve.api.respond.wire import ChunkWriter, Envelope
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.chat import ChatOptions
@@ -46,11 +46,11 @@ class ChatAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """Return the unstreamed answer."""
-        found: dict[int, Joined] = {}
+        found: dict[int, JoinedMessage] = {}
         async with aclosing(self._generation.outputs()) as outputs:
             async for _, output in outputs:
                 for chunk in self._choices.chunks(output):
-                    found.setdefault(chunk["index"], Joined(chunk["index"])).add(chunk)
+                    found.setdefault(chunk["index"], JoinedMessage(chunk["index"])).add(chunk)
                 if self._choices.complete:
                     break
         envelope = Envelope(self._generation.options.request_id, "chat.completion", self._model)

@@ -201,7 +201,7 @@ class ChatChoices:
         return [*chunks, self._chunk(choice, {}) | finish]
 
 
-class Joined:
+class JoinedMessage:
     """Join the chunks of one choice into an unstreamed answer, in linear time."""
 
     def __init__(self, index: int) -> None:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from jaxserve.api.generate.generation import Generation
-from jaxserve.api.respond.completion_output import CompletionChoices, Joined
+from jaxserve.api.respond.completion_output import CompletionChoices, JoinedText
 from jaxserve.api.respond.wire import ChunkWriter, Envelope
 from jaxserve.api.tasks.completion import CompletionOptions
 
@@ -41,13 +41,13 @@ class CompletionAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """Return the unstreamed answer."""
-        found: dict[int, Joined] = {}
+        found: dict[int, JoinedText] = {}
         scores: dict[int, list[float]] = {}
         async with aclosing(self._generation.outputs()) as outputs:
             async for number, output in outputs:
                 delta = self._choices.delta(number, output)
                 index = delta["index"]
-                found.setdefault(index, Joined()).add(delta)
+                found.setdefault(index, JoinedText()).add(delta)
                 scores.setdefault(index, []).extend(entry.logprob for entry in output.logprobs or ())
         self._cut_usage()
         ordered = [found[index].result() for index in sorted(found)]

@@ -97,7 +97,7 @@ def _without_watched(entry: TokenLogprobs | None) -> TokenLogprobs | None:
     return msgspec.structs.replace(entry, watched=[]) if entry is not None and entry.watched else entry
 
 
-class Joined:
+class JoinedText:
     """Join the deltas of one choice, in linear time."""
 
     def __init__(self) -> None:

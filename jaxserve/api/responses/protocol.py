@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.common import Body, Part, StructuredOutputs
+from jaxserve.api.protocol.common import CommonFields, Part, StructuredOutputs
 
 MAX_INPUT_ITEMS = 8192  # a turn of an agent is a call, its output and reasoning
 MAX_ITEM_PARTS = 4096
@@ -145,7 +145,7 @@ Include = Literal[
 ]
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(CommonFields):
     model: str | None = Field(None, description="Default: the first model served.")
     input: str | Annotated[list[InputItem], Field(max_length=MAX_INPUT_ITEMS)] | None = None
     instructions: str | Annotated[list[InputItem], Field(max_length=MAX_INSTRUCTION_ITEMS)] | None = Field(
@@ -160,8 +160,6 @@ class ResponsesRequest(Body):
     max_output_tokens: limits.TokenCount | None = Field(
         None, description="Of reasoning and answer. Default: the rest of the context."
     )
-    temperature: limits.Temperature | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
-    top_p: limits.TopP | None = Field(None, description="Default: the model's, else 1.")
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROB_CHOICES)] | None = Field(
         None, description="Shown if `include` has message.output_text.logprobs."
     )
@@ -190,28 +188,7 @@ class ResponsesRequest(Body):
     moderation: Any = Field(None, description="Ignored.")
     access_programs: Any = Field(None, description="Ignored.")
 
-    top_k: limits.TopK | None = Field(None, description="-1 and 0: off. Default: the model's, else off.")
-    min_p: limits.MinP | None = Field(None, description="Default: the model's, else 0.")
-    frequency_penalty: limits.AdditivePenalty | None = Field(None, description="Default 0.")
-    presence_penalty: limits.AdditivePenalty | None = Field(None, description="Default 0.")
-    repetition_penalty: limits.RepetitionPenalty | None = Field(None, description="Default: the model's, else 1.")
-    seed: limits.Seed | None = Field(None, description="The same seed gives the same tokens.")
-    logit_bias: limits.LogitBias | None = Field(None, description="Token id -> added to its logit.")
-    min_tokens: limits.TokenCountOrZero | None = Field(
-        None, description="The output does not end before this many tokens. Default 0."
-    )
-    ignore_eos: bool | None = Field(None, description="Ignore the end-of-sequence token. Default false.")
     stop: limits.StopText | limits.Stops | None = Field(None, description="Texts that end the output.")
-    stop_token_ids: limits.TokenIds | None = Field(
-        None, description="Tokens that end the output, in addition to the model's."
-    )
-    skip_special_tokens: bool | None = Field(None, description="Default true.")
     structured_outputs: StructuredOutputs | None = Field(None, description="text.format in vLLM's form.")
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: limits.Priority | None = Field(
-        None, description="Lower values run earlier (policy: priority). Default 0."
-    )
-    cache_salt: limits.CacheSalt | None = Field(
-        None, description="Only requests with the same value share cached prefixes."
-    )
     request_id: limits.Identifier | None = Field(None, description="For aborts and logs. Default: the response's id.")

@@ -14,7 +14,7 @@ from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import until_disconnect
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.scoring.pair_scores import PairScorer, check_scores_pairs
-from jaxserve.api.scoring.protocol import Reranked, RerankRequest, Scored, ScoreRequest
+from jaxserve.api.scoring.protocol import Reranked, RerankRequest, Scored, ScoreRequest, ScoringFields
 from jaxserve.api.scoring.task import rerank_task, score_task, scoring_options
 from jaxserve.api.shared.keys import caller_of
 from jaxserve.api.shared.state import server_state
@@ -27,13 +27,10 @@ router = APIRouter()
 @router.post("/rerank", include_in_schema=False)
 async def rerank(request: Request) -> Response:
     """Sort documents by their relevance to a query."""
-    state = server_state(request)
     body = await read_body(request, RerankRequest)
-    model = state.check_model(body.model)
-    check_scores_pairs(state.engine.info, model)
-    task, options = rerank_task(body), scoring_options(body, "rerank")
-    work = PairScorer(state, caller_of(request), options).scores(task)
-    scores, tokens = await until_disconnect(request, work)
+    model, scorer = _scorer(request, body, "rerank")
+    task = rerank_task(body)
+    scores, tokens = await until_disconnect(request, scorer.scores(task))
     order = sorted(range(len(scores)), key=lambda number: -scores[number])[: body.top_n or None]
     shows = body.return_documents is not False
     results = [
@@ -43,7 +40,7 @@ async def rerank(request: Request) -> Response:
     ]
     return json_response(
         {
-            "id": options.request_id,
+            "id": scorer.options.request_id,
             "model": model,
             "results": results,
             "usage": usage(tokens),
@@ -56,15 +53,19 @@ async def rerank(request: Request) -> Response:
 @router.post("/score", include_in_schema=False)
 async def score(request: Request) -> Response:
     """Score pairs of texts: one query with each document, or each query with its document."""
-    state = server_state(request)
     body = await read_body(request, ScoreRequest)
+    model, scorer = _scorer(request, body, "score")
+    scores, tokens = await until_disconnect(request, scorer.scores(score_task(body)))
+    data = [{"index": number, "object": "score", "score": value} for number, value in enumerate(scores)]
+    return json_response(listed(scorer.options.request_id, model, data, tokens))
+
+
+def _scorer(request: Request, body: ScoringFields, prefix: str) -> tuple[str, PairScorer]:
+    """Return the model's name and what scores. Raises a RequestError if the model is another or cannot score pairs."""
+    state = server_state(request)
     model = state.check_model(body.model)
     check_scores_pairs(state.engine.info, model)
-    task, options = score_task(body), scoring_options(body, "score")
-    work = PairScorer(state, caller_of(request), options).scores(task)
-    scores, tokens = await until_disconnect(request, work)
-    data = [{"index": number, "object": "score", "score": value} for number, value in enumerate(scores)]
-    return json_response(listed(options.request_id, model, data, tokens))
+    return model, PairScorer(state, caller_of(request), scoring_options(body, prefix))
 
 
 def listed(request_id: str, model: str, data: list[dict[str, Any]], tokens: int) -> dict[str, Any]:

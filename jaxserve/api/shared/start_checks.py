@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.api.shared.state import ServerState
 from jaxserve.errors import ConfigError, InvalidValueError
 from jaxserve.text.template.renderer import Renderer
-from jaxserve.text.template.template_worker import Conversation
+from jaxserve.text.template.template_worker import TemplateInput
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def check_template(state: ServerState) -> None:
 
 def _render(template: Renderer, tools: list[dict[str, Any]] | None) -> str:
     try:
-        conversation = Conversation(MESSAGES, tools)
+        conversation = TemplateInput(MESSAGES, tools)
         return template.render_here(conversation) or template.render(conversation)
     except InvalidValueError as error:
         what = "a conversation with tools" if tools else "a plain conversation"

@@ -33,7 +33,7 @@ from jaxserve.telemetry.tracing import Tracing
 from jaxserve.text.output.output_parser import ParserChoice, choose_parsers
 from jaxserve.text.pairs import PairEncoder
 from jaxserve.text.template.renderer import LONG_BYTES, Renderer
-from jaxserve.text.template.template_worker import Conversation
+from jaxserve.text.template.template_worker import TemplateInput
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,6 @@ class LiveRequests:
 
     def remove(self, signal: AbortSignal) -> None:
         self._running.pop(signal, None)
-
-    def matching(self, prefix: str, owner: str | None = None) -> list[str]:
-        """List the ids that begin with a prefix, of one owner's requests or of all."""
-        return sorted({request_id for _, request_id in self._find(prefix, owner)})
 
     def abort(self, prefix: str, owner: str | None = None) -> list[str]:
         """Abort the requests whose ids begin with a prefix, of one owner or of all; return their ids."""
@@ -195,7 +191,7 @@ class ServerState:
         if template is None:
             return False
         messages = [{"role": role, "content": text} for role, text in (("user", "Hello"), ("system", late))]
-        conversation = Conversation([*messages, {"role": "user", "content": "Hello"}])
+        conversation = TemplateInput([*messages, {"role": "user", "content": "Hello"}])
         try:
             return template is not None and late in (
                 template.render_here(conversation) or template.render(conversation)

@@ -17,13 +17,13 @@ from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from jaxserve.cache_directory import CacheDirectoryError, opened, user_cache
 from jaxserve.cli.checks.findings import Finding
+from jaxserve.cli.options.help import GIB
 from jaxserve.cli.serving.listening import bind, check_certificates
 from jaxserve.config import DEFAULT_STORE, Config, ModelSection, RuntimeSection, ServerSection, StoreSection
 from jaxserve.errors import ConfigError
 from jaxserve.model_directory import local_directory
 from jaxserve.version import __version__
 
-GIB = 2**30
 _NEEDED_MEMORY = 2 * GIB  # of the demo model's server
 _NEEDED_DISK = GIB  # for compiled programs, files and batches
 _HUB_SECONDS = 3.0

@@ -46,7 +46,7 @@ class Table(nnx.Module):
         return jnp.take(self.weight[...], index, axis=0, mode="clip")
 
 
-class Embeddings(nnx.Module):
+class BertEmbeddings(nnx.Module):
     """The sum of word, absolute position and token type embeddings, then LayerNorm."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
@@ -92,7 +92,7 @@ class Output(nnx.Module):
         return self.LayerNorm(residual + self.dense(x, linear))
 
 
-class AttentionBlock(nnx.Module):
+class BertAttention(nnx.Module):
     """The part that checkpoints call `attention`: `self` and `output`."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
@@ -117,7 +117,7 @@ class BertLayer(nnx.Module):
     """Attention and feed-forward, each with a LayerNorm after the residual."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        self.attention = AttentionBlock(config, dtype)
+        self.attention = BertAttention(config, dtype)
         self.intermediate = Intermediate(config, dtype)
         self.output = Output(config.intermediate_size, "ffn", config, dtype)
 
@@ -149,7 +149,7 @@ class BertModel(Encoder):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, pooler: bool = False) -> None:
         self.config = config
-        self.embeddings = Embeddings(config, dtype)
+        self.embeddings = BertEmbeddings(config, dtype)
         self.encoder = BertEncoder(config, dtype)
         self.pooler = Pooler(config, dtype) if pooler else None
 
@@ -181,15 +181,9 @@ class BertForSequenceClassification(TextClassifier):
         self.bert = BertModel(config, dtype, pooler=True)
         self.classifier = Linear((len(config.labels), config.hidden_size), (None, "embed"), dtype, bias=True)
 
-    def __call__(
-        self,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        seconds: jax.Array | None = None,
-        linear: Products = Products(),
-    ) -> jax.Array:
-        """Encode a batch of texts, see `Encoder`."""
-        return self.bert(token_ids, lengths, seconds, linear)
+    @property
+    def encoder(self) -> BertModel:
+        return self.bert
 
     def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
         """Compute the head's numbers from hidden [R, L, D] -> float32 [R, labels]."""

@@ -41,15 +41,9 @@ class RobertaForSequenceClassification(TextClassifier):
         self.roberta = BertModel(config, dtype)
         self.classifier = RobertaHead(config, dtype)
 
-    def __call__(
-        self,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        seconds: jax.Array | None = None,
-        linear: Products = Products(),
-    ) -> jax.Array:
-        """Encode a batch of texts, see `Encoder`."""
-        return self.roberta(token_ids, lengths, seconds, linear)
+    @property
+    def encoder(self) -> BertModel:
+        return self.roberta
 
     def scores(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
         """Compute the head's numbers from hidden [R, L, D] -> float32 [R, labels]."""

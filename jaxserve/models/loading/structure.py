@@ -30,7 +30,7 @@ class ModelStructure:
     specs: tuple[ParamSpec, ...]  # of the leaves, in order
 
     def bind(self, leaves: tuple[jax.Array, ...]) -> CausalLM:
-        """Make the module with these weights, one array per entry of `specs`, with its shape and dtype.
+        """Make the module with these weights: arrays [*spec.shape] of spec.dtype, one for each of `specs`.
 
         Inside a jitted function it costs only tracing time. Raises ModelLoadError for an encoder.
         """
@@ -40,7 +40,7 @@ class ModelStructure:
         return model
 
     def bind_encoder(self, leaves: tuple[jax.Array, ...]) -> Encoder:
-        """Make an encoder with these weights, one array per entry of `specs`, with its shape and dtype."""
+        """Make an encoder with these weights: arrays [*spec.shape] of spec.dtype, one for each of `specs`."""
         model = self._merge(leaves)
         assert isinstance(model, Encoder), self.config.architecture
         return model

@@ -27,12 +27,12 @@ from jaxserve.ops.linear import GroupedProduct
 from jaxserve.ops.quantized import Quantized
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> ffn input
-RowsFunction = Callable[[jax.Array, jax.Array, "Experts"], jax.Array]  # sorted rows [M, D], sizes [E] -> [M, D]
+RowsFunction = Callable[[jax.Array, jax.Array, "ExpertWeights"], jax.Array]  # sorted rows [M, D], sizes [E] -> [M, D]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Experts:
+class ExpertWeights:
     """Weights of E experts, which are converted to the rows' dtype. A bias is None if the model family has none."""
 
     gate_up: jax.Array | Quantized  # [E, F, 2, D]
@@ -45,7 +45,7 @@ def moe(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    experts: Experts,
+    experts: ExpertWeights,
     activation: Activation,
     product: GroupedProduct | None = None,
 ) -> jax.Array:
@@ -68,10 +68,10 @@ def moe(
     )
 
 
-def _specs(experts: Experts, axes: tuple[str, ...]) -> Experts:
-    """Return the PartitionSpec of each weight, in an Experts."""
+def _specs(experts: ExpertWeights, axes: tuple[str, ...]) -> ExpertWeights:
+    """Return the PartitionSpec of each weight, in an ExpertWeights."""
     expert, tensor = (name if name in axes else None for name in ("expert", "tensor"))
-    return Experts(
+    return ExpertWeights(
         gate_up=PartitionSpec(expert, tensor, None, None),  # type: ignore[arg-type]
         down=PartitionSpec(expert, None, tensor),  # type: ignore[arg-type]
         gate_up_bias=None if experts.gate_up_bias is None else PartitionSpec(expert, tensor, None),  # type: ignore
@@ -83,7 +83,7 @@ def _sharded(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    experts: Experts,
+    experts: ExpertWeights,
     *,
     activation: Activation,
     axes: tuple[str, ...],
@@ -91,7 +91,7 @@ def _sharded(
     first = lax.axis_index("expert") * experts.down.shape[0] if "expert" in axes else 0
     if "tensor" in axes and experts.down_bias is not None:  # added once: every device of the axis would add it
         bias = jnp.where(lax.axis_index("tensor") == 0, experts.down_bias, jnp.zeros_like(experts.down_bias))
-        experts = Experts(experts.gate_up, experts.down, experts.gate_up_bias, bias)
+        experts = ExpertWeights(experts.gate_up, experts.down, experts.gate_up_bias, bias)
     return lax.psum(_local(x, expert_ids, expert_weights, experts, _rows_function(activation, None), first), axes)
 
 
@@ -107,7 +107,7 @@ def _local(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    experts: Experts,
+    experts: ExpertWeights,
     run: RowsFunction,
     first: jax.Array | int,
 ) -> jax.Array:
@@ -128,7 +128,7 @@ def _local(
 
 
 def _grouped_products(
-    rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation, product: GroupedProduct
+    rows: jax.Array, sizes: jax.Array, experts: ExpertWeights, activation: Activation, product: GroupedProduct
 ) -> jax.Array:
     """Run rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are undefined."""
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
@@ -141,7 +141,7 @@ def _grouped_products(
     return out if experts.down_bias is None else out + jnp.take(experts.down_bias, expert, axis=0).astype(out.dtype)
 
 
-def _grouped_ragged_dot(rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
+def _grouped_ragged_dot(rows: jax.Array, sizes: jax.Array, experts: ExpertWeights, activation: Activation) -> jax.Array:
     return _grouped_products(rows, sizes, experts, activation, _ragged_dot)
 
 
@@ -156,7 +156,7 @@ def _ragged_dot(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array) -> jax
 TILE_ROWS = 8  # rows per product: enough to reuse an expert's weights once read, few enough that one row wastes little
 
 
-def _grouped_tiles(rows: jax.Array, sizes: jax.Array, experts: Experts, activation: Activation) -> jax.Array:
+def _grouped_tiles(rows: jax.Array, sizes: jax.Array, experts: ExpertWeights, activation: Activation) -> jax.Array:
     """Run rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are zero."""
     num_rows = rows.shape[0]
     starts = jnp.cumsum(sizes) - sizes
@@ -175,7 +175,7 @@ def _grouped_tiles(rows: jax.Array, sizes: jax.Array, experts: Experts, activati
     return lax.fori_loop(0, last_tile[-1], one, jnp.zeros_like(rows))
 
 
-def _expert(x: jax.Array, w: Experts, activation: Activation) -> jax.Array:
+def _expert(x: jax.Array, w: ExpertWeights, activation: Activation) -> jax.Array:
     """Apply one expert, weights without their first axis, to x [M, D] -> [M, D]."""
     y = lax.dot_general(x, w.gate_up.astype(x.dtype), (((1,), (2,)), ((), ())))
     if w.gate_up_bias is not None:

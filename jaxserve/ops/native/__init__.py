@@ -78,7 +78,7 @@ def matmul(x: jax.Array, w: Weight) -> jax.Array:
 
 
 def matmul_few(x: jax.Array, w: Weight) -> jax.Array:
-    """Do `matmul` for at most FEW rows of x, and faster.
+    """Do `matmul` for x [T, K] of at most FEW rows, and faster.
 
     It sums in another order than `matmul`, and for one row in another order than for more.
     """

@@ -159,6 +159,7 @@ class InterleavedLayout:
         rows = k if once else jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim)
 
         def put(pages: jax.Array, new: jax.Array) -> jax.Array:
+            """Write the rows new [T, 2 * KH, D or 1] into pages [P, page_size, 2 * KH, D or 1]."""
             return pages.at[page, offset].set(new, mode="drop", unique_indices=True)
 
         return jax.tree.map(put, cache, stored(rows, cache.dtype))

@@ -90,6 +90,7 @@ class TpuBackend:
         size = cache.shape[3]
 
         def take(leaf: jax.Array) -> jax.Array:
+            """Return the pages of leaf [P, 2, KH, page_size, D] -> [n, page_size, 2 * KH, D]."""
             pages = leaf.at[page_ids].get(mode="clip")  # [n, 2, KH, page_size, D]
             pages = pages if pages.shape[3] == size else pages.swapaxes(3, 4)
             num, kept, _, page_size, head_dim = pages.shape
@@ -101,6 +102,7 @@ class TpuBackend:
         """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
 
         def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            """Write new [n, page_size, 2 * KH, D] into leaf [P, 2, KH, page_size, D]."""
             num, page_size, rows, head_dim = new.shape
             kept = leaf.shape[1]
             parts = new.reshape(num, page_size, rows // kept, kept, head_dim).transpose(0, 3, 2, 1, 4)

@@ -61,6 +61,7 @@ class XlaBackend:
         half = jnp.arange(halves, dtype=jnp.int32)[None, :]
 
         def put(pages: jax.Array, new: jax.Array) -> jax.Array:
+            """Write the rows new [T, 2, KH, D] into pages [P, 2, page_size, KH * D]."""
             place = pages.at[page[:, None], half, offset[:, None]]
             return place.set(new.reshape(k.shape[0], halves, pages.shape[3]), mode="drop", unique_indices=True)
 
@@ -93,6 +94,7 @@ class XlaBackend:
         """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
 
         def take(leaf: jax.Array) -> jax.Array:
+            """Return the pages of leaf [P, 2, page_size, KH * D] -> [n, page_size, 2 * KH, D]."""
             pages = leaf.at[page_ids].get(mode="clip")  # [n, 2 or 1, page_size, KH * D]
             num, halves, page_size, width = pages.shape
             heads = pages.reshape(num, halves, page_size, num_kv_heads, width // num_kv_heads)
@@ -104,6 +106,7 @@ class XlaBackend:
         """See `Backend.import_pages`: page_ids int32 [n], pages [n, page_size, 2 * KH, D]."""
 
         def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            """Write new [n, page_size, 2 * KH, D] into leaf [P, 2, page_size, KH * D]."""
             num, page_size, rows, head_dim = new.shape
             count = leaf.shape[1]
             halves = new.reshape(num, page_size, rows // count, count, head_dim).transpose(0, 3, 1, 2, 4)

@@ -54,6 +54,7 @@ def read_tiles(
 
     def half(index: int) -> jax.Array:
         def take(leaf: jax.Array) -> jax.Array:
+            """Return this half of the pages of leaf [P, 2, page_size, KH * D] -> [*S, size, KH * D]."""
             halves = leaf.reshape(count * num_pages, page_size, leaf.shape[3])
             return halves.at[count * pages + index].get(mode="clip").reshape(*tile.shape, size, leaf.shape[3])
 

@@ -59,7 +59,10 @@ def sums() -> NumericCase:
 
 
 def products(linear: Callable[..., jax.Array], dtype: jnp.dtype) -> NumericCase:
-    """Make linear layers of 1, 7 and 65 rows, for which `linear` has different formulations. dtype: of activations"""
+    """Make linear layers of x [1, 131], [7, 131] and [65, 131], for which `linear` has different formulations.
+
+    dtype: of activations and weight [37, 131]
+    """
     weight = _whole_numbers((37, 131))
     rows = [_whole_numbers((count, 131), seed=count) for count in (1, 7, 65)]
 

@@ -63,10 +63,11 @@ def wrong_numbers(
     """Compile and run the cases on a device and describe each that differs from what is expected."""
     place = SingleDeviceSharding(device)
 
-    def shape(x: np.ndarray) -> jax.ShapeDtypeStruct:
+    def struct(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        """Return the shape [...], dtype and place of an input."""
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    programs = [Program(case.name, case.function, jax.tree.map(shape, case.inputs), options=options) for case in cases]
+    programs = [Program(case.name, case.function, jax.tree.map(struct, case.inputs), options=options) for case in cases]
     compiled = compile_all(programs, workers=workers)
     return [
         f"{case.name}: {problem}"

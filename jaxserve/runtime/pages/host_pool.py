@@ -81,6 +81,7 @@ class HostPool:
         slots, kept, file = list(places), list(places.values()), self.file
 
         def copy(target: np.ndarray, source: jax.Array) -> None:
+            """Copy the pages `kept` of source [n, ...] into the slots of target [num_slots, ...]."""
             target[slots] = np.asarray(source)[kept]
 
         if file is not None:

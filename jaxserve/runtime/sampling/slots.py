@@ -91,11 +91,6 @@ class SlotState:
         return self.position.shape[0]
 
     @property
-    def last_token(self) -> jax.Array:
-        """The last token of each slot, int32 [S]."""
-        return self.recent[:, -1]
-
-    @property
     def vocab_size(self) -> int:
         return self.token_counts.shape[1]
 

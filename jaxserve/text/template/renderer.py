@@ -6,7 +6,7 @@ from jaxserve.text.shield import Shield
 from jaxserve.text.template.chat_template import ChatTemplate, template_sources
 from jaxserve.text.template.sandbox import RenderLimitError
 from jaxserve.text.template.template_process import CPU_SECONDS, MEMORY_BYTES, TemplateProcess
-from jaxserve.text.template.template_worker import Conversation, Setup, render
+from jaxserve.text.template.template_worker import TemplateInput, TemplateSetup, render
 from jaxserve.text.tokenizer import Tokenizer
 
 LONG_BYTES = 64 * 1024  # of a body; to render so much takes a worker 40 ms
@@ -27,7 +27,7 @@ class Renderer:
         special = tokenizer.special_tokens_map()
         self._shield = Shield(tokenizer.special_texts)
         self._plain = ChatTemplate.load_plain(source, tools_source=tools_source, special_tokens=special)
-        setup = Setup(source, tools_source, special, tokenizer.special_texts, CPU_SECONDS, MEMORY_BYTES)
+        setup = TemplateSetup(source, tools_source, special, tokenizer.special_texts, CPU_SECONDS, MEMORY_BYTES)
         self.process = TemplateProcess(setup)
         self.long_process = TemplateProcess(setup)
         if self._plain is None:
@@ -42,7 +42,7 @@ class Renderer:
         sources = template_sources(tokenizer, override)
         return None if sources is None else cls(*sources, tokenizer)
 
-    def render_here(self, conversation: Conversation) -> str | None:
+    def render_here(self, conversation: TemplateInput) -> str | None:
         """The prompt of a small conversation, within 20 ms; None where only the worker may tell. Raises
         InvalidValueError for messages that the template refuses."""
         if self._plain is None:
@@ -52,7 +52,7 @@ class Renderer:
         except (RenderLimitError, RecursionError, MemoryError):  # a worker has more room
             return None
 
-    def render(self, conversation: Conversation, size: int = 0) -> str:
+    def render(self, conversation: TemplateInput, size: int = 0) -> str:
         """The prompt of any conversation. Blocks. Raises InvalidValueError for messages that the template refuses or
         that take too much.
 

@@ -19,7 +19,7 @@ import time
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidValueError, ServerError
-from jaxserve.text.template.template_worker import Conversation, Rendered, Setup
+from jaxserve.text.template.template_worker import Rendered, TemplateInput, TemplateSetup
 from jaxserve.transport.child_frames import HEAD_BYTES, frame_size, framed
 from jaxserve.transport.child_process import child_environment, python_command
 
@@ -38,7 +38,7 @@ class _Ended(Exception):
 class TemplateProcess:
     """Started when it is first needed, and again after it ended. Safe to use from several threads."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TemplateSetup) -> None:
         self.wall_seconds = WALL_SECONDS
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
@@ -54,7 +54,7 @@ class TemplateProcess:
         with self._lock:
             self._running()
 
-    def render(self, conversation: Conversation) -> str:
+    def render(self, conversation: TemplateInput) -> str:
         """The prompt's text. Raises InvalidValueError, also for one that takes too much time or memory."""
         try:
             body = msgspec.json.encode(conversation)

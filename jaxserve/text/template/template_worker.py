@@ -1,8 +1,8 @@
 """The process in which any chat template may be rendered: `python -m jaxserve.text.template.template_worker`.
 
-It reads frames from stdin and writes one to stdout for each. The first is a Setup, answered once the template is
-compiled; each further one is a Conversation. The kernel limits each of them: if one needs too much memory, the answer
-is an error; if it takes too much CPU time, the kernel ends this process.
+It reads frames from stdin and writes one to stdout for each. The first is a TemplateSetup, answered once the template
+is compiled; each further one is a TemplateInput. The kernel limits each of them: if one needs too much memory, the
+answer is an error; if it takes too much CPU time, the kernel ends this process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxserve.text.template.chat_template import ChatTemplate
 from jaxserve.transport.child_frames import framed, limit_memory, read_frame, take_pipes, write
 
 
-class Setup(msgspec.Struct):
+class TemplateSetup(msgspec.Struct):
     """special_texts: what users' texts must not say. cpu_seconds: of each step, the template's compilation too."""
 
     source: str
@@ -32,7 +32,7 @@ class Setup(msgspec.Struct):
     memory_bytes: int
 
 
-class Conversation(msgspec.Struct):
+class TemplateInput(msgspec.Struct):
     """What `ChatTemplate.render` takes, in the client's own texts."""
 
     messages: list[dict[str, Any]]
@@ -44,14 +44,14 @@ class Conversation(msgspec.Struct):
 
 
 class Rendered(msgspec.Struct):
-    """error: a RequestError's message, or the Setup's; `param` is its field."""
+    """error: a RequestError's message, or the TemplateSetup's; `param` is its field."""
 
     text: str = ""
     error: str | None = None
     param: str | None = None
 
 
-def render(template: ChatTemplate, shield: Shield, conversation: Conversation) -> str:
+def render(template: ChatTemplate, shield: Shield, conversation: TemplateInput) -> str:
     """The prompt's text. Raises InvalidValueError."""
     return template.render(
         shield.value(conversation.messages),
@@ -63,8 +63,8 @@ def render(template: ChatTemplate, shield: Shield, conversation: Conversation) -
     )
 
 
-class _Server:
-    def __init__(self, setup: Setup) -> None:
+class _TemplateServer:
+    def __init__(self, setup: TemplateSetup) -> None:
         self.setup = setup
         self.shield = Shield(setup.special_texts)
         tools = setup.tools_source
@@ -74,7 +74,7 @@ class _Server:
         """Render one conversation; an error becomes a message."""
         signal.setitimer(signal.ITIMER_PROF, self.setup.cpu_seconds)
         try:
-            return Rendered(render(self.template, self.shield, msgspec.json.decode(body, type=Conversation)))
+            return Rendered(render(self.template, self.shield, msgspec.json.decode(body, type=TemplateInput)))
         except RequestError as error:
             return Rendered(error=error.message, param=error.param)
         except (MemoryError, RecursionError, msgspec.MsgspecError):
@@ -86,7 +86,7 @@ class _Server:
 
 
 def main() -> None:
-    """Read a Setup and then Conversations as frames from stdin; write a Rendered frame to stdout for each.
+    """Read a TemplateSetup and then TemplateInputs as frames from stdin; write a Rendered frame to stdout for each.
 
     Memory and CPU seconds are limited; too many CPU seconds end this process.
     """
@@ -96,11 +96,11 @@ def main() -> None:
     body = read_frame(stdin)
     if body is None:
         return
-    setup = msgspec.json.decode(body, type=Setup)
+    setup = msgspec.json.decode(body, type=TemplateSetup)
     signal.setitimer(signal.ITIMER_PROF, setup.cpu_seconds)
     limit_memory(setup.memory_bytes)
     try:
-        server = _Server(setup)
+        server = _TemplateServer(setup)
     except (ConfigError, MemoryError) as error:
         return write(stdout, framed(msgspec.json.encode(Rendered(error=str(error) or "it takes too much memory"))))
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -7,6 +7,7 @@ it comes, others when they are complete.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -15,10 +16,34 @@ from jaxserve.text.tools.base import ToolParser
 from jaxserve.text.tools.format import CallFormat, TaggedCall, ToolFormat
 
 
-class Qwen3CoderParser(ToolParser):
+class ParameterParser(ToolParser):
+    """Calls that are a name and then parameters, each in tags of its own.
+
+    OPENING: what begins a parameter
+    """
+
+    OPENING: ClassVar[str]
+
+    @abstractmethod
+    def _parameter(self, name: str, *, first: bool) -> Reading[bool]:
+        """Read one parameter of tool `name` after OPENING. Returns False if it is not whole."""
+
+    def _parameters(self, name: str) -> Reading[bool]:
+        first = True
+        while True:
+            yield from self.reader.space()
+            if not (yield from self.reader.accept(self.OPENING, drop_partial=True)):
+                return self.close_parameters(first=first)
+            if not (yield from self._parameter(name, first=first)):
+                return False
+            first = False
+
+
+class Qwen3CoderParser(ParameterParser):
     """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>"""
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    OPENING = "<parameter="
 
     def _calls(self) -> Reading[None]:
         while marker := (yield from self.content_until("<tool_call>", "<function=")):
@@ -37,22 +62,14 @@ class Qwen3CoderParser(ToolParser):
     def heads(self) -> Iterable[str]:
         return "<tool_call><function=NAME>", "<function=NAME>"
 
-    def _parameters(self, name: str) -> Reading[bool]:
-        first = True
-        while True:
-            yield from self.reader.space()
-            if not (yield from self.reader.accept("<parameter=", drop_partial=True)):
-                break
-            key, end = yield from self.reader.until(">")
-            if not end:
-                return False
-            ends = ("</parameter>", "\n<parameter=", "\n</function>")  # the model forgets to close some
-            found = yield from self.parameter(name, key.strip(), ends, first=first, take=False)
-            yield from self.reader.accept("</parameter>", drop_partial=True)
-            first = False
-            if not found:
-                return False
-        return self.close_parameters(first=first)
+    def _parameter(self, name: str, *, first: bool) -> Reading[bool]:
+        key, end = yield from self.reader.until(">")
+        if not end:
+            return False
+        ends = ("</parameter>", "\n<parameter=", "\n</function>")  # the model forgets to close some
+        found = yield from self.parameter(name, key.strip(), ends, first=first, take=False)
+        yield from self.reader.accept("</parameter>", drop_partial=True)
+        return bool(found)
 
     def _closing(self) -> Reading[None]:
         for tag in ("</function>", "</tool_call>"):
@@ -60,12 +77,13 @@ class Qwen3CoderParser(ToolParser):
             yield from self.reader.accept(tag, drop_partial=True)
 
 
-class GlmParser(ToolParser):
+class GlmParser(ParameterParser):
     """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, with or without line breaks."""
 
     markers: ClassVar[tuple[str, ...]] = (
         *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     )
+    OPENING = "<arg_key>"
 
     def _calls(self) -> Reading[None]:
         while (yield from self.content_until("<tool_call>")):
@@ -82,31 +100,24 @@ class GlmParser(ToolParser):
     def heads(self) -> Iterable[str]:
         return "<tool_call>NAME<arg_key>", "<tool_call>NAME</tool_call>"
 
-    def _parameters(self, name: str) -> Reading[bool]:
-        first = True
-        while True:
-            yield from self.reader.space()
-            if not (yield from self.reader.accept("<arg_key>", drop_partial=True)):
-                break
-            key, end = yield from self.reader.until("</arg_key>")
-            yield from self.reader.space()
-            if not end or not (yield from self.reader.accept("<arg_value>", drop_partial=True)):
-                return False
-            if not (yield from self.parameter(name, key.strip(), ("</arg_value>",), first=first)):
-                return False
-            first = False
-        return self.close_parameters(first=first)
+    def _parameter(self, name: str, *, first: bool) -> Reading[bool]:
+        key, end = yield from self.reader.until("</arg_key>")
+        yield from self.reader.space()
+        if not end or not (yield from self.reader.accept("<arg_value>", drop_partial=True)):
+            return False
+        return bool((yield from self.parameter(name, key.strip(), ("</arg_value>",), first=first)))
 
 
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
-class DsmlParser(ToolParser):
+class DsmlParser(ParameterParser):
     """DeepSeek V3.2: <｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">..."""
 
     TAG = "｜DSML｜"
     BEGIN = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
     markers: ClassVar[tuple[str, ...]] = (TAG,)
+    OPENING = f"<{TAG}parameter"
 
     def _calls(self) -> Reading[None]:
         ends = [tag.replace("<", "</") for tag in self.BEGIN]
@@ -130,20 +141,12 @@ class DsmlParser(ToolParser):
         yield from self.reader.accept(f"</{self.TAG}invoke>", drop_partial=True)
         return True
 
-    def _parameters(self, name: str) -> Reading[bool]:
-        first = True
-        while True:
-            yield from self.reader.space()
-            if not (yield from self.reader.accept(f"<{self.TAG}parameter", drop_partial=True)):
-                break
-            attributes = yield from self._attributes()
-            ends = (f"</{self.TAG}parameter>",)
-            text = {"true": True, "false": False}.get(attributes.get("string", ""))
-            key = attributes.get("name", "")
-            if not key or not (yield from self.parameter(name, key, ends, first=first, text=text)):
-                return False
-            first = False
-        return self.close_parameters(first=first)
+    def _parameter(self, name: str, *, first: bool) -> Reading[bool]:
+        attributes = yield from self._attributes()
+        ends = (f"</{self.TAG}parameter>",)
+        text = {"true": True, "false": False}.get(attributes.get("string", ""))
+        key = attributes.get("name", "")
+        return bool(key and (yield from self.parameter(name, key, ends, first=first, text=text)))
 
 
 FORMATS = (
