@@ -35,7 +35,7 @@ SIGNALS = "tests/faults/test_signals.py::"
 CONNECTION = "tests/api/test_connection.py::"
 SECURITY = "tests/api/test_security.py::"
 ISOLATION = "tests/faults/test_isolation.py::test_nobody_sees_a_token_of_another"
-CORE = "tests/engine/test_core.py::"
+CORE = "tests/engine/test_core_faults.py::"
 
 MUTANTS = (
     Mutant(

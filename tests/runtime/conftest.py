@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxserve.library.dense import dense_logits
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
@@ -22,6 +26,13 @@ CONFIG = RunnerConfig(
     page_size=8,
     num_pages=2048,
     cache_dtype=jnp.dtype("float32"),
+)
+
+# tests whose oracles compile something of their own
+COMPILING = (
+    "test_sampling_through_the_whole_step",
+    "test_decode_fn_is_the_same_step_as_a_plain_function",
+    "test_no_program_leaves_a_sum_to_the_library_that_gets_it_wrong",
 )
 
 
@@ -52,3 +63,26 @@ def make_runner(mesh: DeviceMesh, compile_cache: str) -> Callable[..., ModelRunn
 @pytest.fixture(scope="session")
 def runner(tiny_model: LoadedModel, make_runner: Callable[..., ModelRunner]) -> ModelRunner:
     return make_runner(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def dense(tiny_model: LoadedModel) -> Callable[[list[int]], np.ndarray]:
+    """tokens -> float32 logits [len, V], by the model's plain forward, padded to one shape."""
+    forward = jax.jit(functools.partial(dense_logits, tiny_model.structure))
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        padded = np.zeros(128, np.int32)
+        padded[: len(tokens)] = tokens
+        return np.asarray(forward(tiny_model.leaves, jnp.asarray(padded)))[: len(tokens)]
+
+    return logits
+
+
+@pytest.fixture
+def no_compilation(runner: ModelRunner, dense: object, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test asks of the runner, nothing is compiled for it."""
+    dense([0])  # type: ignore[operator]
+    before = runner.num_compiles()
+    yield
+    if request.function.__name__ not in COMPILING:
+        assert runner.num_compiles() == before

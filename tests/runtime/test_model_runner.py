@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import random
-import re
-from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,65 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.library.dense import dense_logits
-from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.sampling import draw, slots
-from jaxserve.text.watermark import watermark_score
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import RowStatus
 from tests.runtime.hand_scheduler import HandScheduler, Sequence
+from tests.runtime.oracles import GREEDY, V, exact_logprobs, greedy_oracle, prompts
 
-V = 96
-GREEDY = SamplingParams(temperature=0)
-# tests whose oracles compile something of their own
-COMPILING = (
-    "test_sampling_through_the_whole_step",
-    "test_decode_fn_is_the_same_step_as_a_plain_function",
-    "test_no_program_leaves_a_sum_to_the_library_that_gets_it_wrong",
-)
-
-
-@pytest.fixture(scope="module")
-def dense(tiny_model: LoadedModel) -> Callable[[list[int]], np.ndarray]:
-    """tokens -> float32 logits [len, V], by the model's plain forward, padded to one shape."""
-    forward = jax.jit(functools.partial(dense_logits, tiny_model.structure))
-
-    def logits(tokens: list[int]) -> np.ndarray:
-        padded = np.zeros(128, np.int32)
-        padded[: len(tokens)] = tokens
-        return np.asarray(forward(tiny_model.leaves, jnp.asarray(padded)))[: len(tokens)]
-
-    return logits
-
-
-@pytest.fixture(autouse=True)
-def no_compilation(runner: ModelRunner, dense: object, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test asks of the runner, nothing is compiled for it."""
-    dense([0])  # type: ignore[operator]
-    before = runner.num_compiles()
-    yield
-    if request.function.__name__ not in COMPILING:
-        assert runner.num_compiles() == before
-
-
-def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(V) for _ in range(rng.randint(1, longest))] for _ in range(count)]
-
-
-def greedy_oracle(dense: Callable[[list[int]], np.ndarray], prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(dense(tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
-
-
-def exact_logprobs(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+pytestmark = pytest.mark.usefixtures("no_compilation")
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 32])
@@ -340,119 +286,6 @@ def test_a_masked_step_must_be_sampled_before_the_next(runner: ModelRunner) -> N
     assert handle.result().num_valid.tolist() == [1]
 
 
-# --- log-probabilities
-
-
-@pytest.mark.parametrize("chunk", [7, 32])
-def test_prompt_logprobs(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray], chunk: int) -> None:
-    params = SamplingParams(temperature=0, prompt_logprobs=0)
-    scheduler = HandScheduler(runner)
-    other, seq = scheduler.add([1, 2, 3], GREEDY), scheduler.add(list(range(5, 95)), params)
-    scheduler.generate([other, seq], 3, chunk=chunk)
-    prompt = seq.tokens[: seq.num_prompt]
-    expected = exact_logprobs(dense(prompt))[np.arange(len(prompt) - 1), prompt[1:]]
-    np.testing.assert_allclose(seq.prompt_logprobs, expected, atol=2e-5)
-
-
-def test_logprobs_are_copied_only_when_asked(runner: ModelRunner) -> None:
-    scheduler = HandScheduler(runner)
-    result = scheduler.step([(scheduler.add([1], GREEDY), 1)])
-    assert result.logprobs is None and result.top_ids is None and result.prompt_logprobs is None
-
-
-# --- details
-
-
-def head(runner: ModelRunner) -> np.ndarray:
-    """float32 [D, V]"""
-    names = [spec.name for spec in runner.structure.specs]
-    weights = [leaf for name, leaf in zip(names, runner.leaves, strict=True) if "lm_head" in name]
-    return np.asarray(weights[0]).T
-
-
-def test_details_of_rows_in_a_crowd(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
-    """Log-probabilities of chosen ids and hidden states, of a decoding row beside plain ones: the model's own."""
-    extras = ExtraParams(logprob_token_ids=(90, 3, 3), hidden_states="last")
-    asking = SamplingParams(temperature=0, logprobs=0, extras=extras)
-    scheduler = HandScheduler(runner)
-    plain, seq = scheduler.add([1, 2, 3], GREEDY), scheduler.add([9, 8, 7, 6], asking)
-    alone = HandScheduler(runner)
-    reference = alone.add([1, 2, 3], GREEDY, slot=2)
-    alone.next_page = 100
-    alone.generate([reference], 4)
-    first = scheduler.step([(plain, 3), (seq, 4)])
-    results = [first, *(scheduler.step([(plain, None), (seq, None)]) for _ in range(3))]
-    exact = exact_logprobs(dense(seq.tokens))
-    assert plain.output == reference.output
-    for place, result in enumerate(results, start=len([9, 8, 7, 6]) - 1):
-        found = result.extras
-        assert found is not None and found.id_logprobs is not None
-        assert found.hidden_states is not None and set(found.hidden_states) == {1}
-        np.testing.assert_allclose(found.id_logprobs[1, :3], exact[place, [90, 3, 3]], atol=2e-5)
-        hidden = found.hidden_states[1]
-        assert hidden.shape == (1, runner.structure.config.hidden_size)
-        np.testing.assert_allclose(exact_logprobs(hidden @ head(runner))[0], exact[place], atol=2e-5)
-    assert scheduler.step([(plain, None)]).extras is None
-
-
-@pytest.mark.parametrize("chunk", [7, 32])
-def test_hidden_states_and_watched_ids_of_a_whole_prompt(
-    runner: ModelRunner, dense: Callable[[list[int]], np.ndarray], chunk: int
-) -> None:
-    params = SamplingParams(
-        temperature=0,
-        logprobs=0,
-        prompt_logprobs=0,
-        extras=ExtraParams(logprob_token_ids=(4, 80), hidden_states="all"),
-    )
-    scheduler = HandScheduler(runner)
-    prompt = list(range(5, 55))
-    seq = scheduler.add(prompt, params)
-    hidden, chosen = [], []
-    while seq.computed < len(prompt):
-        result = scheduler.step([(seq, min(chunk, len(prompt) - seq.computed))])
-        assert result.extras is not None and result.extras.hidden_states is not None
-        hidden.append(result.extras.hidden_states[0])
-        of_prompt = result.extras.prompt_id_logprobs
-        assert of_prompt is not None
-        chosen += [of_prompt[0][:, :2]] if 0 in of_prompt else []
-    exact = exact_logprobs(dense(prompt))
-    np.testing.assert_allclose(exact_logprobs(np.concatenate(hidden) @ head(runner)), exact, atol=2e-5)
-    np.testing.assert_allclose(np.concatenate(chosen), exact[:-1, [4, 80]], atol=2e-5)
-
-
-def test_candidates_of_a_row_beside_a_greedy_one(runner: ModelRunner) -> None:
-    drawn = SamplingParams(temperature=1.0, top_k=3, logprobs=0, extras=ExtraParams(sampling_mask=True))
-    scheduler = HandScheduler(runner)
-    seqs = [scheduler.add([1, 2, 3], drawn), scheduler.add([4, 5], GREEDY)]
-    result = scheduler.step([(seqs[0], 3), (seqs[1], 2)])
-    assert result.extras is not None
-    masks = result.extras.sampling_masks
-    assert masks is not None and masks.counts[0] == 3
-    ids = masks.ids[0, :3].tolist()
-    assert int(result.token_ids[0, 0]) in ids and np.exp(masks.top_logprobs[0, :3]).sum() == pytest.approx(1)
-
-
-def test_a_watermark_is_found_by_its_key_alone(runner: ModelRunner) -> None:
-    scheduler = HandScheduler(runner)
-    marked = SamplingParams(temperature=1.0, watermark_key=2**40 + 7)
-    seqs = [scheduler.add([5, 6, 7, 8, 9], marked), scheduler.add([5, 6, 7, 8, 9], SamplingParams(), seed=3)]
-    scheduler.generate(seqs, 100)
-    before = runner.num_dispatches
-    scheduler.step([(seq, None) for seq in seqs])
-    assert runner.num_dispatches == before + 1, "a watermark costs no dispatch of its own"
-    assert watermark_score(seqs[0].tokens, 2**40 + 7).z > 8
-    assert abs(watermark_score(seqs[0].tokens, 2**40 + 6).z) < 5
-    assert abs(watermark_score(seqs[1].tokens, 2**40 + 7).z) < 5
-    again = HandScheduler(runner)
-    again.next_page = 200
-    kept = again.add([5, 6, 7, 8, 9], marked, output=seqs[0].output[:40])  # after a preemption
-    again.step([(kept, 32)])
-    again.step([(kept, 13)])
-    again.generate([kept], 60)
-    assert kept.output == seqs[0].output[:60]
-
-
 # --- pages
 
 
@@ -552,97 +385,3 @@ def test_a_row_whose_mask_allows_nothing_fails_alone(runner: ModelRunner) -> Non
     mask = np.stack([slots.pack_bits([], V, allow=True), slots.pack_bits([7], V, allow=True)])
     result = scheduler.step([(seq, len(seq.tokens)) for seq in seqs], bitmask=mask)
     assert result.status.tolist() == [RowStatus.NOTHING_ALLOWED, RowStatus.FINE] and result.token_ids[1, 0] == 7
-
-
-# --- limits and weights
-
-
-def test_a_step_above_the_limits_is_an_error(runner: ModelRunner) -> None:
-    scheduler = HandScheduler(runner)
-    with pytest.raises(ValueError, match="above the largest bucket"):
-        scheduler.step([(scheduler.add(list(range(40)), GREEDY), 40)])
-
-
-def test_an_empty_step(runner: ModelRunner) -> None:
-    assert HandScheduler(runner).execute([]).result().token_ids.shape == (0, 1)
-
-
-def test_warming_up_leaves_no_trace(runner: ModelRunner) -> None:
-    tokens, before = [1, 2, 3], []
-    for warm in (False, True):
-        if warm:
-            runner.warm_up()
-            assert all(not np.asarray(array).any() for array in jax.tree.leaves((runner.caches, runner.hidden)))
-        scheduler = HandScheduler(runner)
-        before.append(scheduler.generate([scheduler.add(tokens, GREEDY)], 4)[0])
-    assert before[0] == before[1]
-
-
-def test_warming_up_attends_in_every_size(runner: ModelRunner) -> None:
-    """A kernel first run by a request costs that 80 ms; a step without rows would leave the loops over them alone."""
-    attended = 0
-    for program in runner._sizes():
-        runner._run_on_zeros(*program)
-        if np.asarray(runner.caches[0]).any():
-            attended += 1
-            runner.rebuild()
-    assert attended == sum(map(len, (runner.buckets.decode, runner.buckets.decode_hidden, runner.buckets.extend)))
-    runner.rebuild()
-
-
-def test_decode_fn_is_the_same_step_as_a_plain_function(
-    runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]
-) -> None:
-    scheduler = HandScheduler(runner)
-    seqs = [scheduler.add(prompt, GREEDY) for prompt in ([1, 2, 3], [4, 5])]
-    scheduler.generate(seqs, 1)
-    rows = jnp.arange(2, dtype=jnp.int32)
-    caches, state, sampled = runner.decode_fn(runner.leaves, runner.caches, runner.state, rows)
-    _, _, again = runner.decode_fn(runner.leaves, caches, state, rows)
-    for i, seq in enumerate(seqs):
-        tokens = [int(sampled.tokens[i, 0]), int(again.tokens[i, 0])]
-        assert [*seq.output, *tokens] == greedy_oracle(dense, seq.tokens[: seq.num_prompt], 3)
-    scheduler.step([(seq, None) for seq in seqs])  # the runner's own state was not touched
-    assert [seq.output[1] for seq in seqs] == np.asarray(sampled.tokens)[:, 0].tolist()
-
-
-# --- the compiled programs
-
-
-@pytest.mark.parametrize(
-    "name", ["decode[1]", "decode[8]", "decode_hidden[8]", "extend[32]", "head_sample[8]", "admit"]
-)
-def test_no_copies_of_the_cache_or_the_counts(runner: ModelRunner, name: str) -> None:
-    """Everything donated is updated in place: nothing of its size is copied or kept as temporary memory."""
-    compiled = runner.compiled[name]
-    large = min(runner.caches[0].nbytes, runner.state.token_counts.nbytes)
-    cache = ",".join(map(str, runner.caches[0].shape))
-    text, analysis = compiled.as_text(), compiled.memory_analysis()
-    assert text is not None and analysis is not None
-    assert not re.findall(rf"(?:f32\[{cache}\]|s16\[8,{V}\])\S* copy\(.*", text)
-    assert analysis.temp_size_in_bytes < runner.caches[0].nbytes / 2
-    donated = 0 if name.startswith(("head", "admit")) else sum(array.nbytes for array in runner.caches)
-    assert analysis.alias_size_in_bytes >= donated + large
-
-
-@pytest.mark.skipif(version("jaxlib") != "0.10.2", reason="other versions sum rightly, and keep their fusions")
-def test_no_program_leaves_a_sum_to_the_library_that_gets_it_wrong(runner: ModelRunner) -> None:
-    assert not any(library_sums(compiled) for compiled in runner.compiled.values())
-    plain = dataclasses.replace(runner._programs, options={}).decode(8)
-    assert library_sums(plain.compile()), "without the option it does"
-
-
-def library_sums(compiled: jax.stages.Compiled) -> int:
-    """Fusions that YNNPACK computes and that hold a reduction."""
-    text = compiled.as_text() or ""
-    bodies = dict(re.findall(r"^(%[\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
-    called = [re.search(r"calls=(%[\w.-]+)", line) for line in text.splitlines() if "__ynn_fusion" in line]
-    return sum(" reduce(" in bodies[match[1]] for match in called if match)
-
-
-def test_plan_and_programs(runner: ModelRunner) -> None:
-    assert runner.num_programs == len(runner.compiled) <= 30
-    assert not [name for name in runner.compiled if "port_pages" in name], "compiled at their first use"
-    assert runner.plan.kv_bytes == sum(cache.nbytes for cache in runner.caches)
-    assert runner.plan.scratch_bytes > 0
-    assert runner.plan.as_dict()["kv_tokens"] == 2048 * 8
