@@ -1,6 +1,6 @@
 """Measure the perplexity of a model with its weights or its KV cache in few bits, beside the same model without.
 
-    python -m benchmarks.perplexity [MODEL] --texts README.md docs/*.md
+    python -m benchmarks.perplexity [MODEL] [--stories 120] [--texts README.md docs/*.md]
 
 The texts are cut into windows of a full prompt; a table has each form's perplexity, and the bytes of its weights and of
 a token's keys and values.
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.demo_model.stories import CHARACTERS, tell
 from jaxserve import Engine, SamplingParams
 from jaxserve.config import Config
 
@@ -46,10 +48,13 @@ def perplexity(engine: Engine, texts: Sequence[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--texts", type=Path, nargs="+", required=True)
+    parser.add_argument("--texts", type=Path, nargs="+", default=[])
+    parser.add_argument("--stories", type=int, default=120, help="of examples/demo_model/stories.py, as one text")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
     options = parser.parse_args()
-    texts = [path.read_text() for path in options.texts]
+    rng = random.Random(0)
+    told = [" ".join(tell(rng, rng.choice(CHARACTERS)) for _ in range(options.stories))] if options.stories else []
+    texts = told + [path.read_text() for path in options.texts]
     first = 0.0
     for form in options.forms:
         model = FORMS[form]["model"] | {"path": options.model}

@@ -30,13 +30,22 @@ _SEQS, _TOKENS, _CONTEXT, _PAGES, _PAGE = 512, 8192, 16384, 16384, 16
 
 
 def make_set(
-    name: str, target: DeviceMesh, *, attention: str = "triton", layers: int = 2, pages: str = "bfloat16"
+    name: str,
+    target: DeviceMesh,
+    *,
+    attention: str = "triton",
+    layers: int = 2,
+    pages: str = "bfloat16",
+    weights: str = "none",
 ) -> ProgramSet:
-    """Return the program set of a published model, cut to `layers` layers. Allocates nothing. pages: as cache.dtype"""
+    """Return the program set of a published model, cut to `layers` layers. Allocates nothing.
+
+    pages: as cache.dtype. weights: as model.quantization.
+    """
     hf: dict[str, Any] = PUBLISHED[name].hf | {"num_hidden_layers": layers, "first_k_dense_replace": layers - 2}
     if "layer_types" in hf:
         hf["layer_types"] = hf["layer_types"][:layers]
-    structure = build(from_hf(hf), _BFLOAT16)
+    structure = build(from_hf(hf).replace(quantization=weights, activation_dtype="bfloat16"), _BFLOAT16)
     leaves: Any = tuple(
         jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=param_sharding(spec, target.mesh))
         for spec in structure.specs
@@ -64,9 +73,22 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for pages in ("int8", "fp8"):
         scaled = make_set(LLAMA, target, pages=pages)
         yield from _named(f"{LLAMA} with {pages} pages", scaled.decode(128), scaled.extend(2048))
+    for weights in ("int8", "int4", "fp8"):
+        few = make_set(LLAMA, target, weights=weights)
+        yield from _named(f"{LLAMA} in {weights}", few.decode(1), few.decode(128), few.extend(2048))
     for name in FAMILIES:
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))
+
+
+def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
+    """Yield (name in the table, program) of a TPU."""
+    llama = make_set(LLAMA, target, attention="tpu")
+    yield from _named(LLAMA, llama.decode(1), llama.decode(64), llama.extend(512))
+    yield from _named(f"{LLAMA} in int8", make_set(LLAMA, target, attention="tpu", weights="int8").decode(1))
+    yield from _named(f"{LLAMA} with int8 pages", make_set(LLAMA, target, attention="tpu", pages="int8").decode(64))
+    for name in FAMILIES:
+        yield from _named(name, make_set(name, target, attention="tpu").decode(64))
 
 
 def _named(model: str, *programs: Program) -> Iterator[tuple[str, Program]]:

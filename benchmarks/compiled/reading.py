@@ -18,7 +18,7 @@ import jax
 Reading = dict[str, Any]
 
 _THUNK = re.compile(r"^( *)\d+: (k\w+)\s+\[[^\]]*\]\s*(\S*)(?:.*shared_memory: (\d+))?")
-_PALLAS = re.compile(r"paged_\w+|moe_\w+|\w*_join\b")
+_PALLAS = re.compile(r"paged_\w+|moe_\w+|linear_\w+|\w*_join\b")
 _NO_WORK = {"kCommandBuffer", "kConditional", "kWhile", "kSequential"}
 
 
@@ -38,6 +38,22 @@ def read(compiled: jax.stages.Compiled, dumps: Path, caches: tuple[Any, ...]) ->
         "caches_not_in_place": int(memory.alias_size_in_bytes < donated),
         "cache_copies": _copies(compiled.as_text() or "", caches),
         "pallas": _kernels(dumps, {name: int(shared or 0) for _, _, name, shared in thunks}),
+    }
+
+
+def read_tpu(compiled: jax.stages.Compiled, caches: tuple[Any, ...]) -> Reading:
+    """Read a TPU program's numbers. It is one executable, which its host starts once. caches: see `read`."""
+    memory: Any = compiled.memory_analysis()
+    cost: Any = compiled.cost_analysis()
+    text = compiled.as_text() or ""
+    donated = sum(cache.size * cache.dtype.itemsize for cache in caches)
+    return {
+        "pallas_calls": len(re.findall(r'custom_call_target="tpu_custom_call"', text)),
+        "temporary_mib": round(memory.temp_size_in_bytes / 2**20, 1),
+        "caches_not_in_place": int(memory.alias_size_in_bytes < donated),
+        "cache_copies": _copies(text, caches),
+        "mib_accessed": round(cost["bytes accessed"] / 2**20, 1),
+        "gflop": round(cost["flops"] / 1e9, 2),
     }
 
 

@@ -17,6 +17,7 @@ _SOURCES = (
     "jaxserve/ops/linear/*.py",
     "jaxserve/ops/moe/*.py",
     "jaxserve/ops/paged_attention/*.py",
+    "jaxserve/ops/quantized/*.py",
     "jaxserve/runtime/compilation/buckets.py",
     "jaxserve/runtime/compilation/compiler.py",
     "jaxserve/runtime/kv_cache.py",
@@ -33,14 +34,19 @@ def digest() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
-def load() -> dict[str, Any]:
-    return json.loads(TABLE.read_text())
+def path_of(chip: str) -> Path:
+    """Return the file of a chip's table."""
+    return TABLE.with_name(f"{chip}.json")
 
 
-def save(programs: dict[str, Any], versions: dict[str, str]) -> None:
+def load(chip: str = "h200") -> dict[str, Any]:
+    return json.loads(path_of(chip).read_text())
+
+
+def save(programs: dict[str, Any], versions: dict[str, str], chip: str = "h200") -> None:
     """Write the table of these readings, by program."""
     whole = {"sources": digest(), "versions": versions, "programs": programs}
-    TABLE.write_text(json.dumps(whole, indent=1) + "\n")
+    path_of(chip).write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def worse(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:

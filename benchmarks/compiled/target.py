@@ -1,10 +1,13 @@
-"""An H200 that only compiles. XLA runs its passes, Triton, Mosaic, LLVM and ptxas for it, and plans its CUDA graphs.
+"""Devices that only compile: an H200, and TPUs v5e and v6e.
 
-It cannot measure: every matrix product gets an untuned kernel, and no program runs. Needs the packages of jax's CUDA
-plugin, see `.ci/compile`.
+For the H200 XLA runs its passes, Triton, Mosaic, LLVM and ptxas, and plans its CUDA graphs. For a TPU libtpu has the
+whole compiler, Pallas' part of it included. Neither can measure: the H200's products get untuned kernels, and no
+program runs. Needs the packages of jax's CUDA plugin, and libtpu, see `.ci/compile`.
 """
 
 from __future__ import annotations
+
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -49,17 +52,25 @@ device_description_str: "{NAME}"
 """
 
 
-def make_target() -> DeviceMesh:
-    """Return a mesh of one device that compiles for an H200."""
-    found = topologies.get_topology_desc("h200", "cuda", target_config=_DESCRIPTION, topology="1x1x1")
+TPUS = MappingProxyType({"v5e": "TPU v5 lite", "v6e": "TPU v6 lite"})  # jax's names of the devices
+CHIPS = ("h200", *TPUS)
+
+
+def make_target(chip: str = "h200") -> DeviceMesh:
+    """Return a mesh of one device that compiles for one of CHIPS."""
+    if chip in TPUS:
+        found = topologies.get_topology_desc(f"{chip}:1x1", "tpu", chips_per_host_bounds=(1, 1, 1))
+    else:
+        found = topologies.get_topology_desc("h200", "cuda", target_config=_DESCRIPTION, topology="1x1x1")
     mesh = Mesh(np.array(found.devices).reshape(1, 1, 1), AXES)
     return DeviceMesh(mesh, NamedSharding(mesh, PartitionSpec()))
 
 
-def compile_for(program: Program) -> jax.stages.Compiled:
-    """Compile a program whose arguments are on `make_target`'s mesh."""
+def compile_for(program: Program, chip: str = "h200") -> jax.stages.Compiled:
+    """Compile a program whose arguments are on the mesh of `make_target` for the same chip."""
     jitted = jax.jit(program.function, donate_argnums=program.donate, out_shardings=program.out_shardings)
-    device = AbstractDevice(NAME, _CORES, "gpu")
+    tpu = chip in TPUS
+    device = AbstractDevice(TPUS[chip], 1, "tpu") if tpu else AbstractDevice(NAME, _CORES, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        lowered = jitted.trace(*program.args).lower(lowering_platforms=("cuda",))
+        lowered = jitted.trace(*program.args).lower(lowering_platforms=("tpu" if tpu else "cuda",))
     return lowered.compile(compiler_options=dict(program.options))

@@ -1,6 +1,6 @@
 """The device suite: times of kernels, steps and the engine on this device, compared with the roofline.
 
-    python -m jaxserve.bench.device [--tiny] [--seconds 540] [--out DIR] [--work DIR] [--only SECTION,...]
+    python -m jaxserve.bench.device [--chip v5e] [--tiny] [--seconds 540] [--out DIR] [--work DIR] [--only SECTION,...]
 
 Writes DIR/device.json after every row. With the same DIR it measures only the rows that are missing. Every section runs
 in a new process, so that a crash ends one cell only, memory is free for the next, and a start of the engine is real. A
@@ -49,6 +49,14 @@ SECTIONS = (
     "attention-mosaic_gpu",
     "tune-mosaic_gpu",
 )
+_TPU = ("ceilings", "numerics", "steps-{0}", "attention", "engine-{0}", "restart-{0}", "write", "linear")
+# A v5e has 16 GB, a v6e 32. "gpu" has all sections but those of the smaller model.
+CHIPS = {
+    "gpu": SECTIONS,
+    "v5e": (*(name.format("llama-3b") for name in _TPU), "engine-qwen3-0.6b"),
+    "v6e": (*(name.format("llama-8b") for name in _TPU), "engine-qwen3-0.6b", "pool-llama-8b"),
+}
+ALL_SECTIONS = tuple(dict.fromkeys(name for sections in CHIPS.values() for name in sections))
 # Two variants of the steps: XLA's own choice of what is in a CUDA graph, and its newer client, which never waits.
 _XLA_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 _ENVIRONMENTS = {
@@ -161,8 +169,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--out", type=Path, default=Path("device-suite"), help="folder of the results")
     parser.add_argument("--work", type=Path, help="folder of caches and models (default: DIR/work)")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # used by the child process
+    parser.add_argument("--chip", choices=CHIPS, default="gpu", help="the sections of a GPU, or of a TPU v5e or v6e")
+    parser.add_argument("--only", help="sections, separated by commas (default: all of the chip's)")
+    parser.add_argument("--section", choices=ALL_SECTIONS, help=argparse.SUPPRESS)  # used by the child process
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     options = Options(
@@ -180,11 +189,12 @@ def main(words: Sequence[str] | None = None) -> int:
             end=lambda row: print(ROW_PREFIX + json.dumps(row), flush=True),
         ))  # fmt: skip
         return 0
-    wanted = given.only.split(",")
-    if unknown := set(wanted) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    sections = CHIPS[given.chip]
+    wanted = given.only.split(",") if given.only else sections
+    if unknown := set(wanted) - set(sections):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
     try:
-        for section in (section for section in SECTIONS if section in wanted):
+        for section in (section for section in sections if section in wanted):
             if options.until - time.time() > 5:
                 _run_to_the_end(section, options, lambda line: print(line, flush=True))
     finally:

@@ -85,7 +85,14 @@ _QWEN_06B = _LLAMA_8B | {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
-MODELS: dict[str, dict[str, Any]] = {"llama-8b": _LLAMA_8B, "qwen3-0.6b": _QWEN_06B}
+_LLAMA_3B = _LLAMA_8B | {  # for a TPU v5e, whose 16 GB do not hold 8B in bfloat16
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, dict[str, Any]] = {"llama-8b": _LLAMA_8B, "llama-3b": _LLAMA_3B, "qwen3-0.6b": _QWEN_06B}
 _TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,

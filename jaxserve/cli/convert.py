@@ -17,6 +17,7 @@ from jaxserve.cli.plan import WEIGHT_DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file
 from jaxserve.models.loading import orbax
+from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_quantization
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import load_model
@@ -33,13 +34,16 @@ def run(words: Sequence[str]) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)  # hides Orbax's notices
     orbax.check_target(target)  # before the checkpoint is read
     dtype = jnp.dtype(config.dtype if options.dtype == "auto" else options.dtype)
+    config = config.replace(quantization=choose_quantization(options.quantization, config, source))
     mesh = make_mesh(options.device, tensor=options.tensor, expert=options.expert)
     loaded = load_model(source, dtype=dtype, config=config, mesh=mesh.mesh)
     started = time.perf_counter()
     orbax.convert(loaded, target)
+    held = loaded.config.quantization
+    form = str(dtype) if held == "none" else f"{'published' if held == 'stored' else held} weights and {dtype}"
     size = loaded.structure.num_bytes / 1e9
     print(
-        f"{target}: {config.architecture}, {size:.2f} GB as {dtype}; "
+        f"{target}: {config.architecture}, {size:.2f} GB as {form}; "
         f"read in {loaded.seconds:.1f} s, written in {time.perf_counter() - started:.1f} s"
     )
     return 0
@@ -50,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="hub id or directory")
     parser.add_argument("target", help="directory to create")
     parser.add_argument("--dtype", choices=("auto", *WEIGHT_DTYPES), default="auto", help="auto: the checkpoint's")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="as model.quantization")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
     parser.add_argument("--tensor", type=int, default=1, help="devices that hold the weights during conversion")

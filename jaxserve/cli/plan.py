@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_quantization
+from jaxserve.models.loading.converted import as_converted, is_converted
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hf_config import read_config_file
 from jaxserve.models.loading.hub import resolve
@@ -27,7 +29,6 @@ from jaxserve.runtime.runner_config import resolve_cache_dtype
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 
 MESHES = ("1", "8", "16")
-QUANTIZATIONS = ("auto", "none", "int8", "fp8", "int4")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8")
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _HEAD = ("devices", "tensor", "expert", "weights", "of them whole", "KV per token", "per full context")
@@ -40,8 +41,12 @@ def run(words: Sequence[str]) -> int:
     options = _parse(words)
     path = _config_file(options.model)
     config = read_config_file(path)
-    kept = "none" if config.stored_form is None else "stored"
-    config = config.replace(quantization=kept if options.quantization == "auto" else options.quantization)
+    if is_converted(path.parent):
+        quantization = choose_quantization(options.quantization, config, path.parent)
+        config = as_converted(config.replace(quantization=quantization), path.parent)
+    else:
+        kept = "none" if config.stored_form is None else "stored"
+        config = config.replace(quantization=kept if options.quantization == "auto" else options.quantization)
     dtype = jnp.dtype(options.dtype)
     if config.bidirectional:
         raise ConfigError(f"{config.architecture} is an encoder: it has no KV cache to plan")

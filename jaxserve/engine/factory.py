@@ -24,6 +24,7 @@ from jaxserve.grammar.bitmask import BitmaskFiller
 from jaxserve.grammar.mask_table import mask_threads
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.chosen_form import choose_quantization
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
@@ -154,7 +155,7 @@ def _tokenizer_dir(config: Config, directory: Path) -> Path:
 def _load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
     model_config = read_config(directory)
     dtype, activations = _dtypes(config, model_config, directory, mesh)
-    quantization = _quantization(config.model.quantization, model_config)
+    quantization = choose_quantization(config.model.quantization, model_config, directory)
     model_config = model_config.replace(activation_dtype=activations.name, quantization=quantization)
     if config.model.max_model_len is not None:
         model_config = model_config.for_context(config.model.max_model_len)
@@ -167,22 +168,6 @@ def _load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> Load
         load_format=config.model.load_format,
         seed=config.runtime.random_seed or 0,
     )
-
-
-def _quantization(asked: str, model: ModelConfig) -> str:
-    """Return ModelConfig.quantization. Raises ConfigError for what is not computed."""
-    form = model.stored_form
-    decoded = form is None or (model.bidirectional and not form.is_integer)
-    if asked == "none" or (asked == "auto" and decoded):
-        return "none"
-    if model.bidirectional:
-        raise ConfigError("an encoder's weights cannot be quantised", fix="set model.quantization: none")
-    if asked == "auto" or (form is not None and asked == form.method):
-        return "stored"
-    if form is not None and form.is_integer:
-        bits = f"{form.bits} bits ({form.method})"
-        raise ConfigError(f"the checkpoint has {bits} already", fix="set model.quantization: auto")
-    return asked
 
 
 def _dtypes(config: Config, model: ModelConfig, directory: Path, mesh: DeviceMesh) -> tuple[jnp.dtype, jnp.dtype]:

@@ -20,6 +20,7 @@ class StoredForm:
     group: numbers of a row that share a scale; None: the row.
     zeros: whether the checkpoint has them; None: the middle of the codes. zero_offset: added to those that it has.
     wide: modules that are not quantised, as regular expressions.
+    rounds_activations: whether it was made for activations of 8 bits, which are not rounded here.
     found: the quantised modules, known once the files are open; then `wide` has no effect.
     """
 
@@ -29,6 +30,7 @@ class StoredForm:
     zeros: bool
     wide: tuple[str, ...]
     zero_offset: int = 0
+    rounds_activations: bool = False
     found: frozenset[str] | None = None
 
     @property

@@ -69,7 +69,7 @@ class RunnerSetup:
             backend=backend,
             layers=layers,
             page_size=config.page_size,
-            linear=Products(deterministic=config.deterministic, native=native_products(backend, mesh)),
+            linear=Products(config.deterministic, native_products(backend, mesh), triton_products(backend, mesh)),
             mesh=mesh.mesh,
             normalize_embeddings=normalize_embeddings,
             per_token=config.deterministic,
@@ -150,3 +150,8 @@ class RunnerSetup:
 def native_products(backend: Backend, mesh: DeviceMesh) -> bool:
     """Return whether linear layers are the C kernels, which run on one device only."""
     return backend.name == "native" and len(mesh.devices) == 1
+
+
+def triton_products(backend: Backend, mesh: DeviceMesh) -> bool:
+    """Return whether linear layers with quantised weights are the Triton kernel, which runs on one device only."""
+    return backend.name in ("triton", "mosaic_gpu") and len(mesh.devices) == 1

@@ -37,6 +37,24 @@ def test_a_decode_step_is_one_graph() -> None:
             assert not any(kernel["spilled_bytes"] for kernel in found["pallas"].values()), name
 
 
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_a_tpu_holds_its_caches_in_place(chip: str) -> None:
+    programs = table.load(chip)["programs"]
+    assert {"Llama-3.1-8B decode[1]", "Llama-3.1-8B in int8 decode[1]"} <= set(programs)
+    for name, found in programs.items():
+        assert "error" not in found, name
+        assert found["pallas_calls"] >= 2 and not found["caches_not_in_place"] and not found["cache_copies"], name
+
+
+def test_quantised_layers_are_one_kernel_that_spills_nothing() -> None:
+    programs = {
+        name: found for name, found in table.load()["programs"].items() if "8B in int" in name and "decode" in name
+    }
+    assert len(programs) >= 4
+    for name, found in programs.items():
+        assert any(kernel.startswith("linear_few_bits") for kernel in found["pallas"]), name
+
+
 def test_thunks_are_read_with_their_depth() -> None:
     thunks = reading._thunks(THUNKS)
     assert [(depth, kind) for depth, kind, _, _ in thunks if depth == 0] == [(0, "kCommandBuffer"), (0, "kConditional")]

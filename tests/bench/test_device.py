@@ -13,7 +13,11 @@ import pytest
 
 from jaxserve.bench import device
 from jaxserve.bench.device_engine import MODELS
+from jaxserve.bench.device_engine import SECTIONS as ENGINE
+from jaxserve.bench.device_kernels import SECTIONS as KERNELS
+from jaxserve.bench.device_kernels import published_machine
 from jaxserve.bench.device_rows import Bench, Options, Reporter, Results, Row
+from jaxserve.bench.device_steps import SECTIONS as STEPS
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import build
 from jaxserve.ops.paged_attention import get_backend
@@ -146,7 +150,7 @@ def test_a_cell_that_the_end_cuts_off_is_measured_next_time(broken: list[str], t
     assert "error" not in _saved(tmp_path)["hang"]
 
 
-@pytest.mark.parametrize(("model", "billions"), [("llama-8b", 8.03), ("qwen3-0.6b", 0.596)])
+@pytest.mark.parametrize(("model", "billions"), [("llama-8b", 8.03), ("llama-3b", 3.21), ("qwen3-0.6b", 0.596)])
 def test_models_have_their_true_shape(model: str, billions: float, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
     parameters = build(read_config(tmp_path), jnp.dtype("bfloat16")).num_parameters
@@ -192,6 +196,30 @@ def test_tiny_and_full_results_are_kept_apart(tmp_path: Path) -> None:
     Results(tmp_path / device.RESULTS, tiny=True).add({"section": "write", "name": "x"})
     with pytest.raises(SystemExit, match="tiny"):
         Results(tmp_path / device.RESULTS, tiny=False)
+
+
+def test_the_sections_of_a_tpu(tmp_path: Path) -> None:
+    """Each has its measurements, and none is a GPU's. A v5e's 16 GB have room for the model and its cache."""
+    for chip, gigabytes in (("v5e", 16), ("v6e", 32)):
+        for section in device.CHIPS[chip]:
+            kind, _, of = section.partition("-")
+            assert kind in KERNELS if not of else (kind in STEPS | ENGINE and of in MODELS), section
+            assert "mosaic" not in section and kind not in device._ENVIRONMENTS
+            if of:
+                (tmp_path / "config.json").write_text(json.dumps(MODELS[of]))
+                assert build(read_config(tmp_path), jnp.dtype("bfloat16")).num_bytes < 0.6 * gigabytes * 1e9
+    assert device.main(["--tiny", "--chip", "v6e", "--only", "ceilings", "--out", str(tmp_path)]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / device.RESULTS).read_text())["rows"]}
+    assert rows["read"]["of_published"] > 0 and rows["matmul"]["of_published"] > 0
+    with pytest.raises(SystemExit):
+        device.main(["--tiny", "--chip", "v5e", "--only", "steps-llama-8b", "--out", str(tmp_path)])
+
+
+def test_published_rates_by_the_name_of_the_device() -> None:
+    v5e, v6e = (published_machine(name) for name in ("TPU v5 lite", "TPU v6 lite"))
+    assert v6e.bandwidth / v5e.bandwidth == pytest.approx(2, rel=0.01) and v6e.flops > 4 * v5e.flops
+    assert v5e.floor(6.43e9, 2 * 3.2e9) == pytest.approx(7.85e-3, rel=0.01)  # a row of 3B in bfloat16
+    assert published_machine("cpu") == published_machine("NVIDIA H200")
 
 
 def test_unknown_section_is_refused(tmp_path: Path) -> None:

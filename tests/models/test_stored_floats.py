@@ -48,6 +48,24 @@ SCALES: dict[str, tuple[dict[str, Any], Any]] = {
         {"quant_method": "fp8", "weight_block_size": [24, 32]},
         lambda rows, depth: (-(-rows // 24), -(-depth // 32)),
     ),
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+        lambda rows, depth: (rows, 1),
+    ),
+    "compressed blocks": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [24, 32]},
+                    "input_activations": {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "group"},
+                }
+            },
+        },
+        lambda rows, depth: (-(-rows // 24), -(-depth // 32)),
+    ),
     "large blocks": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
         lambda rows, depth: (-(-rows // 128), 1),

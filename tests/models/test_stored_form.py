@@ -45,6 +45,13 @@ def compressed(bits: int, group: int | None, symmetric: bool = True, form: str =
     }
 
 
+def with_activations(form: dict[str, Any]) -> dict[str, Any]:
+    """The same weights for activations of 8 bits: W8A8."""
+    [group] = form["config_groups"].values()
+    dynamic = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+    return form | {"config_groups": {"group_0": group | {"input_activations": dynamic}}}
+
+
 def gptq(bits: int, group: int, **others: Any) -> dict[str, Any]:
     skipped = ["mlp.gate"] if others.pop("experts", False) else []
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "modules_to_not_convert": skipped} | others
@@ -53,6 +60,7 @@ def gptq(bits: int, group: int, **others: Any) -> dict[str, Any]:
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "modules_to_not_convert": ["mlp.gate."]}
 FORMS: dict[str, dict[str, Any]] = {
     "int8 channel": compressed(8, None, form="int-quantized"),
+    "int8 channel, W8A8": with_activations(compressed(8, None, form="int-quantized")),
     "int8 group": compressed(8, 32, form="int-quantized"),
     "packed 8 bits": compressed(8, None),
     "packed 4 bits": compressed(4, 64),
@@ -174,7 +182,7 @@ def edited(form: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (edited(compressed(8, None), input_activations={"num_bits": 8}), "'input_activations' of a quantised checkpoint"),
+    (edited(compressed(8, None), input_activations={"num_bits": 4}), "'input_activations' of a quantised checkpoint"),
     (edited(compressed(4, 32), num_bits=3), "'num_bits' of a quantised checkpoint is 3"),
     (edited(compressed(4, 32), group_size=48), "'group_size' is 48"),
     (edited(compressed(4, 32), strategy="block"), "'strategy' of a quantised checkpoint"),
@@ -186,7 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (edited(compressed(4, 32), ignore="lm_head"), "'ignore' must be a list of names"),
     (edited(compressed(4, 32), config_groups={}), "'config_groups' has 0 groups"),
     (edited(compressed(4, 32), config_groups={"a": 1}), "'config_groups' must be an object of objects"),
-    (gptq(4, 32, desc_act=True), "'desc_act' of a quantised checkpoint is True"),
+    (gptq(4, 32, desc_act="some"), "'desc_act' of a quantised checkpoint is 'some'"),
     (gptq(3, 32), "'bits' of a quantised checkpoint is 3"),
     (gptq(4, 32, dynamic={"-:x": {}}), "'dynamic' of a quantised checkpoint"),
     (gptq(4, 32, lm_head=True), "'lm_head' of a quantised checkpoint"),
@@ -223,7 +231,8 @@ def test_damaged_tensors_are_named(tmp_path: Path) -> None:
     bad = stored[f"{name}scales"].copy()
     bad[0, 0] = np.nan
     cases: list[tuple[Tensors, str]] = [
-        (stored | {f"{name}g_idx": order[::-1].copy()}, "its inputs are permuted"),
+        (stored | {f"{name}g_idx": order[::-1].copy()}, "its inputs are permuted (act-order), which is computed only"),
+        (stored | {f"{name}g_idx": order + 1}, "g_idx names a group that is not there"),
         (stored | {f"{name}scales": bad}, "not all scales are numbers"),
         ({key: value for key, value in stored.items() if key != f"{name}qzeros"}, f"missing: {name}qzeros"),
         (stored | {f"{name}qweight": stored[f"{name}qweight"][:-1]}, "qweight is [15, 64], expected [16, 64]"),
@@ -233,6 +242,29 @@ def test_damaged_tensors_are_named(tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError) as error:
             load(directory, "stored")
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_permuted_inputs_are_decoded(bits: int, tmp_path: Path) -> None:
+    """Act-order: each input has the scale and the zero of the group that g_idx names, as decoded number by number."""
+    form = gptq(bits, 32, desc_act=True, checkpoint_format="gptq_v2")
+    stored, plain = write(random_tensors(MODELS["llama"]), form)
+    assert_equal_models(load(write_checkpoint(tmp_path / "in order", hf_of("llama", form), stored), "none"),
+                        load(write_checkpoint(tmp_path / "plain", MODELS["llama"], plain), "none"))  # fmt: skip
+    rng, per, name = np.random.default_rng(4), 32 // bits, "model.layers.1.mlp.down_proj."
+    places = rng.permutation(stored[f"{name}g_idx"])
+    words, zeros = (stored[f"{name}{key}"].view(np.uint32) for key in ("qweight", "qzeros"))
+    scales, wide = stored[f"{name}scales"].astype(np.float32), np.empty_like(plain[f"{name}weight"])
+    for r in range(wide.shape[0]):
+        for k in range(wide.shape[1]):
+            code = int(words[k // per, r]) >> (k % per * bits) & 2**bits - 1
+            zero = int(zeros[places[k], r // per]) >> (r % per * bits) & 2**bits - 1
+            wide[r, k] = np.float32(code - zero) * scales[places[k], r]
+    directory = write_checkpoint(tmp_path / "stored", hf_of("llama", form), stored | {f"{name}g_idx": places})
+    expected = write_checkpoint(tmp_path / "permuted", MODELS["llama"], plain | {f"{name}weight": wide})
+    assert_equal_models(load(directory, "none"), load(expected, "none"))
+    with pytest.raises(ModelLoadError, match="its inputs are permuted"):
+        load(directory, "stored")
 
 
 def test_an_integer_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from jaxserve.models.hf_keys import (
     shown,
 )
 from jaxserve.models.loading.file_formats.gguf_model import config_file, published_config
-from jaxserve.models.loading.stored_config import read_quantization_beside, read_stored_form
+from jaxserve.models.loading.stored_config import compressed_block, read_quantization_beside, read_stored_form
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def with_generation(config: ModelConfig, generation: Json) -> ModelConfig:
     )
 
 
-SERVED_QUANTIZATION = ("fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "gguf")
+SERVED_QUANTIZATION = ("fp8", "fbgemm_fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "gguf")
 
 
 def _weight_block(hf: Json) -> tuple[int, int] | None:
@@ -133,12 +133,12 @@ def _weight_block(hf: Json) -> tuple[int, int] | None:
         raise ValueError(f"quantization {method!r} is not supported (supported: {', '.join(SERVED_QUANTIZATION)})")
     if quantization.get("quant_algo") not in (None, "FP8"):
         raise ValueError(f"quantization {quantization['quant_algo']!r} is not supported (supported: FP8 weights)")
-    block = quantization.get("weight_block_size")
+    block = quantization.get("weight_block_size") or compressed_block(quantization)
     if block is None:
         return None
     sizes = block if isinstance(block, list) else []
     if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**20 for size in sizes):
-        raise ValueError(f"'weight_block_size' must be two sizes, not {shown(block)}")
+        raise ValueError(f"'weight_block_size' and 'block_structure' must be two sizes, not {shown(block)}")
     return sizes[0], sizes[1]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -21,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint
+from jaxserve.models.loading.converted import as_converted, is_converted
 from jaxserve.models.loading.hf_config import read_config
-from jaxserve.models.loading.orbax import READERS, is_converted, read_leaves
+from jaxserve.models.loading.orbax import READERS, read_leaves
 from jaxserve.models.loading.part_reader import PartReader
 from jaxserve.models.loading.quantization import fp8_modules, stored_tensors
 from jaxserve.models.loading.quantized_leaves import by_parameter, read_parameter
@@ -34,11 +35,13 @@ from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.weights import ParamSpec
 from jaxserve.ops.quantized import MIDDLE
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
 LoadFormat = Literal["auto", "safetensors", "orbax", "random"]
 
-# Buffers that old exports contain and that are computed here; scales of quantized activations and KV caches.
-IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_scale$"))
+# Buffers that old exports contain and that are computed here; scales and zeros of quantized activations and KV caches.
+IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"))
 RANDOM_STDDEV = 0.02
 RANDOM_INT8 = 32  # standard deviation of int8 codes; that of 4 random bits is 4.6, or 2.9 as E2M1
 _RANDOM_SCALES = {
@@ -74,18 +77,16 @@ def load_model(
     if load_format == "random":
         structure = build(config, dtype)
         leaves, read = random_leaves(structure, _shardings(structure, mesh), seed), 0
-    elif converted and config.quantization not in ("none", "stored"):
-        raise ModelLoadError(
-            f"{directory} is a converted checkpoint, which is not quantised at load",
-            fix="name the original checkpoint, or set model.quantization: none",
-        )
     elif converted:
-        structure = build(config.replace(quantization="none"), dtype)
+        structure = build(as_converted(config, directory), dtype)
         leaves, read = read_leaves(structure, _shardings(structure, mesh), directory, progress)
     else:
         checkpoint = open_checkpoint(directory)
         structure = build(_as_published(config, checkpoint), dtype)
         leaves, read = _read_leaves(structure, _shardings(structure, mesh), checkpoint, progress)
+    form = config.stored_form
+    if form is not None and form.rounds_activations:
+        logger.info("%s was made for activations of 8 bits, which are not rounded here", directory)
     jax.block_until_ready(leaves)
     return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
 
@@ -93,7 +94,7 @@ def load_model(
 def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelStructure:
     """Check the files of a checkpoint and return its structure. Reads no weight. Raises ModelLoadError."""
     if is_converted(directory):
-        return build(config.replace(quantization="none"), dtype)
+        return build(as_converted(config, directory), dtype)
     checkpoint = open_checkpoint(directory)
     structure = build(_as_published(config, checkpoint), dtype)
     check_complete(structure, checkpoint)

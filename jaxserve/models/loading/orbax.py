@@ -1,4 +1,4 @@
-"""Converted checkpoints: an Orbax directory with the parameters as the model holds them, fused and decoded.
+"""Converted checkpoints: an Orbax directory with the parameters as the model holds them, fused, wide or quantised.
 
 `convert` writes them, with a manifest jaxserve.json by which `load_model` recognizes them. They load on any mesh, each
 device reading its own part: kv heads that were copied for one mesh are merged or copied again for another.
@@ -21,24 +21,17 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.model_files import read_object
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.converted import MANIFEST, manifest_of, read_manifest
 from jaxserve.models.loading.file_formats.zarr_array import BUFFER, FIX, ZarrArray, open_array
 from jaxserve.models.loading.hub import DATA_FILES
 from jaxserve.models.loading.structure import LoadedModel, ModelStructure
 from jaxserve.models.weights import ParamSpec
 
-MANIFEST = "jaxserve.json"
 ARRAYS = "arrays"
-FORMAT = 3  # version of the manifest; 3 added checksums
-MAX_REPEAT = 1024  # copies of a kv head, at most one per device
 READERS = 4  # threads; numpy copies without holding the GIL
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
-
-
-def is_converted(directory: Path) -> bool:
-    return (directory / MANIFEST).is_file()
 
 
 def convert(model: LoadedModel, target: Path) -> None:
@@ -59,7 +52,7 @@ def convert(model: LoadedModel, target: Path) -> None:
     with ocp.PyTreeCheckpointer(use_compression=False, use_ocdbt=False) as checkpointer:
         checkpointer.save((target / ARRAYS).absolute(), dict(zip(names, model.leaves, strict=True)))
     # Written last: a directory without a manifest counts as incomplete.
-    manifest = _manifest(model.structure) | {"checksums": _checksums(target / ARRAYS, names)}
+    manifest = manifest_of(model.structure) | {"checksums": _checksums(target / ARRAYS, names)}
     (target / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
@@ -67,11 +60,6 @@ def check_target(target: Path) -> None:
     """Raise ModelLoadError unless `target` is missing or an empty directory."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelLoadError(f"{target} is not empty", fix="name a new directory")
-
-
-def _manifest(structure: ModelStructure) -> dict[str, Any]:
-    shapes = {spec.name: list(spec.shape) for spec in structure.specs}
-    return {"format": FORMAT, "kv_repeat": structure.config.kv_repeat, "shapes": shapes}
 
 
 def _checksums(arrays: Path, names: list[str]) -> dict[str, dict[str, int]]:
@@ -100,13 +88,15 @@ def read_leaves(
 
     Each device reads its own part of the files. Raises ModelLoadError if they belong to another model or are damaged.
     """
-    manifest = _read_manifest(directory)
+    manifest = read_manifest(directory)
     stored = _stored_shapes(structure, manifest, directory)
     sums = manifest["checksums"]
     arrays = [open_array(directory / ARRAYS / spec.name, sums.get(spec.name, {})) for spec in structure.specs]
     for array, spec in zip(arrays, structure.specs, strict=True):
         if array.shape != stored[spec.name]:
             raise ModelLoadError(f"{array.directory} cannot be read: its shape is {list(array.shape)}", fix=FIX)
+        if spec.packing is not None and array.dtype != spec.dtype:
+            raise ModelLoadError(f"{array.directory} cannot be read: it has {array.dtype}, not {spec.dtype}", fix=FIX)
 
     def read(spec: ParamSpec, sharding: Sharding, array: ZarrArray) -> jax.Array:
         if array.shape == spec.shape:
@@ -131,22 +121,6 @@ def _placed(array: ZarrArray, sharding: Sharding, spec: ParamSpec) -> jax.Array:
         return array.read(index, np.dtype(spec.dtype))
 
     return jax.make_array_from_callback(array.shape, sharding, read, dtype=spec.dtype)
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    path = directory / MANIFEST
-    try:
-        manifest = read_object(path)
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"it has format {str(manifest['format'])[:20]}, this version reads {FORMAT}")
-        manifest["shapes"] = {str(name): tuple(shape) for name, shape in manifest["shapes"].items()}
-        if type(manifest["kv_repeat"]) is not int or not 1 <= manifest["kv_repeat"] <= MAX_REPEAT:
-            raise ValueError(f"'kv_repeat' must be from 1 to {MAX_REPEAT}")
-        if not all(isinstance(sums, dict) for sums in manifest["checksums"].values()):
-            raise ValueError("'checksums' has the files of each array")
-    except (ValueError, KeyError, TypeError, AttributeError, ModelLoadError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}", fix=FIX) from error
-    return manifest
 
 
 def _stored_shapes(structure: ModelStructure, manifest: dict[str, Any], directory: Path) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import Checkpoint, Tensor
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
 from jaxserve.models.loading.quantization import (
@@ -75,6 +76,9 @@ class PartReader:
         assert self._form is not None
         if self._form.is_integer:
             codes = read_codes(part, self._form, self._whole)
+            if codes.places is not None:
+                why = f"{part.name}: its inputs are permuted (act-order), which is computed only with wide weights"
+                raise ModelLoadError(why, fix="set model.quantization: none")
         elif part.mxfp4:
             return mxfp4_codes(*self._mxfp4(part), part, rows)
         else:

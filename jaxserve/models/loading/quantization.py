@@ -40,7 +40,7 @@ def stored_tensors(
         return {f"{part.name}_blocks": ((*groups, MXFP4_GROUP // 2),), f"{part.name}_scales": (groups,)}
     found = {part.name: (part.shape,)}
     if part.name in tensors and tensors[part.name].dtype in FP8:
-        found |= _scale_tensor(part, block)
+        found |= _scale_tensor(part, block, tensors)
     return found
 
 
@@ -50,11 +50,15 @@ def fp8_modules(tensors: Mapping[str, Tensor]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _scale_tensor(part: Part, block: Block | None) -> dict[str, tuple[tuple[int, ...], ...]]:
-    rows = part.shape[0]
+def _scale_tensor(
+    part: Part, block: Block | None, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    rows, name = part.shape[0], f"{part.name}_scale"
     if block is None:
-        return {f"{part.name}_scale": ((), (1,), (rows,), (rows, 1))}
-    return {f"{part.name}_scale_inv": (tuple(-(-n // b) for n, b in zip(part.shape, block, strict=True)),)}
+        return {name: ((), (1,), (rows,), (rows, 1))}
+    if name not in tensors:  # as compressed-tensors calls it
+        name = f"{part.name}_scale_inv"
+    return {name: (tuple(-(-n // b) for n, b in zip(part.shape, block, strict=True)),)}
 
 
 def decode_fp8(

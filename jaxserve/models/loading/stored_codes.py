@@ -28,14 +28,22 @@ _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # in an int32, of the codes of
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight [O, I]: values int8, E4M3 or, of 4 bits, uint8 [O, I]; scales and zeros float32 [O, groups]."""
+    """A weight [O, I]: values int8, E4M3 or, of 4 bits, uint8 [O, I]; scales and zeros float32 [O, groups].
+
+    places: the group of each of the I inputs, int32 [I]; None: groups are successive inputs, all of one size.
+    """
 
     values: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
+    places: np.ndarray | None = None
 
     def repeated(self, group: int) -> dict[str, np.ndarray]:
-        """Return the arrays of leaves by role, with a scale and a zero for `group` numbers, as they are or repeated."""
+        """Return the arrays of leaves by role, with a scale and a zero for `group` numbers, as they are or repeated.
+
+        Only for groups of successive inputs.
+        """
+        assert self.places is None
         times = self.values.shape[1] // group // self.scales.shape[1]
         values = pack(self.values) if self.values.dtype == np.uint8 else self.values
         found = {"values": values, "scales": np.repeat(self.scales, times, axis=1)}
@@ -43,10 +51,11 @@ class Codes:
 
     def wide(self) -> np.ndarray:
         """Return the numbers, float32 [O, I]."""
-        group = self.values.shape[1] // self.scales.shape[1]
+        depth, count = self.values.shape[1], self.scales.shape[1]
+        places = np.arange(depth) // (depth // count) if self.places is None else self.places
         middle = 8 if self.values.dtype == np.uint8 else 0
-        zeros = middle if self.zeros is None else np.repeat(self.zeros, group, axis=1)
-        return (self.values.astype(np.float32) - zeros) * np.repeat(self.scales, group, axis=1)
+        zeros = middle if self.zeros is None else self.zeros[:, places]
+        return (self.values.astype(np.float32) - zeros) * self.scales[:, places]
 
 
 def is_stored(part: Part, form: StoredForm | None, names: Mapping[str, object]) -> bool:
@@ -87,10 +96,10 @@ def code_bytes(part: Part, form: StoredForm) -> int:
 
 
 def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
-    """Read a part. Raises ModelLoadError if scales are not finite, or its inputs are permuted (act-order)."""
+    """Read a part. Raises ModelLoadError if scales are not finite, or an input has no group."""
     tensors = {name.rpartition(".")[2]: read(name) for name in code_tensors(part, form)}
     rows, depth = part.shape
-    zeros = None
+    zeros = places = None
     match form.method:
         case "int-quantized" | "gguf":
             values, scales = tensors["weight"], tensors["weight_scale"]
@@ -100,7 +109,7 @@ def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
             if form.zeros:
                 zeros = _unpack(tensors["weight_zero_point"].T, form.bits)[:, :rows].T
         case "gptq":
-            _check_order(part, form, tensors["g_idx"])
+            places = _places(part, form, tensors["g_idx"])
             values, scales = _unpack(tensors["qweight"].T, form.bits), tensors["scales"].T
             zeros = _unpack(tensors["qzeros"], form.bits).T
         case _:  # awq
@@ -110,7 +119,7 @@ def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
     if not np.isfinite(scales).all():
         raise ModelLoadError(f"{part.name}: not all scales are numbers", fix="download the checkpoint again")
     values, zeros = _centred(values, None if zeros is None else zeros.astype(np.float32) + form.zero_offset, form)
-    return Codes(values, scales, zeros)
+    return Codes(values, scales, zeros, places)
 
 
 def _centred(values: np.ndarray, zeros: np.ndarray | None, form: StoredForm) -> tuple[np.ndarray, np.ndarray | None]:
@@ -136,7 +145,11 @@ def _unpack_awq(words: np.ndarray) -> np.ndarray:
     return codes[..., _AWQ_PLACES].reshape(len(words), -1)
 
 
-def _check_order(part: Part, form: StoredForm, g_idx: np.ndarray) -> None:
+def _places(part: Part, form: StoredForm, g_idx: np.ndarray) -> np.ndarray | None:
+    """Return the group of each input, None if groups are successive inputs; others are act-order's."""
     depth = part.shape[1]
-    if not np.array_equal(g_idx, np.arange(depth) // (form.group or depth)):
-        raise ModelLoadError(f"{part.name}: its inputs are permuted (act-order), which is not supported")
+    if np.array_equal(g_idx, np.arange(depth) // (form.group or depth)):
+        return None
+    if g_idx.min() < 0 or g_idx.max() >= form.num_groups(depth):
+        raise ModelLoadError(f"{part.name}: g_idx names a group that is not there", fix="download the checkpoint again")
+    return g_idx

@@ -21,7 +21,8 @@ from jaxserve.text.regex_guard import check_pattern
 
 _INTEGER_FORMATS = ("int-quantized", "pack-quantized")
 _FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "dense")
-_EXCLUDED = ("modules_to_not_convert", "ignore", "exclude_modules")
+_IGNORED = ("ignore", "exclude_modules")
+_BY = re.compile(r"\d{1,7}x\d{1,7}")
 
 
 def read_quantization(path: Path) -> dict[str, Any]:
@@ -56,9 +57,12 @@ def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -
     """
     match quantization.get("quant_method"):
         case "compressed-tensors":
-            return _compressed(quantization)
+            return _compressed(quantization, block)
         case "fp8" if quantization.get("fmt", "e4m3") == "e4m3":
             return _fp8(quantization, block)
+        case "fbgemm_fp8":
+            _check_bound(quantization)
+            return _fp8(quantization, None)
         case "modelopt" if quantization.get("quant_algo", "FP8") == "FP8":
             return _fp8(quantization, block)
         case "mxfp4":
@@ -73,23 +77,48 @@ def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -
     return None
 
 
-def _compressed(found: Json) -> StoredForm | None:
-    form, groups = found.get("format"), found.get("config_groups") or {}
+def compressed_block(quantization: Json) -> Any:
+    """Return compressed-tensors' rows and columns that share an FP8 scale, unchecked; None: scales of other kinds.
+
+    Raises ValueError if layers differ in it.
+    """
+    if quantization.get("quant_method") != "compressed-tensors":
+        return None
+    schemes = [scheme for _, scheme in _schemes(quantization) if scheme.get("type") == "float"]
+    sizes = [each.get("block_structure") if each.get("strategy") == "block" else None for each in schemes]
+    if any(size != sizes[0] for size in sizes):
+        raise ValueError(f"'block_structure' differs between groups of layers: {shown(sizes)}")
+    size = sizes[0] if sizes else None
+    return [int(word) for word in size.split("x")] if isinstance(size, str) and _BY.fullmatch(size) else size
+
+
+def _schemes(found: Json) -> list[tuple[Json, Json]]:
+    """Return each group of layers with the scheme of its weights."""
+    groups: Any = found.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"'config_groups' must be an object of objects, not {shown(groups)}")
-    weights = [group.get("weights") or {} for group in groups.values()]
-    integers = any(isinstance(each, dict) and each.get("type") == "int" for each in weights)
-    if form in _FLOAT_FORMATS and not integers:
-        return _fp8(found, None) if form in ("float-quantized", "naive-quantized") else None
+    schemes: list[tuple[Any, Any]] = [(group, group.get("weights") or {}) for group in groups.values()]
+    if not all(isinstance(scheme, dict) for _, scheme in schemes):
+        raise ValueError(f"'weights' must be an object, not {shown([scheme for _, scheme in schemes])}")
+    return schemes
+
+
+def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None:
+    form, schemes = found.get("format"), _schemes(found)
+    if form in _FLOAT_FORMATS and not any(scheme.get("type") == "int" for _, scheme in schemes):
+        for _, scheme in schemes:
+            _only(scheme, "type", None, "float")
+            _only(scheme, "num_bits", None, 8)
+            _only(scheme, "strategy", None, "tensor", "channel", "block")
+        return _fp8(found, block) if form in ("float-quantized", "naive-quantized") else None
     if form not in _INTEGER_FORMATS:
         raise ValueError(
             f"compressed-tensors {shown(form)} is not supported (supported: {', '.join(_INTEGER_FORMATS)})"
         )
-    if len(groups) != 1 or not isinstance(weights[0], dict):
-        raise ValueError(f"'config_groups' has {len(groups)} groups, and only one form for all layers is supported")
-    [group], [scheme] = groups.values(), weights
+    if len(schemes) != 1:
+        raise ValueError(f"'config_groups' has {len(schemes)} groups, and only one form for all layers is supported")
+    [(group, scheme)] = schemes
     _only(group, "targets", ["Linear"])
-    _only(group, "input_activations", None)
     _only(group, "output_activations", None)
     _only(scheme, "type", "int")
     _only(scheme, "actorder", None, "weight", "static")
@@ -98,16 +127,45 @@ def _compressed(found: Json) -> StoredForm | None:
     _only(found, "sparsity_config", None, {})
     size = scheme.get("group_size") if scheme["strategy"] == "group" else None
     ignored = tuple(_pattern(name) for name in _names(found, "ignore"))
-    return StoredForm(form, _bits(scheme, "num_bits"), _group(size), scheme.get("symmetric") is False, ignored)
+    zeros = scheme.get("symmetric") is False
+    return StoredForm(
+        form, _bits(scheme, "num_bits"), _group(size), zeros, ignored, rounds_activations=_rounds_activations(found)
+    )
+
+
+def _rounds_activations(found: Json) -> bool:
+    """Return whether the checkpoint was made for activations of 8 bits. Raises ValueError for fewer."""
+    match found.get("quant_method"):
+        case "compressed-tensors":
+            activations = [group.get("input_activations") for group, _ in _schemes(found)]
+            for each in activations:
+                if each is not None and not (isinstance(each, dict) and each.get("num_bits") == 8):
+                    raise ValueError(
+                        f"'input_activations' of a quantised checkpoint is {shown(each)} (supported: 8 bits)"
+                    )
+            return any(activations)
+        case "fbgemm_fp8" | "modelopt":
+            return True
+    return found.get("activation_scheme") in ("dynamic", "static")
 
 
 def _fp8(found: Json, block: tuple[int, int] | None) -> StoredForm:
-    ignored = [_pattern(name) for key in _EXCLUDED for name in _names(found, key)]
-    return StoredForm("fp8", 8, None if block is None else block[1], False, (r"^lm_head$", *ignored))
+    ignored = [_pattern(name) for key in _IGNORED for name in _names(found, key)]
+    ignored += [_module_pattern(name) for name in _names(found, "modules_to_not_convert")]
+    wide = (r"^lm_head$", *ignored)
+    group = None if block is None else block[1]
+    return StoredForm("fp8", 8, group, False, wide, rounds_activations=_rounds_activations(found))
+
+
+def _check_bound(found: Json) -> None:
+    """Raise ValueError for what is no bound. It bounds scales of activations, of which there are none here."""
+    bound = found.get("activation_scale_ub")
+    if bound is not None and not (type(bound) in (int, float) and 0 < bound < float("inf")):
+        raise ValueError(f"'activation_scale_ub' must be a positive number, not {shown(bound)}")
 
 
 def _gptq(found: Json) -> StoredForm:
-    _only(found, "desc_act", None, False)
+    _only(found, "desc_act", None, False, True)  # True: whether inputs are permuted is known from the files
     _only(found, "dynamic", None, {})
     _only(found, "lm_head", None, False)
     _only(found, "checkpoint_format", None, "gptq", "gptq_v2")
@@ -147,6 +205,11 @@ def _names(found: Json, key: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{key!r} must be a list of names, not {shown(names)}")
     return names
+
+
+def _module_pattern(name: str) -> str:
+    """Return a regular expression of an entry of `modules_to_not_convert`: successive parts of a module's name."""
+    return rf"(^|\.){re.escape(name.strip('.'))}(\.|$)"
 
 
 def _pattern(name: str) -> str:

@@ -1,14 +1,17 @@
 """Linear layers: x @ W.T, in the formulation that is fastest on the platform.
 
-That is an XLA dot, or on a CPU the C kernel of `ops.native`. Weights keep the checkpoint's layout, [out, in].
+That is an XLA dot, or on a CPU the C kernel of `ops.native`, or on a GPU `few_bits` for quantised weights. Weights keep
+the checkpoint's layout, [out, in].
 BENCHMARKS.md, "Tried and rejected", has the measurements behind the choice.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +33,7 @@ def linear(
     *,
     deterministic: bool = False,
     native: bool = False,
+    triton: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Multiply x [T, in] by w [*out, in] transposed and add bias [*out].
@@ -41,12 +45,16 @@ def linear(
       single row is avoided because it sums in another order. Needs the options of runtime.compilation.compiler.
     native: use the C kernels for float32 activations. The caller has loaded `ops.native`, and the program runs on one
       CPU. A bfloat16 or quantised weight gives the bits of the same numbers in float32.
+    triton: use `few_bits` for a quantised weight and few rows of 16-bit activations, not if deterministic. The program
+      runs on one GPU.
     The other formulations convert a weight of another form to x's dtype first.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
         product = kernels.matmul_few if x.shape[0] <= kernels.FEW and not deterministic else kernels.matmul
         y = product(x, _matrix(w)).reshape(x.shape[0], *w.shape[:-1])
+    elif triton and not deterministic and isinstance(w, Quantized) and _few_bits().takes(x):
+        y = _few_bits().matmul(x, w.matrix(), out_dtype).reshape(x.shape[0], *w.shape[:-1])
     elif deterministic:
         y = _at_least_two_rows(x, w, out_dtype)
     elif x.shape[0] <= WEIGHT_FIRST_ROWS:
@@ -63,18 +71,25 @@ class Products:
 
     deterministic: bool = False
     native: bool = False
+    triton: bool = False
 
     def __call__(
         self, x: jax.Array, w: Weight, bias: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
     ) -> jax.Array:
         """See `linear`: x [T, in], w [*out, in], bias [*out] -> [T, *out]."""
-        return linear(x, w, bias, deterministic=self.deterministic, native=self.native, out_dtype=out_dtype)
+        options = {"deterministic": self.deterministic, "native": self.native, "triton": self.triton}
+        return linear(x, w, bias, out_dtype=out_dtype, **options)
 
     def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | None:
         """Return the C kernel for these weights of experts and activations of `dtype`; None: it does not take them."""
         if not self.native or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
             return None
         return partial(kernels.matmul_grouped, few=not self.deterministic)
+
+
+def _few_bits() -> ModuleType:
+    """Import the kernel for GPUs only where it is used: not every build of jax has Pallas' Triton modules."""
+    return importlib.import_module("jaxserve.ops.linear.few_bits")
 
 
 def _matrix(w: Weight) -> Weight:

@@ -1,0 +1,63 @@
+"""Measure how far quantised weights move a model's distributions, beside the change of perplexity.
+
+    python -m benchmarks.divergence MODEL [--stories 300] [--forms int8 fp8 int4]
+
+The divergence is that of Kullback and Leibler from the float32 model, a mean over tokens in nats. A perplexity may fall
+by chance where a model's numbers change, and does so for a small model; the divergence may not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from examples.demo_model.stories import CHARACTERS, tell
+from jaxserve.library.dense import dense_logits
+from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.loader import LoadedModel, load_model
+
+WINDOW = 256  # tokens of a text
+
+
+def log_probabilities(model: LoadedModel, windows: jax.Array) -> np.ndarray:
+    """Return those of each token after the first: windows int32 [N, WINDOW] -> [N, WINDOW - 1, vocabulary]."""
+
+    @jax.jit
+    def of(leaves: tuple[jax.Array, ...], window: jax.Array) -> jax.Array:
+        """Compute one window int32 [WINDOW]."""
+        logits = dense_logits(model.structure, leaves, window)[:-1]
+        return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+
+    return np.stack([of(model.leaves, window) for window in windows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--stories", type=int, default=300)
+    parser.add_argument("--forms", nargs="+", default=["int8", "fp8", "int4"])
+    options = parser.parse_args()
+    config, rng = read_config(options.model), random.Random(0)
+    text = " ".join(tell(rng, rng.choice(CHARACTERS)) for _ in range(options.stories))
+    ids = Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(text).ids
+    windows = jnp.array([ids[first : first + WINDOW] for first in range(0, len(ids) - WINDOW, WINDOW)])
+    following = np.asarray(windows)[:, 1:, None]
+    plain = log_probabilities(load_model(options.model, dtype=jnp.dtype("float32"), config=config), windows)
+    print(f"float32: perplexity {math.exp(-np.take_along_axis(plain, following, 2).mean()):.4f}")
+    for form in options.forms:
+        model = load_model(options.model, dtype=jnp.dtype("float32"), config=config.replace(quantization=form))
+        found = log_probabilities(model, windows)
+        change = np.take_along_axis(plain - found, following, 2).mean()
+        divergence = (np.exp(plain) * (plain - found)).sum(-1).mean()
+        print(f"{form}: perplexity {math.expm1(change):+.2%}, divergence {divergence:.5f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""In which form a model's weights are held: what was asked for, and what the checkpoint has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.loading.converted import held_quantization, is_converted
+
+QUANTIZATIONS = ("auto", "none", "int8", "fp8", "int4")
+
+
+def choose_quantization(asked: str, model: ModelConfig, directory: Path) -> str:
+    """Return ModelConfig.quantization for one of QUANTIZATIONS. Raises ConfigError for what is not computed."""
+    if is_converted(directory):
+        return _of_converted(asked, directory)
+    form = model.stored_form
+    decoded = form is None or (model.bidirectional and not form.is_integer)
+    if asked == "none" or (asked == "auto" and decoded):
+        return "none"
+    if model.bidirectional:
+        raise ConfigError("an encoder's weights cannot be quantised", fix="set model.quantization: none")
+    if asked == "auto" or (form is not None and asked == form.method):
+        return "stored"
+    if form is not None and form.is_integer:
+        bits = f"{form.bits} bits ({form.method})"
+        raise ConfigError(f"the checkpoint has {bits} already", fix="set model.quantization: auto")
+    return asked
+
+
+def _of_converted(asked: str, directory: Path) -> str:
+    held = held_quantization(directory)
+    if asked in ("auto", held):
+        return held
+    what = "weights that are not quantised" if held == "none" else "quantised weights"
+    raise ConfigError(
+        f"{directory} is a converted checkpoint with {what}, which model.quantization: {asked} does not change",
+        fix="name the original checkpoint, or set model.quantization: auto",
+    )

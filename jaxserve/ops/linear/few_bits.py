@@ -1,0 +1,189 @@
+"""Linear layers with weights of 8 and 4 bits for NVIDIA GPUs, in Pallas lowered through Triton.
+
+One kernel for all forms of `ops.quantized`. A program reads a tile of values [outputs, numbers] as they are, turns them
+into the activations' dtype in registers, and multiplies them by the rows of x with float32 sums. Grid (rows, outputs,
+splits of K): programs that run together share a weight's tile. No wide weight is written to memory, so a product reads
+the bytes of its values and scales. XLA's form writes the wide weight and reads it again: 5 bytes a number instead of 1,
+see benchmarks/compiled. The numbers are those of `Quantized.astype`.
+
+Two 4-bit values lie in a byte: the low halves of a block's 16 bytes are its first 16 numbers. x is therefore given in
+two halves, those that meet the low and those that meet the high ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
+
+from jaxserve.ops.quantized import BLOCK, MIDDLE, Quantized
+
+# Of x. Every tile of 128 rows turns the values into numbers again, some 6 instructions each: 0.2 ps on an H200. Four
+# times that is what the 4 bytes cost that XLA's form writes and reads.
+MAX_ROWS = 512
+_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a program: outputs, rows of x, bytes of a weight's row at a time, and how the compiler pipelines it."""
+
+    outputs: int
+    rows: int
+    bytes: int
+    warps: int
+    stages: int
+
+
+# By the most rows of x. More outputs share the rows' loads, which for 128 rows are more than the weight's.
+_TILES = ((16, Tile(32, 16, 128, 4, 5)), (32, Tile(64, 32, 128, 4, 4)), (64, Tile(64, 64, 64, 4, 4)))
+_LARGE = Tile(128, 128, 64, 8, 3)
+_PROGRAMS = 264  # two for each of an H200's processors: K is split until there are so many
+
+
+def takes(x: jax.Array) -> bool:
+    """Return whether the kernel takes rows x [T, K]."""
+    return x.dtype in _DTYPES and x.shape[0] <= MAX_ROWS
+
+
+def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
+    """Multiply x [T, K] by w [N, K] transposed -> [T, N] in `out_dtype`. interpret: slowly, on any device."""
+    rows = x.shape[0]
+    outputs, columns = w.values.shape
+    tile = next((tile for most, tile in _TILES if rows <= most), _LARGE)
+    width = columns // w.scales.shape[1]  # bytes of a group
+    step = _step(tile.bytes, width)
+    splits = _splits(pl.cdiv(outputs, tile.outputs) * pl.cdiv(rows, tile.rows), pl.cdiv(columns, step))
+    halves = _halves(x) if w.packed else x[None]
+    leaves = jax.tree.leaves(w)
+    result = (splits, rows, outputs)
+    y = pl.pallas_call(
+        functools.partial(_kernel, tile=tile, step=step, width=width, splits=splits, mxfp4=w.mxfp4),
+        grid=(pl.cdiv(rows, tile.rows), pl.cdiv(outputs, tile.outputs), splits),
+        in_specs=[_whole(halves.shape), *(_whole(leaf.shape) for leaf in leaves)],
+        out_specs=_whole(result),
+        out_shape=jax.ShapeDtypeStruct(result, jnp.float32 if splits > 1 else out_dtype),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="linear_few_bits",
+    )(halves, *leaves)
+    return y[0] if splits == 1 else y.sum(axis=0).astype(out_dtype)
+
+
+def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+
+def _halves(x: jax.Array) -> jax.Array:
+    """Return the columns that meet low and high halves of bytes: x [T, K] -> [2, T, K / 2]."""
+    rows, depth = x.shape
+    return x.reshape(rows, depth // BLOCK, 2, BLOCK // 2).transpose(2, 0, 1, 3).reshape(2, rows, depth // 2)
+
+
+def _step(most: int, width: int) -> int:
+    """Return how many bytes of a row to take at a time: a power of two that divides a group, or some whole groups."""
+    if width & (width - 1):
+        return min(most, width & -width)
+    return most
+
+
+def _splits(programs: int, steps: int) -> int:
+    """Return into how many parts K is split: a power of two, with four steps or more for each."""
+    splits = 1
+    while programs * splits * 2 <= _PROGRAMS and steps >= 8 * splits:
+        splits *= 2
+    return splits
+
+
+def _kernel(x_ref, values_ref, scales_ref, *refs, tile: Tile, step: int, width: int, splits: int, mxfp4: bool) -> None:
+    *zeros_ref, out_ref = refs
+    outputs, columns = values_ref.shape
+    rows = x_ref.shape[1]
+    steps = pl.cdiv(pl.cdiv(columns, step), splits)
+    split = pl.program_id(2)
+    own = pl.program_id(1) * tile.outputs + jnp.arange(tile.outputs, dtype=jnp.int32)
+    row = pl.program_id(0) * tile.rows + jnp.arange(tile.rows, dtype=jnp.int32)
+    own_limit = None if outputs % tile.outputs == 0 else outputs
+    row_limit = None if rows % tile.rows == 0 else rows
+    column_limit = None if columns % (step * splits) == 0 else columns
+
+    def add(index: jax.Array, total: jax.Array) -> jax.Array:
+        """Add the products of one step: total [outputs, rows]."""
+        first = (split * steps + index) * step
+        column = first + jnp.arange(step, dtype=jnp.int32)
+        values = _load(values_ref, (own, column), (own_limit, column_limit))
+        count = max(1, step // width)
+        group = first // width + jnp.arange(count, dtype=jnp.int32)
+        group_limit = None if column_limit is None else scales_ref.shape[1]
+        shared = [_load(ref, (own, group), (own_limit, group_limit)) for ref in (scales_ref, *zeros_ref)]
+        scale, *zero = [_spread(_powers(each) if mxfp4 else each, step) for each in shared]
+        x_place = _grid(row, column)
+        x_mask = _inside(x_place, (row_limit, column_limit))
+        for half, numbers in enumerate(_numbers(values, mxfp4)):
+            if zero:
+                numbers -= zero[0]
+            elif values.dtype == jnp.uint8 and not mxfp4:
+                numbers -= MIDDLE
+            x = plt.load(x_ref.at[half, *x_place], mask=x_mask, other=None if x_mask is None else 0)
+            dims = (((1,), (1,)), ((), ()))
+            wide = (numbers * scale).astype(x.dtype)
+            total += lax.dot_general(wide, x, dims, preferred_element_type=jnp.float32)
+        return total
+
+    total = lax.fori_loop(0, steps, add, jnp.zeros((tile.outputs, tile.rows), jnp.float32))
+    place = _grid(own, row)
+    mask = _inside(place, (own_limit, row_limit))
+    plt.store(out_ref.at[split, place[1], place[0]], total.astype(out_ref.dtype), mask=mask)
+
+
+def _numbers(values: jax.Array, mxfp4: bool) -> Iterator[jax.Array]:
+    """Yield the values of each half as float32: one for bytes, two for pairs of 4 bits."""
+    if values.dtype != jnp.uint8:
+        yield values.astype(jnp.float32)
+        return
+    wide = values.astype(jnp.int32)
+    for codes in (wide & 15, wide >> 4):
+        yield _e2m1(codes) if mxfp4 else codes.astype(jnp.float32)
+
+
+def _e2m1(codes: jax.Array) -> jax.Array:
+    """Return the numbers of codes int32, by the bits of float32: the exponent is biased by 126 more."""
+    magnitude = codes & 7
+    normal = lax.bitcast_convert_type((magnitude << 22) + (126 << 23), jnp.float32)
+    number = jnp.where(magnitude < 2, magnitude.astype(jnp.float32) * 0.5, normal)
+    return jnp.where(codes > 7, -number, number)
+
+
+def _powers(exponents: jax.Array) -> jax.Array:
+    bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _spread(shared: jax.Array, step: int) -> jax.Array:
+    """Repeat what groups share for their numbers: [outputs, groups] -> [outputs, step]."""
+    outputs, count = shared.shape
+    return lax.broadcast_in_dim(shared, (outputs, count, step // count), (0, 1)).reshape(outputs, step)
+
+
+def _grid(*indices: jax.Array) -> tuple[jax.Array, ...]:
+    shape = tuple(index.shape[0] for index in indices)
+    return tuple(lax.broadcast_in_dim(index, shape, (axis,)) for axis, index in enumerate(indices))
+
+
+def _inside(indices: tuple[jax.Array, ...], limits: tuple[int | None, ...]) -> jax.Array | None:
+    masks = [jnp.less(index, limit) for index, limit in zip(indices, limits, strict=True) if limit is not None]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def _load(ref, indices: tuple[jax.Array, ...], limits: tuple[int | None, ...]) -> jax.Array:
+    """Load the rectangle of these rows and columns, 0 for an index at or above its limit."""
+    place = _grid(*indices)
+    mask = _inside(place, limits)
+    return plt.load(ref.at[place], mask=mask, other=None if mask is None else 0)
