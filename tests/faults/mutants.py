@@ -102,7 +102,7 @@ MUTANTS = (
         "tests/engine/test_server.py::test_requests_that_always_fail_do_not_end_the_engine",
     ),
     Mutant(
-        "everybody runs while a culprit is looked for",
+        "all requests run while the failing one is searched for",
         "jaxserve/scheduler/admitter.py",
         "(only is None or request.request_id in only)",
         "True",
