@@ -6,7 +6,7 @@ import asyncio
 import re
 
 from prometheus_client import CollectorRegistry
-from ray.util.metrics import Gauge  # pyright: ignore[reportMissingImports]
+from ray.serve.metrics import Gauge  # pyright: ignore[reportMissingImports]
 
 from jaxserve.telemetry.merging import read_families
 
@@ -14,7 +14,7 @@ INTERVAL = 5.0  # seconds; Ray's agent collects at this rate
 
 
 class MetricExport:
-    """Writes every sample as a gauge of Ray: it adds the tags of deployment and replica. Buckets keep their `le`."""
+    """Writes every sample as a gauge of Serve, which adds deployment and replica as tags. Buckets keep their `le`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
