@@ -91,7 +91,9 @@ class ModelSection(Section):
 class MeshSection(Section):
     """How an engine uses several devices, and how many engines run."""
 
-    replicas: Int = Field(1, ge=1, le=64, description="Number of engines. Only 1 works yet.")
+    replicas: Int = Field(
+        1, ge=1, le=64, description="Number of engines behind one address, each with its own devices."
+    )
     data: Int = Field(1, ge=1, le=4096, description="Data parallelism. Only 1 works yet.")
     tensor: Int = Field(
         1, ge=1, le=4096, description="Tensor parallelism: number of devices that share heads, FFN and vocabulary."

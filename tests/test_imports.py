@@ -14,6 +14,7 @@ ORDER = (
     "jaxserve",  # the ground: errors, configuration, logging; `__init__` and `__main__` are apart
     "jaxserve.types",
     "jaxserve.transport",
+    "jaxserve.routing",
     "jaxserve.kv",
     "jaxserve.speculation",
     "jaxserve.scheduler.waiting",
@@ -78,6 +79,7 @@ TOP = ("jaxserve", "jaxserve.__main__")  # the public names, and `python -m jaxs
 HOST = (
     "types",
     "transport",
+    "routing",
     "kv",
     "speculation",
     "scheduler",

@@ -53,7 +53,8 @@ from jaxserve.api.shared.state import ServerState
 from jaxserve.config import Config
 from jaxserve.errors import NotReadyError
 from jaxserve.store import Store
-from jaxserve.telemetry.metrics import EngineReading, Metrics
+from jaxserve.telemetry.engine_collector import EngineReading
+from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import make_tracing
 from jaxserve.text.output.output_parser import choose_parsers
 from jaxserve.types.messages import EngineStats
@@ -197,7 +198,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
 
 def _read_engine(engine: EngineProtocol) -> EngineReading:
     try:
-        return EngineReading(engine.info, engine.stats(), engine.restarts)
+        return EngineReading(engine.info, engine.stats(), engine.restarts, engine.replicas)
     except NotReadyError:
         return EngineReading(None, EngineStats(), 0)
 

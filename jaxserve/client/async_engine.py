@@ -1,7 +1,7 @@
 """The engine for asyncio code: `async for output in engine.generate(...)`.
 
-Owns the link to the engine process, the live sequences with their text state, and the restarts. The engine process
-knows tokens; this side knows text. A sequence is kept here until its last output. After a crash of the engine every
+Owns the live sequences with their text state, and the replicas: the engine processes. An engine process knows tokens;
+this side knows text. A sequence is kept here until its last output. After a crash of the engine every
 live sequence is sent again with the tokens it already has, so no output is lost.
 
     generate() -> Add  ------------------------>  engine
@@ -16,26 +16,24 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Unpack
 
 import msgspec
 
-from jaxserve.client.control_record import ControlRecord
-from jaxserve.client.engine_calls import EngineCalls
 from jaxserve.client.generate_options import GenerateOptions
-from jaxserve.client.link import EngineLink, ProcessLink
+from jaxserve.client.link import EngineLink, process_links
 from jaxserve.client.queue_limit import Load, check_queue
-from jaxserve.client.sequence_sender import SequenceSender
+from jaxserve.client.replica import Replica, ReplicaState
+from jaxserve.client.replica_set import ReplicaSet
 from jaxserve.client.sequence_table import LiveSequence, Outbox, SequenceTable
-from jaxserve.client.supervisor import Death, EngineStatus, Supervisor
+from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, NotReadyError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, make_stops
 from jaxserve.text.stop import Stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import (
-    Abort,
     Add,
     EngineInfo,
     EngineStats,
@@ -54,39 +52,36 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncEngine:
-    """An engine behind a link. The default link is a child process.
+    """One engine or several replicas behind links. The default links are child processes.
 
+    link: the connection to the engine, or one for each replica
     id_prefix: of the engine ids made here, if other processes make ids for the same engine
     """
 
-    def __init__(self, config: Config, link: EngineLink | None = None, *, id_prefix: str = "") -> None:
+    def __init__(
+        self, config: Config, link: EngineLink | Sequence[EngineLink] | None = None, *, id_prefix: str = ""
+    ) -> None:
         self.config = config
-        self._link = link or ProcessLink(config)
-        self._supervisor = Supervisor(
-            self._link,
-            watchdog=config.server.watchdog_timeout,
-            on_message=self._handle,
-            on_ready=self._became_ready,
-            on_death=self._died,
-            on_end=self._fail_all,
-        )
-        self._info: EngineInfo | None = None
+        links = process_links(config) if link is None else link if isinstance(link, Sequence) else [link]
         self.located: Located | None = None  # the files of the model
         self._tokenizer: Tokenizer | None = None
-        self._stats = EngineStats()
         self._live = SequenceTable(id_prefix)
-        self._sender = SequenceSender(
-            self._live, self._link.send, self._end_with_error, self._supervisor.forget_restarts
+        self._replicas = ReplicaSet(
+            links,
+            config.server.watchdog_timeout,
+            self._live,
+            on_message=self._handle,
+            answer_abort=self._answer_abort,
+            end_with_error=self._end_with_error,
+            fail_all=self._fail_all,
         )
-        self._calls = EngineCalls(self._link.send)
-        self._record = ControlRecord()
         self._seeds = random.Random(request_seed(config.runtime.random_seed))
 
     # -- start and stop ------------------------------------------------------------------------------------
 
     async def start(self, *, wait: bool = True) -> None:
         """Start the engine; with `wait`, return when it is ready. Raises ConfigError if it cannot start."""
-        self._supervisor.start()
+        self._replicas.start()
         if wait:
             await self.wait_ready()
 
@@ -99,11 +94,11 @@ class AsyncEngine:
 
     async def next_status(self) -> EngineStatus:
         """Return the status after its next change."""
-        return await self._supervisor.next_status()
+        return await self._replicas.next_status()
 
     def drain(self) -> None:
         """Refuse new requests from now on. Running requests continue."""
-        self._supervisor.drain()
+        self._replicas.drain()
 
     async def drained(self, timeout: float) -> bool:
         """Wait until no request is live, at most `timeout` seconds. Returns whether none is."""
@@ -114,21 +109,21 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """Stop the engine. Live requests end with EngineDeadError."""
-        await self._supervisor.stop()
+        await self._replicas.stop()
         self._fail_all(EngineDeadError("the server stopped"))
 
     # -- properties ----------------------------------------------------------------------------------------
 
     @property
     def info(self) -> EngineInfo:
-        """Properties of the engine. Raises NotReadyError unless `was_ready`."""
-        if self._info is None:
+        """Properties of all replicas together. Raises NotReadyError unless `was_ready`."""
+        if (info := self._replicas.info) is None:
             raise NotReadyError(f"the model is loading ({self.status.detail or 'starting'})")
-        return self._info
+        return info
 
     @property
     def was_ready(self) -> bool:
-        return self._info is not None
+        return self._replicas.info is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -139,21 +134,26 @@ class AsyncEngine:
 
     @property
     def status(self) -> EngineStatus:
-        return self._supervisor.status
+        return self._replicas.status
 
     @property
     def failure(self) -> ConfigError | None:
         """The operator's mistake that made a start fail, with its fix; None if there is none."""
-        return self._supervisor.failure
+        return self._replicas.failure
 
     @property
     def restarts(self) -> int:
-        return self._supervisor.restarts
+        return self._replicas.restarts
 
     @property
     def alive(self) -> bool:
-        """Whether the engine is ready and its heartbeat is recent."""
-        return self._supervisor.alive
+        """Whether a replica is ready and its heartbeat is recent."""
+        return self._replicas.alive
+
+    @property
+    def replicas(self) -> list[ReplicaState]:
+        """The state of each replica."""
+        return self._replicas.states
 
     @property
     def num_live(self) -> int:
@@ -166,8 +166,8 @@ class AsyncEngine:
         return Load(len(self._live), self._live.num_waiting_tokens)
 
     def stats(self) -> EngineStats:
-        """The engine's latest statistics, at most 1 s old."""
-        return self._stats
+        """The latest statistics of all replicas together, at most 1 s old."""
+        return self._replicas.stats()
 
     def check_ready(self) -> None:
         """Raise NotReadyError or EngineDeadError unless requests are accepted now."""
@@ -201,6 +201,7 @@ class AsyncEngine:
             namespace=options.get("cache_salt", ""),
             tenant=options.get("tenant"),
             deadline=options.get("deadline"),
+            replica=options.get("replica"),
         )
         given, signal = options.get("outbox"), options.get("signal")
         outputs = Outbox() if given is None else given
@@ -237,16 +238,19 @@ class AsyncEngine:
         if not sequences[0].is_answered:
             self.check_ready()
             self.check_queue(len(sequences), len(message.token_ids))
+            self._replicas.check_named(message.request.replica, self.config.mesh.replicas)
         elif self.status.phase == "dead":
             raise EngineDeadError(f"the engine is dead: {self.status.detail}")
         for sequence in sequences:
             self._live.add(sequence)
-        self._sender.send(sequences, message)
+        self._replicas.place(sequences, message)
+        self._replicas.send(sequences, message)
 
     def _begin(self, request: EngineRequest, outputs: Outbox) -> list[LiveSequence]:
         """Send a request as `params.n` sequences. If it raises, nothing was sent and nothing is live."""
         self.check_ready()
         self.check_queue(request.params.n, len(request.prompt_token_ids))
+        self._replicas.check_named(request.replica, self.config.mesh.replicas)
         seed = request.params.seed
         own = siblings(request, self._live.new_id, self._seeds.getrandbits(63) if seed is None else seed)
         message = Add.of(*own)
@@ -255,10 +259,11 @@ class AsyncEngine:
         thinks_too_long = sequences[0].text.thinks_too_long  # a thinking budget of 0
         for sequence in sequences:
             self._live.add(sequence)
-            if thinks_too_long:
-                self._end_thinking(sequence)
+        self._replicas.place(sequences, message)
         if not thinks_too_long:
-            self._sender.send(sequences, message)
+            self._replicas.send(sequences, message)
+        for sequence in sequences if thinks_too_long else ():
+            self._end_thinking(sequence)
         return sequences
 
     def _text(self, request: EngineRequest, index: int, stops: Stops | None) -> SequenceText:
@@ -266,10 +271,10 @@ class AsyncEngine:
 
     def _drop(self, sequences: list[LiveSequence]) -> None:
         """Forget the sequences of one request and abort those that still run."""
-        running = [sequence.engine_id for sequence in sequences if self._live.remove(sequence)]
+        running = [sequence for sequence in sequences if self._live.remove(sequence)]
         if running:
-            self._link.send(Abort(running))
-            self._sender.settle()
+            self._replicas.abort(running)
+            self._replicas.settle()
 
     async def abort(self, request_id: str) -> bool:
         """Abort all running requests with this id. Returns whether there were any.
@@ -281,14 +286,14 @@ class AsyncEngine:
     def abort_sequences(self, sequences: Iterable[LiveSequence]) -> bool:
         """Abort those of the sequences that are live; each ends with an output. Returns whether there were any."""
         found = [each for each in sequences if self._live.get(each.engine_id) is each]
-        sent = [sequence.engine_id for sequence in found if sequence.is_sent]
+        sent = [sequence for sequence in found if sequence.is_sent]
         for sequence in found:
             sequence.aborted = True
             if not sequence.is_sent:
                 self._answer_abort(sequence)
         if sent:
-            self._link.send(Abort(sent))
-        self._sender.settle()
+            self._replicas.abort(sent)
+        self._replicas.settle()
         return bool(found)
 
     def _answer_abort(self, sequence: LiveSequence) -> None:
@@ -300,27 +305,26 @@ class AsyncEngine:
         return msgspec.convert(await self.call("waiting"), list[WaitingRequest])
 
     async def call(self, method: str, **args: Any) -> Any:
-        """Make an administrative call to the engine. Raises an HTTPError with the engine's reason."""
+        """Make an administrative call to all replicas. Raises an HTTPError with an engine's reason."""
         self.check_ready()
-        result = await self._calls.call(method, args)
-        self._record.note(method, args, result)
-        return result
+        return await self._replicas.call(method, args)
 
     # -- messages from the engine --------------------------------------------------------------------------
 
-    def _handle(self, message: FromEngine | RequestRefused) -> None:
+    def _handle(self, replica: Replica, message: FromEngine | RequestRefused) -> None:
         match message:
-            case Outputs(outputs, stats, admitted):
+            case Outputs(outputs, stats, admitted, pages):
                 if admitted:
                     self._live.admit(admitted)
-                if self._sender.is_watching:
-                    self._sender.take(outputs)
+                if replica.sender.is_watching:
+                    replica.sender.take(outputs)
                 for output in outputs:
                     self._deliver(output)
-                if self._sender.is_watching:
-                    self._sender.settle()
+                self._replicas.settle()
                 if stats is not None:
-                    self._stats = stats
+                    replica.stats = stats
+                if pages is not None:
+                    self._replicas.pages_changed(replica, pages)
             case Located(tokenizer_dir):
                 self.located = message
                 if self._tokenizer is None:
@@ -328,21 +332,7 @@ class AsyncEngine:
             case RequestRefused() if (sequence := self._live.get(message.request_id)) is not None:
                 self._end_with_error(sequence, message.error())
             case Reply():
-                self._calls.take(message)
-
-    def _died(self, error: EngineDeadError) -> Death:
-        self._calls.fail(error)
-        death = self._sender.died(self._link.in_work())
-        for sequence in self._live:
-            if sequence.aborted:
-                self._answer_abort(sequence)
-        return death
-
-    def _became_ready(self, info: EngineInfo) -> None:
-        self._info = info
-        for method, args in self._record.calls():
-            self._calls.make(method, args)  # the engine takes it in before the requests that follow
-        self._sender.ready()
+                replica.calls.take(message)
 
     def _deliver(self, output: TokenOutput) -> None:
         sequence = self._live.get(output.request_id)
@@ -353,8 +343,10 @@ class AsyncEngine:
             return
         self._deliver_text(sequence, sequence.text.push, output)
         sequence.is_answered = True
+        if sequence.suspected:
+            sequence.suspected -= 1
         if sequence.text.thinks_too_long and not sequence.aborted and self._live.get(sequence.engine_id) is sequence:
-            self._link.send(Abort([sequence.engine_id]))
+            self._replicas.abort([sequence])
             self._end_thinking(sequence)
 
     def _end_thinking(self, sequence: LiveSequence) -> None:
@@ -365,7 +357,7 @@ class AsyncEngine:
         self._live.renew_id(sequence)
         self._deliver_text(sequence, sequence.text.end_thinking)
         if self._live.get(sequence.engine_id) is not None:
-            self._sender.send([sequence])
+            self._replicas.resend(sequence)
 
     def _deliver_text(self, sequence: LiveSequence, take: Callable[..., Any], *outputs: TokenOutput) -> None:
         """Deliver the result of `take`. It may find the end of the sequence."""
@@ -373,7 +365,7 @@ class AsyncEngine:
             result = take(*outputs)
         except Exception as error:  # the boundary of one request: an error in its text must not end the others
             logger.exception("request %s failed", sequence.request.client_id)
-            self._link.send(Abort([sequence.engine_id]))
+            self._replicas.abort([sequence])
             self._end_with_error(sequence, ServerError(f"the output could not be decoded: {type(error).__name__}"))
             return
         if sequence.waiting:
@@ -381,7 +373,7 @@ class AsyncEngine:
         if result.finish_reason is not None:
             self._live.remove(sequence)
         if sequence.text.stopped_by_text:
-            self._link.send(Abort([sequence.engine_id]))
+            self._replicas.abort([sequence])
         sequence.outputs.put(result)
 
     def _end_with_error(self, sequence: LiveSequence, error: HTTPError) -> None:
@@ -391,4 +383,4 @@ class AsyncEngine:
     def _fail_all(self, error: HTTPError) -> None:
         for sequence in self._live:
             self._end_with_error(sequence, error)
-        self._calls.fail(error)
+        self._replicas.fail_calls(error)

@@ -23,9 +23,20 @@ class ControlRecord:
         self._lost: str | None = None  # label of weights that cannot be loaded again
         self._mode: str | None = None  # how it is paused
         self._sleep: dict[str, Any] | None = None
+        self._num_updates = 0
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether the weights cannot be loaded again."""
+        return self._lost is not None
+
+    def next_label(self) -> str:
+        """Return the label that an engine gives to the next weights if the call has none."""
+        return str(self._num_updates + 1)
 
     def note(self, method: str, args: dict[str, Any], result: Any) -> None:
         """Take in a call that has succeeded."""
+        self._num_updates += method.startswith("update_from_")
         match method:
             case "update_from_directory":
                 self._weights = method, {"path": args["path"], "version": result}

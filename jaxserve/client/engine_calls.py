@@ -29,9 +29,11 @@ class EngineCalls:
         """Make a call and return its result. Raises an HTTPError with the engine's reason."""
         return await self._begin(method, args)
 
-    def make(self, method: str, args: dict[str, Any]) -> None:
-        """Make a call without waiting for its result. A failure is logged."""
-        self._begin(method, args).add_done_callback(functools.partial(_log_failure, method))
+    def make(
+        self, method: str, args: dict[str, Any], on_failure: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """Make a call without waiting for its result. A failure is logged, and given to `on_failure`."""
+        self._begin(method, args).add_done_callback(functools.partial(_log_failure, method, on_failure))
 
     def _begin(self, method: str, args: dict[str, Any]) -> asyncio.Future[Any]:
         call_id = next(self._ids)
@@ -57,6 +59,8 @@ class EngineCalls:
                 future.set_exception(error)
 
 
-def _log_failure(method: str, future: asyncio.Future[Any]) -> None:
+def _log_failure(method: str, on_failure: Callable[[BaseException], None] | None, future: asyncio.Future[Any]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("%s failed in the new engine: %s", method, error)
+        if on_failure is not None:
+            on_failure(error)

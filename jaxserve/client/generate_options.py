@@ -18,4 +18,5 @@ class GenerateOptions(TypedDict, total=False):
     tenant: Tenant | None  # among whom the engine is shared; default: the tenant of all such requests
     deadline: float | None  # seconds from now after which the request ends with RequestTimeoutError
     signal: AbortSignal | None  # aborts this request and no other; it ends with finish_reason abort
+    replica: int | None  # the engine that computes it; default: the router chooses
     outbox: Outbox | None  # the queue of unread outputs, if the caller wants to know its size

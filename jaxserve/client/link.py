@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
+from jaxserve.client.device_share import DeviceShare, device_shares, platform_of, replica_config
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
 from jaxserve.transport.child_process import child_environment, python_command
@@ -79,11 +81,14 @@ def with_plan(config: Config, info: EngineInfo) -> Config:
 
 
 class ProcessLink:
-    """An engine in a child process. module: what the child runs."""
+    """An engine in a child process. module: what the child runs. share: the devices that it may use"""
 
-    def __init__(self, config: Config, module: str = "jaxserve.engine.process") -> None:
+    def __init__(
+        self, config: Config, module: str = "jaxserve.engine.process", share: DeviceShare | None = None
+    ) -> None:
         self._config = config
         self._module = module
+        self._share = share or DeviceShare()
         self._directory: SocketDirectory | None = None
         self._context: zmq.asyncio.Context | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -106,10 +111,13 @@ class ProcessLink:
         self._incoming = self._bind(self._context, zmq.PULL, "from-engine")
         self._process = await asyncio.create_subprocess_exec(
             *python_command(self._module, str(self._directory.path)),
-            env=child_environment(),
+            env={**child_environment(), **self._share.environment},
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
+        if self._share.cores is not None:  # before its first line of configuration, so before it has threads
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self._process.pid, self._share.cores)
         assert self._process.stdin is not None
         self._process.stdin.write(self._config.without_secrets().model_dump_json().encode() + b"\n")
         self._ended = asyncio.ensure_future(self._process.wait())
@@ -193,3 +201,12 @@ class ProcessLink:
         if self._directory is not None:
             self._directory.remove()
         self._process = self._context = self._directory = None
+
+
+def process_links(config: Config, module: str = "jaxserve.engine.process") -> list[EngineLink]:
+    """Return a link for each replica of a server. Raises ConfigError if there are too few devices."""
+    if config.mesh.replicas == 1:
+        return [ProcessLink(config, module)]
+    platform = platform_of(config)
+    shares = device_shares(config, platform)
+    return [ProcessLink(replica_config(config, platform, i), module, share) for i, share in enumerate(shares)]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from jaxserve.client.process_fault_isolator import ProcessFaultIsolator
-from jaxserve.client.sequence_table import LiveSequence, SequenceTable
+from jaxserve.client.sequence_table import LiveSequence, ReplicaShare, SequenceTable
 from jaxserve.client.supervisor import Death
 from jaxserve.errors import HTTPError, ServerError
 from jaxserve.types.fault_isolator import DeviceFaultError
@@ -25,24 +25,27 @@ from jaxserve.types.messages import Abort, Add, ToEngine
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import EngineRequest
 
+# deaths at which a sequence may be in work, and give outputs after each, until it is a suspect at the next one
+MAX_DEATHS = 2
 SERVED = (FinishReason.STOP, FinishReason.LENGTH)
 
 logger = logging.getLogger(__name__)
 
 
 class SequenceSender:
-    """Each sequence of `live` is either sent (to the engine that is up) or held.
+    """Each sequence of `live`, those of one engine, is either sent (to the engine if it is up) or held.
 
     send       sends a message to the engine
     end        ends a sequence with an error
     on_served  called if the engine works and only a request caused its crashes
 
+    is_up: whether the engine is ready. is_isolating: whether a search for the culprit is going on
     is_watching: `take` and `settle` must be called for each message of outputs; False almost always
     """
 
     def __init__(
         self,
-        live: SequenceTable,
+        live: SequenceTable | ReplicaShare,
         send: Callable[[ToEngine], None],
         end: Callable[[LiveSequence, HTTPError], None],
         on_served: Callable[[], None],
@@ -51,10 +54,10 @@ class SequenceSender:
         self._send = send
         self._end = end
         self._on_served = on_served
-        self._is_up = False
+        self.is_up = False
         self._leaving: set[str] = set()  # engine ids that were aborted to take them back, and have not ended there
         self._isolator = ProcessFaultIsolator()
-        self._is_isolating = False
+        self.is_isolating = False
         self._has_blamed = False  # a request was blamed, and no group has passed since to show that the engine works
         self.is_watching = False
 
@@ -71,14 +74,15 @@ class SequenceSender:
 
     def _may_run(self, sequence: LiveSequence) -> bool:
         quarantined = self._isolator.quarantined
-        return self._is_up and not self._leaving and (quarantined is None or sequence.key in quarantined)
+        return self.is_up and not self._leaving and (quarantined is None or sequence.key in quarantined)
 
     def ready(self) -> None:
         """Note that an engine is ready, and send what may run."""
-        self._is_up = True
-        self._send_held()
+        self.is_up = True
+        self.send_held()
 
-    def _send_held(self) -> None:
+    def send_held(self) -> None:
+        """Send what may run and is not sent."""
         held = (sequence for sequence in self._live if not sequence.is_sent and self._may_run(sequence))
         requests: dict[tuple[str, int], list[LiveSequence]] = {}
         for sequence in sorted(held, key=lambda each: each.started):
@@ -90,9 +94,9 @@ class SequenceSender:
     def take(self, outputs: Sequence[TokenOutput]) -> None:
         """Note outputs before they are delivered."""
         if self._has_blamed and any(output.finish_reason in SERVED for output in outputs):
-            self._has_blamed, self.is_watching = False, self._is_isolating
+            self._has_blamed, self.is_watching = False, self.is_isolating
             self._on_served()
-        if self._is_isolating:
+        if self.is_isolating:
             for output in outputs:
                 self._take(output)
 
@@ -111,16 +115,16 @@ class SequenceSender:
 
     def settle(self) -> None:
         """Continue the search after sequences gave outputs or ended: hold and send accordingly."""
-        if not self._is_isolating:
+        if not self.is_isolating:
             return
         self._forget_ended()
         if not (self._isolator or self._leaving):
-            self._is_isolating, self.is_watching = False, self._has_blamed
+            self.is_isolating, self.is_watching = False, self._has_blamed
             logger.info("all requests that were in work when the engine died have been tried again")
-        elif self._is_up and not self._leaving:
+        elif self.is_up and not self._leaving:
             sent = (each for each in self._live if each.is_sent and not each.aborted)
             self._take_back([each for each in sent if not self._may_run(each)])
-        self._send_held()
+        self.send_held()
 
     def _forget_ended(self) -> None:
         self._isolator.keep({sequence.key for sequence in self._live if not sequence.aborted})
@@ -137,22 +141,36 @@ class SequenceSender:
             sequence.is_sent = False
             self._live.renew_id(sequence)
 
-    def died(self, in_work: Iterable[str]) -> Death:
-        """Note that the engine died while it worked on these engine ids. Returns what that tells about the cause."""
-        self._is_up = False
+    def died(self, in_work: Iterable[str], *, elsewhere: bool = False) -> Death:
+        """Note that the engine died while it worked on these engine ids. Returns what that tells about the cause.
+
+        elsewhere: another engine can go on with them. Then only those are suspects that were in work at an earlier
+        death too; the others are `not_suspects`.
+        """
+        self.is_up = False
         self._leaving.clear()
         found = [sequence for engine_id in in_work if (sequence := self._live.get(engine_id)) is not None]
-        keys = [sequence.key for sequence in found if sequence.is_sent]
+        working = [sequence for sequence in found if sequence.is_sent]
+        keys = [each.key for each in working if not elsewhere or each.suspected or each.num_deaths >= MAX_DEATHS]
+        units = {each.unit for each in working}
         for sequence in self._live:
+            if sequence.unit in units:  # a sibling that waits would do the same
+                sequence.num_deaths += 1
+                sequence.suspected = ProcessFaultIsolator.passes
             sequence.was_admitted |= sequence.is_sent and not sequence.waiting
             sequence.is_sent = False
         self._forget_ended()
         return self._judge(keys) if keys else "counted"
 
+    def not_suspects(self) -> list[LiveSequence]:
+        """Return the sequences that need not stay here until the search is over: no choice of theirs is a suspect."""
+        kept = {each.unit for each in self._live if self._isolator.is_suspect(each.key)}
+        return [each for each in self._live if each.unit not in kept]
+
     def _judge(self, keys: list[str]) -> Death:
         quarantined = self._isolator.quarantined
         is_clear = quarantined is not None and set(keys) <= set(quarantined)  # only suspects were in work
-        self._is_isolating = self.is_watching = True
+        self.is_isolating = self.is_watching = True
         try:
             culprit = self._isolator.died(keys, self._witness())
         except DeviceFaultError:

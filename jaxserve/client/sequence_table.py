@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -96,6 +96,9 @@ class LiveSequence:
     is_answered: bool = False  # by an engine: values that are sent once were sent
     waiting: bool = True  # not admitted by the engine; False for a preempted one
     was_admitted: bool = False  # by an engine that died, and not yet by its successor
+    replica: int = -1  # the engine that has it, or will get it; -1: not chosen yet
+    num_deaths: int = 0  # engines that died while they worked on it
+    suspected: int = 0  # outputs that it must give until the last of these deaths is not held against it
     aborted: bool = False  # if the engine dies before it answers the abort, the sequence is not sent again
 
     def __post_init__(self) -> None:
@@ -128,6 +131,7 @@ class SequenceTable:
         self._sequences: dict[str, LiveSequence] = {}
         self.get = self._sequences.get  # engine id -> sequence or None; every output calls it, so it has no frame
         self._of_client: dict[str, dict[str, LiveSequence]] = {}  # client id -> engine id -> sequence
+        self.num_of: Counter[int] = Counter()  # replica -> its sequences
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -147,6 +151,7 @@ class SequenceTable:
 
     def _enter(self, sequence: LiveSequence) -> None:
         self._sequences[sequence.engine_id] = sequence
+        self.num_of[sequence.replica] += 1
         self._of_client.setdefault(sequence.request.client_id, {})[sequence.engine_id] = sequence
 
     def renew_id(self, sequence: LiveSequence) -> None:
@@ -180,10 +185,34 @@ class SequenceTable:
         self._leave(sequence)
         return True
 
+    def assign(self, sequence: LiveSequence, replica: int) -> None:
+        """Give a live sequence to another replica."""
+        self.num_of[sequence.replica] -= 1
+        self.num_of[replica] += 1
+        sequence.replica = replica
+
     def _leave(self, sequence: LiveSequence) -> None:
         del self._sequences[sequence.engine_id]
+        self.num_of[sequence.replica] -= 1
         client_id = sequence.request.client_id
         siblings = self._of_client[client_id]
         del siblings[sequence.engine_id]
         if not siblings:
             del self._of_client[client_id]
+
+
+class ReplicaShare:
+    """The live sequences of one replica."""
+
+    def __init__(self, table: SequenceTable, replica: int) -> None:
+        self._table = table
+        self._replica = replica
+        self.get = table.get  # an engine id is in one replica
+        self.renew_id = table.renew_id
+
+    def __len__(self) -> int:
+        return self._table.num_of[self._replica]
+
+    def __iter__(self) -> Iterator[LiveSequence]:
+        """Iterate over a copy, because sequences may be removed meanwhile."""
+        return (sequence for sequence in self._table if sequence.replica == self._replica)

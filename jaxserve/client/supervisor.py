@@ -103,13 +103,18 @@ class Supervisor:
         self._reason = ""  # why the last engine failed, in its own words
         self._row = Restarts()
         self._dog = Watchdog()
-        self._changed = asyncio.Event()  # set and replaced at each change of status
+        self.changed = asyncio.Event()  # set and replaced at each change of status
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def alive(self) -> bool:
         """Whether the engine is ready and its last heartbeat is at most HEARTBEAT_LIMIT old."""
-        return self.status.phase == "ready" and self._dog.silent < HEARTBEAT_LIMIT
+        return self.status.phase == "ready" and self.beats
+
+    @property
+    def beats(self) -> bool:
+        """Whether the last heartbeat of the engine is at most HEARTBEAT_LIMIT old."""
+        return self._dog.silent < HEARTBEAT_LIMIT
 
     def drain(self) -> None:
         """Show the status `draining` from now on."""
@@ -126,11 +131,6 @@ class Supervisor:
         await self._link.stop()
         self._show(EngineStatus("dead", "stopped"))
 
-    async def next_status(self) -> EngineStatus:
-        """Return the status after its next change."""
-        await self._changed.wait()
-        return self.status
-
     def forget_restarts(self) -> None:
         """Note that the engine serves requests: the next crash counts as the first in a row."""
         self._row.in_a_row = 0
@@ -139,7 +139,7 @@ class Supervisor:
         if self._is_draining and status.phase != "dead":
             status = replace(status, phase="draining")
         self.status = status
-        changed, self._changed = self._changed, asyncio.Event()
+        changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
     async def _run(self) -> None:

@@ -20,7 +20,7 @@ from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.engine_control import EngineControl
 from jaxserve.engine.factory import build_engine
 from jaxserve.engine.serving_state import Mode
-from jaxserve.errors import HTTPError, InvalidValueError, ServerError
+from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.extras import TokenExtras
@@ -79,6 +79,10 @@ class Engine:
 
     def __init__(self, model: str | None = None, *, config: Config | None = None, **keys: Any) -> None:
         self.config = config or Config.of(model, **keys)
+        if self.config.mesh.replicas > 1:
+            raise ConfigError(
+                "an engine in this process is one engine", fix="leave mesh.replicas out, or use AsyncEngine"
+            )
         self._tokenizer_dir = ""
         built = build_engine(self.config, self._on_message, seed=request_seed(self.config.runtime.random_seed))
         self.core: EngineCore = built.core

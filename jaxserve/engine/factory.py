@@ -75,7 +75,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     seed: from which the seeds of requests without one are derived; AsyncEngine always sets a seed
     """
     phases = Phases()
-    _refuse_replicas(config)
+    _refuse_data(config)
     send(Progress("model files"))
     directory = locate(config)
     tokenizer_dir = _tokenizer_dir(config, directory)
@@ -130,10 +130,9 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     return BuiltEngine(core, info, matchers.submit, EngineControl(core, runner, weights, directory))
 
 
-def _refuse_replicas(config: Config) -> None:
-    for name, value in (("replicas", config.mesh.replicas), ("data", config.mesh.data)):
-        if value > 1:
-            raise ConfigError(f"mesh.{name} above 1 is not served yet", fix="start one server a replica")
+def _refuse_data(config: Config) -> None:
+    if config.mesh.data > 1:
+        raise ConfigError("mesh.data above 1 is not served yet", fix="set mesh.replicas, which serves more requests")
 
 
 def locate(config: Config) -> Path:
@@ -254,6 +253,7 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times
         window=runner.plan.window,
         num_window_pages=runner.plan.num_window_pages,
         num_host_pages=runner.plan.num_host_pages,
+        page_events=config.mesh.replicas > 1,
         policy=section.policy,
         prefix_cache=config.cache.prefix_cache and not encoder,
         step_sizes=_step_sizes(runner),

@@ -187,8 +187,10 @@ class EngineServer:
         busy = self._core.has_work or self._core.is_compiling
         due = now - self._stats_sent >= STATS_INTERVAL or (self._was_busy and not busy)
         self._was_busy = busy
-        if outputs or admitted or due:
-            self._channel.send(Outputs(outputs, self._core.stats() if due else None, admitted))
+        log = self._core.scheduler.kv.page_log
+        pages = None if log is None else log.take()
+        if outputs or admitted or due or pages:
+            self._channel.send(Outputs(outputs, self._core.stats() if due else None, admitted, pages))
         if due:
             self._stats_sent = now
         self._log.update(self._core.stats, busy=busy, now=now)

@@ -9,9 +9,10 @@ It waits until the last step dispatched with the request has been read: until th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from jaxserve.kv.host_tier import HostTier
+from jaxserve.kv.page_log import PageLog
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
 from jaxserve.kv.window_group import WindowGroup
@@ -24,7 +25,8 @@ class KVManager:
     """Slots and pages of one engine. With `prefix_cache` off the cache stays empty.
 
     window: pages of the sliding-window layers; None if the model has no such layer. Values per layer group are
-    lists: full attention first, then sliding window. host: copies of evicted pages; None if there are none.
+    lists: full attention first, then sliding window. host: copies of evicted pages; None if there are none. page_log:
+    which pages enter and leave the cache; None if nobody asks.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -33,13 +35,26 @@ class KVManager:
         self.num_slots = config.num_slots
         self.window = _window_group(config)
         self.pool = PagePool(config.num_pages)
-        on_removed = None if self.window is None else self.window.index.forget
+        self.page_log = PageLog() if config.page_events else None
+        on_added = None if self.page_log is None else self.page_log.added
         self.host = HostTier(config.num_host_pages, config.page_size) if config.num_host_pages else None
         on_evicted = None if self.host is None else self.host.store
-        self.cache = RadixCache(self.pool, config.page_size, on_removed, on_evicted)
+        self.cache = RadixCache(self.pool, config.page_size, self._on_removed(), on_evicted, on_added)
         self._prefix_cache = config.prefix_cache
         self._slots = list(range(config.num_slots - 1, -1, -1))
         self._leaving: list[Request] = []  # ended or preempted; a step that contains them has not been read yet
+
+    def _on_removed(self) -> Callable[[Node], None] | None:
+        """Return what is called with each node that leaves the cache."""
+        window, log = self.window, self.page_log
+        if window is None or log is None:
+            return window.index.forget if window is not None else log.removed if log is not None else None
+
+        def both(node: Node) -> None:
+            window.index.forget(node)
+            log.removed(node)
+
+        return both
 
     # --- counting
 

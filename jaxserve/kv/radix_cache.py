@@ -24,7 +24,18 @@ from jaxserve.kv.page_pool import PagePool
 class Node:
     """One cached page. A root (parent None) has no page; its key is the namespace."""
 
-    __slots__ = ("alive", "children", "depth", "digest", "key", "last_used", "num_locks", "page_id", "parent")
+    __slots__ = (
+        "alive",
+        "children",
+        "depth",
+        "digest",
+        "key",
+        "last_used",
+        "num_locks",
+        "page_id",
+        "page_key",
+        "parent",
+    )
 
     def __init__(self, key: tuple[int, ...] | str, page_id: int, parent: Node | None) -> None:
         self.key = key
@@ -35,6 +46,7 @@ class Node:
         self.num_locks = 0
         self.last_used = 0
         self.digest: bytes | None = None  # of the prefix, for the tier in the host's memory; computed at first use
+        self.page_key: bytes | None = None  # of the prefix, for the router of several engines
         self.alive = True  # reachable from a root that new requests can match
 
     @property
@@ -58,6 +70,7 @@ class RadixCache:
 
     on_removed: called with each node that leaves the tree, in use or not
     on_evicted: called with each node whose page is evicted, before the page is freed
+    on_added: called with each node that enters the tree
     """
 
     def __init__(
@@ -66,6 +79,7 @@ class RadixCache:
         page_size: int,
         on_removed: Callable[[Node], None] | None = None,
         on_evicted: Callable[[Node], None] | None = None,
+        on_added: Callable[[Node], None] | None = None,
     ) -> None:
         self.page_size = page_size
         self.num_pages = 0  # owned by the cache, locked or not
@@ -73,6 +87,7 @@ class RadixCache:
         self._pool = pool
         self._on_removed = on_removed
         self._on_evicted = on_evicted
+        self._on_added = on_added
         self._roots: dict[str, Node] = {}
         self._dead: set[Node] = set()  # discarded while locked; the last unlock frees them
         self._clock = itertools.count(1)
@@ -175,6 +190,8 @@ class RadixCache:
             if child is None:
                 child = node.children[key] = Node(key, page_ids[i], node)
                 self.num_pages += 1
+                if self._on_added is not None:
+                    self._on_added(child)
             elif child.num_locks:
                 duplicates.append(page_ids[i])
             else:

@@ -8,19 +8,17 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.errors import HTTPError, QueueFullError
-from jaxserve.scheduler.scheduler_stats import STEP_SIZES
+from jaxserve.telemetry.engine_collector import EngineCollector, EngineReading
 from jaxserve.telemetry.merging import Families, FamilyCollector, merge_families, read_families
+from jaxserve.telemetry.names import all_names, histograms, text_of
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.draft_counters import DraftCounters
-from jaxserve.types.messages import EngineInfo, EngineStats
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,50 +30,6 @@ _CHOICES_BUCKETS = (1, 2, 5, 10, 20)
 _PREEMPTIONS_BUCKETS = (0, 1, 2, 3, 4, 5, 10, 20)
 _VLLM_LIMITS = {"max_queued_requests": "max_num_queued_reqs", "max_queued_tokens": "max_num_queued_tokens"}
 
-# our name -> vLLM's names, old and new if vLLM has renamed it
-_ALIASES = {
-    "jaxserve:num_requests_running": ("vllm:num_requests_running",),
-    "jaxserve:num_requests_waiting": ("vllm:num_requests_waiting",),
-    "jaxserve:kv_cache_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-    "jaxserve:prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
-    "jaxserve:generation_tokens": ("vllm:generation_tokens",),
-    "jaxserve:cached_tokens": ("vllm:prefix_cache_hits",),
-    "jaxserve:preemptions": ("vllm:num_preemptions",),
-    "jaxserve:request_success": ("vllm:request_success",),
-    "jaxserve:time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
-    "jaxserve:inter_token_latency_seconds": (
-        "vllm:inter_token_latency_seconds",
-        "vllm:time_per_output_token_seconds",
-    ),
-    "jaxserve:e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds",),
-    "jaxserve:request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
-    "jaxserve:request_prefill_time_seconds": ("vllm:request_prefill_time_seconds",),
-    "jaxserve:request_decode_time_seconds": ("vllm:request_decode_time_seconds",),
-    "jaxserve:request_prompt_tokens": ("vllm:request_prompt_tokens",),
-    "jaxserve:request_generation_tokens": ("vllm:request_generation_tokens",),
-    "jaxserve:request_inference_time_seconds": ("vllm:request_inference_time_seconds",),
-    "jaxserve:request_params_n": ("vllm:request_params_n",),
-    "jaxserve:request_params_max_tokens": ("vllm:request_params_max_tokens",),
-    "jaxserve:request_num_preemptions": ("vllm:request_num_preemptions",),
-    "jaxserve:iteration_tokens": ("vllm:iteration_tokens_total",),
-    "jaxserve:admission_rejections": ("vllm:admission_rejections",),
-    "jaxserve:spec_decode_num_drafts": ("vllm:spec_decode_num_drafts",),
-    "jaxserve:spec_decode_num_draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
-    "jaxserve:spec_decode_num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens",),
-    "jaxserve:spec_decode_num_accepted_tokens_per_pos": ("vllm:spec_decode_num_accepted_tokens_per_pos",),
-}
-
-
-class EngineReading(NamedTuple):
-    """The engine's current numbers. info: None until it was ready for the first time."""
-
-    info: EngineInfo | None
-    stats: EngineStats
-    restarts: int = 0
-
-
-EngineReader = Callable[[], EngineReading]
-
 
 class Metrics:
     """Metrics of the API process. Each instance has its own registry, so several servers fit in one process."""
@@ -85,7 +39,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)  # memory, descriptors and CPU of the API process
         self.registry.register(_TaskCollector())
         self.model = ""  # label of vLLM's names; known after the engine was ready
-        self._read_engine: EngineReader | None = None
+        self._read_engine: Callable[[], EngineReading] | None = None
         self.http_responses = self._counter("http_responses", "Answers by status.", ["method", "status"])
         self.requests = self._counter("request_success", "Choices that ended, by reason.", ["finished_reason"])
         self.errors = self._counter("request_errors", "Requests that ended with an error, by code.", ["code"])
@@ -102,6 +56,11 @@ class Metrics:
         self.registry.register(_Copy(self, self.requests))
         self.registry.register(_Copy(self, self._rejections))
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of vLLM's names."""
+        return {"model_name": self.model}
+
     def latencies(self, priority: int) -> Latencies:
         """Return the latencies of online requests or of batch requests, which are recorded apart."""
         return self._batch if priority >= BACKGROUND_PRIORITY else self._online
@@ -109,10 +68,10 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"jaxserve:{name}", text, labels, registry=self.registry)
 
-    def watch_engine(self, read: EngineReader) -> None:
+    def watch_engine(self, read: Callable[[], EngineReading]) -> None:
         """Export the engine's numbers; `read` is called at each scrape."""
         self._read_engine = read
-        self.registry.register(_EngineCollector(self, read))
+        self.registry.register(EngineCollector(lambda: self.model, read))
 
     def watch_keys(self, read: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
         """Export the counts of each API key; `read` is called at each scrape. The field `name` is the label."""
@@ -202,19 +161,8 @@ class Histogram(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        return _histograms(self._metrics, self._name, self._buckets, self._counts, self._sum)
-
-
-def _histograms(
-    metrics: Metrics, name: str, buckets: Sequence[float], counts: Sequence[int], total: float
-) -> Iterable[Metric]:
-    """Yield a histogram under all its names. counts: per bucket, not cumulative; one more entry than buckets."""
-    bounds = [*map(str, map(float, buckets)), "+Inf"]
-    pairs = list(zip(bounds, accumulate(counts), strict=True))
-    for each, labels in _names(metrics, name):
-        family = HistogramMetricFamily(each, _text(name), labels=list(labels))
-        family.add_metric(list(labels.values()), pairs, total)
-        yield family
+        names = all_names(self._name, self._metrics.labels)
+        return histograms(names, self._buckets, self._counts, self._sum)
 
 
 class _Copy(Collector):
@@ -231,7 +179,7 @@ class _Copy(Collector):
         """Yield the counter under each of its other names."""
         for metric in self._counter.collect():
             samples = [sample for sample in metric.samples if sample.name.endswith("_total")]
-            for name, labels in _names(self._metrics, metric.name)[1:]:
+            for name, labels in all_names(metric.name, self._metrics.labels)[1:]:
                 keys = list(samples[0].labels) if samples else []
                 family = CounterMetricFamily(name, metric.documentation, labels=[*keys, *labels])
                 for sample in samples:
@@ -264,7 +212,7 @@ class _GaugeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, value in self._read().items():
-            yield GaugeMetricFamily(name, _text(name), value=value)
+            yield GaugeMetricFamily(name, text_of(name), value=value)
 
 
 class _KeyCollector(Collector):
@@ -288,109 +236,3 @@ class _KeyCollector(Collector):
                 family.add_metric([key["name"]], key[name])
         yield live
         yield from counters.values()
-
-
-class _EngineCollector(Collector):
-    def __init__(self, metrics: Metrics, read: EngineReader) -> None:
-        self._metrics = metrics
-        self._read = read
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the engine's gauges and counters, read now."""
-        reading = self._read()
-        for name, value in _gauges(reading).items():
-            yield from self._families(GaugeMetricFamily, name, value)
-        for name, value in _counters(reading).items():
-            yield from self._families(CounterMetricFamily, name, value)
-        yield from self._step_sizes(reading.stats)
-        yield self._waiting_by_reason(reading.stats)
-        if reading.stats.drafts is not None:
-            yield from self._drafts(reading.stats.drafts)
-        if reading.info is not None:
-            yield _cache_config(reading.info)
-
-    def _step_sizes(self, stats: EngineStats) -> Iterable[Metric]:
-        counts = stats.step_sizes or [0] * (len(STEP_SIZES) + 1)
-        yield from _histograms(self._metrics, "jaxserve:iteration_tokens", STEP_SIZES, counts, stats.step_tokens)
-
-    def _drafts(self, counters: DraftCounters) -> Iterable[Metric]:
-        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            yield from self._families(CounterMetricFamily, f"jaxserve:spec_decode_{name}", getattr(counters, name))
-        name = "jaxserve:spec_decode_num_accepted_tokens_per_pos"
-        for each, labels in _names(self._metrics, name):
-            family = CounterMetricFamily(each, _text(name), labels=["position", *labels])
-            for position, count in enumerate(counters.accepted_per_pos):
-                family.add_metric([str(position), *labels.values()], count)
-            yield family
-
-    def _waiting_by_reason(self, stats: EngineStats) -> Metric:
-        """Split the waiting requests by vLLM's reasons: capacity, and deferred for those that could not run with free
-        capacity.
-        """
-        labels = ["model_name", "reason"]
-        family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", "requests that wait", labels=labels)
-        family.add_metric([self._metrics.model, "capacity"], stats.num_waiting - stats.num_compiling)
-        family.add_metric([self._metrics.model, "deferred"], stats.num_compiling)
-        return family
-
-    def _families(self, kind: type[Any], name: str, value: float) -> Iterable[Metric]:
-        for each, labels in _names(self._metrics, name):
-            family = kind(each, _text(name), labels=list(labels))
-            family.add_metric(list(labels.values()), value)
-            yield family
-
-
-def _names(metrics: Metrics, name: str) -> list[tuple[str, dict[str, str]]]:
-    """Yield all names of a metric, each with its labels."""
-    return [(name, {}), *((alias, {"model_name": metrics.model}) for alias in _ALIASES.get(name, ()))]
-
-
-def _text(name: str) -> str:
-    return name.partition(":")[2].replace("_", " ")
-
-
-def _gauges(reading: EngineReading) -> dict[str, float]:
-    info, stats = reading.info, reading.stats
-    total = info.num_pages if info is not None else 0
-    windowed = info.memory_plan.get("num_window_pages", 0) if info is not None else 0
-    in_windows = stats.details.get("window_pages_used", 0.0) / windowed if windowed else 0.0
-    return {
-        "jaxserve:num_requests_running": stats.num_running,
-        "jaxserve:num_requests_waiting": stats.num_waiting,
-        "jaxserve:kv_cache_usage": max(stats.num_pages_used / total if total else 0.0, in_windows),
-        "jaxserve:cache_hit_rate": stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
-        "jaxserve:pages_total": total,
-        "jaxserve:pages_free": stats.num_pages_free,
-        "jaxserve:pages_cached": stats.num_pages_cached,
-        **{f"jaxserve:{name}": value for name, value in stats.details.items()},
-    }
-
-
-def _counters(reading: EngineReading) -> dict[str, float]:
-    stats = reading.stats
-    return {
-        "jaxserve:engine_restarts": reading.restarts,
-        "jaxserve:engine_steps": stats.steps,
-        "jaxserve:prompt_tokens": stats.prompt_tokens,
-        "jaxserve:computed_prompt_tokens": stats.computed_prompt_tokens,
-        "jaxserve:cached_tokens": stats.cached_tokens,
-        "jaxserve:generation_tokens": stats.generation_tokens,
-        "jaxserve:preemptions": stats.preemptions,
-        "jaxserve:xla_compilations": stats.compiles,
-        "jaxserve:host_seconds": stats.host_seconds,
-    }
-
-
-def _cache_config(info: EngineInfo) -> Metric:
-    labels = {
-        "block_size": str(info.page_size),
-        "num_gpu_blocks": str(info.num_pages),
-        "kv_cache_size_tokens": str(info.num_kv_tokens),
-        "kv_cache_max_concurrency": f"{info.memory_plan.get('max_concurrency', 0.0):.2f}",
-    }
-    family = GaugeMetricFamily("vllm:cache_config_info", "pages of the KV cache", labels=list(labels))
-    family.add_metric(list(labels.values()), 1)
-    return family

@@ -32,6 +32,7 @@ from jaxserve.errors import (
 from jaxserve.types.bounds import Int32
 from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.output import FIRST_VERSION, TokenOutput
+from jaxserve.types.page_keys import PageEvents
 from jaxserve.types.sampling import EngineRequest
 
 
@@ -227,6 +228,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", omit_defaults=True):
     outputs: list[TokenOutput]
     stats: EngineStats | None = None
     admitted: list[str] = []  # ids of the sequences that were given a slot in the step
+    pages: PageEvents | None = None  # changes of the prefix cache, if the server has several engines
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):

@@ -116,4 +116,5 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None
     # tokens sent to the client before an engine restart; they continue the output, not the prompt
     resumed_token_ids: list[Int32] = []
+    replica: int | None = None  # which of the server's engines computes it; None: the router chooses
     is_answered: bool = False  # an engine that died sent its first output: values that are sent once are not sent again

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from jaxserve.api import app as app_module
 from jaxserve.config import Config, LoggingSection
 from jaxserve.scheduler.scheduler_stats import STEP_SIZES
-from jaxserve.telemetry.metrics import EngineReading, _gauges
+from jaxserve.telemetry.engine_collector import EngineReading, gauges
 from jaxserve.telemetry.tracing import NoTracing, OpenTelemetry, make_tracing
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.draft_counters import DraftCounters
@@ -71,17 +71,17 @@ def test_the_cache_is_as_full_as_its_fuller_group_of_layers() -> None:
     plan = info.memory_plan | {"num_window_pages": 40}
     stats = EngineStats(num_pages_used=64, details={"window_pages_used": 30.0})
     windowed = msgspec.structs.replace(info, memory_plan=plan)
-    assert _gauges(EngineReading(info, stats))["jaxserve:kv_cache_usage"] == 0.25
-    assert _gauges(EngineReading(windowed, stats))["jaxserve:kv_cache_usage"] == 0.75
+    assert gauges(EngineReading(info, stats))["jaxserve:kv_cache_usage"] == 0.25
+    assert gauges(EngineReading(windowed, stats))["jaxserve:kv_cache_usage"] == 0.75
 
 
 def test_names_that_routers_and_dashboards_read(server: LiveServer) -> None:
     server.post("/v1/completions", TEXT)
     found = scrape(server)
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
-        assert f'vllm:{name}{{model_name="demo"}}' in found
+        assert f'vllm:{name}{{engine="0",model_name="demo"}}' in found
     for name in ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"):
-        assert f'vllm:{name}_total{{model_name="demo"}}' in found
+        assert f'vllm:{name}_total{{engine="0",model_name="demo"}}' in found
     assert 'vllm:request_success_total{finished_reason="stop",model_name="demo"}' in found
     for name in ("jaxserve:xla_compilations_total", "jaxserve:engine_restarts_total", "jaxserve:host_seconds_total"):
         assert name in found
@@ -113,15 +113,15 @@ def test_why_requests_wait_and_are_refused_and_how_large_the_steps_are(key: str,
         server.wait(lambda: server.engine.stats().num_waiting == 5, "the stats did not come")
         found = scrape(server)
     assert found[f'vllm:admission_rejections_total{{model_name="demo",reason="{reason}"}}'] == 1
-    assert found['vllm:num_requests_waiting_by_reason{model_name="demo",reason="capacity"}'] == 3
-    assert found['vllm:num_requests_waiting_by_reason{model_name="demo",reason="deferred"}'] == 2
-    assert found['vllm:iteration_tokens_total_bucket{le="8.0",model_name="demo"}'] == 2
-    assert found['vllm:iteration_tokens_total_sum{model_name="demo"}'] == 9
+    assert found['vllm:num_requests_waiting_by_reason{engine="0",model_name="demo",reason="capacity"}'] == 3
+    assert found['vllm:num_requests_waiting_by_reason{engine="0",model_name="demo",reason="deferred"}'] == 2
+    assert found['vllm:iteration_tokens_total_bucket{engine="0",le="8.0",model_name="demo"}'] == 2
+    assert found['vllm:iteration_tokens_total_sum{engine="0",model_name="demo"}'] == 9
     counts = {"num_drafts": 3, "num_draft_tokens": 12, "num_accepted_tokens": 3}
-    assert {name: found[f'vllm:spec_decode_{name}_total{{model_name="demo"}}'] for name in counts} == counts
+    assert {name: found[f'vllm:spec_decode_{name}_total{{engine="0",model_name="demo"}}'] for name in counts} == counts
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    assert found[f'{per_position}{{model_name="demo",position="0"}}'] == 2
-    assert found[f'{per_position}{{model_name="demo",position="1"}}'] == 1
+    assert found[f'{per_position}{{engine="0",model_name="demo",position="0"}}'] == 2
+    assert found[f'{per_position}{{engine="0",model_name="demo",position="1"}}'] == 1
 
 
 @pytest.fixture

@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "everything runs while what kills the process is looked for",
         "jaxserve/client/sequence_sender.py",
-        "return self._is_up and not self._leaving and (quarantined is None or sequence.key in quarantined)",
-        "return self._is_up and (quarantined is None or bool(sequence.key))",
+        "return self.is_up and not self._leaving and (quarantined is None or sequence.key in quarantined)",
+        "return self.is_up and (quarantined is None or bool(sequence.key))",
         "tests/client/test_sequence_sender.py::test_one_among_many_is_found_in_few_deaths",
     ),
     Mutant(
@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "a drain that takes new work",
         "jaxserve/client/async_engine.py",
-        "self._supervisor.drain()",
+        "self._replicas.drain()",
         "pass",
         SIGNALS + "test_sigterm_drains",
     ),

@@ -207,6 +207,7 @@ class Generation:
                 request_id=self.caller.engine_name(prompt.request_id or self.options.request_id),
                 priority=self.options.priority,
                 cache_salt=self.options.cache_salt,
+                replica=self.options.replica,
                 tenant=None if self._key is None else self._key.tenant,
                 deadline=self.state.config.server.request_timeout,
                 signal=prompt.signal,

@@ -298,10 +298,18 @@ class StoreHealth(Answer):
     detail: str | None
 
 
+class EngineHealth(Answer):
+    engine: int
+    status: str
+    phase: str
+    alive: bool
+
+
 class Health(Answer):
     status: str
     phase: str
     progress: dict[str, int]
+    engines: list[EngineHealth] | None = None
     store: StoreHealth | None = None
     error: ErrorDetail | None = None
 

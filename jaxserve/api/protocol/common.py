@@ -267,8 +267,11 @@ class SamplingFields(CommonFields):
     rid: limits.Identifier | None = Field(None, description="The same as request_id.")
     session_id: str | None = Field(None, description="Ignored: a hint for routers; prefixes are found by content.")
     session_params: SessionParams | None = Field(None, description="Continue a session of /open_session.")
-    data_parallel_rank: Literal[0] | None = Field(None, description="Only 0: there is one engine.")
-    routed_dp_rank: Literal[0] | None = Field(None, description="Only 0: there is one engine.")
+    data_parallel_rank: limits.Rank | None = Field(
+        None,
+        description="The engine that computes the request, below mesh.replicas. Default: the best one.",
+    )
+    routed_dp_rank: limits.Rank | None = Field(None, description="The same as data_parallel_rank.")
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=2**31 - 1, description="Keep this many prompt tokens; -1: as many as fit."
     )

@@ -86,4 +86,6 @@ class GenerateRequest(Body):
         None, description="Events hold only what is new: text, ids, output lists of meta_info."
     )
     priority: limits.Priority | None = None
+    data_parallel_rank: limits.Rank | None = None
+    routed_dp_rank: limits.Rank | None = None
     extra_key: limits.CacheSalt | PerPrompt[limits.CacheSalt] | None = None

@@ -24,7 +24,9 @@ router = APIRouter()
 
 @router.get("/health", **documented(Health))
 async def health(request: Request) -> Response:
-    """Return 200 while requests are accepted and the engine's loop runs; else 503 with the phase and its progress.
+    """Return 200 while requests are accepted and an engine's loop runs; else 503 with the phase and its progress.
+
+    `engines` shows the state of each replica, if there are several. One that is alive is enough for 200.
 
     `store` shows whether files and batches can be written. Generation does not need it, so it does not change the
     status.
@@ -34,6 +36,11 @@ async def health(request: Request) -> Response:
     engine, status = state.engine, state.engine.status
     progress = {"done": status.done, "total": status.total}
     report: dict[str, Any] = {"status": status.phase, "phase": status.detail, "progress": progress}
+    if len(replicas := engine.replicas) > 1:
+        report["engines"] = [
+            {"engine": each.engine, "status": each.status.phase, "phase": each.status.detail, "alive": each.alive}
+            for each in replicas
+        ]
     if state.store is not None:
         report["store"] = asdict(state.store.condition)
     try:

@@ -14,6 +14,7 @@ from jaxserve.api.docs.openapi import documented
 from jaxserve.api.respond.wire import json_response
 from jaxserve.api.shared.keys import caller_of
 from jaxserve.api.shared.state import server_state
+from jaxserve.client.replica import ReplicaState
 from jaxserve.config import SECRETS
 from jaxserve.version import __version__
 
@@ -72,6 +73,7 @@ async def server_info(request: Request) -> Response:
             "config": config,
             "engine": msgspec.to_builtins(info),
             "stats": _stats(msgspec.to_builtins(state.engine.stats())),
+            "engines": [_engine(each) for each in state.engine.replicas],
             **await _for_admin(request),
         }
     )
@@ -87,6 +89,20 @@ async def _for_admin(request: Request) -> dict[str, Any]:
     except TimeoutError:  # the engine is in a long step, or hangs
         waiting = None
     return {"waiting_requests": msgspec.to_builtins(waiting)}
+
+
+def _engine(replica: ReplicaState) -> dict[str, Any]:
+    info = replica.info
+    return {
+        "engine": replica.engine,
+        "status": replica.status.phase,
+        "alive": replica.alive,
+        "restarts": replica.restarts,
+        "num_live": replica.num_live,
+        "devices": info.devices if info is not None else [],
+        "num_pages": info.num_pages if info is not None else 0,
+        "stats": _stats(msgspec.to_builtins(replica.stats)),
+    }
 
 
 def _stats(stats: dict[str, Any]) -> dict[str, Any]:

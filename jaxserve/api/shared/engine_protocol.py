@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, Unpack
 
 from jaxserve.client.generate_options import GenerateOptions
+from jaxserve.client.replica import ReplicaState
 from jaxserve.config import Config
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
@@ -47,6 +48,9 @@ class EngineProtocol(Protocol):
     def restarts(self) -> int: ...  # engine processes that died and were replaced
     @property
     def num_live(self) -> int: ...  # sequences accepted and not finished
+
+    @property
+    def replicas(self) -> Sequence[ReplicaState]: ...  # the state of each engine
 
     def stats(self) -> EngineStats: ...
 

@@ -30,7 +30,15 @@ def request_options(body: SamplingFields, prefix: str) -> RequestOptions:
         priority=body.priority or 0,
         cache_salt=prefix_namespace(body.cache_salt, body.extra_key),
         interval=body.stream_interval or 1,
+        replica=named_replica(body.data_parallel_rank, body.routed_dp_rank),
     )
+
+
+def named_replica(rank: int | None, routed: int | None) -> int | None:
+    """Return the engine that a request names. Raises InvalidValueError if it names two."""
+    if rank is not None and routed is not None and rank != routed:
+        raise InvalidValueError("data_parallel_rank and routed_dp_rank differ.", param="routed_dp_rank")
+    return routed if rank is None else rank
 
 
 def new_id(prefix: str, given: str | None = None) -> str:

@@ -11,7 +11,7 @@ from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.constraints import constraint
 from jaxserve.api.tasks.details import SamplingMode, mark, route, show_hidden, tell_candidates, watch
-from jaxserve.api.tasks.fields import as_prompts, new_id, prefix_namespace, spread
+from jaxserve.api.tasks.fields import as_prompts, named_replica, new_id, prefix_namespace, spread
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import Mode, RequestOptions, TextPrompt
 from jaxserve.config_types import reveal
@@ -122,6 +122,7 @@ def _request(body: GenerateRequest, sampling: list[NativeSampling]) -> RequestOp
         priority=body.priority or 0,
         cache_salt=prefix_namespace(None, keys.pop()),
         interval=min(each.stream_interval or 1 for each in sampling),
+        replica=named_replica(body.data_parallel_rank, body.routed_dp_rank),
     )
 
 

@@ -123,12 +123,14 @@ class RequestOptions:
     """The name of a request and how it is queued.
 
     interval: minimum tokens per output, except the first and the last
+    replica: the engine that computes it; None: the router chooses
     """
 
     request_id: str
     priority: int = 0
     cache_salt: str = ""
     interval: int = 1
+    replica: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

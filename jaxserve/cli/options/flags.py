@@ -19,7 +19,10 @@ from jaxserve.config import SECRETS, known_keys, suggestion
 from jaxserve.errors import ConfigError
 
 CONFIG = "config"  # the value of --config, which is no key of the configuration
-SHORT: Mapping[str, str] = {"--tensor": "mesh.tensor"}  # short names that no other server has
+SHORT: Mapping[str, str] = {
+    "--tensor": "mesh.tensor",
+    "--replicas": "mesh.replicas",
+}  # short names that no other server has
 _SEVERAL = ("model.served_name", "server.cors_origins")
 _SWITCH_WORDS = ("true", "false")
 _NEGATED = re.compile(r"--(no|disable)-")

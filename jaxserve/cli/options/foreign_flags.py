@@ -242,7 +242,7 @@ ROWS: list[tuple[str, Answer]] = [
      Refused("write --mesh.tensor N: layers and contexts are not split over devices")),
     ("--attn-dp-size --attention-data-parallel-size --enable-dp-attention! --enable-dp-lm-head! "
      "--enable-dp-attention-local-control-broadcast! --load-balance-method --data-parallel-* -dpa -dpb -dpe -dph -dpl "
-     "-dpm -dpn -dpp -dpr --dp-*", Refused("start one server for each replica, behind a load balancer")),
+     "-dpm -dpn -dpp -dpr --dp-*", Refused("write --mesh.replicas N: engines that one server balances")),
     ("--nnodes -n", NoEffect("there is one node", ("1",), _NODES.fix)),
     ("--node-rank -r", NoEffect("it is the only node", ("0",), _NODES.fix)),
     ("--dist-init-addr --nccl-init-addr --master-addr --master-port --headless! --gated-launch-port --use-ray! "

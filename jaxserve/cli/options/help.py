@@ -30,6 +30,7 @@ COMMON = {
     "model.reasoning_parser": "--reasoning-parser",
     "mesh.device": "--device",
     "mesh.tensor": "--tensor",
+    "mesh.replicas": "--replicas",
     "mesh.expert": "--mesh.expert",
     "cache.memory_fraction": "--cache.memory-fraction",
     "cache.prefix_cache": "--cache.prefix-cache",

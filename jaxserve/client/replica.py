@@ -1,0 +1,90 @@
+"""One engine of a server: its link, its supervisor, the requests and calls that it was sent, and what it reports."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxserve.client.engine_calls import EngineCalls
+from jaxserve.client.link import EngineLink
+from jaxserve.client.sequence_sender import SequenceSender
+from jaxserve.client.sequence_table import LiveSequence, ReplicaShare, SequenceTable
+from jaxserve.client.supervisor import Death, EngineStatus, Supervisor
+from jaxserve.errors import EngineDeadError, HTTPError
+from jaxserve.routing.router import ReplicaLoad
+from jaxserve.types.messages import EngineInfo, EngineStats, FromEngine, RequestRefused
+
+
+class ReplicaState(NamedTuple):
+    """The state of one engine, for /health, /metrics and /server_info. info: None until it was ready once"""
+
+    engine: int
+    status: EngineStatus
+    alive: bool
+    restarts: int
+    num_live: int
+    info: EngineInfo | None
+    stats: EngineStats
+
+
+class ReplicaEvents(NamedTuple):
+    """What is called when something happens to a replica. See Supervisor."""
+
+    on_message: Callable[[Replica, FromEngine | RequestRefused], None]
+    on_ready: Callable[[Replica, EngineInfo], None]
+    on_death: Callable[[Replica, EngineDeadError], Death]
+    on_end: Callable[[Replica, EngineDeadError], None]
+    end_with_error: Callable[[LiveSequence, HTTPError], None]  # ends a sequence
+
+
+class Replica:
+    """The engine with this index. is_stale: it lacks the weights of the others, so it gets no requests."""
+
+    def __init__(
+        self, index: int, link: EngineLink, watchdog: float, table: SequenceTable, events: ReplicaEvents
+    ) -> None:
+        self.index = index
+        self.link = link
+        self.supervisor = Supervisor(
+            link,
+            watchdog=watchdog,
+            on_message=functools.partial(events.on_message, self),
+            on_ready=functools.partial(events.on_ready, self),
+            on_death=functools.partial(events.on_death, self),
+            on_end=functools.partial(events.on_end, self),
+        )
+        self.live = ReplicaShare(table, index)
+        self.sender = SequenceSender(self.live, link.send, events.end_with_error, self.supervisor.forget_restarts)
+        self.calls = EngineCalls(link.send)
+        self.info: EngineInfo | None = None
+        self.stats = EngineStats()
+        self.is_stale = False
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it will not be started again."""
+        return self.supervisor.status.phase == "dead"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it computes a new request at once: it is ready, has the weights, and looks for no culprit."""
+        return self.sender.is_up and not (self.is_stale or self.sender.is_isolating or self.is_dead)
+
+    @property
+    def load(self) -> ReplicaLoad:
+        total = self.info.num_pages if self.info is not None else 0
+        return ReplicaLoad(self.index, len(self.live), self.stats.num_pages_used / total if total else 0.0)
+
+    @property
+    def state(self) -> ReplicaState:
+        supervisor = self.supervisor
+        return ReplicaState(
+            self.index,
+            supervisor.status,
+            supervisor.alive,
+            supervisor.restarts,
+            len(self.live),
+            self.info,
+            self.stats,
+        )

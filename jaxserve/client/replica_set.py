@@ -1,0 +1,319 @@
+"""The engines of one server, each supervised alone: which one computes a request, and what happens when one dies.
+
+A request goes to the replica that the router chooses, with all its choices. If a replica dies, its requests go on in
+the others at once: they are sent with their prompt, their seed and the tokens that they have.
+
+Any request that was in work when a replica died may have killed it. If it is in work at the death of a second one, it
+stays with that one until the search for the culprit is over (sequence_sender.py), and all others leave. So a request
+that kills engines kills two of them, then one of the two again while it runs alone. With one replica the search begins
+at the first death.
+
+With one link this is one engine, with the behaviour of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jaxserve.client.control_record import ControlRecord
+from jaxserve.client.link import EngineLink
+from jaxserve.client.replica import Replica, ReplicaEvents, ReplicaState
+from jaxserve.client.replica_calls import call_all, changes_weights
+from jaxserve.client.replica_summary import joined_info, joined_stats, joined_status
+from jaxserve.client.sequence_table import LiveSequence, SequenceTable
+from jaxserve.client.supervisor import Death, EngineStatus
+from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, ServerError
+from jaxserve.routing.router import Router
+from jaxserve.types.messages import Abort, Add, EngineInfo, EngineStats, FromEngine, RequestRefused
+from jaxserve.types.page_keys import PageEvents
+from jaxserve.types.sampling import BACKGROUND_PRIORITY
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaSet:
+    """live: the accepted sequences of all replicas
+
+    on_message      called with each message that concerns requests, and the replica that sent it
+    answer_abort    answers the abort of a sequence whose replica died
+    end_with_error  ends a sequence. fail_all: ends all, because no replica is left
+    """
+
+    def __init__(
+        self,
+        links: Sequence[EngineLink],
+        watchdog: float,
+        live: SequenceTable,
+        *,
+        on_message: Callable[[Replica, FromEngine | RequestRefused], None],
+        answer_abort: Callable[[LiveSequence], None],
+        end_with_error: Callable[[LiveSequence, HTTPError], None],
+        fail_all: Callable[[HTTPError], None],
+    ) -> None:
+        self._live = live
+        self._answer_abort = answer_abort
+        self._end_with_error = end_with_error
+        self._fail_all = fail_all
+        self._router: Router | None = None  # made when the page size is known
+        self._record = ControlRecord()
+        events = ReplicaEvents(on_message, self._became_ready, self._died, self._ended, end_with_error)
+        self._replicas = [Replica(index, link, watchdog, live, events) for index, link in enumerate(links)]
+        self._info: EngineInfo | None = None
+
+    # -- start and stop ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all engines."""
+        for replica in self._replicas:
+            replica.supervisor.start()
+
+    def drain(self) -> None:
+        """Show the status `draining` from now on."""
+        for replica in self._replicas:
+            replica.supervisor.drain()
+
+    async def stop(self) -> None:
+        """Stop all engines."""
+        await asyncio.gather(*(replica.supervisor.stop() for replica in self._replicas))
+
+    async def next_status(self) -> EngineStatus:
+        """Return the status after the next change of any engine."""
+        if len(self._replicas) == 1:
+            await self._replicas[0].supervisor.changed.wait()
+            return self.status
+        waits = [asyncio.ensure_future(replica.supervisor.changed.wait()) for replica in self._replicas]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self.status
+
+    # -- properties ----------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """The properties of all engines together; None until all were ready."""
+        return self._info
+
+    @property
+    def status(self) -> EngineStatus:
+        statuses = [replica.supervisor.status for replica in self._replicas]
+        return joined_status(statuses, started=self._info is not None)
+
+    @property
+    def failure(self) -> ConfigError | None:
+        """The operator's mistake that made a start fail, with its fix; None if there is none."""
+        return next((found for each in self._replicas if (found := each.supervisor.failure) is not None), None)
+
+    @property
+    def restarts(self) -> int:
+        return sum(replica.supervisor.restarts for replica in self._replicas)
+
+    @property
+    def alive(self) -> bool:
+        """Whether an engine is ready and its heartbeat is recent."""
+        return any(replica.supervisor.alive for replica in self._replicas)
+
+    @property
+    def states(self) -> list[ReplicaState]:
+        return [replica.state for replica in self._replicas]
+
+    def stats(self) -> EngineStats:
+        """The latest statistics of all engines together."""
+        return joined_stats([replica.stats for replica in self._replicas])
+
+    # -- requests ------------------------------------------------------------------------------------------
+
+    def place(self, sequences: Sequence[LiveSequence], message: Add) -> None:
+        """Choose a replica for the live sequences of one new request."""
+        self._assign(sequences, self._choose(sequences, message.prompt))
+
+    def send(self, sequences: Sequence[LiveSequence], message: Add) -> None:
+        """Send the sequences of one request to their replica, or hold them until it is ready."""
+        self._replicas[sequences[0].replica].sender.send(sequences, message)
+
+    def check_named(self, replica: int | None, count: int) -> None:
+        """Raise InvalidValueError unless a server of `count` engines has this one, EngineDeadError if it is dead."""
+        if replica is None:
+            return
+        if not 0 <= replica < count:
+            raise InvalidValueError(f"there are engines 0 to {count - 1}", param="data_parallel_rank")
+        if len(self._replicas) > 1 and (self._replicas[replica].is_dead or self._replicas[replica].is_stale):
+            raise EngineDeadError(f"engine {replica} gets no requests")
+
+    def resend(self, sequence: LiveSequence) -> None:
+        """Send a sequence again, under another id, to the replica that had it."""
+        self._replicas[sequence.replica].sender.send([sequence])
+
+    def _assign(self, sequences: Iterable[LiveSequence], replica: Replica) -> None:
+        for sequence in sequences:
+            self._live.assign(sequence, replica.index)
+
+    def _choose(self, sequences: Sequence[LiveSequence], prompt: bytes, *, at_first: bool = True) -> Replica:
+        """Return the replica for the sequences of one request.
+
+        at_first: they were in no replica yet, so the one that they name is used
+        """
+        if len(self._replicas) == 1:
+            return self._replicas[0]
+        request = sequences[0].request
+        if at_first and request.replica is not None:
+            return self._replicas[request.replica]
+        found = self._candidates()
+        if self._router is None:
+            return found[0]
+        loads = [replica.load for replica in found]
+        batch = request.priority >= BACKGROUND_PRIORITY
+        return self._replicas[self._router.choose(loads, prompt, request.namespace, batch=batch)]
+
+    def _candidates(self) -> list[Replica]:
+        """Return the replicas that may get a request, of the best kind that there is."""
+        living = [replica for replica in self._replicas if not replica.is_dead]
+        usable = [replica for replica in living if replica.is_usable]
+        kinds = (
+            [replica for replica in usable if replica.supervisor.beats],
+            usable,
+            [replica for replica in living if not (replica.is_stale or replica.sender.is_isolating)],
+            living,
+            self._replicas,
+        )
+        return next(kind for kind in kinds if kind)
+
+    def abort(self, sequences: Iterable[LiveSequence]) -> None:
+        """Tell the engines to end the sequences, and go on with a search that waited for them."""
+        ids: dict[int, list[str]] = {}
+        for sequence in sequences:
+            ids.setdefault(sequence.replica, []).append(sequence.engine_id)
+        for index, found in ids.items():
+            self._replicas[index].link.send(Abort(found))
+
+    def settle(self) -> None:
+        """Go on with searches for culprits after sequences have ended or given outputs."""
+        for replica in self._replicas:
+            if replica.sender.is_watching:
+                was_isolating = replica.sender.is_isolating
+                replica.sender.settle()
+                if was_isolating and replica.is_usable:
+                    self._give_held(replica)
+
+    def pages_changed(self, replica: Replica, events: PageEvents) -> None:
+        """Note what changed in the prefix cache of a replica."""
+        if self._router is not None:
+            self._router.take(replica.index, events)
+
+    # -- starts and deaths ---------------------------------------------------------------------------------
+
+    def _became_ready(self, replica: Replica, info: EngineInfo) -> None:
+        replica.info = info
+        if len(self._replicas) > 1 and self._router is None:
+            self._router = Router(info.page_size)
+        infos = [each.info for each in self._replicas if each.info is not None]
+        if len(infos) == len(self._replicas):
+            self._info = joined_info(infos)
+        self._restore(replica)
+        replica.sender.ready()
+        if replica.is_usable:
+            self._give_held(replica)
+
+    def _restore(self, replica: Replica) -> None:
+        """Bring a new engine into the state that calls have made; it takes that in before the requests that follow."""
+        if self._record.has_lost and any(each.is_usable for each in self._replicas):
+            self._make_stale(replica, "its weights went with the engine before it")
+            return
+        replica.is_stale = False
+        on_failure = functools.partial(self._restore_failed, replica) if len(self._replicas) > 1 else None
+        for method, args in self._record.calls():
+            replica.calls.make(method, args, on_failure if changes_weights(method) else None)
+
+    def _restore_failed(self, replica: Replica, error: BaseException) -> None:
+        if not isinstance(error, EngineDeadError):
+            self._make_stale(replica, str(error))
+
+    def _make_stale(self, replica: Replica, reason: str) -> None:
+        """Give a replica without the weights of the others no requests until the next update."""
+        replica.is_stale = True
+        logger.error("engine %d gets no requests until its weights are updated: %s", replica.index, reason)
+        for sequence in replica.live:
+            self._end_with_error(sequence, ServerError("the engine was restarted without the weights of this request"))
+
+    def _give_held(self, replica: Replica) -> None:
+        """Give a replica that is usable what others hold until they are started again."""
+        for other in self._replicas:
+            if other is not replica and not other.sender.is_up:
+                self._assign([each for each in other.sender.not_suspects() if not each.is_sent], replica)
+        replica.sender.send_held()
+
+    def _died(self, replica: Replica, error: EngineDeadError) -> Death:
+        replica.calls.fail(error)
+        others = [each for each in self._replicas if each is not replica and not (each.is_dead or each.is_stale)]
+        death = replica.sender.died(replica.link.in_work(), elsewhere=bool(others))
+        for sequence in replica.live:
+            if sequence.aborted:
+                self._answer_abort(sequence)
+        if len(self._replicas) > 1:
+            replica.stats = EngineStats()
+            if self._router is not None:
+                self._router.forget(replica.index)
+            self._promote_stale()
+            self._move(replica.sender.not_suspects())
+        return death
+
+    def _promote_stale(self) -> None:
+        """If all engines with the weights of an update have died, go on with the weights of the start."""
+        stale = [each for each in self._replicas if each.is_stale and each.sender.is_up]
+        if stale and not any(each.is_usable for each in self._replicas):
+            for each in stale:
+                self._restore(each)
+
+    def _move(self, sequences: Sequence[LiveSequence]) -> None:
+        """Send sequences to other replicas. If none is up, they wait for the first one that is."""
+        requests: dict[str, list[LiveSequence]] = {}
+        for sequence in sequences:
+            requests.setdefault(sequence.unit, []).append(sequence)
+        targets: dict[int, Replica] = {}
+        for own in requests.values():
+            prompt = array("i", own[0].request.prompt_token_ids).tobytes()
+            target = self._choose(own, prompt, at_first=False)
+            self._assign(own, target)
+            targets[target.index] = target
+        for target in targets.values():
+            target.sender.send_held()
+        if targets:
+            logger.warning("%d requests go on in engines %s", len(requests), ", ".join(map(str, sorted(targets))))
+
+    def _ended(self, replica: Replica, error: EngineDeadError) -> None:
+        """Note that a replica will not be started again. Its suspects end, and the server with the last replica."""
+        replica.calls.fail(error)
+        if all(each.is_dead for each in self._replicas) or self._info is None:
+            self._fail_all(error)
+            return
+        self._move(replica.sender.not_suspects())
+        for sequence in replica.live:
+            self._end_with_error(sequence, ServerError("the engine died each time it computed this request"))
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    async def call(self, method: str, args: dict[str, Any]) -> Any:
+        """Make a call to every engine. Raises an HTTPError if not all of them have carried it out."""
+        if changes_weights(method) and args.get("version") is None and len(self._replicas) > 1:
+            args = args | {"version": self._record.next_label()}
+        outcome = await call_all(self._replicas, method, args)
+        if outcome.done:
+            self._record.note(method, args, outcome.results[0])
+        if changes_weights(method) and len(self._replicas) > 1:
+            for replica in outcome.done:
+                replica.is_stale = replica.is_stale and bool(args.get("partial"))
+            for replica in outcome.refused if outcome.done else ():
+                self._make_stale(replica, "the update of its weights failed")
+        return outcome.result()
+
+    def fail_calls(self, error: HTTPError) -> None:
+        """End all calls with an error."""
+        for replica in self._replicas:
+            replica.calls.fail(error)

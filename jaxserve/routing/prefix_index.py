@@ -1,0 +1,63 @@
+"""Which replicas have which prefixes in their caches, as the engines report it. No jax, no requests.
+
+A page is known by its key, which names the whole prefix up to it (types/page_keys.py). So the tree of prefixes is a
+dict from keys to replicas, and the prefix of a prompt is walked page by page.
+
+The index has one entry for each distinct page that an engine has cached: an engine reports each page that it evicts. A
+replica that died is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.types.page_keys import PageEvents, page_keys, split_keys
+
+
+class PrefixIndex:
+    """page_size: in tokens, of all replicas"""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._holders: dict[bytes, int] = {}  # key -> a bit for each replica that has the page
+
+    def __len__(self) -> int:
+        """Return the number of distinct pages."""
+        return len(self._holders)
+
+    def take(self, replica: int, events: PageEvents) -> None:
+        """Note what changed in the cache of a replica. Unknown removed pages are ignored."""
+        bit, holders = 1 << replica, self._holders
+        for key in split_keys(events.removed):
+            self._drop(key, bit)
+        for key in split_keys(events.added):
+            holders[key] = holders.get(key, 0) | bit
+
+    def _drop(self, key: bytes, bit: int) -> None:
+        held = self._holders.get(key, 0) & ~bit
+        if held:
+            self._holders[key] = held
+        else:
+            self._holders.pop(key, None)
+
+    def forget(self, replica: int) -> None:
+        """Remove all pages of a replica. Cost: proportional to the number of pages of all replicas."""
+        bit = 1 << replica
+        for key in [key for key, held in self._holders.items() if held & bit]:
+            self._drop(key, bit)
+
+    def match(self, namespace: str, prompt: bytes, replicas: Iterable[int]) -> dict[int, int]:
+        """Return for each of the replicas how many pages of the prompt it has, from the first page on without a gap.
+
+        prompt: token ids, int32, little-endian
+        """
+        pages = dict.fromkeys(replicas, 0)
+        left = sum(1 << replica for replica in pages)
+        for depth, key in enumerate(page_keys(namespace, prompt, self._page_size), start=1):
+            left &= self._holders.get(key, 0)
+            if not left:
+                break
+            for replica in pages:
+                if left >> replica & 1:
+                    pages[replica] = depth
+        return pages

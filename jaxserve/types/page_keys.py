@@ -1,0 +1,49 @@
+"""Keys of the pages of a prompt, by which the engines and the router name cached prefixes to each other.
+
+The key of a page is a digest of the namespace and of all tokens up to the page's end. So one key names a whole prefix,
+and no tokens are sent. Two prefixes with the same key, one in 2**64, cost a wrong choice of the router and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import msgspec
+
+KEY_BYTES = 8
+TOKEN_BYTES = 4  # a token is an int32
+
+
+class PageEvents(msgspec.Struct, frozen=True, array_like=True):
+    """What changed in an engine's prefix cache. Keys are joined; a key is in at most one of the two."""
+
+    added: bytes = b""
+    removed: bytes = b""
+
+
+def root_key(namespace: str) -> bytes:
+    """Return the key that stands before the first page of a namespace."""
+    return blake2b(namespace.encode(), digest_size=KEY_BYTES, person=b"namespace").digest()
+
+
+def next_key(parent: bytes, tokens: bytes) -> bytes:
+    """Return the key of a page. parent: of the page before it. tokens: int32, little-endian"""
+    return blake2b(parent + tokens, digest_size=KEY_BYTES).digest()
+
+
+def page_keys(namespace: str, prompt: bytes, page_size: int) -> Iterator[bytes]:
+    """Yield the keys of the full pages of a prompt, each computed when it is asked for.
+
+    prompt: token ids, int32, little-endian. page_size: in tokens
+    """
+    key, size = root_key(namespace), page_size * TOKEN_BYTES
+    for begin in range(0, len(prompt) - size + 1, size):
+        key = next_key(key, prompt[begin : begin + size])
+        yield key
+
+
+def split_keys(joined: bytes) -> Iterator[bytes]:
+    """Yield the keys that were joined."""
+    for begin in range(0, len(joined), KEY_BYTES):
+        yield joined[begin : begin + KEY_BYTES]
