@@ -41,7 +41,7 @@ def cached(kv: KVManager) -> set[bytes]:
             root = node
             while root.parent is not None:
                 root = root.parent
-            tokens = [token for above in node.path for token in above.key]
+            tokens = [int(token) for above in node.path for token in above.key]
             found.add([*page_keys(str(root.key), array("i", tokens).tobytes(), PAGE)][-1])
     return found
 
