@@ -143,7 +143,8 @@ class ReplicaSet:
         if replica is None:
             return
         if not 0 <= replica < count:
-            raise InvalidValueError(f"there are engines 0 to {count - 1}", param="data_parallel_rank")
+            message = f"data_parallel_rank or routed_dp_rank is {replica}, and there are engines 0 to {count - 1}"
+            raise InvalidValueError(message, param="data_parallel_rank")
         if len(self._replicas) > 1 and (self._replicas[replica].is_dead or self._replicas[replica].is_stale):
             raise EngineDeadError(f"engine {replica} gets no requests")
 

@@ -21,6 +21,7 @@ from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
 from jaxserve.store import Disk, Store
+from jaxserve.types.messages import EngineInfo, Ready
 from tests.waiting import LAST_RESORT, until
 
 from .fakes import FakeLink, fake_engine
@@ -141,11 +142,17 @@ def server(shared_server: LiveServer) -> Iterator[LiveServer]:
 def serving(server: LiveServer, **changes: Any) -> Iterator[LiveServer]:
     """The server as if its model were another one."""
     info = server.engine.info
-    server.call(lambda: server.engine._became_ready(msgspec.structs.replace(info, **changes)))
+    _tell(server, msgspec.structs.replace(info, **changes))
     try:
         yield server
     finally:
-        server.call(lambda: server.engine._became_ready(info))
+        _tell(server, info)
+
+
+def _tell(server: LiveServer, info: EngineInfo) -> None:
+    """Let the engine say what it is."""
+    server.call(lambda: server.link.say(Ready(info)))
+    server.wait(lambda: server.engine.info == info, "the engine was not heard")
 
 
 @pytest.fixture

@@ -142,6 +142,9 @@ class FakeLink:
         self._messages.put_nowait(Located(str(DEMO)))
         self._messages.put_nowait(Ready(self.info))
 
+    def say(self, message: FromEngine) -> None:
+        self._messages.put_nowait(message)
+
     async def receive(self) -> FromEngine:
         return await self._messages.get()
 
