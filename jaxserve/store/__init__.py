@@ -6,11 +6,11 @@ from jaxserve.store.records import (
     BatchError,
     BatchRecord,
     BatchStatus,
-    BatchUsage,
     FileRecord,
     LineResult,
     NewBatch,
     Page,
+    TokenCounts,
 )
 from jaxserve.store.sqlite.disk import Disk
 from jaxserve.store.store import Store, Upload
@@ -23,13 +23,13 @@ __all__ = [
     "BatchLine",
     "BatchRecord",
     "BatchStatus",
-    "BatchUsage",
     "Disk",
     "FileRecord",
     "LineResult",
     "NewBatch",
     "Page",
     "Store",
+    "TokenCounts",
     "Upload",
     "Validation",
     "Validator",

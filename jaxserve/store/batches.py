@@ -20,12 +20,12 @@ from jaxserve.store.records import (
     BatchError,
     BatchRecord,
     BatchStatus,
-    BatchUsage,
     FileRecord,
     LineResult,
     ListQuery,
     NewBatch,
     Page,
+    TokenCounts,
 )
 from jaxserve.store.sqlite.integrity import DAMAGED
 
@@ -161,7 +161,7 @@ def add_results(connection: sqlite3.Connection, batch_id: str, results: Iterable
     if row is None:
         return
     fresh = [result for result in results if _insert_result(connection, row[0], result)]
-    usage = sum((result.usage for result in fresh), BatchUsage())
+    usage = sum((result.usage for result in fresh), TokenCounts())
     completed = sum(result.succeeded for result in fresh)
     connection.execute(
         """UPDATE batches SET completed = completed + ?, failed = failed + ?, input_tokens = input_tokens + ?,
@@ -253,7 +253,7 @@ def _parsed(row: tuple) -> BatchRecord:
         total=total,
         completed=completed,
         failed=failed,
-        usage=BatchUsage(input_t, cached, output_t, reasoning),
+        usage=TokenCounts(input_t, cached, output_t, reasoning),
         errors=tuple(BatchError(**error) for error in json.loads(errors)),
         metadata=None if metadata is None else json.loads(metadata),
         output_expires_seconds=expires,

@@ -65,7 +65,7 @@ class BatchError:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchUsage:
+class TokenCounts:
     """Token counts of successful batch requests."""
 
     input_tokens: int = 0
@@ -73,8 +73,8 @@ class BatchUsage:
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def __add__(self, other: BatchUsage) -> BatchUsage:
-        return BatchUsage(
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(
             self.input_tokens + other.input_tokens,
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
@@ -119,7 +119,7 @@ class BatchRecord:
     total: int = 0
     completed: int = 0
     failed: int = 0
-    usage: BatchUsage = BatchUsage()
+    usage: TokenCounts = TokenCounts()
     errors: tuple[BatchError, ...] = ()
     metadata: dict[str, str] | None = None
     output_expires_seconds: int | None = None
@@ -133,7 +133,7 @@ class LineResult:
     line: int
     succeeded: bool
     payload: bytes
-    usage: BatchUsage = field(default_factory=BatchUsage)
+    usage: TokenCounts = field(default_factory=TokenCounts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConflictError, InvalidValueError, NotFoundError
-from jaxserve.store import BatchError, BatchRecord, BatchStatus, BatchUsage, LineResult, Store
+from jaxserve.store import BatchError, BatchRecord, BatchStatus, LineResult, Store, TokenCounts
 from jaxserve.store.records import EDGES
 from tests.store.helpers import DAY, FakeClock, content, create, new_batch, upload
 
@@ -13,7 +13,7 @@ S = BatchStatus
 INPUT = b"".join(b'{"custom_id":"c%d","method":"POST","url":"u","body":{}}\n' % i for i in range(1, 6))
 
 
-def result(line: int, succeeded: bool = True, usage: BatchUsage = BatchUsage()) -> LineResult:
+def result(line: int, succeeded: bool = True, usage: TokenCounts = TokenCounts()) -> LineResult:
     return LineResult(line, succeeded, b'{"line":%d}' % line, usage)
 
 
@@ -38,10 +38,10 @@ def test_the_way_to_completed(store: Store, clock: FakeClock) -> None:
     async def main() -> None:
         batch = await running(store)
         clock.now += 1
-        await store.add_results(batch.id, [result(3), result(1, usage=BatchUsage(5, 2, 3, 1))])
+        await store.add_results(batch.id, [result(3), result(1, usage=TokenCounts(5, 2, 3, 1))])
         await store.add_results(batch.id, [result(2, succeeded=False), result(3), result(5), result(4)])
         batch = await store.get_batch(batch.id)
-        assert (batch.total, batch.completed, batch.failed, batch.usage) == (5, 4, 1, BatchUsage(5, 2, 3, 1))
+        assert (batch.total, batch.completed, batch.failed, batch.usage) == (5, 4, 1, TokenCounts(5, 2, 3, 1))
         assert await store.finished_lines(batch.id) == {1, 2, 3, 4, 5}
         assert await store.move_batch(batch.id, S.IN_PROGRESS, S.FINALIZING)
         clock.now += 1

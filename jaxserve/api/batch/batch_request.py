@@ -17,7 +17,7 @@ import orjson
 
 from jaxserve.api.batch.failure_log import FailureLog
 from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, QueueFullError, ServerError
-from jaxserve.store import BatchLine, BatchUsage, LineResult
+from jaxserve.store import BatchLine, LineResult, TokenCounts
 
 MAX_ATTEMPTS = 3  # attempts at a request that meets server errors
 READY_POLL = 0.25  # seconds between checks whether the engine is ready
@@ -60,7 +60,7 @@ class RequestRunner:
         request_id = f"req-{secrets.token_hex(16)}"
         answer = await self._answer(bytes(line.body), request_id)
         succeeded = answer.status < 400
-        usage = read_usage(answer.body) if succeeded else BatchUsage()
+        usage = read_usage(answer.body) if succeeded else TokenCounts()
         return LineResult(number, succeeded, response_line(line.custom_id, request_id, answer), usage)
 
     async def _answer(self, body: bytes, request_id: str) -> Answered:
@@ -144,12 +144,12 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
-def read_usage(body: bytes) -> BatchUsage:
+def read_usage(body: bytes) -> TokenCounts:
     """Read the token counts from an answer."""
     usage = msgspec.json.decode(body, type=_Answer).usage or _Usage()
     cached = usage.prompt_tokens_details or usage.input_tokens_details or _InputDetails()
     reasoning = usage.completion_tokens_details or usage.output_tokens_details or _OutputDetails()
-    return BatchUsage(
+    return TokenCounts(
         input_tokens=usage.prompt_tokens or usage.input_tokens or 0,
         cached_tokens=cached.cached_tokens or 0,
         output_tokens=usage.completion_tokens or usage.output_tokens or 0,

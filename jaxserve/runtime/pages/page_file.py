@@ -8,8 +8,8 @@ is lost and never used.
 The file's name is of the model, its weights and the form of a page. Other page files in the directory are removed,
 unless a running server has one open. A file counts as one only if it begins as the files that are made here.
 
-Whoever opens a file by its name locks it, and then looks whether the name still is that file: another process may have
-removed it in between. Only the owner of the lock removes it.
+A process that opens a file by its name locks it, and then checks that the name still belongs to this file: another
+process may have removed it in between. Only the owner of the lock removes it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from jaxserve.errors import (
     RequestTimeoutError,
     ServerError,
 )
-from jaxserve.store import BatchLine, BatchStatus, BatchUsage
+from jaxserve.store import BatchLine, BatchStatus, TokenCounts
 
 
 def run(outcomes: list[Any], ready: Any = lambda: True) -> tuple[dict[str, Any], bool, int]:
@@ -106,8 +106,8 @@ def test_a_line_that_never_ran() -> None:
 @pytest.mark.parametrize(
     ("usage", "expected"),
     [
-        (None, BatchUsage()),
-        ({"prompt_tokens": 5, "total_tokens": 5}, BatchUsage(5)),
+        (None, TokenCounts()),
+        ({"prompt_tokens": 5, "total_tokens": 5}, TokenCounts(5)),
         (
             {
                 "prompt_tokens": 5,
@@ -115,7 +115,7 @@ def test_a_line_that_never_ran() -> None:
                 "prompt_tokens_details": {"cached_tokens": 2},
                 "completion_tokens_details": {"reasoning_tokens": 1},
             },
-            BatchUsage(5, 2, 3, 1),
+            TokenCounts(5, 2, 3, 1),
         ),
         (
             {
@@ -124,14 +124,14 @@ def test_a_line_that_never_ran() -> None:
                 "input_tokens_details": {"cached_tokens": 2},
                 "output_tokens_details": {"reasoning_tokens": 1},
             },
-            BatchUsage(5, 2, 3, 1),
+            TokenCounts(5, 2, 3, 1),
         ),
-        ({"prompt_tokens": 5, "prompt_tokens_details": None, "extra": []}, BatchUsage(5)),
+        ({"prompt_tokens": 5, "prompt_tokens_details": None, "extra": []}, TokenCounts(5)),
     ],
 )
-def test_usage_in_any_routes_words(usage: Any, expected: BatchUsage) -> None:
+def test_usage_in_any_routes_words(usage: Any, expected: TokenCounts) -> None:
     assert read_usage(json.dumps({"id": "x", "usage": usage}).encode()) == expected
 
 
 def test_an_answer_without_usage() -> None:
-    assert read_usage(b'{"data":[1,2]}') == BatchUsage()
+    assert read_usage(b'{"data":[1,2]}') == TokenCounts()

@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.api.batch.batch_request import Answered
 from jaxserve.errors import EngineDeadError, QueueFullError
-from jaxserve.store import BatchRecord, BatchStatus, BatchUsage
+from jaxserve.store import BatchRecord, BatchStatus, TokenCounts
 from tests.api.batch.helpers import (
     DAY,
     Bench,
@@ -45,7 +45,7 @@ def test_a_batch_runs_to_its_end(bench: Bench) -> None:
         async with bench.running() as runner:
             batch = await ended(runner, await submit(runner, input_file(100)))
             assert (batch.status, batch.total, batch.completed, batch.failed) == (S.COMPLETED, 100, 100, 0)
-            assert (batch.model, batch.usage, batch.error_file_id) == ("demo", BatchUsage(500, 200, 300, 0), None)
+            assert (batch.model, batch.usage, batch.error_file_id) == ("demo", TokenCounts(500, 200, 300, 0), None)
             lines = await read_lines(runner, batch.output_file_id)
             assert [line["custom_id"] for line in lines] == ids(*range(1, 101))
             bodies = [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines]
@@ -150,7 +150,7 @@ def test_counts_are_true_at_every_moment(bench: Bench) -> None:
                 assert called[-1] <= done + bench.places
                 called.append(bench.handler.calls.total())
                 assert done <= called[-1]
-                assert batch.usage == BatchUsage(5 * done, 2 * done, 3 * done)
+                assert batch.usage == TokenCounts(5 * done, 2 * done, 3 * done)
                 assert batch.total == (0 if batch.status == S.VALIDATING else 200)
                 seen.append((batch.completed, batch.failed))
                 if done >= bench.handler.allowed:
