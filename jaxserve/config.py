@@ -139,6 +139,11 @@ class RuntimeSection(Section):
     attention: Literal["auto", "reference", "xla", "native", "triton", "mosaic_gpu", "tpu"] = Field(
         "auto", description="Attention backend. auto: the best for the platform. An explicit choice never falls back."
     )
+    experts: Literal["auto", "xla", "triton"] = Field(
+        "auto",
+        description="What multiplies rows by routed experts. auto: Triton kernels on a GPU, C kernels with native "
+        "attention, else XLA. An explicit choice never falls back.",
+    )
     deterministic: bool = Field(
         False, description="Batch-invariant: the output is bitwise independent of other requests."
     )

@@ -24,7 +24,16 @@ from jaxserve.runtime.runner_setup import RunnerSetup
 from tests.models.published import PUBLISHED
 
 LLAMA = "Llama-3.1-8B"
-FAMILIES = ("Qwen3-8B", "Qwen3-235B-A22B", "Mixtral-8x7B", "Gemma-2-9B", "Gemma-3-1B", "gpt-oss-120b", "DeepSeek-V3")
+FAMILIES = (
+    "Qwen3-8B",
+    "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B",
+    "Mixtral-8x7B",
+    "Gemma-2-9B",
+    "Gemma-3-1B",
+    "gpt-oss-120b",
+    "DeepSeek-V3",
+)
 _BFLOAT16 = jnp.dtype("bfloat16")
 _SEQS, _TOKENS, _CONTEXT, _PAGES, _PAGE = 512, 8192, 16384, 16384, 16
 
@@ -40,9 +49,11 @@ def make_set(
 ) -> ProgramSet:
     """Return the program set of a published model, cut to `layers` layers. Allocates nothing.
 
-    pages: as cache.dtype. weights: as model.quantization.
+    pages: as cache.dtype. weights: as model.quantization; "stored": MXFP4, as the checkpoint has them.
     """
     hf: dict[str, Any] = PUBLISHED[name].hf | {"num_hidden_layers": layers, "first_k_dense_replace": layers - 2}
+    if weights == "stored":
+        hf["quantization_config"] = {"quant_method": "mxfp4"}
     if "layer_types" in hf:
         hf["layer_types"] = hf["layer_types"][:layers]
     structure = build(from_hf(hf).replace(quantization=weights, activation_dtype="bfloat16"), _BFLOAT16)
@@ -76,6 +87,8 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for weights in ("int8", "int4", "fp8"):
         few = make_set(LLAMA, target, weights=weights)
         yield from _named(f"{LLAMA} in {weights}", few.decode(1), few.decode(128), few.extend(2048))
+    mxfp4 = make_set("gpt-oss-120b", target, weights="stored")
+    yield from _named("gpt-oss-120b in mxfp4", mxfp4.decode(64), mxfp4.extend(512))
     for name in FAMILIES:
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))

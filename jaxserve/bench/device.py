@@ -5,7 +5,7 @@
 Writes DIR/device.json after every row. With the same DIR it measures only the rows that are missing. Every section runs
 in a new process, so that a crash ends one cell only, memory is free for the next, and a start of the engine is real. A
 cell that takes too long or ends its process is recorded, and another process runs the cells after it.
-device_kernels.py, device_steps.py and device_engine.py hold the measurements.
+device_kernels.py, device_experts.py, device_steps.py and device_engine.py hold the measurements.
 
 --tiny runs everything in tiny sizes, with kernels in Pallas' interpreter. It checks the suite and measures nothing.
 """
@@ -39,6 +39,8 @@ SECTIONS = (
     "steps_async-llama-8b",
     "attention",
     "engine-llama-8b",
+    "experts",
+    "latent",
     "tune",
     "write",
     "restart-llama-8b",
@@ -68,12 +70,13 @@ Show = Callable[[str], None]
 
 def run_section(section: str, options: Options, results: Results, reporter: Reporter) -> None:
     """Run all cells of a section in this process."""
-    from jaxserve.bench import device_engine, device_kernels, device_steps  # noqa: PLC0415  the parent touches no device
+    from jaxserve.bench import device_engine, device_experts, device_kernels, device_steps  # noqa: PLC0415  the parent touches no device
 
     bench = Bench(section, options, results, reporter)
     kind, _, of = section.partition("-")
-    if kind in device_kernels.SECTIONS:
-        device_kernels.SECTIONS[kind](bench)
+    kernels = device_kernels.SECTIONS | device_experts.SECTIONS
+    if kind in kernels:
+        kernels[kind](bench)
     else:
         (device_steps.SECTIONS | device_engine.SECTIONS)[kind](bench, of)
 

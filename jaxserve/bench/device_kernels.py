@@ -41,6 +41,11 @@ class Heads:
     page_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
+    values: int | None = None  # columns of V if it is the first of K, as in latent attention
+
+    @property
+    def latent(self) -> bool:
+        return self.values is not None
 
     @property
     def num_heads(self) -> int:
@@ -48,7 +53,11 @@ class Heads:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.head_dim**-0.5, self.kv_heads, self.window, self.soft_cap)
+        return AttentionSpec(self.head_dim**-0.5, self.kv_heads, self.window, self.soft_cap, self.values)
+
+    def cache_shape(self, backend: Backend, num_pages: int) -> tuple[int, ...]:
+        """Return the shape of a backend's pages."""
+        return backend.cache_shape(num_pages, self.page_size, self.kv_heads, self.head_dim, latent=self.latent)
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,8 @@ def numerics(bench: Bench) -> None:
         "head-80": Heads(2, 2, 80),
         "head-96": Heads(2, 1, 96),
         "head-256": Heads(2, 2, 256),
+        "latent-128-heads": Heads(1, 128, 576, values=512),
+        "latent-16-heads": Heads(1, 16, 576, values=512),
     }
     for shape, heads in list(shapes.items())[: 1 if bench.tiny else None]:
         for kind, rows in {"decode": edges, "mixed": mixed}.items():
@@ -199,14 +210,13 @@ def numerics(bench: Bench) -> None:
 def _compare(backend: Backend, rows: list[tuple[int, int]], heads: Heads) -> Row:
     q, metadata, num_pages = batch(rows, heads)
     context = normal(4, num_pages * heads.page_size, heads.kv_heads, heads.head_dim)
-    values = normal(5, *context.shape)
+    values = context if heads.latent else normal(5, *context.shape)
     slots = jnp.arange(context.shape[0], dtype=jnp.int32)
 
     def attend(backend: Backend) -> np.ndarray:
         """Return the output as float32 [T, N, D]."""
-        shape = backend.cache_shape(num_pages, heads.page_size, heads.kv_heads, heads.head_dim)
-        cache = backend.write(jnp.zeros(shape, DTYPE), context, values, slots)
-        return np.asarray(_attend(backend)(q, cache, metadata, heads.spec).astype(jnp.float32))
+        cache = backend.write(jnp.zeros(heads.cache_shape(backend, num_pages), DTYPE), context, values, slots)
+        return np.asarray(_attend(backend)(q, cache, metadata, heads.spec).astype(jnp.float32))[..., : heads.values]
 
     got, want = attend(backend), attend(get_backend("reference", jax.default_backend()))
     error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
@@ -244,14 +254,20 @@ def attention(bench: Bench) -> None:
     heads = Heads()
     if bench.tiny:
         grid, heads = {"decode 2 x 40": [(1, 40)] * 2, "prefill 20": [(20, 20)]}, Heads(2, 2, 32)
+    time_grid(bench, grid, heads, "")
+
+
+def time_grid(bench: Bench, grid: dict[str, list[tuple[int, int]]], heads: Heads, prefix: str) -> None:
+    """Time attention over a grid of batches, rows (q_len, kv_len) by name, for every kernel. prefix: of the cells."""
     for name, rows in grid.items():
         for kernel, backend in kernels(bench).items():
-            bench.cell(f"{kernel} {name}", 12, functools.partial(_time_attention, bench, backend, rows, heads))
+            cell = functools.partial(_time_attention, bench, backend, rows, heads)
+            bench.cell(f"{kernel} {prefix}{name}", 12, cell)
 
 
 def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]], heads: Heads) -> Row:
     q, metadata, num_pages = batch(rows, heads)
-    cache = normal(6, *backend.cache_shape(num_pages, heads.page_size, heads.kv_heads, heads.head_dim))
+    cache = normal(6, *heads.cache_shape(backend, num_pages))
     # One program makes many calls, because one takes microseconds, over more bytes than the device's own cache holds.
     caches = [cache, *(cache + 0 for _ in range(1 if bench.tiny else min(7, COLD_BYTES // cache.nbytes)))]
     calls = 2 if bench.tiny else 32
@@ -259,18 +275,21 @@ def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]],
     def chain(q: jax.Array, caches: list[jax.Array], metadata: AttentionMetadata) -> jax.Array:
         """Call attention `calls` times, each on the output [T, N, D] of the last call."""
         for call in range(calls):
-            q = backend.attend(q, caches[call % len(caches)], metadata, heads.spec)
+            out = backend.attend(q, caches[call % len(caches)], metadata, heads.spec)
+            # A result with fewer columns than q can be no q: the next call depends on one number of it.
+            q = q.at[0, 0, 0].set(out[0, 0, 0]) if heads.latent else out
         return q
 
     seconds = clock(_compiled(chain, backend), q, caches, metadata, tiny=bench.tiny, chained=3) / calls
-    width = heads.num_heads * heads.head_dim
+    columns = heads.head_dim + (heads.values or heads.head_dim)  # of K and V, and of queries and results
     context = sum(kv for _, kv in rows)
-    num_bytes = 2 * (2 * context * heads.kv_heads * heads.head_dim + 2 * q.size)
-    operations = 4 * width * sum(n * (kv - n) + n * (n + 1) / 2 for n, kv in rows)
-    return _rates(bench, seconds, num_bytes, operations)
+    stored = context * heads.kv_heads * (heads.head_dim if heads.latent else columns)
+    num_bytes = 2 * (stored + q.shape[0] * heads.num_heads * columns)
+    operations = 2 * heads.num_heads * columns * sum(n * (kv - n) + n * (n + 1) / 2 for n, kv in rows)
+    return rates(bench, seconds, num_bytes, operations)
 
 
-def _rates(bench: Bench, seconds: float, num_bytes: float, operations: float) -> Row:
+def rates(bench: Bench, seconds: float, num_bytes: float, operations: float) -> Row:
     """Return a row with the time, the rates and the share of the roofline."""
     return {
         "us": seconds * 1e6,
@@ -368,7 +387,7 @@ def _time_linear(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
     x = normal(9, rows, width)
     forward = jax.jit(lambda x, weights: [linear(x, w) for w in weights])
     seconds = clock(forward, x, weights, tiny=bench.tiny, chained=10) / len(weights)
-    return _rates(bench, seconds, 2 * out * width, 2 * rows * out * width)
+    return rates(bench, seconds, 2 * out * width, 2 * rows * out * width)
 
 
 SECTIONS: dict[str, Callable[[Bench], None]] = {

@@ -216,9 +216,10 @@ def _warm_up(runner: ModelRunner | EncoderRunner) -> StepTimes:
 def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, directory: Path) -> str:
     """Return a name for the pages of the model; another one if anything changes that changes their content."""
     weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, repr(loaded.config)
-    numbers = resolved.cache_dtype.name, resolved.page_size, resolved.attention, resolved.deterministic
+    numbers = resolved.cache_dtype.name, resolved.page_size
+    kernels = resolved.attention, resolved.experts, resolved.deterministic
     devices = mesh.devices[0].device_kind, len(mesh.devices), mesh.tensor
-    return fingerprint(directory, __version__, weights, numbers, devices)
+    return fingerprint(directory, __version__, weights, numbers, kernels, devices)
 
 
 def _restore_pages(core: EngineCore, runner: ModelRunner | EncoderRunner) -> None:

@@ -34,6 +34,7 @@ class AttentionLayer:
     soft_cap c: a score s becomes c * tanh(s / c), after the scale.
     sinks: the layer passes one score per query head that is added to the softmax's denominator.
     latent: multi-head latent attention (MLA). V is the first numbers of K, so a layout may store K alone.
+    value_columns: how many numbers V has, None for head_dim.
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class AttentionLayer:
     soft_cap: float | None = None
     sinks: bool = False
     latent: bool = False
+    value_columns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class ModelConfig:
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
             latent=self.latent is not None,
+            value_columns=None if self.latent is None else self.latent.kv_rank,
         )
 
     def replace(self, **changes: Any) -> ModelConfig:

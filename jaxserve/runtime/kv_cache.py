@@ -81,7 +81,7 @@ def _layer_cache(
     shape = backend.cache_shape(1, page_size, heads, layer.head_dim, latent=layer.latent)
     split = mesh.tensor > 1 and heads % mesh.tensor == 0
     sharding = NamedSharding(mesh.mesh, head_partition(backend)) if split else mesh.replicated
-    spec = AttentionSpec(layer.scale, heads, layer.sliding_window, layer.soft_cap)
+    spec = AttentionSpec(layer.scale, heads, layer.sliding_window, layer.soft_cap, layer.value_columns)
     group = int(windowed and layer.sliding_window is not None)
     scales = backend.scale_shape(1, page_size, heads, latent=layer.latent)[1:] if is_scaled(dtype) else None
     return LayerCache(tuple(shape[1:]), dtype, sharding, heads, spec, group, scales)

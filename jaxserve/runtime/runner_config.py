@@ -34,6 +34,7 @@ class RunnerConfig:
     page_size: int
     cache_dtype: jnp.dtype
     attention: str = "auto"
+    experts: str = "auto"
     num_pages: int | None = None
     num_window_pages: int | None = None
     host_memory: int | None = None  # bytes for copies of evicted pages
@@ -68,6 +69,7 @@ class RunnerConfig:
             page_size=_or(cache.page_size, 128 if tpu else 16),
             cache_dtype=resolve_cache_dtype(cache.dtype, dtype),
             attention=config.runtime.attention,
+            experts=config.runtime.experts,
             num_pages=None if cache.num_pages == "auto" else cache.num_pages,
             num_window_pages=None if cache.num_window_pages == "auto" else cache.num_window_pages,
             host_memory=cache.host_memory,

@@ -5,6 +5,7 @@ Makes the program set that follows from them. Allocates nothing; `plan` may comp
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import jax
 
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.linear import Products
+from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
@@ -25,6 +27,8 @@ from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.window_size import WindowSize
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class RunnerSetup:
             backend=backend,
             layers=layers,
             page_size=config.page_size,
-            linear=Products(config.deterministic, native_products(backend, mesh), triton_products(backend, mesh)),
+            linear=_products(loaded, config, mesh, backend),
             mesh=mesh.mesh,
             normalize_embeddings=normalize_embeddings,
             per_token=config.deterministic,
@@ -145,6 +149,14 @@ class RunnerSetup:
         model, rows = self.loaded.config, max(self.config.max_num_seqs, *self.buckets.verify, 1)
         widest = 2 * model.intermediate_size + 4 * model.hidden_size + 4 * model.num_heads * model.head_dim
         return 10 * 4 * max(self.buckets.max_tokens * widest, rows * model.vocab_size)
+
+
+def _products(loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, backend: Backend) -> Products:
+    """Return the products of the step programs. Raises ConfigError if the named kernels of experts cannot run here."""
+    experts = kernels_of(config.experts, mesh.platform)
+    if loaded.config.moe is not None:
+        logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
+    return Products(config.deterministic, native_products(backend, mesh), triton_products(backend, mesh), experts)
 
 
 def native_products(backend: Backend, mesh: DeviceMesh) -> bool:

@@ -40,7 +40,17 @@ def _run(section: str, out: Path) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    "section", ["ceilings", pytest.param("numerics", marks=pytest.mark.slow), "attention", "write", "linear", "tune"]
+    "section",
+    [
+        "ceilings",
+        pytest.param("numerics", marks=pytest.mark.slow),
+        "attention",
+        "write",
+        "linear",
+        "tune",
+        "experts",
+        "latent",
+    ],
 )
 def test_kernel_sections(section: str, tmp_path: Path) -> None:
     rows = _run(section, tmp_path)

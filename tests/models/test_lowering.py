@@ -27,7 +27,15 @@ from tests.models.published import PUBLISHED
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 BFLOAT16 = jnp.dtype("bfloat16")
-MODELS = ("Llama-3.1-8B", "Qwen3-8B", "Mixtral-8x7B", "Gemma-2-9B", "Gemma-3-1B", "DeepSeek-V3", "gpt-oss-120b")
+MODELS = (
+    "Llama-3.1-8B",
+    "Qwen3-8B",
+    "Mixtral-8x7B",
+    "Gemma-2-9B",
+    "Gemma-3-1B",
+    "DeepSeek-V3",
+    "gpt-oss-120b",
+)
 ROWS, PAGES, PAGE = 4, 64, {"cuda": 16, "tpu": 128}
 TARGETS: dict[str, tuple[AbstractDevice, Backend]] = {
     "cuda": (AbstractDevice("NVIDIA H200", 132, "gpu"), TritonBackend()),
@@ -60,7 +68,7 @@ def test_a_decode_step_lowers(name: str, platform: str) -> None:
         backend=backend,
         layers=tuple(layer_of(structure, i, cache) for i, cache in enumerate(caches)),
         page_size=PAGE[platform],
-        linear=Products(deterministic=False),
+        linear=Products(experts="triton" if platform == "cuda" else "auto"),
     )
     leaves = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in structure.specs)
     state = state_shapes(ROWS, structure.config.vocab_size, 8)
@@ -69,3 +77,4 @@ def test_a_decode_step_lowers(name: str, platform: str) -> None:
         traced = jax.jit(steps.decode, donate_argnums=(1, 2)).trace(leaves, tuple(caches), state, packed)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert {"cuda": "gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in text
+    assert ("moe_gate_up" in text) == (platform == "cuda" and structure.config.moe is not None)

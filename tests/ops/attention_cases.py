@@ -33,6 +33,7 @@ class Case:
     sinks: bool = False
     decode_only: bool = False
     latent: bool = False  # V is K
+    value_columns: int | None = None  # of the result that are compared
     padding: int = 0  # tokens behind the last row
     wide_table: int = 3  # columns of the page table behind the longest row
     kernels: bool = True  # run by the interpreted kernels too, at two seconds each
@@ -43,7 +44,7 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.head_dim**-0.5, self.num_kv_heads, self.window, self.soft_cap)
+        return AttentionSpec(self.head_dim**-0.5, self.num_kv_heads, self.window, self.soft_cap, self.value_columns)
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,9 @@ def run(backend: Backend, batch: Batch) -> np.ndarray:
     options = {} if backend.name == "xla" else {"xla_backend_optimization_level": 0}
     attend = jax.jit(backend.attend, static_argnums=3, compiler_options=options)
     out = attend(q, filled_cache(backend, batch), batch.metadata, batch.case.spec, sinks)
-    assert out.dtype == q.dtype and out.shape == q.shape
-    return np.asarray(out.astype(jnp.float32))
+    columns = batch.case.value_columns
+    assert out.dtype == q.dtype and out.shape in (q.shape, (*q.shape[:2], columns))
+    return np.asarray(out.astype(jnp.float32))[..., :columns]
 
 
 def expected(batch: Batch) -> np.ndarray:
@@ -139,7 +141,7 @@ def expected(batch: Batch) -> np.ndarray:
             token = starts[row] + i
             q = _rounded(batch.q[token], batch.case.dtype)
             out[token] = _dense(batch.case, q, k, v, kv_len - q_len + i, batch.sinks)
-    return out
+    return out[..., : batch.case.value_columns]
 
 
 def _kept(x: np.ndarray, case: Case) -> np.ndarray:

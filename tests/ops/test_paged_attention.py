@@ -19,14 +19,16 @@ from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.tpu import TpuBackend, TpuTuning
 from jaxserve.ops.paged_attention.triton import TritonBackend, TritonTuning
+from jaxserve.ops.paged_attention.triton_latent import LatentTuning
 from jaxserve.ops.paged_attention.xla import XlaBackend
 from tests.ops.attention_cases import Case, empty_cache, expected, filled_cache, make_batch, run
 
 SMALL_TILES = TritonTuning(decode_tile=16, extend_rows=16, extend_tile=16, programs=8)
+SMALL_LATENT = LatentTuning(rows=32, scaled_rows=16, tile=16, programs=8)
 BACKENDS: dict[str, Backend] = {
     "reference": ReferenceBackend(),
     "xla": XlaBackend(),
-    "triton": TritonBackend(interpret=True, tuning=SMALL_TILES),
+    "triton": TritonBackend(interpret=True, tuning=SMALL_TILES, latent=SMALL_LATENT),
     "tpu": TpuBackend(interpret=True, tuning=TpuTuning(tile=32, rows=16)),
 }
 with contextlib.suppress(ConfigError):  # a machine without a C compiler: test_native.py says so
@@ -61,6 +63,12 @@ CASES = [
     Case("decode-latent", EDGES, num_kv_heads=1, group=8, head_dim=72, latent=True, decode_only=True),
     Case("decode-latent-of-whole-vectors", EDGES, num_kv_heads=1, group=6, head_dim=80, latent=True, decode_only=True),
     Case("mixed-latent", MIXED, num_kv_heads=1, group=4, head_dim=72, latent=True, padding=2),
+    # Two blocks of heads, and the columns of V alone: what DeepSeek-V3 asks for.
+    Case(
+        "decode-latent-values", ((1, 1), (1, 300), (0, 0)), 1, 36, 72, latent=True, value_columns=64, decode_only=True
+    ),
+    Case("mixed-latent-values", ((1, 300), (5, 40), (0, 0)), 1, 36, 72, latent=True, value_columns=64, padding=2),
+    Case("mixed-latent-window", ((1, 90), (30, 70)), 1, 4, 80, latent=True, value_columns=64, window=24, soft_cap=4.0),
     Case("mixed-head-96-page-128", ((1, 130), (130, 140)), group=1, head_dim=96, page_size=128),
     Case("chunk-before-single", ((3, 3), (1, 20), (2, 9), (1, 5)), kernels=False),
     Case("prefill-only", ((65, 65),), group=4, num_kv_heads=1, head_dim=80, kernels=False),

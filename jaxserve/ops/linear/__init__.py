@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,20 @@ from jaxserve.ops.native import Weight
 from jaxserve.ops.quantized import Quantized
 
 GroupedProduct = Callable[[jax.Array, Weight, jax.Array], jax.Array]  # rows [T, in], w [E, out, in], sizes [E]
+
+
+@dataclass(frozen=True)
+class TritonExperts:
+    """The choice of the Triton kernels of `ops.moe`.
+
+    one_size: the same blocks for any number of rows, so that a row's sums do not depend on it. interpret: in Pallas'
+    interpreter, slowly, on any device.
+    """
+
+    one_size: bool = False
+    interpret: bool = False
+
+
 WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T is faster on a CPU: x @ W.T repacks W at every call
 
 
@@ -72,6 +87,7 @@ class Products:
     deterministic: bool = False
     native: bool = False
     triton: bool = False
+    experts: Literal["auto", "xla", "triton"] = "auto"  # auto: the C kernel if `native`, else XLA
 
     def __call__(
         self, x: jax.Array, w: Weight, bias: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
@@ -80,9 +96,14 @@ class Products:
         options = {"deterministic": self.deterministic, "native": self.native, "triton": self.triton}
         return linear(x, w, bias, out_dtype=out_dtype, **options)
 
-    def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | None:
-        """Return the C kernel for these weights of experts and activations of `dtype`; None: it does not take them."""
-        if not self.native or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
+    def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | TritonExperts | None:
+        """Return what multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
+
+        The C kernel does not take all weights; Triton's do.
+        """
+        if self.experts == "triton":
+            return TritonExperts(one_size=self.deterministic)
+        if not self.native or self.experts == "xla" or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
             return None
         return partial(kernels.matmul_grouped, few=not self.deterministic)
 

@@ -8,14 +8,14 @@ Rows (token, choice) are sorted by expert, so the rows of one expert are contigu
     starts      0          3    4           local rows
     tiles       each group is cut into tiles of TILE_ROWS rows; a tile is one dense product with its expert's weights
 
-On a CPU `product` is a C kernel that reads each expert's weights in place. Without it a loop runs over the tiles in
-use, because lax.ragged_dot would multiply every row by every expert there. Other platforms use lax.ragged_dot.
+On an NVIDIA GPU two Triton kernels run the tiles and read each expert's weights in place, see `triton`. On a CPU
+`product` is a C kernel that does. Without it a loop runs over the tiles in use there. Other platforms, or
+runtime.experts: xla, use lax.ragged_dot, which XLA makes a product of every row with every expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -23,22 +23,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxserve.ops.linear import GroupedProduct
+from jaxserve.ops.linear import GroupedProduct, TritonExperts
+from jaxserve.ops.moe.choices import Choices
+from jaxserve.ops.moe.experts import Activation, ExpertWeights
 from jaxserve.ops.quantized import Quantized
 
-Activation = Callable[[jax.Array, jax.Array], jax.Array]  # (gate, up) -> ffn input
-RowsFunction = Callable[[jax.Array, jax.Array, "ExpertWeights"], jax.Array]  # sorted rows [M, D], sizes [E] -> [M, D]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ExpertWeights:
-    """Weights of E experts, which are converted to the rows' dtype. A bias is None if the model family has none."""
-
-    gate_up: jax.Array | Quantized  # [E, F, 2, D]
-    down: jax.Array | Quantized  # [E, D, F]
-    gate_up_bias: jax.Array | None = None  # [E, F, 2]
-    down_bias: jax.Array | None = None  # [E, D]
+ChoicesFunction = Callable[[jax.Array, Choices, ExpertWeights], jax.Array]  # x [T, D] -> weighted [M, D]
+RowsFunction = Callable[[jax.Array, jax.Array, ExpertWeights], jax.Array]  # sorted rows [M, D], sizes [E] -> [M, D]
 
 
 def moe(
@@ -47,21 +38,22 @@ def moe(
     expert_weights: jax.Array,
     experts: ExpertWeights,
     activation: Activation,
-    product: GroupedProduct | None = None,
+    product: GroupedProduct | TritonExperts | None = None,
 ) -> jax.Array:
     """Return the weighted sum of each token's experts: sum over k of weight * down(activation(gate(x), up(x))).
 
     x [T, D], expert_ids int32 [T, K], expert_weights float32 [T, K] -> [T, D] in x's dtype. The sum is float32.
-    product: multiplies rows sorted by expert, on one device; None: XLA does.
+    product: multiplies rows sorted by expert, on one device; or the choice of the Triton kernels; None: XLA does.
     If the weights are sharded over the mesh axes "expert" or "tensor", it runs under shard_map: experts are split
     over "expert", F over "tensor", every device has all tokens, and one all-reduce ends it.
     """
     mesh = jax.typeof(jax.tree.leaves(experts.down)[0]).sharding.mesh
     axes = tuple(name for name in ("expert", "tensor") if mesh.shape.get(name, 1) > 1)
     if not axes:
-        return _local(x, expert_ids, expert_weights, experts, _rows_function(activation, product), 0)
+        return _local(x, expert_ids, expert_weights, experts, _choices_function(activation, product), 0)
     spec = _specs(experts, axes)
-    body = partial(_sharded, activation=activation, axes=axes)
+    triton = product if isinstance(product, TritonExperts) else None
+    body = partial(_sharded, activation=activation, axes=axes, product=triton)
     whole = PartitionSpec()
     return jax.shard_map(body, mesh=mesh, in_specs=(whole, whole, whole, spec), out_specs=whole, check_vma=False)(
         x, expert_ids, expert_weights, experts
@@ -87,12 +79,22 @@ def _sharded(
     *,
     activation: Activation,
     axes: tuple[str, ...],
+    product: TritonExperts | None,
 ) -> jax.Array:
     first = lax.axis_index("expert") * experts.down.shape[0] if "expert" in axes else 0
     if "tensor" in axes and experts.down_bias is not None:  # added once: every device of the axis would add it
         bias = jnp.where(lax.axis_index("tensor") == 0, experts.down_bias, jnp.zeros_like(experts.down_bias))
         experts = ExpertWeights(experts.gate_up, experts.down, experts.gate_up_bias, bias)
-    return lax.psum(_local(x, expert_ids, expert_weights, experts, _rows_function(activation, None), first), axes)
+    return lax.psum(_local(x, expert_ids, expert_weights, experts, _choices_function(activation, product), first), axes)
+
+
+def _choices_function(activation: Activation, product: GroupedProduct | TritonExperts | None) -> ChoicesFunction:
+    """Return the function that runs choices, in the order of the experts, through them."""
+    if isinstance(product, TritonExperts):
+        from jaxserve.ops.moe import triton  # noqa: PLC0415  not every build of jax has it
+
+        return partial(triton.run_choices, activation=activation, kernels=product)
+    return partial(_by_rows, run=_rows_function(activation, product))
 
 
 def _rows_function(activation: Activation, product: GroupedProduct | None) -> RowsFunction:
@@ -108,7 +110,7 @@ def _local(
     expert_ids: jax.Array,
     expert_weights: jax.Array,
     experts: ExpertWeights,
-    run: RowsFunction,
+    run: ChoicesFunction,
     first: jax.Array | int,
 ) -> jax.Array:
     """Return the partial sum [T, D] over this device's experts [first, first + E)."""
@@ -117,14 +119,19 @@ def _local(
     local = expert_ids.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)  # other devices' experts sort last
     order = jnp.argsort(local, stable=True)
-    sizes = jnp.bincount(local, length=count).astype(jnp.int32)
-    rows = jnp.take(x, order // choices, axis=0)
-    out = run(rows, sizes, experts)
-    kept = jnp.take(local, order) < count
-    weight = jnp.take(expert_weights.reshape(-1), order)
-    out = jnp.where(kept[:, None], out.astype(jnp.float32) * weight[:, None], 0.0)
-    by_token = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(tokens, choices, -1)
-    return by_token.sum(axis=1).astype(x.dtype)
+    # Compared and counted, because a scatter to few places is slow on a GPU.
+    sizes = jnp.sum(local[:, None] == jnp.arange(count)[None, :], axis=0, dtype=jnp.int32)
+    out = run(x, Choices(order, sizes, expert_weights.reshape(-1), choices), experts)
+    out = jnp.where((local < count)[:, None], out.astype(jnp.float32), 0.0)
+    return out.reshape(tokens, choices, -1).sum(axis=1).astype(x.dtype)
+
+
+def _by_rows(x: jax.Array, choices: Choices, experts: ExpertWeights, run: RowsFunction) -> jax.Array:
+    """Return each choice's weighted result: x [T, D] -> float32 [M, D]. A choice that is of no expert is undefined."""
+    rows = jnp.take(x, choices.order // choices.per_token, axis=0)
+    weights = jnp.take(choices.weights, choices.order)
+    out = run(rows, choices.sizes, experts).astype(jnp.float32) * weights[:, None]
+    return jnp.zeros_like(out).at[choices.order].set(out, unique_indices=True)
 
 
 def _grouped_products(

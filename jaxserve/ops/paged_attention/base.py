@@ -50,13 +50,15 @@ class AttentionSpec:
     """The static description of a layer's attention. Hashable. Scores are multiplied by `scale`.
 
     With `sliding_window` w, a token at position p sees the positions [p - w + 1, p]. With `soft_cap` c, a score s
-    becomes c * tanh(s / c), after the scale and before the mask.
+    becomes c * tanh(s / c), after the scale and before the mask. With `value_columns` n, only the first n columns of V
+    are wanted: a backend may return only these, [T, N, n].
     """
 
     scale: float
     num_kv_heads: int
     sliding_window: int | None = None
     soft_cap: float | None = None
+    value_columns: int | None = None
 
 
 class Backend(Protocol):

@@ -15,7 +15,7 @@ Its gathers use 32-bit indices if a layer's cache is below 4 GiB; a larger cache
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -24,12 +24,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, InterleavedLayout
+from jaxserve.ops.paged_attention import triton_latent
+from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks, tokens_of_long_rows
 from jaxserve.ops.paged_attention.scaled_pages import Pages
-from jaxserve.ops.paged_attention.split_kv import LOG2E, PROGRAMS, Layer, join_splits, num_splits
-
-TENSOR_CORE_ROWS = 16  # fewest rows of a Triton dot
+from jaxserve.ops.paged_attention.split_kv import PROGRAMS, Layer, join_splits, num_splits
+from jaxserve.ops.paged_attention.triton_latent import LatentTuning
+from jaxserve.ops.paged_attention.triton_parts import Scales, Softmax, add_tile, empty, finish, join, places
+from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, dot, index_grid, load, mask_of, padded
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class TritonBackend(InterleavedLayout):
 
     name: str = "triton"
     tuning: TritonTuning = TritonTuning()
+    latent: LatentTuning = field(default_factory=LatentTuning)
     interpret: bool = False
 
     def attend(
@@ -72,9 +75,17 @@ class TritonBackend(InterleavedLayout):
     ) -> jax.Array:
         """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
         layer = Layer(cache, metadata.page_table, spec, sinks)
+        if cache.shape[2] == spec.num_kv_heads == 1:
+            return self._attend_latent(q, layer, metadata)
         decode = functools.partial(_attend_last_tokens, layer, tuning=self.tuning, interpret=self.interpret)
         extend = functools.partial(_attend_long_rows, layer, tuning=self.tuning, interpret=self.interpret)
         return attend_ragged(q, metadata, decode, extend)
+
+    def _attend_latent(self, q: jax.Array, layer: Layer, metadata: AttentionMetadata) -> jax.Array:
+        """Attend q [T, N, D] to latent pages -> [T, N, columns]."""
+        options = {"tuning": self.latent, "interpret": self.interpret}
+        decode = functools.partial(triton_latent.attend_last_tokens, layer, **options)
+        return attend_ragged(q, metadata, decode, functools.partial(triton_latent.attend_long_rows, layer, **options))
 
 
 def _attend_last_tokens(
@@ -111,32 +122,8 @@ def _attend_last_tokens(
         name="paged_decode",
     )(q.reshape(rows, kv_heads, group, head_dim), *pages, layer.page_table, kv_lens)
     if splits > 1:
-        return _join(out, lse, layer.sinks, q.dtype, interpret=interpret).reshape(q.shape)
+        return join(out, lse, layer.sinks, q.dtype, interpret=interpret).reshape(q.shape)
     return join_splits(out.reshape(rows, 1, heads, -1), lse.reshape(rows, 1, heads), layer.sinks).astype(q.dtype)
-
-
-def _join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, dtype: jnp.dtype, *, interpret: bool) -> jax.Array:
-    """Do `join_splits` in one kernel: out [R, S, KH, G, D], lse [R, S, KH, G] -> [R, KH, G, D]. XLA takes three."""
-    rows, splits, kv_heads, group, head_dim = out.shape
-    own = (None, None, group, head_dim)
-    in_specs = [
-        pl.BlockSpec((None, splits, None, group, head_dim), lambda r, h: (r, 0, h, 0, 0)),
-        pl.BlockSpec((None, splits, None, group), lambda r, h: (r, 0, h, 0)),
-    ]
-    args = [out, lse]
-    if sinks is not None:
-        in_specs.append(pl.BlockSpec((None, group), lambda r, h: (h, 0)))
-        args.append(sinks.astype(jnp.float32).reshape(kv_heads, group) * LOG2E)
-    return pl.pallas_call(
-        _join_kernel,
-        grid=(rows, kv_heads),
-        in_specs=in_specs,
-        out_specs=pl.BlockSpec(own, lambda r, h: (r, h, 0, 0)),
-        out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), dtype),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="paged_join",
-    )(*args)
 
 
 def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool) -> jax.Array:
@@ -182,106 +169,32 @@ def _of_head(pages: list[jax.Array]) -> list[pl.BlockSpec]:
     return [pl.BlockSpec((x.shape[0], None, *x.shape[2:]), lambda _, h, *__: (0, h, 0, 0)) for x in pages]
 
 
-class _Softmax(NamedTuple):
-    """An online softmax over M rows in base 2: weighted sum of values [M, D], maximum [M], denominator [M]."""
-
-    values: jax.Array
-    top: jax.Array
-    total: jax.Array
-
-
-def _empty(rows: int, columns: int) -> _Softmax:
-    return _Softmax(
-        jnp.zeros((rows, columns), jnp.float32), jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32)
-    )
-
-
-def _finish(state: _Softmax) -> tuple[jax.Array, jax.Array]:
-    """Return the output [M, D], zeros for a row that saw nothing, and the base-2 log-sum-exp [M]."""
-    total = jnp.maximum(state.total, 1e-30)
-    return state.values / total[:, None], state.top + jnp.log2(total)
-
-
 class _Tile(NamedTuple):
-    """A tile of context: K and V [tile, D]; of 8-bit pages their scales float32 [tile], else None."""
+    """A tile of context: K and V [tile, D], and the scales of 8-bit pages."""
 
     k: jax.Array
     v: jax.Array
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
+    scales: Scales
 
 
-def _add_tile(state: _Softmax, q: jax.Array, tile: _Tile, spec: AttentionSpec, seen) -> _Softmax:
-    """Add one tile of context: q [M, D]; `seen` bool [M or 1, tile], None if all is seen.
-
-    Scales multiply the scores and the weights, which are fewer numbers than K and V.
-    """
+def _add(state: Softmax, q: jax.Array, tile: _Tile, spec: AttentionSpec, seen) -> Softmax:
+    """Add one tile of context: q [M, D]; `seen` bool [M or 1, tile], None if all is seen."""
     k, v = tile.k.astype(q.dtype), tile.v.astype(q.dtype)
-    scores = _dot(q, k, (1, 1)) * spec.scale
-    if tile.k_scale is not None:
-        scores *= tile.k_scale[None, :]
-    if spec.soft_cap is not None:
-        scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
-    scores *= LOG2E
-    if seen is not None:
-        scores = jnp.where(seen, scores, MASKED)
-    top = jnp.maximum(state.top, jnp.max(scores, axis=1))
-    weights = jnp.exp2(scores - top[:, None])
-    if seen is not None:
-        weights = jnp.where(seen, weights, 0.0)
-    fade = jnp.exp2(state.top - top)
-    scaled = weights if tile.v_scale is None else weights * tile.v_scale[None, :]
-    values = state.values * fade[:, None] + _dot(scaled.astype(v.dtype), v, (1, 0))
-    return _Softmax(values, top, state.total * fade + jnp.sum(weights, axis=1))
-
-
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Multiply with float32 accumulation. float32 operands are not rounded to TF32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _grid(*sizes: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the index arrays of a gather: argument i varies along axis i and is broadcast over the others."""
-    shape = tuple(size.shape[0] for size in sizes)
-    return tuple(lax.broadcast_in_dim(size, shape, (axis,)) for axis, size in enumerate(sizes))
-
-
-def _load(ref, indices: tuple[jax.Array | int, ...], limits: tuple[int | None, ...]) -> jax.Array:
-    """Load ref[indices], with zero for an index at or above its axis's limit. Limit None: no index reaches it."""
-    mask = _mask(indices, limits)
-    return plt.load(ref.at[indices]) if mask is None else plt.load(ref.at[indices], mask=mask, other=0)
-
-
-def _mask(indices: tuple[jax.Array | int, ...], limits: tuple[int | None, ...]) -> jax.Array | None:
-    inside = [jnp.less(index, limit) for index, limit in zip(indices, limits, strict=True) if limit is not None]
-    return functools.reduce(jnp.logical_and, inside) if inside else None
-
-
-def _padded(size: int, least: int = 1) -> tuple[jax.Array, int | None]:
-    """Return the indices of an axis, padded to a power of two, and the limit for masks: None if none was added."""
-    padded = max(least, pl.next_power_of_2(size))
-    return jnp.arange(padded, dtype=jnp.int32), None if padded == size else size
+    return add_tile(state, dot(q, k, (1, 1)), (v,), tile.scales, spec, seen)
 
 
 def _load_tile(pages, table, token: jax.Array, page_size: int, ends: tuple[jax.Array | int, jax.Array]) -> _Tile:
-    """Load the positions `token` of a row. Positions outside `ends` read the nearer of the two.
+    """Load the positions `token` of a row, see `places`.
 
     pages: refs of this head's pages [tokens, 2, D] and, if they have 8 bits, of their scales [tokens, 2, 1].
-    `table(page)` reads the row's page table. ends: the first and the last position that the row sees. A clamped gather
-    needs no mask and reads no page outside of the context: another request's page may hold NaN, and 0 * NaN is NaN.
-    A mask on V would also keep Triton from buffering the loads.
     """
-    token = jnp.clip(token, ends[0], ends[1])
-    # lax.div and lax.rem: positions are not negative, and // would add code for signs.
-    place = table(lax.div(token, page_size)) * page_size + lax.rem(token, page_size)
+    place = places(table, token, page_size, ends)
     kv_ref, *scales = pages
-    columns, limit = _padded(kv_ref.shape[2])
-    rows, columns = _grid(place, columns)
-    halves = [_load(kv_ref, (rows, half, columns), (None, None, limit)) for half in range(kv_ref.shape[1])]
+    columns, limit = padded(kv_ref.shape[2])
+    rows, columns = index_grid(place, columns)
+    halves = [load(kv_ref, (rows, half, columns), (None, None, limit)) for half in range(kv_ref.shape[1])]
     factors = [plt.load(ref.at[place, half, 0]) for ref in scales for half in range(kv_ref.shape[1])]
-    return _Tile(halves[0], halves[-1], *(factors[:1] + factors[-1:]))
+    return _Tile(halves[0], halves[-1], Scales(*(factors[:1] + factors[-1:])))
 
 
 def _decode_kernel(
@@ -297,42 +210,25 @@ def _decode_kernel(
 ) -> None:
     *pages, table_ref, len_ref, out_ref, lse_ref = refs
     kv_len = len_ref[()]
-    (heads, head_limit), (columns, column_limit) = _padded(q_ref.shape[0], TENSOR_CORE_ROWS), _padded(q_ref.shape[1])
-    own, limits = _grid(heads, columns), (head_limit, column_limit)
-    q = _load(q_ref, own, limits)
+    (heads, head_limit), (columns, column_limit) = padded(q_ref.shape[0], TENSOR_CORE_ROWS), padded(q_ref.shape[1])
+    own, limits = index_grid(heads, columns), (head_limit, column_limit)
+    q = load(q_ref, own, limits)
     oldest = 0 if spec.sliding_window is None else jnp.maximum(kv_len - spec.sliding_window, 0)
     first, last = oldest // tile, pl.cdiv(kv_len, tile)
     share = pl.cdiv(last - first, splits)  # tiles per split
     begin = first + pl.program_id(2) * share
 
-    def step(index: jax.Array, state: _Softmax) -> _Softmax:
+    def step(index: jax.Array, state: Softmax) -> Softmax:
         """Add tile `index`, an int32 [], to the softmax."""
         token = index * tile + jnp.arange(tile, dtype=jnp.int32)
         seen = (token < kv_len) & (token >= oldest)
         kv = _load_tile(pages, lambda page: table_ref[page], token, page_size, (oldest, kv_len - 1))
-        return _add_tile(state, q, kv, spec, seen[None, :])
+        return _add(state, q, kv, spec, seen[None, :])
 
-    state = lax.fori_loop(begin, jnp.minimum(begin + share, last), step, _empty(*q.shape))
-    out, lse = _finish(state)
-    plt.store(out_ref.at[own], out.astype(out_ref.dtype), mask=_mask(own, limits))
-    plt.store(lse_ref.at[heads], lse, mask=_mask((heads,), (head_limit,)))
-
-
-def _join_kernel(out_ref, lse_ref, *refs) -> None:
-    """Join out_ref [S, G, D] by lse_ref float32 [S, G]. refs: the sinks [G] in base 2, if there are any; the result."""
-    *sink_ref, joined_ref = refs
-    splits = jnp.arange(out_ref.shape[0], dtype=jnp.int32)
-    (heads, head_limit), (columns, column_limit) = _padded(out_ref.shape[1]), _padded(out_ref.shape[2])
-    lse = _load(lse_ref, _grid(splits, heads), (None, head_limit))
-    # Sinks are one more split, whose output is zero.
-    sink = _load(sink_ref[0], (heads,), (head_limit,)) if sink_ref else jnp.full((heads.shape[0],), MASKED, jnp.float32)
-    top = jnp.maximum(jnp.max(lse, axis=0), sink)
-    weights = jnp.exp2(lse - top[None, :])
-    total = jnp.sum(weights, axis=0) + jnp.exp2(sink - top)
-    out = _load(out_ref, _grid(splits, heads, columns), (None, head_limit, column_limit))
-    joined = jnp.sum(out * weights[:, :, None], axis=0) / total[:, None]
-    own, limits = _grid(heads, columns), (head_limit, column_limit)
-    plt.store(joined_ref.at[own], joined.astype(joined_ref.dtype), mask=_mask(own, limits))
+    state = lax.fori_loop(begin, jnp.minimum(begin + share, last), step, empty(*q.shape))
+    (out,), lse = finish(state)
+    plt.store(out_ref.at[own], out.astype(out_ref.dtype), mask=mask_of(own, limits))
+    plt.store(lse_ref.at[heads], lse, mask=mask_of((heads,), (head_limit,)))
 
 
 def _extend_kernel(
@@ -354,36 +250,36 @@ def _extend_kernel(
     def _live() -> None:
         row, first = row_ref[index], first_ref[index]
         q_len, kv_len = q_len_ref[row], kv_len_ref[row]
-        (heads, head_limit), (columns, column_limit) = _padded(q_ref.shape[1]), _padded(q_ref.shape[2])
+        (heads, head_limit), (columns, column_limit) = padded(q_ref.shape[1]), padded(q_ref.shape[2])
         token = first + jnp.arange(block, dtype=jnp.int32)  # in the row
         place = jnp.where(token < q_len, start_ref[row] + token, q_ref.shape[0])
-        own = _grid(place, heads, columns)
+        own = index_grid(place, heads, columns)
         limits = (q_ref.shape[0], head_limit, column_limit)
-        q = _load(q_ref, own, limits).reshape(block * heads.shape[0], columns.shape[0])
+        q = load(q_ref, own, limits).reshape(block * heads.shape[0], columns.shape[0])
         position = kv_len - q_len + first  # of the block's first token
         query = position + jnp.arange(q.shape[0], dtype=jnp.int32) // heads.shape[0]
         oldest = 0 if spec.sliding_window is None else jnp.maximum(position - spec.sliding_window + 1, 0)
 
-        def step(index: jax.Array, state: _Softmax, masked: bool) -> _Softmax:
+        def step(index: jax.Array, state: Softmax, masked: bool) -> Softmax:
             """Add tile `index`, an int32 [], to the softmax; masked: some queries do not see all of it."""
             context = index * tile + jnp.arange(tile, dtype=jnp.int32)
             ends = (oldest, kv_len - 1)
             kv = _load_tile(pages, lambda page: table_ref[row, page], context, page_size, ends)
             if not masked:
-                return _add_tile(state, q, kv, spec, None)
+                return _add(state, q, kv, spec, None)
             live = (context < kv_len) & (context >= oldest)
             seen = (context[None, :] <= query[:, None]) & live[None, :]
             if spec.sliding_window is not None:
                 seen &= context[None, :] > query[:, None] - spec.sliding_window
-            return _add_tile(state, q, kv, spec, seen)
+            return _add(state, q, kv, spec, seen)
 
         begin, end = oldest // tile, pl.cdiv(jnp.minimum(kv_len, position + block), tile)
         # Tiles that every query of the block sees entirely: those before the diagonal, if there is no window.
         whole = begin if spec.sliding_window is not None else jnp.minimum((position + 1) // tile, end)
-        state = lax.fori_loop(begin, whole, functools.partial(step, masked=False), _empty(*q.shape))
+        state = lax.fori_loop(begin, whole, functools.partial(step, masked=False), empty(*q.shape))
         state = lax.fori_loop(whole, end, functools.partial(step, masked=True), state)
-        out, lse = _finish(state)
+        (out,), lse = finish(state)
         shape = own[0].shape
-        plt.store(out_ref.at[own], out.reshape(shape).astype(out_ref.dtype), mask=_mask(own, limits))
-        own = _grid(place, heads)
-        plt.store(lse_ref.at[own], lse.reshape(shape[:2]), mask=_mask(own, limits[:2]))
+        plt.store(out_ref.at[own], out.reshape(shape).astype(out_ref.dtype), mask=mask_of(own, limits))
+        own = index_grid(place, heads)
+        plt.store(lse_ref.at[own], lse.reshape(shape[:2]), mask=mask_of(own, limits[:2]))

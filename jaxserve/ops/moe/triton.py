@@ -1,0 +1,202 @@
+"""Experts on NVIDIA GPUs in Pallas, lowered through Triton: rows sorted by expert, weights read as they lie.
+
+Owns two kernels. A program of either takes a tile of one expert's rows and a block of its weight's rows:
+    moe_gate_up   gate and up, biases and activation: x [T, D] -> [M, F], in the order of the experts
+    moe_down      down, bias and the routing weight: [M, F] -> [M, D], in the order of the choices
+
+An expert without rows is not read. Weights of few bits are unpacked in registers, see `triton_weights`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxserve.ops.linear import TritonExperts
+from jaxserve.ops.moe.choices import Choices
+from jaxserve.ops.moe.experts import Activation, ExpertWeights
+from jaxserve.ops.moe.triton_weights import Form, SomeRows, add_products
+from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, index_grid, mask_of
+
+# Tiles of rows that take turns at a block of weights, so that the second-level cache serves all but one.
+_SIDE_BY_SIDE = 8
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The sizes of a program: a tile of rows, a block of a weight's rows and a step along them; Triton's options."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, rows: int, experts: int, *, one_size: bool) -> Blocks:
+        """Return the sizes for so many rows of so many experts. Few rows wait for memory: long steps, small blocks."""
+        mean = 1 if one_size else max(1, rows // experts)
+        tile = min(128, max(TENSOR_CORE_ROWS, pl.next_power_of_2(mean)))
+        if tile <= 32:
+            return cls(tile, 64, 128, 4, 4)
+        return cls(tile, 128, 64, 4 if tile == 64 else 8, 4)
+
+    def tiles(self, rows: int, experts: int) -> int:
+        """Return the most tiles that so many rows can need, however they are spread over the experts."""
+        return min(rows, experts) + rows // self.rows
+
+
+class Tiles(NamedTuple):
+    """The tiles of rows sorted by expert, int32 [tiles]: expert, first row, number of rows (0 if unused)."""
+
+    expert: jax.Array
+    first: jax.Array
+    size: jax.Array
+
+    @classmethod
+    def of(cls, sizes: jax.Array, rows: int, blocks: Blocks) -> Tiles:
+        """Cut the rows of each expert, sizes int32 [E], into tiles."""
+        experts = sizes.shape[0]
+        tiles = (sizes + blocks.rows - 1) // blocks.rows
+        ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+        index = jnp.arange(blocks.tiles(rows, experts), dtype=jnp.int32)
+        expert = jnp.minimum(jnp.sum(index[:, None] >= ends[None, :], axis=1, dtype=jnp.int32), experts - 1)
+        before = (index - (ends - tiles)[expert]) * blocks.rows
+        size = jnp.clip(sizes[expert] - before, 0, blocks.rows)
+        return cls(expert, starts[expert] + before, size)
+
+
+def run_choices(
+    x: jax.Array, choices: Choices, experts: ExpertWeights, *, activation: Activation, kernels: TritonExperts
+) -> jax.Array:
+    """Return each choice's weighted result: x [T, D] -> [M, D]. A choice that is of no expert is undefined.
+
+    The results are in x's dtype, the sums and the activation in float32.
+    """
+    rows, count = choices.order.shape[0], experts.down.shape[0]
+    blocks = Blocks.of(rows, count, one_size=kernels.one_size)
+    tiles = Tiles.of(choices.sizes, rows, blocks)
+    gate_up = jax.tree.map(lambda leaf: leaf.reshape(count, -1, leaf.shape[-1]), experts.gate_up)
+    call = functools.partial(_call, tiles=tiles, blocks=blocks, interpret=kernels.interpret)
+    ffn = gate_up.shape[1] // 2
+    bias = [] if experts.gate_up_bias is None else [experts.gate_up_bias.reshape(count, -1)]
+    first = functools.partial(_gate_up_kernel, activation=activation, per_token=choices.per_token)
+    hidden = call(first, [x, choices.order], gate_up, bias, out=(rows, ffn), name="moe_gate_up")
+    bias = [] if experts.down_bias is None else [experts.down_bias]
+    inputs = [hidden, choices.order, choices.weights]
+    return call(_down_kernel, inputs, experts.down, bias, out=(rows, x.shape[1]), name="moe_down")
+
+
+def _call(
+    kernel, inputs: list[jax.Array], weight: jax.Array | Quantized, bias: list[jax.Array], *, tiles, blocks, out, **keys
+) -> jax.Array:
+    """Run a kernel over all tiles and all blocks of `out`'s columns. keys: name, interpret"""
+    form = Form.of(weight, blocks.step)
+    # Gate and up are two weights' rows for a column of the result.
+    block = blocks.columns * out[1] // weight.shape[1]
+    arrays = [*tiles, *inputs, *bias, *jax.tree.leaves(weight)]
+    specs = [pl.BlockSpec(array.shape, lambda *_, ndim=array.ndim: (0,) * ndim) for array in arrays]
+    kernel = functools.partial(
+        kernel, form=form, tile_rows=blocks.rows, block=block, biased=bool(bias), count=tiles.expert.shape[0]
+    )
+    return pl.pallas_call(
+        kernel,
+        grid=(tiles.expert.shape[0] * pl.cdiv(out[1], block),),
+        in_specs=specs,
+        out_specs=pl.BlockSpec(out, lambda *_: (0, 0)),
+        out_shape=jax.ShapeDtypeStruct(out, inputs[0].dtype),
+        compiler_params=plt.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        **keys,
+    )(*arrays)
+
+
+def _place(columns: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return this program's tile and block of columns, int32 []. `columns`: number of blocks; count: tiles."""
+    program = pl.program_id(0)
+    first = lax.div(program, _SIDE_BY_SIDE * columns) * _SIDE_BY_SIDE
+    beside = jnp.minimum(count - first, _SIDE_BY_SIDE)
+    within = lax.rem(program, _SIDE_BY_SIDE * columns)
+    return first + lax.rem(within, beside), lax.div(within, beside)
+
+
+class _Rows(NamedTuple):
+    """A tile's rows int32 [tile], and which exist. Those that do not repeat the last."""
+
+    place: jax.Array
+    live: jax.Array
+
+
+def _rows(first: jax.Array, count: jax.Array, tile: int) -> _Rows:
+    offset = jnp.arange(tile, dtype=jnp.int32)
+    return _Rows(first + jnp.minimum(offset, count - 1), offset < count)
+
+
+def _gate_up_kernel(
+    expert_ref, first_ref, size_ref,  # `Tiles`
+    x_ref,  # [T, D]
+    order_ref,  # int32 [M]
+    # bias [E, 2F] if there is one, leaves of the weight [E, 2F, D], result [M, F]
+    *refs,
+    activation, per_token: int, form: Form, tile_rows: int, block: int, biased: bool, count: int,
+) -> None:  # fmt: skip
+    *refs, out_ref = refs
+    bias_ref, weight = (refs[0] if biased else None), refs[biased:]
+    ffn = out_ref.shape[1]
+    tile, column_block = _place(pl.cdiv(ffn, block), count)
+
+    @pl.when(size_ref[tile] > 0)
+    def _live() -> None:
+        expert = expert_ref[tile]
+        rows = _rows(first_ref[tile], size_ref[tile], tile_rows)
+        token = lax.div(plt.load(order_ref.at[rows.place]), per_token)
+        columns = column_block * block + jnp.arange(block, dtype=jnp.int32)
+        inside = jnp.minimum(columns, ffn - 1)  # a column that does not exist is computed and not stored
+        halves = 2 * inside, 2 * inside + 1
+        sums = add_products(SomeRows(x_ref, token), weight, expert, halves, form)
+        if bias_ref is not None:
+            bias = (plt.load(bias_ref.at[expert, rows]).astype(jnp.float32) for rows in halves)
+            sums = [y + own[None] for y, own in zip(sums, bias, strict=True)]
+        _store(out_ref, rows, rows.place, columns, activation(*sums))
+
+
+def _down_kernel(
+    expert_ref, first_ref, size_ref,  # `Tiles`
+    x_ref,  # [M, F]
+    order_ref,  # int32 [M]
+    weights_ref,  # float32 [M]
+    # bias [E, D] if there is one, leaves of the weight [E, D, F], result [M, D]
+    *refs,
+    form: Form, tile_rows: int, block: int, biased: bool, count: int,
+) -> None:  # fmt: skip
+    *refs, out_ref = refs
+    bias_ref, weight = (refs[0] if biased else None), refs[biased:]
+    width = out_ref.shape[1]
+    tile, column_block = _place(pl.cdiv(width, block), count)
+
+    @pl.when(size_ref[tile] > 0)
+    def _live() -> None:
+        expert = expert_ref[tile]
+        rows = _rows(first_ref[tile], size_ref[tile], tile_rows)
+        columns = column_block * block + jnp.arange(block, dtype=jnp.int32)
+        inside = jnp.minimum(columns, width - 1)
+        [y] = add_products(SomeRows(x_ref, rows.place), weight, expert, (inside,), form)
+        if bias_ref is not None:
+            y = y + plt.load(bias_ref.at[expert, inside]).astype(jnp.float32)[None]
+        choice = plt.load(order_ref.at[rows.place])
+        y = y * plt.load(weights_ref.at[choice])[:, None]
+        _store(out_ref, rows, choice, columns, y)
+
+
+def _store(out_ref, rows: _Rows, place: jax.Array, columns: jax.Array, values: jax.Array) -> None:
+    """Store values float32 [tile, columns] of the rows that exist at place int32 [tile], where there are columns."""
+    # No two rows have one place, also none that is not stored: Pallas' interpreter would write that one's old value.
+    own = index_grid(jnp.where(rows.live, place, out_ref.shape[0]), columns)
+    plt.store(out_ref.at[own], values.astype(out_ref.dtype), mask=mask_of(own, out_ref.shape))
