@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
+
 from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.engine_control import EngineControl
 from jaxserve.engine.factory import build_engine
+from jaxserve.engine.page_handover import PageHandover
 from jaxserve.engine.serving_state import Mode
 from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
@@ -86,7 +89,7 @@ class Engine:
         self._tokenizer_dir = ""
         built = build_engine(self.config, self._on_message, seed=request_seed(self.config.runtime.random_seed))
         self.core: EngineCore = built.core
-        self._control = built.control
+        self._control, self._handover = built.control, built.handover
         self.info: EngineInfo = built.info
         self.tokenizer = Tokenizer.from_directory(self._tokenizer_dir)
         self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
@@ -158,10 +161,15 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        hold_seconds: float = 0.0,
     ) -> str:
-        """Queue a prompt. Returns the id that its outputs will have. Raises RequestError."""
+        """Queue a prompt. Returns the id that its outputs will have. Raises RequestError.
+
+        hold_seconds: how long its KV pages are not evicted after its end, unless `handover.write` takes them before
+        """
         name = request_id or f"request-{next(self._names)}"
         group = self._siblings(prompt, params or SamplingParams(), name, priority, cache_salt)
+        group = [msgspec.structs.replace(each, hold_seconds=hold_seconds) for each in group]
         self._queue([group], lambda _: self._keep)
         return name
 
@@ -262,6 +270,14 @@ class Engine:
         if self._control is None:
             raise ServerError("this engine's weights cannot be changed")
         return self._control
+
+    @property
+    def handover(self) -> PageHandover:
+        """Passes the pages of a prompt to another engine. Raises ServerError if this one has none, or is closed."""
+        self._check_open()
+        if self._handover is None:
+            raise ServerError("this engine has no KV pages")
+        return self._handover
 
     @property
     def weight_version(self) -> str:

@@ -17,6 +17,7 @@ import msgspec
 from jaxserve.config import Config, SpeculationSection
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.page_handover import PageHandover
 from jaxserve.engine.reranking import has_raw_scores, label_token_ids
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
@@ -127,7 +128,10 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
         embedding_normalized=pooling.normalize,
     )
     weights = DeviceWeights(runner, loaded.structure)
-    return BuiltEngine(core, info, matchers.submit, EngineControl(core, runner, weights, directory))
+    handover = None
+    if isinstance(runner, ModelRunner):
+        handover = PageHandover(core, runner, pages_name(config, runner.config, loaded, mesh, directory))
+    return BuiltEngine(core, info, matchers.submit, EngineControl(core, runner, weights, directory), handover)
 
 
 def _refuse_data(config: Config) -> None:

@@ -98,6 +98,7 @@ class RequestFactory:
             client_id=request.client_id,
             is_answered=request.is_answered,
             deadline=None if request.deadline is None else now + request.deadline,
+            hold_seconds=request.hold_seconds,
             output_token_ids=list(request.resumed_token_ids),
         )
 

@@ -14,6 +14,7 @@ from jaxserve.engine.compiling import Prepare
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.engine_control import EngineControl
 from jaxserve.engine.output_groups import OutputGroups
+from jaxserve.engine.page_handover import PageHandover
 from jaxserve.engine.request_log import log_received, log_turn
 from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError
@@ -45,12 +46,16 @@ class Channel(Protocol):
 
 
 class BuiltEngine(NamedTuple):
-    """A ready engine. `prepare` compiles a grammar in a thread. control: None if its weights cannot be changed"""
+    """A ready engine. `prepare` compiles a grammar in a thread. control: None if its weights cannot be changed.
+
+    handover: None if it has no KV cache
+    """
 
     core: EngineCore
     info: EngineInfo
     prepare: Prepare
     control: EngineControl | None = None
+    handover: PageHandover | None = None
 
 
 Build = Callable[[Channel], BuiltEngine]
@@ -60,7 +65,7 @@ class EngineServer:
     """Runs an EngineCore until a Stop message comes. state: shared memory that the API process reads."""
 
     def __init__(self, built: BuiltEngine, channel: Channel, state: SharedState, *, log_interval: float = 10.0) -> None:
-        core, info, self._prepare, control = built
+        core, info, self._prepare, control, handover = built
         self._state = state
         self._record = WorkRecord(state)
         core.runner = RecordingRunner(core.runner, self._record)
@@ -81,6 +86,8 @@ class EngineServer:
         if control is not None:
             self._calls |= control.calls
             control.on_progress = self._tick
+        if handover is not None:
+            self._calls |= handover.calls
 
     def run(self) -> None:
         """Send the first stats and Ready, then run the loop until a Stop message comes."""

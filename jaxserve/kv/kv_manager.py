@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from jaxserve.kv.held_pages import HeldPages
 from jaxserve.kv.host_tier import HostTier
 from jaxserve.kv.page_log import PageLog
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
 from jaxserve.kv.window_group import WindowGroup
+from jaxserve.types.output import FinishReason
 from jaxserve.types.request import Request
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import PageMove
@@ -40,6 +42,7 @@ class KVManager:
         self.host = HostTier(config.num_host_pages, config.page_size) if config.num_host_pages else None
         on_evicted = None if self.host is None else self.host.store
         self.cache = RadixCache(self.pool, config.page_size, self._on_removed(), on_evicted, on_added)
+        self.held = HeldPages(self.cache)
         self._prefix_cache = config.prefix_cache
         self._slots = list(range(config.num_slots - 1, -1, -1))
         self._leaving: list[Request] = []  # ended or preempted; a step that contains them has not been read yet
@@ -224,10 +227,31 @@ class KVManager:
         self.pool.free(request.page_ids[node.depth :])
         if self.window is not None:
             self.window.release(request)
+        if request.hold_seconds > 0 and request.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
+            self.held.hold(node, request.hold_seconds)
         self.cache.unlock(node)
         self._slots.append(request.slot)
         request.slot, request.page_ids, request.duplicate_page_ids = None, [], []
         request.page_capacity = 0
+
+    def adopt(self, namespace: str, token_ids: list[int]) -> tuple[int, list[int]]:
+        """Cache the full pages of `token_ids`, as far as there is room. The caller writes their content before a step.
+
+        Returns how many of the first pages are cached already, and the ids of the others.
+        """
+        if not self._prefix_cache:
+            return 0, []
+        num_pages = len(token_ids) // self.page_size
+        node = self.cache.match_prefix(namespace, token_ids, num_pages)
+        self.cache.lock(node)
+        first = node.depth
+        page_ids = self.allocate(min(num_pages - first, self.pool.num_free + self.cache.num_evictable))
+        end = first + len(page_ids)
+        new_tokens = token_ids[first * self.page_size : end * self.page_size]
+        node, duplicates = self.cache.insert(node, new_tokens, page_ids, end)
+        assert not duplicates, "the match was not the longest"
+        self.cache.unlock(node)
+        return first, page_ids
 
     def discard(self, request: Request) -> None:
         """Remove a running request's pages from the cache, because their content is not finite."""
@@ -273,7 +297,7 @@ class KVManager:
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Raise AssertionError unless every page is exactly once free, cached or held, and likewise for slots."""
         holders = [*running, *self._leaving]
-        owned = self.cache.check_integrity([request.cache_node for request in holders])
+        owned = self.cache.check_integrity([request.cache_node for request in holders] + self.held.nodes)
         for request in holders:
             node: Node = request.cache_node
             shared = set(node.page_ids)

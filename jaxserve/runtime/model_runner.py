@@ -63,7 +63,7 @@ class ModelRunner:
 
     config, plan, backend, buckets     as resolved; plan.num_pages and plan.max_model_len are the scheduler's limits
     steps                              the step functions, not jitted: see `programs.StepPrograms`
-    pages, host                        export and import of pages; copies of evicted pages
+    pages, page, host                  export and import of pages; structs of an exported one; copies of evicted ones
     leaves, caches, state, hidden      the device arrays in use; the programs donate the last three
     compile_seconds                    time to compile all programs and to allocate
     """
@@ -101,7 +101,8 @@ class ModelRunner:
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._by_size.get("verify", {}), config.max_num_seqs, words)
         self._allocate()
-        self.host = HostPool(self.pages, self._programs.exported_pages(1), plan.num_host_pages, config.page_file)
+        self.page = self._programs.exported_pages(1)
+        self.host = HostPool(self.pages, self.page, plan.num_host_pages, config.page_file)
         self._extra = ExtraOutputs(self.compiled)
         self._unsampled: DeviceStep | VerifyStep | None = None
         self._num_dispatches = 0

@@ -127,8 +127,8 @@ class Scheduler:
     def expire(self, now: float) -> list[TokenOutput]:
         """End the requests whose deadline or queue timeout has passed. Returns their last outputs."""
         outputs: list[TokenOutput] = []
-        for request_id in self._timers.due(now):
-            request = self._live.get(request_id)
+        self.kv.held.expire(now)
+        for request in map(self._live.get, self._timers.due(now)):
             if request is not None and (message := overdue(request, now, self.config.queue_timeout)):
                 outputs.append(self._finish(request, FinishReason.ERROR, error=message, error_status=504))
         return outputs
@@ -152,12 +152,12 @@ class Scheduler:
         error: str | None = None,
         error_status: int = 500,
     ) -> TokenOutput:
+        request.finish_reason = reason
         if request.status is RequestStatus.RUNNING:
             self._leave_device(request)
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
         del self._live[request.request_id]
         self._tenants.remove(request)
         self._batch_policy.count(request, -1)

@@ -42,6 +42,7 @@ class Request:
     is_answered: bool = False  # an earlier engine process sent its first output already
     deadline: float | None = None  # absolute, time.monotonic() seconds
     stop_token_ids: frozenset[int] = frozenset()  # resolved: those of params, plus end of sequence unless ignored
+    hold_seconds: float = 0.0  # how long its pages stay in the cache after its end, for another engine
     max_computed_tokens: int = 0  # resolved: the last token needs no K and V
     masked: bool = False  # sampling needs a token mask from the host
     mask_budget: MaskBudget | None = None  # shared with its siblings

@@ -114,6 +114,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     group: str = ""  # shared by the siblings of one n > 1 request; made by the server, unique
     # seconds from arrival, after which it ends with an error
     deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None
+    hold_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0  # see Request
     # tokens sent to the client before an engine restart; they continue the output, not the prompt
     resumed_token_ids: list[Int32] = []
     replica: int | None = None  # which of the server's engines computes it; None: the router chooses

@@ -38,7 +38,7 @@ class HostPool:
             num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
             self.file = None if file is None else PageFile(file, num_slots, num_bytes)
             rows = np.empty((num_slots, num_bytes), np.uint8) if self.file is None else self.file.rows
-            self._arrays = _views(rows, page)
+            self._arrays = page_views(rows, page)
         self._pending: deque[tuple[list[PageMove], Any]] = deque()
 
     def move(self, caches: Caches, moves: Sequence[PageMove]) -> Caches:
@@ -115,7 +115,7 @@ class HostPool:
             self.file.close()
 
 
-def _views(rows: np.ndarray, page: Any) -> Any:
+def page_views(rows: np.ndarray, page: Any) -> Any:
     """Return arrays [n, ...] over the bytes of rows [n, bytes of a page], formed as `page`, a pytree of [1, ...]."""
     leaves, form = jax.tree.flatten(page)
     offset, views = 0, []

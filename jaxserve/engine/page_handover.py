@@ -1,0 +1,170 @@
+"""Passes the KV pages of a prompt from one engine to another, through a file that both can read.
+
+One engine computes the prompt, holds its pages (`EngineRequest.hold_seconds`) and writes them to a file. The other one
+reads the file into its prefix cache. A request with this prompt then computes there what is left: less than a page, and
+the last token, from which the first token is sampled.
+
+A file that is damaged, or of another model or other weights, is refused, and the request computes its whole prompt. A
+file in /dev/shm is memory that both processes map.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import stat
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from jaxserve.engine.core import EngineCore
+from jaxserve.errors import ConflictError, InvalidValueError, ServerError
+from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.pages.host_pool import page_views
+from jaxserve.types.step import SchedulerOutput
+
+_LENGTH = 4  # bytes of the header's length, little-endian
+_MAX_HEADER = 64 * 2**20  # bytes
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksum: of the pages"""
+
+    form: str
+    version: str
+    namespace: str
+    tokens: bytes
+    num_pages: int
+    checksum: int
+
+
+class PageHandover:
+    """form: two engines with the same one have pages of the same content for the same tokens.
+
+    Every call runs between two steps and waits for the step in flight.
+    """
+
+    def __init__(self, core: EngineCore, runner: ModelRunner, form: str) -> None:
+        self._core = core
+        self._runner = runner
+        self._form = form
+        self._page_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(runner.page))
+
+    @property
+    def calls(self) -> Mapping[str, Callable[..., Any]]:
+        """The methods that the API process may call, with plain data as arguments and results."""
+        return {"write_pages": self.write, "read_pages": self.read}
+
+    def write(self, path: str, token_ids: Sequence[int], namespace: str = "") -> int:
+        """Write the cached pages of the longest prefix of `token_ids` to a new file, and hold them no longer.
+
+        Returns the number of tokens in these pages; 0: no page is cached and no file is made. Raises ConflictError for
+        a model with sliding windows and while the KV cache is asleep, InvalidValueError if the file cannot be made.
+        """
+        kv = self._checked()
+        node = kv.cache.match_prefix(namespace, token_ids, len(token_ids) // kv.page_size)
+        if node.depth == 0:
+            return 0
+        pages = self._runner.pages.export(self._runner.caches, node.page_ids)
+        rows = np.empty((node.depth, self._page_bytes), np.uint8)
+        jax.tree.map(np.copyto, page_views(rows, self._runner.page), tuple(pages))
+        num_tokens = node.depth * kv.page_size
+        tokens = np.asarray(token_ids[:num_tokens], "<i4").tobytes()
+        version = self._core.serving.version
+        header = _Header(self._form, version, namespace, tokens, node.depth, zlib.crc32(rows.data))
+        try:
+            _write(path, msgspec.msgpack.encode(header), rows)
+        except OSError as error:
+            raise InvalidValueError(f"{path}: {error.strerror}", param="path") from None
+        kv.held.give_up(node)
+        return num_tokens
+
+    def read(self, path: str) -> int:
+        """Put the pages of a file into the prefix cache. Returns the number of tokens that are cached now.
+
+        Pages for which there is no room are left out. Raises InvalidValueError if the file is not whole, and
+        ConflictError if it is of another model, of other weights, or cannot be used in this state.
+        """
+        kv = self._checked()
+        header, rows = self._content(path)
+        tokens = np.frombuffer(header.tokens, "<i4").tolist()
+        first, page_ids = kv.adopt(header.namespace, tokens)
+        try:
+            if moves := kv.take_page_moves():  # pages that are evicted for these are copied before they are overwritten
+                self._runner.execute(SchedulerOutput(0, [], 0, [], page_moves=moves))
+            new = page_views(rows[first : first + len(page_ids)], self._runner.page)
+            self._runner.caches = self._runner.pages.fill(self._runner.caches, page_ids, new)
+        except Exception as error:
+            self._core.recover()
+            raise ServerError(f"the pages cannot be read: {type(error).__name__}: {error}") from error
+        return (first + len(page_ids)) * kv.page_size
+
+    def _checked(self) -> Any:
+        kv = self._core.scheduler.kv
+        if kv.window is not None:
+            raise ConflictError("a model with sliding windows passes no pages on")
+        if "kv_cache" in self._core.serving.asleep:
+            raise ConflictError("the KV cache is asleep")
+        self._core.settle()
+        return kv
+
+    def _content(self, path: str) -> tuple[_Header, np.ndarray]:
+        """Return the header and the pages of a file, uint8 [num_pages, bytes of a page], checked."""
+        try:
+            data = _mapped(path)
+            header = msgspec.msgpack.decode(data[_LENGTH : _end_of_header(data)].tobytes(), type=_Header)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise InvalidValueError(f"{path} has no pages: {error}", param="path") from None
+        if (header.form, header.version) != (self._form, self._core.serving.version):
+            raise ConflictError("the pages are of another model, or of other weights")
+        # a copy, because the file may change after it was checked
+        rows, size = data[_end_of_header(data) :].copy(), self._core.scheduler.kv.page_size
+        if (
+            rows.size != header.num_pages * self._page_bytes
+            or len(header.tokens) != 4 * header.num_pages * size
+            or zlib.crc32(rows.data) != header.checksum
+        ):
+            raise InvalidValueError(f"{path} is damaged", param="path")
+        return header, rows.reshape(header.num_pages, self._page_bytes)
+
+
+def _end_of_header(data: np.ndarray) -> int:
+    length = int.from_bytes(data[:_LENGTH].tobytes(), "little")
+    if not 0 < length <= min(_MAX_HEADER, len(data) - _LENGTH):
+        raise ValueError("no header")
+    return _LENGTH + length
+
+
+def _write(path: str, header: bytes, rows: np.ndarray) -> None:
+    """Write a file that other users cannot read. It has its name when it is whole."""
+    begun = f"{path}.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(begun)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(begun, flags, 0o600), "wb") as file:
+            file.write(len(header).to_bytes(_LENGTH, "little") + header)
+            file.write(rows.data)
+        os.rename(begun, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(begun)
+        raise
+
+
+def _mapped(path: str) -> np.ndarray:
+    """Return the bytes of a file of this user. Raises OSError or ValueError."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        info = os.fstat(file)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+            raise ValueError("not a file of this user")
+        return np.frombuffer(mmap.mmap(file, 0, prot=mmap.PROT_READ), np.uint8)
+    finally:
+        os.close(file)
