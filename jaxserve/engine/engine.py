@@ -83,9 +83,8 @@ class Engine:
     def __init__(self, model: str | None = None, *, config: Config | None = None, **keys: Any) -> None:
         self.config = config or Config.of(model, **keys)
         if self.config.mesh.replicas > 1:
-            raise ConfigError(
-                "an engine in this process is one engine", fix="leave mesh.replicas out, or use AsyncEngine"
-            )
+            message = "mesh.replicas is for servers; an engine in this process is one engine"
+            raise ConfigError(message, fix="leave mesh.replicas out, or use AsyncEngine")
         self._tokenizer_dir = ""
         built = build_engine(self.config, self._on_message, seed=request_seed(self.config.runtime.random_seed))
         self.core: EngineCore = built.core
