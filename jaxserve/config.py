@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from jaxserve.config_cache import CacheSection
 from jaxserve.config_keys import ApiKey, ApiKeys, check_distinct
+from jaxserve.config_mesh import MeshSection
 from jaxserve.config_models import ModelsSection
 from jaxserve.config_types import (
     WEEK,
@@ -86,20 +87,6 @@ class ModelSection(Section):
     load_format: Literal["auto", "safetensors", "random"] = Field(
         "auto", description="random: random weights from runtime.random_seed (null: 0), for benchmarks."
     )
-
-
-class MeshSection(Section):
-    """How an engine uses several devices, and how many engines run."""
-
-    replicas: Int = Field(
-        1, ge=1, le=64, description="Number of engines behind one address, each with its own devices."
-    )
-    data: Int = Field(1, ge=1, le=4096, description="Data parallelism. Only 1 works yet.")
-    tensor: Int = Field(
-        1, ge=1, le=4096, description="Tensor parallelism: number of devices that share heads, FFN and vocabulary."
-    )
-    expert: Int = Field(1, ge=1, le=4096, description="Expert parallelism: number of devices that share the experts.")
-    device: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="Platform to run on.")
 
 
 class SchedulerSection(Section):

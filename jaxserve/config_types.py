@@ -60,7 +60,7 @@ def _one_or_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _directory(value: Any) -> Any:
+def _path(value: Any) -> Any:
     if not isinstance(value, str | Path):
         return value
     try:
@@ -146,7 +146,8 @@ def _words(value: Any) -> Any:
 Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_list)]
 Words = Annotated[tuple[Text, ...], BeforeValidator(_words)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_one_or_list)]
-DirPath = Annotated[Path, BeforeValidator(_directory)]
+DirPath = Annotated[Path, BeforeValidator(_path)]
+FilePath = Annotated[Path, BeforeValidator(_path)]
 DirPaths = Annotated[tuple[DirPath, ...], BeforeValidator(_one_or_list)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
 SecretSeed = Secret[Annotated[Int, Field(ge=0, lt=2**63)]]

@@ -14,6 +14,7 @@ from jaxserve.cli.main import imported
 from jaxserve.cli.options.help import launch_help
 from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config
+from jaxserve.engine.hosts.agreement import check_hosts
 from jaxserve.log import configure_logging
 from jaxserve.model_directory import check_local_model, local_directory
 
@@ -29,9 +30,12 @@ def run(words: Sequence[str]) -> int:
     configure_logging(config.logging)
     for line in dump(config).splitlines():
         logger.debug("configuration: %s", line)
+    check_hosts(config)
     if config.models.served:
         return imported("jaxserve.cli.several").serve(config)
     check_files(config)
+    if config.mesh.host_rank > 0:
+        return imported("jaxserve.cli.follow").serve(config)
     return imported("jaxserve.cli.launch").serve(config)
 
 

@@ -56,6 +56,7 @@ class SocketChannel:
         self._incoming = _connect(context, zmq.PULL, f"ipc://{directory}/to-engine")
         self._outgoing = _connect(context, zmq.PUSH, f"ipc://{directory}/from-engine")
         self._dropped = 0
+        self._sending = threading.Lock()
 
     def receive(self, timeout: float) -> list[ToEngine]:
         """Receive the messages that are there, up to MAX_WEIGHT. Waits at most `timeout` seconds for the first one.
@@ -79,7 +80,9 @@ class SocketChannel:
         return messages
 
     def send(self, message: FromEngine) -> None:
-        self._outgoing.send(encode(message))
+        """Send a message. Any thread may."""
+        with self._sending:
+            self._outgoing.send(encode(message))
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:

@@ -10,13 +10,16 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
+import numpy as np
+
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.serving_state import Mode, Tag
 from jaxserve.errors import InvalidValueError, JaxserveError, ServerError, WeightsLostError
 from jaxserve.models.loading.checkpoint import Checkpoint
 from jaxserve.models.loading.file_formats.safetensors_file import read_contents
+from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, directory_source, source_of
-from jaxserve.runtime.device_weights import DeviceWeights
+from jaxserve.runtime.device_weights import Place, Tick
 
 MAX_LABEL = 128  # characters
 TAGS: tuple[Tag, ...] = get_args(Tag)
@@ -30,10 +33,25 @@ class DeviceState(Protocol):
     def rebuild(self) -> None: ...
 
 
+class Weights(Protocol):
+    """`DeviceWeights`, or those of several hosts."""
+
+    @property
+    def structure(self) -> ModelStructure: ...
+    @property
+    def place(self) -> Place: ...
+    def staged(self, source: WeightSource, tick: Tick = ...) -> WeightSource: ...
+    def replace(self, source: WeightSource, tick: Tick = ...) -> None: ...
+    def read(self, name: str, num_rows: int) -> np.ndarray: ...
+    def to_host(self) -> None: ...
+    def to_device(self) -> None: ...
+    def drop(self) -> None: ...
+
+
 class EngineControl:
     """served: directory of the model. on_progress: called again and again during a long call"""
 
-    def __init__(self, core: EngineCore, state: DeviceState, weights: DeviceWeights, served: Path) -> None:
+    def __init__(self, core: EngineCore, state: DeviceState, weights: Weights, served: Path) -> None:
         self._core = core
         self._state = state
         self._weights = weights

@@ -17,6 +17,9 @@ import msgspec
 from jaxserve.config import Config, SpeculationSection
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.group_control import GroupControl
+from jaxserve.engine.hosts.joining import lead
+from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
 from jaxserve.engine.page_handover import PageHandover
 from jaxserve.engine.reranking import has_raw_scores, label_token_ids
 from jaxserve.engine.server import BuiltEngine
@@ -36,6 +39,7 @@ from jaxserve.ops.paged_attention import get_backend
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.encoder_runner import EncoderRunner
+from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.numerics.numeric_check import check_numbers
@@ -70,12 +74,20 @@ class Phases:
         self.seconds[name], self._last = now - self._last, now
 
 
-def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
+def build_process(config: Config, send: Send) -> BuiltEngine:
+    """Return the engine of an engine process, which may be the leader of several hosts. Raises ConfigError."""
+    return build_engine(config, send, group=lead(config, send) if config.mesh.hosts > 1 else None)
+
+
+def build_engine(config: Config, send: Send, seed: int = 0, group: Leader | None = None) -> BuiltEngine:
     """Return a ready engine and its properties. Raises ConfigError with a cause and a fix.
 
     seed: from which the seeds of requests without one are derived; AsyncEngine always sets a seed
+    group: the other hosts, with whose devices those of this process are joined; None: there are none
     """
     phases = Phases()
+    if group is None and config.mesh.hosts > 1:
+        raise ConfigError("mesh.hosts above 1 needs a server", fix="start jaxserve launch on each host")
     _refuse_data(config)
     send(Progress("model files"))
     directory = locate(config)
@@ -85,7 +97,7 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     mesh = make_mesh(config.mesh.device, data=config.mesh.data, tensor=config.mesh.tensor, expert=config.mesh.expert)
     phases.end("devices")
     send(Progress("weights", unit="bytes"))
-    loaded = _load(config, directory, mesh, send)
+    loaded = load(config, directory, mesh, send)
     phases.end("weights")
     send(Progress("programs", unit="programs"))
     tokenizer = Tokenizer.from_directory(tokenizer_dir)
@@ -97,11 +109,12 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
     if generates:
         matchers.warm_up()  # runs in a thread while the programs compile
     pooling = read_pooling(directory, loaded.config)
-    runner = _runner(config, loaded, pooling, mesh, send, directory)
-    times = _warm_up(runner)
+    runner = make_runner(config, loaded, pooling, mesh, send, _alone if group is None else group.agree)
+    calls = runner if group is None or isinstance(runner, EncoderRunner) else LeaderRunner(group, runner)
+    times = _warm_up(runner, calls)
     phases.end("programs")
     core = EngineCore(
-        runner,
+        calls,
         _scheduler_config(config, runner, times),
         CoreOptions(
             generates=generates,
@@ -128,10 +141,17 @@ def build_engine(config: Config, send: Send, seed: int = 0) -> BuiltEngine:
         embedding_normalized=pooling.normalize,
     )
     weights = DeviceWeights(runner, loaded.structure)
+    if group is not None:
+        control = GroupControl(group, core, calls, LeaderWeights(group, weights), directory)
+        return BuiltEngine(core, info, matchers.submit, control, end=group.stop)
     handover = None
     if isinstance(runner, ModelRunner):
         handover = PageHandover(core, runner, pages_name(config, runner.config, loaded, mesh, directory))
-    return BuiltEngine(core, info, matchers.submit, EngineControl(core, runner, weights, directory), handover)
+    return BuiltEngine(core, info, matchers.submit, EngineControl(core, calls, weights, directory), handover)
+
+
+def _alone(plan: MemoryPlan) -> MemoryPlan:
+    return plan
 
 
 def _refuse_data(config: Config) -> None:
@@ -155,7 +175,8 @@ def _tokenizer_dir(config: Config, directory: Path) -> Path:
     return directory if config.model.tokenizer is None else resolve(config.model.tokenizer)
 
 
-def _load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
+def load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
+    """Load the weights in the form that the configuration asks for. Raises ConfigError."""
     model_config = read_config(directory)
     dtype, activations = _dtypes(config, model_config, directory, mesh)
     quantization = choose_quantization(config.model.quantization, model_config, directory)
@@ -183,12 +204,18 @@ def _dtypes(config: Config, model: ModelConfig, directory: Path, mesh: DeviceMes
     return weights, weights if model.bidirectional else activations
 
 
-def _runner(
-    config: Config, loaded: LoadedModel, pooling: PoolingConfig, mesh: DeviceMesh, send: Send, directory: Path
+def make_runner(
+    config: Config,
+    loaded: LoadedModel,
+    pooling: PoolingConfig,
+    mesh: DeviceMesh,
+    send: Send,
+    agree: Callable[[MemoryPlan], MemoryPlan],
 ) -> ModelRunner | EncoderRunner:
+    """Check this machine's numbers and return a runner. Raises ConfigError. agree: as of ModelRunner"""
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
     if config.cache.disk is not None:
-        name = pages_name(config, resolved, loaded, mesh, directory)
+        name = pages_name(config, resolved, loaded, mesh, loaded.directory)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
     if resolved.compile_cache is not None:
         program_cache.enable(resolved.compile_cache)
@@ -205,13 +232,16 @@ def _runner(
     if loaded.config.bidirectional:
         if resolved.host_memory is not None:
             raise ConfigError("an encoder has no KV cache", fix="leave cache.host_memory out")
+        if config.mesh.hosts > 1:
+            raise ConfigError("an encoder does not run over several hosts", fix="leave mesh.hosts out")
         return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress)
-    return ModelRunner(loaded, resolved, mesh, normalize_embeddings=pooling.normalize, progress=progress)
+    normalize = pooling.normalize
+    return ModelRunner(loaded, resolved, mesh, normalize_embeddings=normalize, progress=progress, agree=agree)
 
 
-def _warm_up(runner: ModelRunner | EncoderRunner) -> StepTimes:
+def _warm_up(runner: ModelRunner | EncoderRunner, calls: ModelRunner | LeaderRunner | EncoderRunner) -> StepTimes:
     try:
-        return runner.warm_up() if isinstance(runner, ModelRunner) else UNTIMED
+        return UNTIMED if isinstance(calls, EncoderRunner) else calls.warm_up()
     except BaseException:
         runner.close()
         raise

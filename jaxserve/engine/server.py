@@ -48,7 +48,8 @@ class Channel(Protocol):
 class BuiltEngine(NamedTuple):
     """A ready engine. `prepare` compiles a grammar in a thread. control: None if its weights cannot be changed.
 
-    handover: None if it has no KV cache
+    handover: None if it has no KV cache, or if that is on several hosts
+    end: called when it stops as it was asked to
     """
 
     core: EngineCore
@@ -56,6 +57,7 @@ class BuiltEngine(NamedTuple):
     prepare: Prepare
     control: EngineControl | None = None
     handover: PageHandover | None = None
+    end: Callable[[], None] = lambda: None
 
 
 Build = Callable[[Channel], BuiltEngine]
@@ -65,7 +67,7 @@ class EngineServer:
     """Runs an EngineCore until a Stop message comes. state: shared memory that the API process reads."""
 
     def __init__(self, built: BuiltEngine, channel: Channel, state: SharedState, *, log_interval: float = 10.0) -> None:
-        core, info, self._prepare, control, handover = built
+        core, info, self._prepare, control, handover, self._end = built
         self._state = state
         self._record = WorkRecord(state)
         core.runner = RecordingRunner(core.runner, self._record)
@@ -97,6 +99,7 @@ class EngineServer:
         try:
             while not self._stopping:
                 self._turn()
+            self._end()
         finally:
             self._core.close()
 

@@ -22,6 +22,7 @@ from jaxserve.runtime.tensor_of import tensor_of
 
 Leaves = tuple[jax.Array, ...]
 Tick = Callable[[], None]  # called after each parameter, so that a long call is seen to make progress
+Place = Literal["device", "host", "none"]
 _HOST = "pinned_host"
 
 
@@ -55,7 +56,7 @@ class DeviceWeights:
 
     def __init__(self, runner: HoldsLeaves, structure: ModelStructure) -> None:
         self.structure = structure
-        self.place: Literal["device", "host", "none"] = "device"
+        self.place: Place = "device"
         self._runner = runner
         self._shardings: list[Sharding] = [leaf.sharding for leaf in runner.leaves]
         self._hosted: list[jax.Array] = []

@@ -8,6 +8,7 @@ is enough because the pages are capped far below the memory.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,11 +221,21 @@ def _mib(num_bytes: int) -> str:
 
 
 def device_memory(devices: Sequence[Any]) -> int:
-    """Return the total memory in bytes of the given jax devices. For a CPU, the machine's or the container's limit."""
+    """Return the total memory in bytes of the given jax devices. For a CPU, the machine's or the container's limit.
+
+    Only this process's devices can be asked, so those of other hosts are taken to have as much.
+    """
     if devices[0].platform == "cpu":
-        return machine_memory()
-    stats = [device.memory_stats() or {} for device in devices]
-    return sum(int(stat.get("bytes_limit", 0)) for stat in stats)
+        return machine_memory() * len({device.process_index for device in devices})
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    stats = [device.memory_stats() or {} for device in own]
+    return sum(int(stat.get("bytes_limit", 0)) for stat in stats) * len(devices) // len(own)
+
+
+def array_bytes(array: jax.Array) -> int:
+    """Return the bytes of an array on all its devices, those of other hosts too."""
+    piece = array.sharding.shard_shape(array.shape)
+    return math.prod(piece) * array.dtype.itemsize * len(array.sharding.device_set)
 
 
 def machine_memory() -> int:

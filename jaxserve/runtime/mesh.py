@@ -44,6 +44,11 @@ class DeviceMesh:
         return list(self.mesh.devices.flat)
 
     @property
+    def local_devices(self) -> list[Any]:
+        """The devices of this process."""
+        return [device for device in self.devices if device.process_index == jax.process_index()]
+
+    @property
     def tensor(self) -> int:
         """Number of tensor-parallel devices, over which heads are split."""
         return self.mesh.shape["tensor"]
@@ -52,6 +57,7 @@ class DeviceMesh:
 def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert: int = 1) -> DeviceMesh:
     """Make a mesh of the first data * tensor * expert devices of a platform (auto, cpu, gpu, tpu).
 
+    If this process belongs to a group of several, the devices are those of all of them, and all must be used.
     Raises ConfigError if there are too few devices.
     """
     devices = find_devices(platform)
@@ -62,13 +68,18 @@ def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert:
             f"and there are {len(devices)} of {devices[0].platform}",
             fix="lower mesh.tensor, mesh.data or mesh.expert",
         )
+    if count < len(devices) and jax.process_count() > 1:
+        raise ConfigError(
+            f"the hosts have {len(devices)} devices, and the mesh uses {count}",
+            fix="set mesh.tensor and mesh.expert so that their product is the number of devices of all hosts",
+        )
     grid = np.array(devices[:count]).reshape(data, tensor, expert)
     mesh = Mesh(grid, AXES)
     return DeviceMesh(mesh, NamedSharding(mesh, PartitionSpec()))
 
 
 def find_devices(platform: str = "auto") -> list[Any]:
-    """Return the devices of this process. "auto" is JAX's default platform.
+    """Return the devices of this process, or of all hosts of its group. "auto" is JAX's default platform.
 
     Raises ConfigError if the platform has no device, or if "auto" finds only the CPU although the machine has an
     NVIDIA GPU. Sets the share of a GPU's memory unless the environment does; it takes effect at the process's first use
@@ -77,7 +88,7 @@ def find_devices(platform: str = "auto") -> list[Any]:
     if not any(name in os.environ for name in _FRACTION_NAMES):
         os.environ[_FRACTION_NAMES[0]] = _GPU_FRACTION
     if platform == "auto":
-        devices = jax.local_devices()
+        devices = jax.devices()
         if devices[0].platform == "cpu" and _NVIDIA.exists():
             raise ConfigError(
                 "an NVIDIA GPU is present, but JAX cannot use it",
@@ -85,7 +96,7 @@ def find_devices(platform: str = "auto") -> list[Any]:
             )
         return devices
     try:
-        return jax.local_devices(backend=platform)
+        return jax.devices(platform)
     except RuntimeError as error:
         fix = install_command(_EXTRAS[platform]) if platform in _EXTRAS else None
         raise ConfigError(f"mesh.device is {platform!r}, and JAX finds none: {error}", fix=fix) from error

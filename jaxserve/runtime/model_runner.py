@@ -44,22 +44,17 @@ from jaxserve.runtime.steps import step_input
 from jaxserve.runtime.steps.step_handle import DeviceStep, StepOutputs
 from jaxserve.runtime.steps.step_input import PageUpdates
 from jaxserve.runtime.verification import Verification, VerifyStep
+from jaxserve.runtime.warm_up import BeforeRun, measured_times
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
 from jaxserve.types.step_times import StepTimes
-
-# On a GPU every program is worth it: the first request of one that did not run waits for its CUDA graph.
-WARM_UP_SECONDS = {"cpu": 5.0, "gpu": 60.0, "tpu": 5.0}
-FIRST_RUN_SECONDS = 1.0  # a run this long is timed once: the overhead of a first run hardly matters
-SHORT_RUN_SECONDS = 0.01  # a run this short is timed MAX_RUNS times
-MAX_RUNS = 5
 
 
 class ModelRunner:
     """The device side of one engine (implements `types.step.Runner`).
 
     The constructor plans the memory, compiles every program and allocates. Raises ConfigError if the model does not
-    fit.
+    fit. agree: from this host's plan to that of all hosts
 
     config, plan, backend, buckets     as resolved; plan.num_pages and plan.max_model_len are the scheduler's limits
     steps                              the step functions, not jitted: see `programs.StepPrograms`
@@ -76,6 +71,7 @@ class ModelRunner:
         *,
         normalize_embeddings: bool = True,
         progress: Progress | None = None,
+        agree: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
     ) -> None:
         started = time.perf_counter()
         if config.compile_cache is not None:
@@ -87,7 +83,7 @@ class ModelRunner:
         setup = RunnerSetup.of(loaded, config, mesh, normalize_embeddings=normalize_embeddings)
         self.backend, self.buckets, self.steps = setup.backend, setup.buckets, setup.steps
         self._layers = setup.layers
-        plan = setup.plan()
+        plan = agree(setup.plan())
         self._programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
         wanted = [*self._programs.all(), *(self._programs.transfers() if plan.num_host_pages else ())]
         self.compiled = compile_all(wanted, progress=progress)
@@ -121,49 +117,34 @@ class ModelRunner:
         self._no_mask = {rows: zeros(shapes.ints(rows, shapes.mask_words)) for rows in sizes}
         self._no_ids = {rows: zeros(shapes.ints(rows, MAX_LOGPROB_IDS)) for rows in self.buckets.head}
 
-    def warm_up(self) -> StepTimes:
+    def warm_up(self, before_run: BeforeRun | None = None) -> StepTimes:
         """Run the programs of a step on dummy input, small ones first: requests then do not pay the first-run cost.
 
-        Returns the measured times of steps. Stops after WARM_UP_SECONDS of the platform and a step of drafts.
+        Returns the measured times of steps. before_run: called before each run, with the program's family and size.
         """
-        began = time.perf_counter()
-        seconds: dict[str, dict[int, float]] = {}
-        for family, size in sorted(self._sizes(), key=lambda program: program[1]):
-            seconds.setdefault(family, {})[size] = self._fastest_run(family, size)
-            late = time.perf_counter() - began > WARM_UP_SECONDS[self.mesh.platform]
-            if late and size > self.config.max_drafts:
-                break
+        times = measured_times(self, self.mesh.platform, self.config.max_drafts, before_run)
+        self.end_warm_up()
+        return times
+
+    def end_warm_up(self) -> None:
+        """Warm up what is no program of a step, and discard the dummy state."""
         self.caches = self.host.warm_up(self.caches)
         self.rebuild()
         program_cache.share()  # again: the first run of a program compiles small helper programs
-        hidden, verify = seconds.get("decode_hidden", {}), seconds.get("verify", {})
-        verify = {size: hidden[size] + taken for size, taken in verify.items() if size in hidden}
-        return StepTimes.of(seconds.get("decode", {}), seconds.get("extend", {}), verify)
 
-    def _sizes(self) -> list[tuple[str, int]]:
+    def sizes(self) -> list[tuple[str, int]]:
+        """Return family and size of each program of a step."""
         return [(family, size) for family, programs in self._by_size.items() for size in programs]
 
-    def _fastest_run(self, family: str, size: int) -> float:
-        """Return the seconds of the fastest of several runs. Runs once only if that took FIRST_RUN_SECONDS.
-
-        On a CPU a first run takes up to 0.1 s longer than the next. On a GPU the second run records the CUDA graph.
-        A short run takes several times as long if another process interrupts it, so that short runs are repeated.
-        """
-        taken = self._timed_run(family, size)
-        if taken >= FIRST_RUN_SECONDS:
-            return taken
-        taken = min(taken, self._timed_run(family, size))
-        repeats = MAX_RUNS - 2 if taken < SHORT_RUN_SECONDS else 0
-        return min([taken, *(self._timed_run(family, size) for _ in range(repeats))])
-
-    def _timed_run(self, family: str, size: int) -> float:
+    def timed_run(self, family: str, size: int) -> float:
+        """Run a program on zeros and return the seconds. It may overwrite state, so `rebuild` must follow."""
         began = time.perf_counter()
         self._run_on_zeros(family, size)
         jax.block_until_ready((self.caches, self.state))
         return time.perf_counter() - began
 
     def _run_on_zeros(self, family: str, size: int) -> None:
-        """Dispatch one program on zeros. It may overwrite state, so `rebuild` must follow."""
+        """Dispatch one program on zeros."""
         program, packed = self._by_size[family][size], np.zeros(self._programs.packed_size(family, size), np.int32)
         if family == "decode":
             self.caches, self.state, _ = program(self.leaves, self.caches, self.state, packed)

@@ -91,7 +91,7 @@ class RunnerSetup:
         )
         probe = config.num_pages is None and self.mesh.platform != "cpu"
         sizes = memory.Sizes(
-            weight_bytes=sum(shard.data.nbytes for leaf in self.loaded.leaves for shard in leaf.addressable_shards),
+            weight_bytes=sum(map(memory.array_bytes, self.loaded.leaves)),
             state_bytes=(state + hidden) * num_devices,
             scratch_bytes=(self._probe_scratch() if probe else self._estimate_scratch()) * num_devices,
             page_bytes=kv_cache.page_bytes(self.layers),

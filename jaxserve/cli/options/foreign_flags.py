@@ -37,7 +37,7 @@ _WORKERS = NoEffect("--server.workers N serves with N processes; each tokenizes 
 _READING = NoEffect("weights are read by several threads")
 _LORA = Refused("adapters (LoRA) are not served yet: merge the adapter into the checkpoint")
 _SPECULATION = Refused("write --speculation.method ngram, or leave it out: no other method is served yet")
-_NODES = Refused("leave it out: one server runs on one machine; start one on each, behind a load balancer")
+_NODES = Refused("leave it out: --nnodes, --node-rank and --master-addr make one engine of several machines")
 _SPLIT = Refused("leave it out: prefill and decode run in one engine")
 _OFFLOAD = Refused(
     "leave it out: weights stay in device memory; --cache.host-memory SIZE keeps evicted KV pages in the host's memory"
@@ -243,9 +243,12 @@ ROWS: list[tuple[str, Answer]] = [
     ("--attn-dp-size --attention-data-parallel-size --enable-dp-attention! --enable-dp-lm-head! "
      "--enable-dp-attention-local-control-broadcast! --load-balance-method --data-parallel-* -dpa -dpb -dpe -dph -dpl "
      "-dpm -dpn -dpp -dpr --dp-*", Refused("write --mesh.replicas N: engines that one server balances")),
-    ("--nnodes -n", NoEffect("there is one node", ("1",), _NODES.fix)),
-    ("--node-rank -r", NoEffect("it is the only node", ("0",), _NODES.fix)),
-    ("--dist-init-addr --nccl-init-addr --master-addr --master-port --headless! --gated-launch-port --use-ray! "
+    ("--nnodes -n --num-processes", Key("mesh.hosts")),
+    ("--node-rank -r --process-id", Key("mesh.host_rank")),
+    ("--master-addr --dist-init-addr --nccl-init-addr --coordinator-address", Key("mesh.leader_address")),
+    ("--master-port", Key("mesh.leader_port")),
+    ("--headless!", NoEffect("a host with --node-rank above 0 serves no requests")),
+    ("--gated-launch-port --use-ray! "
      "--ray-workers-use-nsight! --worker-use-ray! --engine-use-ray!", _NODES),
     ("--dist-timeout --distributed-timeout-seconds --cpu-distributed-timeout-seconds", _COLLECTIVES),
     ("--enable-fault-tolerance! --fault-tolerance-config", NoEffect("a dead engine is always started again")),

@@ -49,7 +49,7 @@ def check_numbers(backend: Backend | None, mesh: DeviceMesh, dtype: jnp.dtype, *
     """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. Arguments: `serving_cases`."""
     cases = serving_cases(backend, mesh, dtype, deterministic=deterministic)
     options = compiler_options(mesh.platform, deterministic=deterministic)
-    wrong = wrong_numbers(cases, mesh.devices[0], options)
+    wrong = wrong_numbers(cases, mesh.local_devices[0], options)
     if wrong:
         raise ConfigError(
             f"this machine computes wrong numbers with jax {jax.__version__}: {'; '.join(wrong)}",

@@ -1,0 +1,73 @@
+"""The section of the configuration for the devices of an engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from jaxserve.config_types import FilePath, Int, Seconds, Section, Text
+
+DEFAULT_PORT = 29500
+
+
+class MeshSection(Section):
+    """How an engine uses several devices, and how many engines run."""
+
+    replicas: Int = Field(
+        1, ge=1, le=64, description="Number of engines behind one address, each with its own devices."
+    )
+    data: Int = Field(1, ge=1, le=4096, description="Data parallelism. Only 1 works yet.")
+    tensor: Int = Field(
+        1, ge=1, le=4096, description="Tensor parallelism: number of devices that share heads, FFN and vocabulary."
+    )
+    expert: Int = Field(1, ge=1, le=4096, description="Expert parallelism: number of devices that share the experts.")
+    device: Literal["auto", "cpu", "gpu", "tpu"] = Field("auto", description="Platform to run on.")
+    hosts: Int = Field(
+        1, ge=1, le=1024, description="Number of machines whose devices one engine uses; each runs this command."
+    )
+    host_rank: Int = Field(
+        0, ge=0, le=1023, description="Which of these machines this is. 0: the leader, which schedules and serves HTTP."
+    )
+    leader_address: Text = Field(
+        "127.0.0.1",
+        description="Name or IPv4 address of the leader, HOST or HOST:PORT, where it listens for the other machines.",
+    )
+    leader_port: Annotated[Int, Field(ge=1, le=65535)] | None = Field(
+        None, description="The port there. Default: that of leader_address, or 29500."
+    )
+    group_key_file: FilePath | None = Field(
+        None,
+        description="File with a secret of at least 16 characters, the same on all machines. Only a leader at a "
+        "loopback address needs none.",
+    )
+    join_timeout: Seconds = Field(600.0, description="Seconds that the leader waits for the other machines.")
+
+    @property
+    def leader(self) -> tuple[str, int]:
+        """Host and port of the leader."""
+        host, _, port = self.leader_address.partition(":")
+        return host, self.leader_port or int(port or DEFAULT_PORT)
+
+    @field_validator("leader_port")
+    @classmethod
+    def _one_port(cls, port: int | None, info: ValidationInfo) -> int | None:
+        named = info.data.get("leader_address", "").partition(":")[2]
+        if port is not None and named and int(named) != port:
+            raise ValueError(f"leader_address has port {named}")
+        return port
+
+    @field_validator("leader_address")
+    @classmethod
+    def _has_a_port(cls, address: str) -> str:
+        host, colon, port = address.partition(":")
+        if not host or (colon and not (port.isdecimal() and 0 < int(port) < 2**16)):
+            raise ValueError("should be HOST or HOST:PORT")
+        return address
+
+    @field_validator("host_rank")
+    @classmethod
+    def _is_a_host(cls, rank: int, info: ValidationInfo) -> int:
+        if rank >= (hosts := info.data.get("hosts", rank + 1)):
+            raise ValueError(f"there are {hosts} hosts, from 0 to {hosts - 1}")
+        return rank

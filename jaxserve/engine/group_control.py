@@ -1,0 +1,47 @@
+"""The administration of an engine over several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.hosts.leading import Leader
+from jaxserve.engine.serving_state import Mode
+
+PART_BYTES = 32 * 2**20  # of a file of weights in one frame
+
+
+class GroupControl(EngineControl):
+    """An EngineControl whose weights are on several hosts. An update is staged on all of them before any changes."""
+
+    def __init__(self, leader: Leader, *args: Any) -> None:
+        super().__init__(*args)
+        self._leader = leader
+        leader.tick = lambda: self.on_progress()
+
+    def update_from_directory(self, path: str, version: str | None = None, running: Mode | None = None) -> str:
+        """See `EngineControl`. Each host reads the directory of this name."""
+        with self._staging():
+            self._leader.on_followers("stage_directory", path=path)
+            return super().update_from_directory(path, version, running)
+
+    def update_from_file(
+        self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False
+    ) -> str:
+        """See `EngineControl`. The file's bytes are sent to the other hosts."""
+        with self._staging(), Path(path).open("rb") as file:
+            while part := file.read(PART_BYTES):
+                self._leader.on_followers("add_part", data=part)
+            self._leader.on_followers("stage_file", partial=partial)
+            return super().update_from_file(path, version, running, partial)
+
+    @contextmanager
+    def _staging(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._leader.on_followers("unstage")
+            raise

@@ -1,0 +1,174 @@
+"""A follower: makes the calls of the leader on its own devices, in the leader's order. Schedules nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from jaxserve.engine.hosts.leading import offer_of, with_sizes
+from jaxserve.errors import ConfigError, ServerError
+from jaxserve.models.loading.checkpoint import Checkpoint
+from jaxserve.models.loading.file_formats.safetensors_file import read_contents
+from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, directory_source
+from jaxserve.runtime.device_weights import DeviceWeights
+from jaxserve.runtime.memory import MemoryPlan
+from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.transport.group.follower import FollowerEnd
+from jaxserve.types.group import (
+    Done,
+    Execute,
+    Message,
+    Operation,
+    PlanOffer,
+    Rejected,
+    Sample,
+    Stop,
+    ToFollower,
+    WarmedUp,
+    WarmRun,
+    Welcome,
+)
+from jaxserve.types.step import StepHandle
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+def welcome(end: FollowerEnd) -> Welcome:
+    """Wait until the group is complete. Raises ConfigError if the leader does not take this host in."""
+    message = end.receive()
+    if isinstance(message, Rejected):
+        raise ConfigError(f"the leader refuses this host: {message.reason}", fix="start both with the same keys")
+    return _expected(message, Welcome)
+
+
+def agreed_plan(end: FollowerEnd, plan: MemoryPlan) -> MemoryPlan:
+    """Tell the leader what fits here, and return the plan with what fits on all hosts."""
+    end.send(offer_of(plan))
+    return with_sizes(plan, _expected(end.receive(), PlanOffer))
+
+
+def _expected(message: ToFollower, kind: type[_Message]) -> _Message:
+    if not isinstance(message, kind):
+        raise ServerError(f"the leader sent {type(message).__name__} where {kind.__name__} comes")
+    return message
+
+
+class Follower:
+    """served: directory of the model."""
+
+    def __init__(self, end: FollowerEnd, runner: ModelRunner, served: Path) -> None:
+        self._end = end
+        self._runner = runner
+        self._operations = Operations(runner, DeviceWeights(runner, runner.structure), served)
+        self._step: StepHandle | None = None
+
+    def warm_up(self) -> None:
+        """Make the first runs of the programs, those that the leader makes."""
+        self._end.send(Done())
+        while isinstance(message := self._end.receive(), WarmRun):
+            self._runner.timed_run(message.family, message.size)
+        _expected(message, WarmedUp)
+        self._runner.end_warm_up()
+
+    def run(self) -> None:
+        """Make the leader's calls until it stops. Raises whatever a step raises, which ends the group."""
+        while not isinstance(message := self._end.receive(), Stop):
+            self._make(message)
+
+    def _make(self, message: ToFollower) -> None:
+        match message:
+            case Execute(output):
+                self._step = self._runner.execute(output)
+            case Sample():
+                assert self._step is not None
+                self._step.sample(message.array(), message.late)
+            case Operation():
+                self._step = None
+                self._end.send(Done(self._operations.run(message)))
+            case _:
+                raise ServerError(f"the leader sent {type(message).__name__} while it serves")
+
+
+class Operations:
+    """The calls that are no steps. Between `stage_...` and `replace` the new weights are in the memory of the host."""
+
+    def __init__(self, runner: ModelRunner, weights: DeviceWeights, served: Path) -> None:
+        self._runner = runner
+        self._weights = weights
+        self._served = served
+        self._staged: WeightSource | None = None
+        self._file: Path | None = None
+        self._calls: dict[str, Callable[..., None]] = {
+            "rebuild": self.rebuild,
+            "release": runner.release,
+            "to_host": weights.to_host,
+            "to_device": weights.to_device,
+            "drop": weights.drop,
+            "stage_directory": self.stage_directory,
+            "add_part": self.add_part,
+            "stage_file": self.stage_file,
+            "unstage": self.unstage,
+            "replace": self.replace,
+        }
+
+    def run(self, operation: Operation) -> str | None:
+        """Make a call. Returns why it failed, None if it succeeded."""
+        try:
+            self._calls[operation.name](**operation.args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def rebuild(self) -> None:
+        """Wait for the steps on the devices, then allocate empty arrays. Failed steps left arrays without content."""
+        with contextlib.suppress(Exception):
+            jax.block_until_ready((self._runner.caches, self._runner.state, self._runner.hidden))
+        self._runner.rebuild()
+
+    def stage_directory(self, path: str) -> None:
+        """Read a checkpoint directory of this host."""
+        self._staged = self._weights.staged(directory_source(Path(path), self._weights.structure, self._served))
+
+    def add_part(self, data: bytes) -> None:
+        """Append bytes to a temporary file."""
+        if self._file is None:
+            descriptor, name = tempfile.mkstemp(prefix="jaxserve-weights-")
+            self._file = Path(name)
+            open(descriptor, "wb").close()
+        with self._file.open("ab") as file:
+            file.write(data)
+
+    def stage_file(self, partial: bool) -> None:
+        """Read the temporary file, a safetensors file, and remove it."""
+        if self._file is None:
+            raise ServerError("no file was sent")
+        try:
+            contents = list(read_contents(self._file))
+            checkpoint = Checkpoint.of(Path("the update"), dict(contents), duplicate=())
+            source: Any = NamedTensors(self._weights.structure, checkpoint, partial=partial)
+            self._staged = self._weights.staged(source)
+        finally:
+            self.unstage_file()
+
+    def unstage_file(self) -> None:
+        """Remove the temporary file."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+    def unstage(self) -> None:
+        """Forget staged weights."""
+        self._staged = None
+        self.unstage_file()
+
+    def replace(self) -> None:
+        """Use the staged weights."""
+        if self._staged is None:
+            raise ServerError("no weights are staged")
+        staged, self._staged = self._staged, None
+        self._weights.replace(staged)

@@ -1,0 +1,180 @@
+"""The leader's side of an engine over several hosts: each call of runner or weights is sent, then made here.
+
+A follower gets the calls in the order in which they are made here, and nothing else decides what it does: no clock, no
+scheduler. If a call that changes the devices fails on one host and not on others, the group ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from jaxserve.errors import InvalidValueError, ServerError
+from jaxserve.models.loading.structure import ModelStructure
+from jaxserve.models.loading.weight_sources import WeightSource
+from jaxserve.runtime.device_weights import DeviceWeights, Place, Tick
+from jaxserve.runtime.memory import MemoryPlan
+from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.transport.group.leader import LeaderEnd
+from jaxserve.types.group import Done, Execute, Operation, PlanOffer, Sample, Stop, WarmedUp, WarmRun
+from jaxserve.types.step import SampledTokens, SchedulerOutput, StepHandle
+from jaxserve.types.step_times import StepTimes
+
+PLAN_LIMIT = 3600.0  # seconds that the slowest host may take to read the weights, and again to compile
+OPERATION_LIMIT = 600.0  # seconds that a follower may take for a call that is no step
+REBUILD_LIMIT = 30.0  # seconds for empty arrays in place of the old; a host whose device waits for others never answers
+
+
+def offer_of(plan: MemoryPlan) -> PlanOffer:
+    """Return what fits on this host."""
+    return PlanOffer(plan.num_pages, plan.num_window_pages, plan.max_model_len)
+
+
+def with_sizes(plan: MemoryPlan, agreed: PlanOffer) -> MemoryPlan:
+    """Return this host's plan with the sizes that all hosts have."""
+    sizes = {"num_pages": agreed.num_pages, "num_window_pages": agreed.num_window_pages}
+    return dataclasses.replace(plan, max_model_len=agreed.max_model_len, **sizes)
+
+
+class Leader:
+    """Calls on all hosts. tick: called again and again while followers are waited for."""
+
+    def __init__(self, end: LeaderEnd) -> None:
+        self.end = end
+        self.tick: Tick = lambda: None
+
+    def agree(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return the plan with what fits on every host, and send it to the followers."""
+        offers = [offer_of(plan)]
+        offers += [offer for offer in self.end.answers(PLAN_LIMIT).values() if isinstance(offer, PlanOffer)]
+        least = PlanOffer(
+            min(offer.num_pages for offer in offers),
+            min(offer.num_window_pages for offer in offers),
+            min(offer.max_model_len for offer in offers),
+        )
+        self.end.send(least)
+        return with_sizes(plan, least)
+
+    def stop(self) -> None:
+        """Let the followers end, as this host does."""
+        self.end.send(Stop())
+        self.end.close()
+
+    @contextmanager
+    def everywhere(self, name: str, limit: float = OPERATION_LIMIT) -> Iterator[None]:
+        """Make a call on the followers while the body makes it here. Ends the group if it fails anywhere."""
+        self.end.send(Operation(name))
+        try:
+            yield
+        except Exception as error:
+            self.end.lose(f"{name} failed on host 0: {type(error).__name__}: {error}")
+            raise
+        if failure := self._failure(limit):
+            self.end.lose(f"{name} failed on {failure}")
+            raise ServerError(f"{name} failed on {failure}")
+
+    def on_followers(self, name: str, **args: Any) -> None:
+        """Make a call on the followers only. Raises ServerError with the first failure, and the group goes on."""
+        self.end.send(Operation(name, args))
+        if failure := self._failure(OPERATION_LIMIT):
+            raise ServerError(failure)
+
+    def _failure(self, limit: float) -> str | None:
+        for rank, answer in self.end.answers(limit, self.tick).items():
+            if not isinstance(answer, Done) or answer.error is not None:
+                return f"host {rank}: {answer.error if isinstance(answer, Done) else 'no answer'}"
+        return None
+
+
+class LeaderRunner:
+    """A `types.step.Runner` over the runners of all hosts."""
+
+    def __init__(self, leader: Leader, runner: ModelRunner) -> None:
+        self._leader = leader
+        self._runner = runner
+
+    def warm_up(self) -> StepTimes:
+        """See `ModelRunner.warm_up`. The followers make the runs that this host makes, once all have compiled.
+
+        Devices that wait for those of another host fail after 30 s.
+        """
+        end = self._leader.end
+        end.answers(PLAN_LIMIT)
+        times = self._runner.warm_up(lambda family, size: end.send(WarmRun(family, size)))
+        end.send(WarmedUp())
+        return times
+
+    def execute(self, output: SchedulerOutput) -> StepHandle:
+        """Dispatch a step on all hosts."""
+        self._leader.end.send(Execute(output))
+        return _LeaderStep(self._leader, self._runner.execute(output))
+
+    def rebuild(self) -> None:
+        """Replace the arrays of all hosts by empty ones."""
+        with self._leader.everywhere("rebuild", REBUILD_LIMIT):
+            self._runner.rebuild()
+
+    def release(self) -> None:
+        """Free the arrays of all hosts except the weights."""
+        with self._leader.everywhere("release"):
+            self._runner.release()
+
+    def num_compiles(self) -> int:
+        return self._runner.num_compiles()
+
+
+class _LeaderStep:
+    def __init__(self, leader: Leader, handle: StepHandle) -> None:
+        self._leader = leader
+        self._handle = handle
+
+    def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
+        self._leader.end.send(Sample.of(bitmask, tuple(late)))
+        self._handle.sample(bitmask, late)
+
+    def result(self) -> SampledTokens:
+        return self._handle.result()
+
+
+class LeaderWeights:
+    """The weights of all hosts. Before `replace` the followers must have staged the same ones."""
+
+    def __init__(self, leader: Leader, weights: DeviceWeights) -> None:
+        self._leader = leader
+        self._weights = weights
+
+    @property
+    def structure(self) -> ModelStructure:
+        return self._weights.structure
+
+    @property
+    def place(self) -> Place:
+        return self._weights.place
+
+    def staged(self, source: WeightSource, tick: Tick = lambda: None) -> WeightSource:
+        """See `DeviceWeights.staged`; on this host only."""
+        return self._weights.staged(source, tick)
+
+    def replace(self, source: WeightSource, tick: Tick = lambda: None) -> None:
+        with self._leader.everywhere("replace"):
+            self._weights.replace(source, tick)
+
+    def to_host(self) -> None:
+        with self._leader.everywhere("to_host"):
+            self._weights.to_host()
+
+    def to_device(self) -> None:
+        with self._leader.everywhere("to_device"):
+            self._weights.to_device()
+
+    def drop(self) -> None:
+        with self._leader.everywhere("drop"):
+            self._weights.drop()
+
+    def read(self, name: str, num_rows: int) -> np.ndarray:
+        """Raises InvalidValueError: a tensor's parts are on several hosts."""
+        raise InvalidValueError("weights cannot be read over several hosts (mesh.hosts)", param="name")

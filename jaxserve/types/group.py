@@ -1,0 +1,137 @@
+"""The messages between the processes of one engine over several hosts, as plain data.
+
+Host 0 is the leader: it schedules, and sends each call of its runner to the followers before it makes the call itself.
+Followers make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxserve.types.step import SchedulerOutput
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base class of the messages. The tag is the name of the class."""
+
+
+# --- while the group forms
+
+
+class Hello(Message, frozen=True):
+    """The first message of a follower. settings: the keys that its command sets, which the leader's must equal."""
+
+    rank: int
+    num_hosts: int
+    versions: dict[str, str]
+    settings: dict[str, Any]
+
+
+class Welcome(Message, frozen=True):
+    """The leader's answer once all hosts are there. config: the leader's, as JSON. coordinator: of jax.distributed."""
+
+    config: str
+    coordinator: str
+
+
+class Rejected(Message, frozen=True):
+    """The leader's answer to a follower that cannot be in the group."""
+
+    reason: str
+
+
+class PlanOffer(Message, frozen=True):
+    """What fits on a host. The leader answers with what fits on all."""
+
+    num_pages: int
+    num_window_pages: int
+    max_model_len: int
+
+
+class HostFailed(Message, frozen=True):
+    """A follower's last message."""
+
+    reason: str
+    fix: str | None = None
+
+
+class Beat(Message, frozen=True):
+    """Shows that the sender is alive."""
+
+
+# --- calls of the runner
+
+
+class WarmRun(Message, frozen=True):
+    """Run a program of a step on zeros."""
+
+    family: str
+    size: int
+
+
+class WarmedUp(Message, frozen=True):
+    """No WarmRun follows."""
+
+
+class Execute(Message, frozen=True):
+    """Dispatch a step."""
+
+    output: SchedulerOutput
+
+
+class Sample(Message, frozen=True):
+    """Sample the masked step that was dispatched last. bitmask: int32 [rows, words], little-endian."""
+
+    rows: int
+    bitmask: bytes
+    late: tuple[int, ...]
+
+    @classmethod
+    def of(cls, bitmask: np.ndarray, late: tuple[int, ...]) -> Sample:
+        return cls(len(bitmask), bitmask.astype("<i4").tobytes(), late)
+
+    def array(self) -> np.ndarray:
+        """Return the bitmask."""
+        return np.frombuffer(self.bitmask, "<i4").astype(np.int32).reshape(self.rows, -1)
+
+
+class Operation(Message, frozen=True):
+    """A rarer call, which the follower answers with Done. name: a method of `engine.hosts.operations.Operations`."""
+
+    name: str
+    args: dict[str, Any] = {}
+
+
+class Done(Message, frozen=True):
+    """The end of an Operation. error: None if it succeeded."""
+
+    error: str | None = None
+
+
+class Stop(Message, frozen=True):
+    """The leader ends as it was asked to."""
+
+
+ToFollower = Welcome | Rejected | PlanOffer | Beat | WarmRun | WarmedUp | Execute | Sample | Operation | Stop
+ToLeader = Hello | PlanOffer | HostFailed | Beat | Done
+
+_to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower)
+_to_leader: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_follower(body: bytes) -> ToFollower:
+    """Raises msgspec.MsgspecError for anything but a message of the leader."""
+    return _to_follower.decode(body)
+
+
+def decode_to_leader(body: bytes) -> ToLeader:
+    """Raises msgspec.MsgspecError for anything but a message of a follower."""
+    return _to_leader.decode(body)
