@@ -38,15 +38,17 @@ class State:
 class Launched:
     """A server that is ready on entering and gone, with all its children, on leaving.
 
-    directory: for its store and its log; keys: configuration by flag
+    directory: for its store and its log; devices: more of its environment; keys: configuration by flag
     """
 
-    def __init__(self, compile_cache: str, directory: Path, **keys: Any) -> None:
+    def __init__(
+        self, compile_cache: str, directory: Path, devices: dict[str, str] | None = None, **keys: Any
+    ) -> None:
         environment = {
             "JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache,
             "JAXSERVE_STORE__PATH": str(directory / "store"),
         }
-        self._environment = os.environ | environment
+        self._environment = os.environ | environment | (devices or {})
         self._command = [sys.executable, "-m", "jaxserve", "launch", "--port", "0"]
         for key, value in (SMALL | keys).items():
             self._command += [f"--{key.replace('_', '-')}", str(value)]

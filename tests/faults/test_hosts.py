@@ -1,0 +1,120 @@
+"""One engine over two processes: the tokens of one device, and what happens when either process dies."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from jaxserve import Engine
+from tests.conftest import SMALL
+from tests.faults.group import Group
+from tests.faults.helpers import QUESTIONS
+from tests.waiting import LAST_RESORT, until, wait_until
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "legs": {"type": "integer", "maximum": 99}},
+    "required": ["city", "legs"],
+    "additionalProperties": False,
+}
+GRAMMAR = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+COUNT = 8  # twice as many as there are slots; with MAX_TOKENS four of them need more pages than there are
+MAX_TOKENS = 90
+
+
+def body(index: int) -> dict[str, Any]:
+    """Greedy; every third under a grammar."""
+    shaped: dict[str, Any] = {"response_format": GRAMMAR} if index % 3 == 2 else {"ignore_eos": True}
+    messages = [{"role": "user", "content": QUESTIONS[index]}]
+    return {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS} | shaped
+
+
+async def ask(client: httpx2.AsyncClient, fields: dict[str, Any]) -> dict[str, Any]:
+    """The first choice. A request that comes while the group joins again is refused, and asks again."""
+    while True:
+        answer = await client.post("/v1/chat/completions", json=fields)
+        if answer.status_code != 503:
+            break
+        await asyncio.sleep(0.5)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def client_of(group: Group) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(base_url=group.leader.url, timeout=2 * LAST_RESORT)
+
+
+@pytest.fixture(scope="module")
+def group(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    with Group(compile_cache, tmp_path_factory.mktemp("group")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(compile_cache: str) -> list[str]:
+    """The answers of one device, one after the other."""
+    with Engine(compile_cache=compile_cache, **SMALL) as engine:
+        fields = [body(index) for index in range(COUNT)]
+        answers = [engine.chat(each.pop("messages"), **each) for each in fields]
+    return [answer.choices[0].message.content for answer in answers]
+
+
+async def contents(client: httpx2.AsyncClient) -> list[str]:
+    choices = await asyncio.gather(*(ask(client, body(index)) for index in range(COUNT)))
+    return [choice["message"]["content"] for choice in choices]
+
+
+def test_tokens_are_those_of_one_device(group: Group, expected: list[str]) -> None:
+    async def run() -> list[str]:
+        async with client_of(group) as client:
+            leaving = asyncio.create_task(ask(client, body(0) | {"max_tokens": 150}))
+            await until(lambda: group.leader.state().running, "it runs")
+            leaving.cancel()  # an abort among the others
+            return await contents(client)
+
+    before = group.leader.state()
+    assert asyncio.run(run()) == expected
+    assert group.leader.stats()["jaxserve:retractions"] > 0
+    group.leader.settle(before)
+    assert group.leader.stats()["jaxserve:xla_compilations_total"] == 0
+
+
+def test_log_probabilities_are_bitwise_equal_alone_and_under_load(group: Group) -> None:
+    drawn = body(1) | {"temperature": 1, "seed": 5, "logprobs": True, "top_logprobs": 3, "max_tokens": 20}
+
+    async def run() -> list[dict[str, Any]]:
+        async with client_of(group) as client:
+            alone = await ask(client, drawn)
+            others = [asyncio.create_task(ask(client, body(index) | {"max_tokens": 25})) for index in range(5)]
+            return [alone, await ask(client, drawn), *await asyncio.gather(*others)]
+
+    alone, beside, *_ = asyncio.run(run())
+    assert beside["logprobs"] == alone["logprobs"]
+    assert len(alone["logprobs"]["content"]) == 20
+
+
+@pytest.mark.parametrize("host", ["follower", "leader"])
+def test_every_request_is_answered_when_a_host_is_killed(group: Group, expected: list[str], host: str) -> None:
+    killed = group.leader_engine if host == "leader" else group.follower.engine
+    assert killed is not None
+
+    async def run() -> list[str]:
+        async with client_of(group) as client:
+            answers = asyncio.create_task(contents(client))
+            await until(lambda: group.leader.state().running, "they run")
+            killed.kill()
+            return await answers
+
+    assert asyncio.run(run()) == expected
+    wait_until(lambda: group.follower.health() == (200, {"status": "serving"}), "the follower serves again")
+    assert "host 1 is lost" in group.leader.log() or host == "leader"
+    assert "the leader is lost" in group.follower.log_file.read_text() or host == "follower"
+
+
+def test_the_follower_serves_no_requests(group: Group) -> None:
+    port = group.follower._port
+    answer = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body(0), timeout=LAST_RESORT)
+    assert (answer.status_code, json.loads(answer.text)) == (404, {"detail": "Not Found"})
