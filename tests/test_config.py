@@ -19,7 +19,7 @@ WORDS = ["nan", "inf", "-inf", "0", "-1", "1000000000000", "", " ", "a\nb", "non
 TEXTS = (
     "model.path model.tokenizer model.chat_template model.tool_parser model.reasoning_parser model.revision "
     "model.served_name model.classifier_from_token server.host server.ssl_keyfile server.ssl_certfile "
-    "runtime.compile_cache store.path server.weights_directories"
+    "runtime.compile_cache store.path server.weights_directories mesh.leader_address mesh.group_key_file"
 )
 SWITCHES = [key for key, field in known_keys().items() if field.annotation is bool]
 TEXT_KEYS = [str(key) for key in TEXTS.split()]
@@ -40,6 +40,7 @@ HARMLESS: list[tuple[list[str], list[Any], str]] = [
     (["model.chat_template"], ["a\nb"], "a template may have several lines"),
     (SWITCHES, [True, 0, "0", "true"], "0 and true are how YAML and environments write a switch"),
     (["model.quantization"], ["none"], "the word for weights that are not quantised"),
+    (["mesh.host_rank"], [0, "0"], "0 is the only host"),
     (["server.port"], [0, "0"], "0 takes a free port"),
     (["server.drain_timeout"], [0, "0"], "0 gives running requests no time"),
     (["models.wait_seconds"], [0, "0"], "0: no request waits for its model"),

@@ -82,6 +82,29 @@ def test_a_leader_worker_set_starts_the_server() -> None:
     assert probes <= {getattr(route, "path", None) for route in router.routes}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_of_hosts_starts_one_engine(rank: int) -> None:
+    found, service = documents(KUBERNETES / "leaderworkerset" / "hosts.yaml")
+    template = found["spec"]["leaderWorkerTemplate"]
+    assert (template["size"], template["restartPolicy"]) == (2, "RecreateGroupOnPodRestart")
+    assert found["spec"]["startupPolicy"] == "LeaderCreated"  # the leader is ready when the others have joined
+    spec = template["workerTemplate"]["spec"]
+    [container] = spec["containers"]
+    given = {"LWS_GROUP_SIZE": 2, "LWS_WORKER_INDEX": rank, "LWS_LEADER_ADDRESS": "jaxserve-hosts-0.jaxserve-hosts"}
+    words = [re.sub(r"\$\((\w+)\)", lambda match: str(given[match[1]]), word) for word in container["args"]]
+    environ = {each["name"]: each.get("value", "secret") for each in container["env"]}
+    config = load_config(words[1:], environ)
+    mesh = config.mesh
+    assert (mesh.hosts, mesh.host_rank, mesh.leader) == (2, rank, ("jaxserve-hosts-0.jaxserve-hosts", 29500))
+    assert mesh.tensor == 2 * container["resources"]["limits"]["nvidia.com/gpu"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(mesh.group_key_file) == f"{mounts['group-key']}/key"
+    assert spec["terminationGracePeriodSeconds"] >= config.server.drain_timeout + MARGIN
+    assert service["spec"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+    labels = template["workerTemplate"]["metadata"]["labels"].items()
+    assert labels <= service["spec"]["selector"].items()
+
+
 def test_the_pool_finds_the_pods_and_their_metrics() -> None:
     pool, route = documents(KUBERNETES / "gateway" / "pool.yaml")
     [kustomization] = documents(KUBERNETES / "base" / "kustomization.yaml")

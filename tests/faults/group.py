@@ -1,4 +1,4 @@
-"""One engine over two processes on this machine, each with two simulated devices, as an operator starts it."""
+"""One engine over two processes on this machine with simulated devices, as an operator starts it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ TINY: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
     "max_model_len": 256,
-    "cache.num_pages": 16,
-    "scheduler.new_token_ratio": 0.1,
-    "runtime.deterministic": "true",
+    "cache.num_pages": 64,
+    "scheduler.policy": "priority",
 }
 
 
@@ -39,16 +38,16 @@ def devices(count: int) -> dict[str, str]:
 
 
 class FollowerCommand:
-    """`jaxserve launch --node-rank 1` in a process of its own."""
+    """`jaxserve launch --node-rank 1` in a process of its own. words: its flags; environment: of its devices"""
 
-    def __init__(self, compile_cache: str, directory: Path, words: list[str]) -> None:
+    def __init__(self, compile_cache: str, directory: Path, words: list[str], environment: dict[str, str]) -> None:
         self.log_file = directory / "follower.txt"
-        self._port = free_port()
+        self.port = free_port()
         cache = {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache}
-        command = [sys.executable, "-m", "jaxserve", "launch", "--port", str(self._port), "--node-rank", "1", *words]
+        command = [sys.executable, "-m", "jaxserve", "launch", "--port", str(self.port), "--node-rank", "1", *words]
         with self.log_file.open("w") as log:
             self.process = subprocess.Popen(
-                command, env=os.environ | devices(2) | cache, stdout=log, stderr=log, start_new_session=True
+                command, env=os.environ | environment | cache, stdout=log, stderr=log, start_new_session=True
             )
 
     @property
@@ -59,7 +58,7 @@ class FollowerCommand:
 
     def health(self) -> tuple[int, dict[str, Any]]:
         try:
-            answer = httpx2.get(f"http://127.0.0.1:{self._port}/health", timeout=LAST_RESORT)
+            answer = httpx2.get(f"http://127.0.0.1:{self.port}/health", timeout=LAST_RESORT)
         except httpx2.ConnectError:
             return 0, {}
         return answer.status_code, json.loads(answer.text)
@@ -71,14 +70,14 @@ class FollowerCommand:
 
 
 class Group:
-    """leader: its HTTP server. follower: the other host's command."""
+    """leader: its HTTP server. follower: the other host's command. num_devices: of each host"""
 
-    def __init__(self, compile_cache: str, directory: Path, **keys: Any) -> None:
+    def __init__(self, compile_cache: str, directory: Path, num_devices: int, **keys: Any) -> None:
         self.port = free_port()
-        shared = {"mesh.hosts": 2, "mesh.leader_port": self.port, "mesh.tensor": 4}
+        shared = {"mesh.hosts": 2, "mesh.leader_port": self.port, "mesh.tensor": 2 * num_devices}
         words = [f"--{key.replace('_', '-')}={value}" for key, value in shared.items()]
-        self.leader = Launched(compile_cache, directory, devices=devices(2), **(TINY | keys | shared))
-        self.follower = FollowerCommand(compile_cache, directory, words)
+        self.leader = Launched(compile_cache, directory, devices=devices(num_devices), **(TINY | keys | shared))
+        self.follower = FollowerCommand(compile_cache, directory, words, devices(num_devices))
 
     def __enter__(self) -> Self:
         try:

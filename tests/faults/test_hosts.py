@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -21,15 +22,21 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMAR = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-COUNT = 8  # twice as many as there are slots; with MAX_TOKENS four of them need more pages than there are
-MAX_TOKENS = 90
+COUNT = 8  # twice as many as there are slots
+MAX_TOKENS = 60
 
 
 def body(index: int) -> dict[str, Any]:
-    """Greedy; every third under a grammar."""
+    """Greedy, every third under a grammar. A later one is of a better priority."""
     shaped: dict[str, Any] = {"response_format": GRAMMAR} if index % 3 == 2 else {"ignore_eos": True}
     messages = [{"role": "user", "content": QUESTIONS[index]}]
-    return {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS} | shaped
+    return {
+        "model": "demo",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "priority": -index,
+    } | shaped
 
 
 async def ask(client: httpx2.AsyncClient, fields: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +56,7 @@ def client_of(group: Group) -> httpx2.AsyncClient:
 
 @pytest.fixture(scope="module")
 def group(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    with Group(compile_cache, tmp_path_factory.mktemp("group")) as running:
+    with Group(compile_cache, tmp_path_factory.mktemp("group"), 1, **{"runtime.deterministic": True}) as running:
         yield running
 
 
@@ -62,24 +69,42 @@ def expected(compile_cache: str) -> list[str]:
     return [answer.choices[0].message.content for answer in answers]
 
 
-async def contents(client: httpx2.AsyncClient) -> list[str]:
-    choices = await asyncio.gather(*(ask(client, body(index)) for index in range(COUNT)))
-    return [choice["message"]["content"] for choice in choices]
+async def contents(group: Group, begun: asyncio.Event | None = None) -> list[str]:
+    """All answers, to requests of which the second half preempts the first. begun: set when all slots are taken"""
+    async with client_of(group) as client:
+        asked = [asyncio.create_task(ask(client, body(index))) for index in range(COUNT // 2)]
+        await until(lambda: group.leader.state().running >= COUNT // 2, "all slots are taken")
+        asked += [asyncio.create_task(ask(client, body(index))) for index in range(COUNT // 2, COUNT)]
+        if begun is not None:
+            begun.set()
+        return [choice["message"]["content"] for choice in await asyncio.gather(*asked)]
 
 
-def test_tokens_are_those_of_one_device(group: Group, expected: list[str]) -> None:
+def check_tokens(group: Group, expected: list[str]) -> None:
+    """Under load, with grammars, preemption and an abort."""
+
     async def run() -> list[str]:
         async with client_of(group) as client:
             leaving = asyncio.create_task(ask(client, body(0) | {"max_tokens": 150}))
             await until(lambda: group.leader.state().running, "it runs")
-            leaving.cancel()  # an abort among the others
-            return await contents(client)
+            leaving.cancel()
+            return await contents(group)
 
     before = group.leader.state()
     assert asyncio.run(run()) == expected
-    assert group.leader.stats()["jaxserve:retractions"] > 0
+    assert group.leader.stats()["jaxserve:priority_preemptions"] > 0
     group.leader.settle(before)
     assert group.leader.stats()["jaxserve:xla_compilations_total"] == 0
+
+
+def test_tokens_are_those_of_one_device(group: Group, expected: list[str]) -> None:
+    check_tokens(group, expected)
+
+
+@pytest.mark.slow
+def test_tokens_of_four_devices_are_those_of_one(compile_cache: str, tmp_path: Path, expected: list[str]) -> None:
+    with Group(compile_cache, tmp_path, 2) as group:
+        check_tokens(group, expected)
 
 
 def test_log_probabilities_are_bitwise_equal_alone_and_under_load(group: Group) -> None:
@@ -102,11 +127,11 @@ def test_every_request_is_answered_when_a_host_is_killed(group: Group, expected:
     assert killed is not None
 
     async def run() -> list[str]:
-        async with client_of(group) as client:
-            answers = asyncio.create_task(contents(client))
-            await until(lambda: group.leader.state().running, "they run")
-            killed.kill()
-            return await answers
+        begun = asyncio.Event()
+        answers = asyncio.create_task(contents(group, begun))
+        await begun.wait()
+        killed.kill()
+        return await answers
 
     assert asyncio.run(run()) == expected
     wait_until(lambda: group.follower.health() == (200, {"status": "serving"}), "the follower serves again")
@@ -115,6 +140,6 @@ def test_every_request_is_answered_when_a_host_is_killed(group: Group, expected:
 
 
 def test_the_follower_serves_no_requests(group: Group) -> None:
-    port = group.follower._port
+    port = group.follower.port
     answer = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body(0), timeout=LAST_RESORT)
     assert (answer.status_code, json.loads(answer.text)) == (404, {"detail": "Not Found"})

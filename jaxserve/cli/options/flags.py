@@ -19,10 +19,14 @@ from jaxserve.config import SECRETS, known_keys, suggestion
 from jaxserve.errors import ConfigError
 
 CONFIG = "config"  # the value of --config, which is no key of the configuration
+# short names that no other server has, and those of jax.distributed
 SHORT: Mapping[str, str] = {
     "--tensor": "mesh.tensor",
     "--replicas": "mesh.replicas",
-}  # short names that no other server has
+    "--num-processes": "mesh.hosts",
+    "--process-id": "mesh.host_rank",
+    "--coordinator-address": "mesh.leader_address",
+}
 _SEVERAL = ("model.served_name", "server.cors_origins")
 _SWITCH_WORDS = ("true", "false")
 _NEGATED = re.compile(r"--(no|disable)-")

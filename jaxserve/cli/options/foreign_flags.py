@@ -243,9 +243,9 @@ ROWS: list[tuple[str, Answer]] = [
     ("--attn-dp-size --attention-data-parallel-size --enable-dp-attention! --enable-dp-lm-head! "
      "--enable-dp-attention-local-control-broadcast! --load-balance-method --data-parallel-* -dpa -dpb -dpe -dph -dpl "
      "-dpm -dpn -dpp -dpr --dp-*", Refused("write --mesh.replicas N: engines that one server balances")),
-    ("--nnodes -n --num-processes", Key("mesh.hosts")),
-    ("--node-rank -r --process-id", Key("mesh.host_rank")),
-    ("--master-addr --dist-init-addr --nccl-init-addr --coordinator-address", Key("mesh.leader_address")),
+    ("--nnodes -n", Key("mesh.hosts")),
+    ("--node-rank -r", Key("mesh.host_rank")),
+    ("--master-addr --dist-init-addr --nccl-init-addr", Key("mesh.leader_address")),
     ("--master-port", Key("mesh.leader_port")),
     ("--headless!", NoEffect("a host with --node-rank above 0 serves no requests")),
     ("--gated-launch-port --use-ray! "
