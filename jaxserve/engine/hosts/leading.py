@@ -126,6 +126,9 @@ class LeaderRunner:
     def num_compiles(self) -> int:
         return self._runner.num_compiles()
 
+    def close(self) -> None:
+        self._runner.close()
+
 
 class _LeaderStep:
     def __init__(self, leader: Leader, handle: StepHandle) -> None:
