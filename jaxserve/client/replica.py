@@ -78,6 +78,7 @@ class Replica:
 
     @property
     def state(self) -> ReplicaState:
+        """What /health, /server_info and the metrics show of this replica."""
         supervisor = self.supervisor
         return ReplicaState(
             self.index,

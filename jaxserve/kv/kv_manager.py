@@ -28,7 +28,7 @@ class KVManager:
 
     window: pages of the sliding-window layers; None if the model has no such layer. Values per layer group are
     lists: full attention first, then sliding window. host: copies of evicted pages; None if there are none. page_log:
-    which pages enter and leave the cache; None if nobody asks.
+    which pages enter and leave the cache; None if there is one engine.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

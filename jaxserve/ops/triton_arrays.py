@@ -18,7 +18,10 @@ TENSOR_CORE_ROWS = 16  # fewest rows of a Triton dot
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Multiply with float32 accumulation. float32 operands are not rounded to TF32."""
+    """Return the product [M, N] of two matrices in float32. float32 operands are not rounded to TF32.
+
+    contract: the axis of length K of a and that of b
+    """
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -37,7 +40,7 @@ def load(ref, indices: tuple[jax.Array | int, ...], limits: tuple[int | None, ..
 
 
 def mask_of(indices: tuple[jax.Array | int, ...], limits: tuple[int | None, ...]) -> jax.Array | None:
-    """Return which indices are below the limits of their axes; None if no axis has one."""
+    """Return where all indices [...] are below the limits of their axes; None if no axis has one."""
     inside = [jnp.less(index, limit) for index, limit in zip(indices, limits, strict=True) if limit is not None]
     return functools.reduce(jnp.logical_and, inside) if inside else None
 

@@ -41,6 +41,7 @@ class RelayedRequest:
 
     @property
     def scope(self) -> Scope:
+        """The request as an ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0"},

@@ -4,7 +4,7 @@
     a replica has more than half of the prompt                            the one that has most of it
     otherwise                                                             the least of load minus matched pages
 
-A load is a number of sequences. Batch requests go to the least loaded replica, because they have no one who waits.
+A load is a number of sequences. Batch requests go to the least loaded replica, because no client waits for them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Router:
         """Return the replica for a request.
 
         loads: of the replicas that may get it, at least one. prompt: token ids, int32, little-endian. namespace: of
-        the prefix cache. batch: nobody waits for this request
+        the prefix cache. batch: the request is of a batch
         """
         replica, reason = self._choose(loads, prompt, namespace, batch=batch)
         self.reasons[reason] += 1

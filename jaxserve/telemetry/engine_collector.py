@@ -121,6 +121,7 @@ def _waiting_by_reason(labels: Mapping[str, str], stats: EngineStats) -> Metric:
 
 
 def gauges(reading: EngineReading) -> dict[str, float]:
+    """Return the gauges of one engine by name."""
     info, stats = reading.info, reading.stats
     total = info.num_pages if info is not None else 0
     windowed = info.memory_plan.get("num_window_pages", 0) if info is not None else 0

@@ -76,7 +76,7 @@ class Group:
         self.port = free_port()
         shared = {"mesh.hosts": 2, "mesh.leader_port": self.port, "mesh.tensor": 2 * num_devices}
         words = [f"--{key.replace('_', '-')}={value}" for key, value in shared.items()]
-        self.leader = Launched(compile_cache, directory, devices=devices(num_devices), **(TINY | keys | shared))
+        self.leader = Launched(compile_cache, directory, devices(num_devices), **(TINY | keys | shared))
         self.follower = FollowerCommand(compile_cache, directory, words, devices(num_devices))
 
     def __enter__(self) -> Self:

@@ -41,7 +41,9 @@ class Launched:
     directory: for its store and its log; devices: more of its environment; keys: configuration by flag
     """
 
-    def __init__(self, compile_cache: str, directory: Path, devices: dict[str, str] | None = None, **keys: Any) -> None:
+    def __init__(
+        self, compile_cache: str, directory: Path, devices: dict[str, str] | None = None, /, **keys: Any
+    ) -> None:
         environment = {
             "JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache,
             "JAXSERVE_STORE__PATH": str(directory / "store"),

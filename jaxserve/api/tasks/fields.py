@@ -25,6 +25,7 @@ def as_prompts(prompt: str | list[str] | list[int] | list[list[int]], param: str
 
 
 def request_options(body: SamplingFields, prefix: str) -> RequestOptions:
+    """Return the id, priority, namespace, interval and replica of a request. prefix: of an id that is made here."""
     return RequestOptions(
         request_id=new_id(prefix, body.request_id or body.rid),
         priority=body.priority or 0,

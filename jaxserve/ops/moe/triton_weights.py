@@ -35,7 +35,7 @@ class Form:
 
     @classmethod
     def of(cls, weight: jax.Array | Quantized, step: int) -> Form:
-        """Return the form of a weight. The step is at most `step` and divides the depth; 32 if no more does."""
+        """Return the form of a weight [E, N, K]. The step is at most `step` and divides K; 32 if no more does."""
         depth = weight.shape[-1]
         step = max(BLOCK, math.gcd(step, depth))
         if not isinstance(weight, Quantized):
