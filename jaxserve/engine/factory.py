@@ -37,6 +37,7 @@ from jaxserve.models.loading.stored_config import read_quantization
 from jaxserve.models.pooling import PoolingConfig, is_embedder, read_pooling
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.runtime.compilation import program_cache
+from jaxserve.runtime.compilation.store import open_store
 from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.memory import MemoryPlan
@@ -217,13 +218,15 @@ def make_runner(
     if config.cache.disk is not None:
         name = pages_name(config, resolved, loaded, mesh, loaded.directory)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
-    if resolved.compile_cache is not None:
+    store = open_store(resolved.compile_cache, mesh)
+    if resolved.compile_cache is not None and (store is None or mesh.platform != "cpu"):
         program_cache.enable(resolved.compile_cache)
     check_numbers(
         None if loaded.config.bidirectional else get_backend(resolved.attention, mesh.platform),
         mesh,
         loaded.structure.activation_dtype,
         deterministic=resolved.deterministic,
+        store=store,
     )
 
     def progress(name: str, done: int, total: int) -> None:
@@ -234,9 +237,11 @@ def make_runner(
             raise ConfigError("an encoder has no KV cache", fix="leave cache.host_memory out")
         if config.mesh.hosts > 1:
             raise ConfigError("an encoder does not run over several hosts", fix="leave mesh.hosts out")
-        return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress)
+        return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress, store=store)
     normalize = pooling.normalize
-    return ModelRunner(loaded, resolved, mesh, normalize_embeddings=normalize, progress=progress, agree=agree)
+    return ModelRunner(
+        loaded, resolved, mesh, normalize_embeddings=normalize, progress=progress, agree=agree, store=store
+    )
 
 
 def _warm_up(runner: ModelRunner | EncoderRunner, calls: ModelRunner | LeaderRunner | EncoderRunner) -> StepTimes:

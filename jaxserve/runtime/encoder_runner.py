@@ -23,7 +23,15 @@ from jaxserve.ops.linear import Products
 from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.buckets import EncodeBuckets
-from jaxserve.runtime.compilation.compiler import CompileCounter, Program, Progress, compile_all, compiler_options
+from jaxserve.runtime.compilation.compiler import (
+    CompileCounter,
+    Program,
+    Progress,
+    Store,
+    compile_all,
+    compiler_options,
+)
+from jaxserve.runtime.compilation.fingerprint import describe
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.steps.step_handle import DeviceStep, Pooled, StepOutputs
@@ -49,9 +57,10 @@ class EncoderRunner:
         mesh: DeviceMesh,
         *,
         progress: Progress | None = None,
+        store: Store | None = None,
     ) -> None:
         started = time.perf_counter()
-        if config.compile_cache is not None:
+        if store is None and config.compile_cache is not None:
             program_cache.enable(config.compile_cache)
         self.config = config
         self.mesh = mesh
@@ -61,7 +70,10 @@ class EncoderRunner:
             config.max_num_seqs, config.max_num_batched_tokens, longest, deterministic=config.deterministic
         )
         self._encode = functools.partial(encode, loaded.structure, pooling, config.deterministic)
-        self.compiled = compile_all([self._program(*shape) for shape in self.buckets.shapes()], progress=progress)
+        weights = [(spec.name, spec.shape, jnp.dtype(spec.dtype).name) for spec in loaded.structure.specs]
+        self._identity = describe((loaded.config, weights, pooling, config.deterministic))
+        wanted = [self._program(*shape) for shape in self.buckets.shapes()]
+        self.compiled = compile_all(wanted, progress=progress, store=store)
         self._by_shape = {(rows, length): self.compiled[_name(rows, length)] for rows, length in self.buckets.shapes()}
         self.plan = memory.plan_without_cache(
             sum(shard.data.nbytes for leaf in self.leaves for shard in leaf.addressable_shards),
@@ -79,7 +91,9 @@ class EncoderRunner:
         packed = jax.ShapeDtypeStruct((rows, 2 + length), jnp.int32, sharding=self.mesh.replicated)
         options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
         name, weight = _name(rows, length), rows * length
-        return Program(name, self._encode, (leaves, packed), (), self.mesh.replicated, weight, options)
+        return Program(
+            name, self._encode, (leaves, packed), (), self.mesh.replicated, weight, options, self._identity
+        )
 
     @property
     def num_programs(self) -> int:

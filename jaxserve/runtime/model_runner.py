@@ -26,7 +26,7 @@ from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.buckets import fit
-from jaxserve.runtime.compilation.compiler import CompileCounter, Progress, compile_all, compiler_options
+from jaxserve.runtime.compilation.compiler import CompileCounter, Progress, Store, compile_all, compiler_options
 from jaxserve.runtime.extra_outputs import ExtraOutputs
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
@@ -72,9 +72,10 @@ class ModelRunner:
         normalize_embeddings: bool = True,
         progress: Progress | None = None,
         agree: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
+        store: Store | None = None,
     ) -> None:
         started = time.perf_counter()
-        if config.compile_cache is not None:
+        if store is None and config.compile_cache is not None:
             program_cache.enable(config.compile_cache)
         self.config = config
         self.mesh = mesh
@@ -86,7 +87,7 @@ class ModelRunner:
         plan = agree(setup.plan())
         self._programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
         wanted = [*self._programs.all(), *(self._programs.transfers() if plan.num_host_pages else ())]
-        self.compiled = compile_all(wanted, progress=progress)
+        self.compiled = compile_all(wanted, progress=progress, store=store)
         scratch = max(map(memory.scratch_bytes, self.compiled.values())) * len(mesh.devices)
         self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
         self._by_size = {
@@ -106,16 +107,11 @@ class ModelRunner:
         self._counter = CompileCounter()
 
     def _allocate(self) -> None:
-        def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)
-
-        shapes = self._programs.shapes
-        self.caches: Caches = kv_cache.allocate(self._layers, (self.plan.num_pages, self.plan.num_window_pages))
-        self.state: SlotState = jax.tree.map(zeros, shapes.state)
-        self.hidden: jax.Array = zeros(shapes.hidden)
-        sizes = {*self.buckets.head, *self.buckets.verify}
-        self._no_mask = {rows: zeros(shapes.ints(rows, shapes.mask_words)) for rows in sizes}
-        self._no_ids = {rows: zeros(shapes.ints(rows, MAX_LOGPROB_IDS)) for rows in self.buckets.head}
+        arrays = self.compiled["allocate"]()
+        self.caches: Caches
+        self.state: SlotState
+        self.hidden: jax.Array
+        self.caches, self.state, self.hidden, self._no_mask, self._no_ids = arrays
 
     def warm_up(self, before_run: BeforeRun | None = None) -> StepTimes:
         """Run the programs of a step on dummy input, small ones first: requests then do not pay the first-run cost.

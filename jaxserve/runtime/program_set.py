@@ -95,6 +95,7 @@ class ProgramSet:
     buckets: Buckets
     options: Mapping[str, bool | str]
     max_drafts: int = 0  # of a row
+    identity: str | None = None  # see Program
 
     def all(self) -> list[Program]:
         """Return every program that the runner compiles at start."""
@@ -105,6 +106,7 @@ class ProgramSet:
             *map(self.head_sample, self.buckets.head),
             *map(self.verify, self.buckets.verify),
             *self._small(),
+            self.allocate(),
         ]
 
     def largest(self) -> list[Program]:
@@ -189,6 +191,22 @@ class ProgramSet:
         yield self._program("prompt_logprobs", self.steps.prompt_logprobs, args, (), s.replicated)
         yield self._program("pool", self.steps.pool, (s.leaves, s.hidden, s.ints(1 + POOL_GROUP)), (), s.replicated)
 
+    def allocate(self) -> Program:
+        """Return the program that makes the empty arrays: (caches, state, hidden, masks and ids by rows).
+
+        jnp.zeros would compile a program for each shape.
+        """
+        s = self.shapes
+        masks = {rows: s.ints(rows, s.mask_words) for rows in (*self.buckets.head, *self.buckets.verify)}
+        ids = {rows: s.ints(rows, MAX_LOGPROB_IDS) for rows in self.buckets.head}
+        structs = (s.caches, s.state, s.hidden, masks, ids)
+
+        def zeros() -> Any:
+            return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), structs)
+
+        shardings = jax.tree.map(lambda struct: struct.sharding, structs)
+        return self._program("allocate", zeros, (), (), shardings)
+
     def exported_pages(self, count: int) -> Any:
         """Return the structs of `count` exported pages: [count, ...] per array of a layer."""
         s = self.shapes
@@ -217,4 +235,4 @@ class ProgramSet:
         out_shardings: Any,
         weight: int = 0,
     ) -> Program:
-        return Program(name, function, args, donate, out_shardings, weight, self.options)
+        return Program(name, function, args, donate, out_shardings, weight, self.options, self.identity)

@@ -6,10 +6,13 @@ Makes the program set that follows from them. Allocates nothing; `plan` may comp
 from __future__ import annotations
 
 import logging
+import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.linear import Products
@@ -18,6 +21,7 @@ from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
+from jaxserve.runtime.compilation.fingerprint import describe
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
@@ -29,6 +33,9 @@ from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.window_size import WindowSize
 
 logger = logging.getLogger(__name__)
+
+
+_BOUND = ("bind", "mesh", "layers")  # fields of StepPrograms whose text differs between processes
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,15 @@ class RunnerSetup:
         )
         shapes = Shapes.of(self.loaded.leaves, self.layers, self.mesh, num_pages=num_pages, state=state, hidden=hidden)
         options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
-        return ProgramSet(self.steps, shapes, self.buckets, options, self.config.max_drafts)
+        return ProgramSet(self.steps, shapes, self.buckets, options, self.config.max_drafts, self._identity(max_model_len))
+
+    def _identity(self, max_model_len: int) -> str:
+        """Return what the step functions depend on; see Program.identity."""
+        steps = {f.name: getattr(self.steps, f.name) for f in dataclasses.fields(self.steps) if f.name not in _BOUND}
+        weights = [(spec.name, spec.shape, jnp.dtype(spec.dtype).name) for spec in self.loaded.structure.specs]
+        layers = [dataclasses.replace(layer, sharding=self.mesh.replicated) for layer in self.layers]
+        parts = (self.loaded.config, weights, steps, layers, self.buckets, max_model_len, self.config.max_drafts)
+        return hashlib.sha256(describe(parts).encode()).hexdigest()
 
     def _window_size(self) -> WindowSize | None:
         if self.window is None:

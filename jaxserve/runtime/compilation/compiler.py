@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from importlib import metadata
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax import monitoring
@@ -37,6 +37,7 @@ _ONE_GRAPH: Mapping[str, bool | str] = {
 
 Progress = Callable[[str, int, int], None]  # (program just finished, how many are done, how many in all)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 def compiler_options(
@@ -57,6 +58,7 @@ class Program:
     """One program of fixed shapes.
 
     args: pytrees of jax.ShapeDtypeStruct, with shardings if they matter. weight: larger is compiled earlier.
+    identity: a text that names all that `function` depends on beside its arguments; None: it is not kept in a store.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Program:
     out_shardings: Any = None  # a prefix of the result's tree; None leaves the choice to XLA
     weight: int = 0
     options: Mapping[str, bool | str] = field(default_factory=dict)
+    identity: str | None = None
 
     def compile(self) -> jax.stages.Compiled:
         """Lower and compile the program for its shapes."""
@@ -107,15 +110,60 @@ class CompileCounter:
         self.close()
 
 
+class Store(Protocol):
+    """A place of compiled programs."""
+
+    def find(self, program: Program) -> jax.stages.Compiled | None:
+        """Load a program; None: it is not there and must be compiled. Raises ConfigError if it must not be."""
+        ...
+
+    def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
+        """Store a program that was just compiled."""
+        ...
+
+
+class _CacheHits(threading.local):
+    """Whether the last compilation of this thread came from JAX's own cache. XLA cannot serialise such a program."""
+
+    found = False
+
+    def listen(self, event: str, **kwargs: str | int) -> None:
+        self.found = self.found or event == _HIT_EVENT
+
+
+def obtain(program: Program, store: Store | None) -> jax.stages.Compiled:
+    """Load a program from the store, or compile it and keep it there."""
+    if store is None or program.identity is None:
+        return program.compile()
+    if (found := store.find(program)) is not None:
+        return found
+    hits = _CacheHits()
+    monitoring.register_event_listener(hits.listen)
+    try:
+        compiled = program.compile()
+    finally:
+        monitoring.unregister_event_listener(hits.listen)
+    if not hits.found:
+        store.keep(program, compiled)
+    return compiled
+
+
 def compile_all(
-    programs: Sequence[Program], *, workers: int | None = None, progress: Progress | None = None
+    programs: Sequence[Program],
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    store: Store | None = None,
 ) -> dict[str, jax.stages.Compiled]:
-    """Compile in a thread pool, largest first, and share the results in the cache. The first error stops the rest."""
+    """Compile in a thread pool, largest first, and share the results in the cache. The first error stops the rest.
+
+    store: from which programs are loaded instead, and where new ones are kept
+    """
     order = sorted(programs, key=lambda program: -program.weight)
     compiled: dict[str, jax.stages.Compiled] = {}
     pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="compile")
     try:
-        names = {pool.submit(program.compile): program.name for program in order}
+        names = {pool.submit(obtain, program, store): program.name for program in order}
         for done, future in enumerate(as_completed(names), start=1):
             compiled[names[future]] = future.result()
             if progress is not None:

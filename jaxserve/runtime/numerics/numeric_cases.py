@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
 from jaxserve.runtime.sampling.draw import argmax, filter_probs, inverse_cdf, random_uniform
 from jaxserve.types.threefry import threefry2x32
@@ -32,6 +33,7 @@ class NumericCase:
     """A function, the arrays that it is called with and what it must return.
 
     tolerance: largest difference from an expected number, relative to 1 and to that number; 0: none
+    identity: see Program
     """
 
     name: str
@@ -39,6 +41,7 @@ class NumericCase:
     inputs: tuple[Any, ...]
     expected: tuple[np.ndarray, ...]
     tolerance: float = 0.0
+    identity: str | None = None
 
 
 def sums() -> NumericCase:
@@ -54,7 +57,11 @@ def sums() -> NumericCase:
 
     squares = (narrow**2).sum(axis=1), (wide**2).sum(axis=1)
     return NumericCase(
-        "sums", function, (narrow, np.eye(3, dtype=np.float32), wide), (*squares, wide.max(axis=1), wide.sum(axis=0))
+        "sums",
+        function,
+        (narrow, np.eye(3, dtype=np.float32), wide),
+        (*squares, wide.max(axis=1), wide.sum(axis=0)),
+        identity="sums",
     )
 
 
@@ -71,7 +78,9 @@ def products(linear: Callable[..., jax.Array], dtype: jnp.dtype) -> NumericCase:
         return tuple(linear(x, weight, out_dtype=jnp.float32) for x in rows)
 
     inputs = tuple(x.astype(dtype) for x in (weight, *rows))
-    return NumericCase("matrix products", function, inputs, tuple(x @ weight.T for x in rows))
+    expected = tuple(x @ weight.T for x in rows)
+    identity = repr(linear) if isinstance(linear, Products) else None
+    return NumericCase("matrix products", function, inputs, expected, identity=identity)
 
 
 def attention(backend: Backend, dtype: jnp.dtype, tolerance: float) -> NumericCase:
@@ -98,6 +107,7 @@ def attention(backend: Backend, dtype: jnp.dtype, tolerance: float) -> NumericCa
         (query, context, slots, _metadata(_Q_LENS), _metadata((1, 1, 1), decode_only=True)),
         (expected, expected[last]),
         tolerance,
+        repr(backend),
     )
 
 
@@ -126,9 +136,8 @@ def sampler() -> NumericCase:
     bits, _ = threefry2x32(seed[:, 0], seed[:, 1], position.astype(np.uint32), np.zeros(3, np.uint32))
     random = ((bits >> 8).astype(np.float32) + 0.5) * np.float32(2**-24)
     expected = (np.full(3, 17), np.ones(3), _filtered(shares), _drawn(whole, uniform), random)
-    return NumericCase(
-        "sampler", function, (shares, (top_k, top_p, least), (whole, uniform), (seed, position)), expected
-    )
+    inputs = (shares, (top_k, top_p, least), (whole, uniform), (seed, position))
+    return NumericCase("sampler", function, inputs, expected, identity="sampler")
 
 
 def _whole_numbers(shape: tuple[int, int], seed: int = 0) -> np.ndarray:

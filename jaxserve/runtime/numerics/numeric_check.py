@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Backend
-from jaxserve.runtime.compilation.compiler import Program, compile_all, compiler_options
+from jaxserve.runtime.compilation.compiler import Program, Store, compile_all, compiler_options
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.numerics.numeric_cases import NumericCase, attention, products, sampler, sums
 from jaxserve.runtime.runner_setup import native_products
@@ -45,11 +45,21 @@ def attention_case(backend: Backend, mesh: DeviceMesh, dtype: jnp.dtype) -> Nume
     return attention(backend, dtype, _ROUNDING if exact else _FEW_BITS)
 
 
-def check_numbers(backend: Backend | None, mesh: DeviceMesh, dtype: jnp.dtype, *, deterministic: bool) -> None:
-    """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. Arguments: `serving_cases`."""
+def check_numbers(
+    backend: Backend | None,
+    mesh: DeviceMesh,
+    dtype: jnp.dtype,
+    *,
+    deterministic: bool,
+    store: Store | None = None,
+) -> None:
+    """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. Arguments: `serving_cases`.
+
+    store: of the compiled cases. They run at every start all the same.
+    """
     cases = serving_cases(backend, mesh, dtype, deterministic=deterministic)
     options = compiler_options(mesh.platform, deterministic=deterministic)
-    wrong = wrong_numbers(cases, mesh.local_devices[0], options)
+    wrong = wrong_numbers(cases, mesh.local_devices[0], options, store=store)
     if wrong:
         raise ConfigError(
             f"this machine computes wrong numbers with jax {jax.__version__}: {'; '.join(wrong)}",
@@ -58,7 +68,12 @@ def check_numbers(backend: Backend | None, mesh: DeviceMesh, dtype: jnp.dtype, *
 
 
 def wrong_numbers(
-    cases: Sequence[NumericCase], device: Any, options: Mapping[str, bool | str], *, workers: int | None = None
+    cases: Sequence[NumericCase],
+    device: Any,
+    options: Mapping[str, bool | str],
+    *,
+    workers: int | None = None,
+    store: Store | None = None,
 ) -> list[str]:
     """Compile and run the cases on a device and describe each that differs from what is expected."""
     place = SingleDeviceSharding(device)
@@ -67,8 +82,18 @@ def wrong_numbers(
         """Return the shape [...], dtype and place of an input."""
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    programs = [Program(case.name, case.function, jax.tree.map(struct, case.inputs), options=options) for case in cases]
-    compiled = compile_all(programs, workers=workers)
+    programs = [
+        Program(
+            case.name,
+            case.function,
+            jax.tree.map(struct, case.inputs),
+            out_shardings=place,
+            options=options,
+            identity=case.identity,
+        )
+        for case in cases
+    ]
+    compiled = compile_all(programs, workers=workers, store=store)
     return [
         f"{case.name}: {problem}"
         for case in cases

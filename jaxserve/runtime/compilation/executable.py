@@ -1,0 +1,209 @@
+"""Compiled programs as bytes, and back, without tracing and without pickle.
+
+The bytes are XLA's own serialisation of the executable, which is machine code. Everything else that jax needs to call
+it is described in plain data: the tree of the results and their shapes. Arguments and shardings come from the
+`Program` at hand. The classes of jax that hold a loaded executable are not public, so this file is the only one that
+names them; `load` raises ProgramFormatError if another version of jax has changed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import msgspec
+import numpy as np
+from jax.experimental.layout import Layout
+
+from jaxserve.errors import JaxserveError
+from jaxserve.runtime.compilation.compiler import Program
+
+
+class ProgramFormatError(JaxserveError):
+    """The bytes of a program cannot be used by this jax."""
+
+
+class StoredLayout(msgspec.Struct, frozen=True):
+    """The order of an array's dimensions in memory; see jax.experimental.layout.Layout."""
+
+    major_to_minor: tuple[int, ...]
+    tiling: tuple[tuple[int, ...], ...] | None
+    sub_byte_element_size_in_bits: int
+
+
+class StoredResult(msgspec.Struct, frozen=True):
+    """An array that a program returns."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    weak_type: bool
+    layout: StoredLayout
+
+
+class StoredProgram(msgspec.Struct, frozen=True):
+    """A compiled program without its arguments and shardings.
+
+    kept: indices of the flat arguments that the executable takes. layouts: of these
+    tree: of the results: a list ["tuple", ...], ["list", ...], ["dict", keys, ...], ["none"], ["leaf"] or [class, ...]
+    scratch: temporary bytes and bytes of code by XLA's analysis
+    """
+
+    executable: bytes
+    kept: tuple[int, ...]
+    layouts: tuple[StoredLayout, ...]
+    tree: list[Any]
+    results: tuple[StoredResult, ...]
+    scratch: int = 0
+
+
+def serialize(compiled: jax.stages.Compiled) -> StoredProgram:
+    """Return the bytes and the description of a program. Raises ProgramFormatError if it has none.
+
+    Also for a program that was compiled for a device that is not there.
+    """
+    try:
+        inner = _unloaded(compiled)
+        executable = inner.xla_executable
+        plain = not (inner.mut or inner.host_callbacks or inner.ordered_effects or inner.unordered_effects)
+        if not plain or any(layout is not None for layout in inner.dispatch_in_layouts):
+            raise ProgramFormatError("it has effects or layouts of its own")
+        client = getattr(executable, "client", None)
+        data = executable.serialize() if client is None else client.serialize_executable(executable)
+        layouts = tuple(map(_stored_layout, inner.xla_in_layouts))
+        results = tuple(
+            StoredResult(tuple(aval.shape), np.dtype(aval.dtype).name, bool(aval.weak_type), _stored_layout(layout))
+            for aval, layout in zip(inner.output_avals, inner.xla_out_layouts, strict=True)
+        )
+        tree = _describe(compiled.out_tree.unflatten(range(len(results))))
+        return StoredProgram(data, tuple(sorted(inner.kept_var_idx)), layouts, tree, results, scratch_bytes(compiled))
+    except (AttributeError, TypeError, jax.errors.JaxRuntimeError) as error:
+        raise ProgramFormatError(f"jax {jax.__version__} gives no bytes of it: {error}") from error
+
+
+def load(stored: StoredProgram, program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
+    """Load a program for `devices`. Runs nothing. Raises ProgramFormatError if this jax cannot load it.
+
+    program: the one that was compiled; its out_shardings must not be None.
+    """
+    try:
+        return _load(stored, program, devices)
+    except (ImportError, AttributeError, TypeError, ValueError, KeyError, jax.errors.JaxRuntimeError) as error:
+        raise ProgramFormatError(f"jax {jax.__version__} cannot load it: {error}") from error
+
+
+def scratch_bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the bytes of a program's temporary memory and code by XLA's analysis; 0 if the platform has none."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return 0
+    return int(analysis.temp_size_in_bytes + analysis.generated_code_size_in_bytes)
+
+
+def _unloaded(compiled: jax.stages.Compiled) -> Any:
+    return compiled._executable._unloaded_executable  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _load(stored: StoredProgram, program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
+    from jax._src import stages, tree_util
+    from jax._src.interpreters import pxla
+    from jax._src.lib import xla_client
+    from jax._src.sharding_impls import SingleDeviceSharding
+    from jax.core import ShapedArray
+
+    client, held = devices[0].client, xla_client.DeviceList(tuple(devices))
+    executable = client.deserialize_executable(stored.executable, executable_devices=held)
+    arguments, in_tree = jax.tree.flatten((program.args, {}))
+    structs = [arguments[index] for index in stored.kept]
+    here = SingleDeviceSharding(devices[0])
+    out = jax.tree.structure(_rebuilt(stored.tree))
+    out_shardings = jax.tree.broadcast(program.out_shardings, jax.tree.unflatten(out, range(out.num_leaves)))
+    in_avals = [ShapedArray(s.shape, s.dtype) for s in structs]
+    out_avals = [ShapedArray(r.shape, _dtype(r.dtype), weak_type=r.weak_type) for r in stored.results]
+    fields: dict[str, Any] = {
+        "xla_executable": executable,
+        "device_list": held,
+        "backend": client,
+        "input_avals": in_avals,
+        "input_shardings": [s.sharding or here for s in structs],
+        "output_avals": out_avals,
+        "output_shardings": jax.tree.leaves(out_shardings),
+        "committed": True,
+        "name": program.name,
+        "unordered_effects": [],
+        "ordered_effects": [],
+        "keepalive": [],
+        "host_callbacks": [],
+        "kept_var_idx": set(stored.kept),
+        "mut": None,
+        "xla_in_layouts": [_layout(layout) for layout in stored.layouts],
+        "dispatch_in_layouts": [None] * len(in_avals),
+        "xla_out_layouts": [_layout(result.layout) for result in stored.results],
+        "all_args_info": None,
+        "pgle_profiler": None,
+    }
+    loaded = pxla.UnloadedMeshExecutable(**fields).load()
+    info = tree_util.tree_unflatten(in_tree, [_argument(s) for s in arguments])
+    return stages.Compiled(loaded, [], info, out, no_kwargs=True)
+
+
+def _argument(struct: jax.ShapeDtypeStruct) -> Any:
+    from jax._src import stages
+    from jax.core import ShapedArray
+
+    return stages.ArgInfo(ShapedArray(struct.shape, struct.dtype), donated=False)
+
+
+def _stored_layout(layout: Any) -> StoredLayout:
+    tiling = None if layout.tiling is None else tuple(map(tuple, layout.tiling))
+    return StoredLayout(tuple(layout.major_to_minor), tiling, layout.sub_byte_element_size_in_bits)
+
+
+def _layout(stored: StoredLayout) -> Layout:
+    return Layout(
+        stored.major_to_minor,
+        stored.tiling,  # type: ignore[arg-type]
+        stored.sub_byte_element_size_in_bits,
+    )
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _node_classes() -> Mapping[str, type[Any]]:
+    """Return the classes that a result may have, by name. No other class is ever made from a file."""
+    from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
+    from jaxserve.runtime.sampling.sampler import Sampled
+    from jaxserve.runtime.sampling.slots import SlotState
+    from jaxserve.runtime.sampling.verify import Verified
+
+    return {cls.__name__: cls for cls in (SlotState, Sampled, Verified, ScaledPages)}
+
+
+def _describe(tree: Any) -> list[Any]:
+    if tree is None:
+        return ["none"]
+    if isinstance(tree, tuple | list):
+        return [type(tree).__name__, *map(_describe, tree)]
+    if isinstance(tree, dict):
+        return ["dict", list(tree), *map(_describe, tree.values())]
+    if type(tree).__name__ in _node_classes():
+        return [type(tree).__name__, *(_describe(getattr(tree, f.name)) for f in dataclasses.fields(tree))]
+    if isinstance(tree, int):
+        return ["leaf"]
+    raise ProgramFormatError(f"it returns a {type(tree).__name__}")
+
+
+def _rebuilt(described: Sequence[Any]) -> Any:
+    kind, *inner = described
+    if kind in ("none", "leaf"):
+        return None if kind == "none" else 0
+    if kind == "dict":
+        return dict(zip(inner[0], map(_rebuilt, inner[1:]), strict=True))
+    parts = [_rebuilt(part) for part in inner]
+    if kind in ("tuple", "list"):
+        return tuple(parts) if kind == "tuple" else parts
+    return _node_classes()[kind](*parts)

@@ -1,0 +1,137 @@
+"""Where compiled programs are kept: in the user's cache directory, by a key of everything that they depend on.
+
+A program that is found there is loaded and not traced or compiled, which takes a tenth of the time. The files are
+code: only files of this user or of root that no other user can write are read, and each has a checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+
+from jaxserve.cache_directory import CacheDirectoryError, opened
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.compilation.compiler import Program
+from jaxserve.runtime.compilation.executable import ProgramFormatError, StoredProgram, load, serialize
+from jaxserve.runtime.compilation.fingerprint import describe, fingerprint
+from jaxserve.runtime.mesh import DeviceMesh
+
+MAGIC = b"jaxserve program 1\n"
+_DIGEST = 32  # bytes of SHA-256
+LIMIT = 4 * 2**30  # bytes; a larger file is refused before it is read
+
+logger = logging.getLogger(__name__)
+
+
+class ProgramStore:
+    """The store in a directory of the user's cache. Errors only cost time: the program is then compiled."""
+
+    def __init__(self, directory: Path, mesh: DeviceMesh) -> None:
+        """Raises CacheDirectoryError if another user could write to the directory."""
+        with opened(directory):
+            pass
+        self._directory = directory
+        self._devices = mesh.devices
+        self._fingerprint = fingerprint(mesh)
+
+    def find(self, program: Program) -> jax.stages.Compiled | None:
+        """See compiler.Store."""
+        name = f"{program_key(program, self._fingerprint)}.program"
+        try:
+            with opened(self._directory) as held:
+                data = read_code(held.descriptor, name)
+            return load(decode(data), program, self._devices)
+        except FileNotFoundError:
+            return None
+        except (OSError, CacheDirectoryError, ProgramFormatError) as error:
+            logger.warning("%s is compiled again: %s: %s", program.name, self._directory / name, error)
+            return None
+
+    def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
+        """See compiler.Store."""
+        name = f"{program_key(program, self._fingerprint)}.program"
+        try:
+            with opened(self._directory) as held:
+                write_code(held.descriptor, name, encode(serialize(compiled)))
+        except (OSError, CacheDirectoryError, ProgramFormatError) as error:
+            logger.info("%s is not kept: %s", program.name, error)
+
+
+def program_key(program: Program, made_for: Mapping[str, str]) -> str:
+    """Return the name of a program among all programs of all models and machines: 40 hexadecimal digits."""
+    arguments, tree = jax.tree.flatten(program.args)
+    out = [describe(leaf) for leaf in jax.tree.leaves(program.out_shardings)]
+    parts: list[Any] = [program.name, program.identity, sorted(made_for.items()), list(map(describe, arguments))]
+    parts += [str(tree), program.donate, out, sorted(program.options.items())]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
+
+
+def encode(stored: StoredProgram) -> bytes:
+    """Return the content of a program's file: magic line, checksum, MessagePack."""
+    body = msgspec.msgpack.encode(stored)
+    return MAGIC + hashlib.sha256(body).digest() + body
+
+
+def decode(data: bytes) -> StoredProgram:
+    """Return the program of a file. Raises ProgramFormatError if it is cut, changed or of another kind."""
+    start = len(MAGIC) + _DIGEST
+    if not data.startswith(MAGIC):
+        raise ProgramFormatError("it is not a file of a program")
+    if hashlib.sha256(memoryview(data)[start:]).digest() != data[len(MAGIC) : start]:
+        raise ProgramFormatError("its checksum is wrong: the file was cut or changed")
+    try:
+        return msgspec.msgpack.decode(memoryview(data)[start:], type=StoredProgram)
+    except msgspec.MsgspecError as error:
+        raise ProgramFormatError(f"it cannot be read: {error}") from error
+
+
+def read_code(directory: int, name: str) -> bytes:
+    """Read a file of code from an open, checked directory.
+
+    Raises CacheDirectoryError if another user could have written it, OSError if it cannot be read.
+    """
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    with open(descriptor, "rb") as file:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_size > LIMIT:
+            raise CacheDirectoryError(f"{name} is not a file, or too large")
+        if info.st_uid not in (os.geteuid(), 0):
+            raise CacheDirectoryError(f"{name} belongs to another user ({info.st_uid})", fix="make the bundle yourself")
+        if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CacheDirectoryError(f"other users can write to {name}", fix=f"chmod go-w {name}, if nobody did")
+        return file.read()
+
+
+def write_code(directory: int, name: str, data: bytes) -> None:
+    """Write a file under a temporary name and rename it, so that nobody ever sees half of it. Raises OSError."""
+    temporary = f".{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+
+
+def open_store(directory: Path | None, mesh: DeviceMesh) -> ProgramStore | None:
+    """Return the store beside JAX's cache in `directory`; None if there is no cache, or it cannot be written."""
+    if directory is None:
+        return None
+    try:
+        return ProgramStore(directory / "programs", mesh)
+    except ConfigError as error:
+        logger.warning("compiled programs are not kept: %s", error)
+        return None
