@@ -139,6 +139,11 @@ class RuntimeSection(Section):
         union_mode="left_to_right",
         description="Directory for compiled programs. auto: jaxserve/xla in the user's cache directory; null: none.",
     )
+    bundle: DirPath | None = Field(
+        None,
+        description="Directory of compiled programs that jaxserve compile wrote. They are loaded, and nothing is "
+        "compiled; if they do not fit this machine or configuration, the start is refused with the reason.",
+    )
     random_seed: Int | None = Field(
         None,
         ge=0,

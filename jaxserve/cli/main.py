@@ -20,6 +20,10 @@ COMMANDS = {
     "launch": ("jaxserve.cli.start", "serve a model over HTTP"),
     "serve": ("jaxserve.cli.start", "the same as launch"),
     "chat": ("jaxserve.cli.chat", "talk to a model in the terminal, at a running server or one of its own"),
+    "compile": (
+        "jaxserve.cli.compile",
+        "write a bundle of compiled programs, with which a start compiles nothing",
+    ),
     "convert": ("jaxserve.cli.convert", "write a checkpoint in the form that loads fastest"),
     "plan": ("jaxserve.cli.plan", "print how much memory a model needs, from its config.json alone"),
     "doctor": ("jaxserve.cli.doctor", "check this machine, the configuration and a model, and say what to do"),

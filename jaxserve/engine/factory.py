@@ -6,6 +6,7 @@ The only place where configuration, models, runtime and scheduler meet. Reports 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from importlib.resources import files
@@ -35,8 +36,10 @@ from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.stored_config import read_quantization
 from jaxserve.models.pooling import PoolingConfig, is_embedder, read_pooling
-from jaxserve.ops.paged_attention import get_backend
+from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache
+from jaxserve.runtime.compilation.bundle import UNTUNED, Bundle
+from jaxserve.runtime.compilation.compiler import CompileCounter, Store
 from jaxserve.runtime.compilation.store import open_store
 from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.encoder_runner import EncoderRunner
@@ -54,6 +57,8 @@ from jaxserve.types.messages import EngineInfo, FromEngine, Located, Progress
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step_times import UNTIMED, StepTimes
 from jaxserve.version import __version__
+
+logger = logging.getLogger(__name__)
 
 DEMO_NAME = "demo"
 # On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
@@ -89,6 +94,7 @@ def build_engine(config: Config, send: Send, seed: int = 0, group: Leader | None
     phases = Phases()
     if group is None and config.mesh.hosts > 1:
         raise ConfigError("mesh.hosts above 1 needs a server", fix="start jaxserve launch on each host")
+    compiles = CompileCounter()
     _refuse_data(config)
     send(Progress("model files"))
     directory = locate(config)
@@ -139,8 +145,10 @@ def build_engine(config: Config, send: Send, seed: int = 0, group: Leader | None
         raw_scores=has_raw_scores(directory),
         label_token_ids=label_token_ids(config.model, directory, tokenizer) if generates else (),
         routed=_routed(loaded.config),
+        num_compiled=compiles.count,
         embedding_normalized=pooling.normalize,
     )
+    compiles.close()
     weights = DeviceWeights(runner, loaded.structure)
     if group is not None:
         control = GroupControl(group, core, calls, LeaderWeights(group, weights), directory)
@@ -176,14 +184,20 @@ def _tokenizer_dir(config: Config, directory: Path) -> Path:
     return directory if config.model.tokenizer is None else resolve(config.model.tokenizer)
 
 
-def load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
-    """Load the weights in the form that the configuration asks for. Raises ConfigError."""
+def read_model(config: Config, directory: Path, mesh: DeviceMesh) -> tuple[ModelConfig, jnp.dtype]:
+    """Return the model's configuration as it is served on `mesh`, and the dtype of its weights. Raises ConfigError."""
     model_config = read_config(directory)
     dtype, activations = _dtypes(config, model_config, directory, mesh)
     quantization = choose_quantization(config.model.quantization, model_config, directory)
     model_config = model_config.replace(activation_dtype=activations.name, quantization=quantization)
     if config.model.max_model_len is not None:
         model_config = model_config.for_context(config.model.max_model_len)
+    return model_config, dtype
+
+
+def load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
+    """Load the weights in the form that the configuration asks for. Raises ConfigError."""
+    model_config, dtype = read_model(config, directory, mesh)
     return load_model(
         directory,
         dtype=dtype,
@@ -218,11 +232,19 @@ def make_runner(
     if config.cache.disk is not None:
         name = pages_name(config, resolved, loaded, mesh, loaded.directory)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
-    store = open_store(resolved.compile_cache, mesh)
-    if resolved.compile_cache is not None and (store is None or mesh.platform != "cpu"):
-        program_cache.enable(resolved.compile_cache)
+    backend = None if loaded.config.bidirectional else get_backend(resolved.attention, mesh.platform)
+    store: Store | None = None
+    several = config.mesh.hosts > 1  # the programs of several processes are kept by JAX's own cache only
+    if config.runtime.bundle is not None:
+        if several:
+            raise ConfigError("a bundle is for one host", fix="leave runtime.bundle out")
+        store, resolved = _bundle(config.runtime.bundle, loaded, resolved, mesh, backend)
+    else:
+        store = None if several else open_store(resolved.compile_cache, mesh)
+        if resolved.compile_cache is not None and (store is None or mesh.platform != "cpu"):
+            program_cache.enable(resolved.compile_cache)  # a CPU's program from JAX's cache cannot be stored again
     check_numbers(
-        None if loaded.config.bidirectional else get_backend(resolved.attention, mesh.platform),
+        backend,
         mesh,
         loaded.structure.activation_dtype,
         deterministic=resolved.deterministic,
@@ -242,6 +264,18 @@ def make_runner(
     return ModelRunner(
         loaded, resolved, mesh, normalize_embeddings=normalize, progress=progress, agree=agree, store=store
     )
+
+
+def _bundle(
+    path: Path, loaded: LoadedModel, resolved: RunnerConfig, mesh: DeviceMesh, backend: Backend | None
+) -> tuple[Bundle, RunnerConfig]:
+    """Open a bundle. Returns it and the configuration with its pages. Raises ConfigError if it does not fit."""
+    if backend is None:
+        raise ConfigError("an encoder takes no bundle", fix="leave runtime.bundle out")
+    bundle = Bundle.open(path, mesh)
+    if bundle.manifest.tuning == UNTUNED:
+        logger.warning("the bundle %s was compiled %s", path, UNTUNED)
+    return bundle, bundle.resolved(loaded.structure, resolved, backend.name)
 
 
 def _warm_up(runner: ModelRunner | EncoderRunner, calls: ModelRunner | LeaderRunner | EncoderRunner) -> StepTimes:

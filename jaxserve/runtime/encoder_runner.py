@@ -91,9 +91,7 @@ class EncoderRunner:
         packed = jax.ShapeDtypeStruct((rows, 2 + length), jnp.int32, sharding=self.mesh.replicated)
         options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
         name, weight = _name(rows, length), rows * length
-        return Program(
-            name, self._encode, (leaves, packed), (), self.mesh.replicated, weight, options, self._identity
-        )
+        return Program(name, self._encode, (leaves, packed), (), self.mesh.replicated, weight, options, self._identity)
 
     @property
     def num_programs(self) -> int:

@@ -19,11 +19,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.models.loading.loader import LoadedModel
-from jaxserve.runtime import kv_cache, memory
+from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.buckets import fit
 from jaxserve.runtime.compilation.compiler import CompileCounter, Progress, Store, compile_all, compiler_options

@@ -87,8 +87,11 @@ class RunnerSetup:
         )
         return cls(loaded, config, mesh, backend, buckets, layers, window, steps)
 
-    def plan(self) -> MemoryPlan:
-        """Plan the memory. Raises ConfigError if the model does not fit."""
+    def plan(self, device_bytes: int | None = None) -> MemoryPlan:
+        """Plan the memory. Raises ConfigError if the model does not fit.
+
+        device_bytes: memory of all devices; None: it is asked of them
+        """
         config, num_devices = self.config, len(self.mesh.devices)
         vocab_size = self.loaded.config.vocab_size
         parts = Vocab.of(vocab_size, self.mesh.mesh).parts
@@ -96,9 +99,9 @@ class RunnerSetup:
         hidden = (
             self.buckets.max_tokens * self.loaded.config.hidden_size * self.loaded.structure.activation_dtype.itemsize
         )
-        probe = config.num_pages is None and self.mesh.platform != "cpu"
+        probe = config.num_pages is None and self.mesh.platform != "cpu" and device_bytes is None
         sizes = memory.Sizes(
-            weight_bytes=sum(map(memory.array_bytes, self.loaded.leaves)),
+            weight_bytes=sum(map(_bytes, self.loaded.leaves)),
             state_bytes=(state + hidden) * num_devices,
             scratch_bytes=(self._probe_scratch() if probe else self._estimate_scratch()) * num_devices,
             page_bytes=kv_cache.page_bytes(self.layers),
@@ -108,7 +111,10 @@ class RunnerSetup:
             window=self._window_size(),
         )
         plan = memory.plan_memory(
-            sizes, config, platform=self.mesh.platform, device_bytes=memory.device_memory(self.mesh.devices)
+            sizes,
+            config,
+            platform=self.mesh.platform,
+            device_bytes=memory.device_memory(self.mesh.devices) if device_bytes is None else device_bytes,
         )
         if config.host_memory is None:
             return plan
@@ -130,7 +136,9 @@ class RunnerSetup:
         )
         shapes = Shapes.of(self.loaded.leaves, self.layers, self.mesh, num_pages=num_pages, state=state, hidden=hidden)
         options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
-        return ProgramSet(self.steps, shapes, self.buckets, options, self.config.max_drafts, self._identity(max_model_len))
+        return ProgramSet(
+            self.steps, shapes, self.buckets, options, self.config.max_drafts, self._identity(max_model_len)
+        )
 
     def _identity(self, max_model_len: int) -> str:
         """Return what the step functions depend on; see Program.identity."""
@@ -172,6 +180,12 @@ def _products(loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, backe
     if loaded.config.moe is not None:
         logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
     return Products(config.deterministic, native_products(backend, mesh), triton_products(backend, mesh), experts)
+def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Return the bytes of an array over all devices."""
+    sharding = leaf.sharding
+    if sharding is None:
+        return math.prod(leaf.shape) * leaf.dtype.itemsize
+    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * len(sharding.device_set)
 
 
 def native_products(backend: Backend, mesh: DeviceMesh) -> bool:

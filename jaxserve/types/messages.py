@@ -60,6 +60,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     generation_defaults: dict[str, float | int]  # sampling defaults of generation_config.json
     memory_plan: dict[str, Any]  # bytes by purpose, and the largest concurrency
     seconds: dict[str, float]  # start-up time by phase
+    num_compiled: int = 0  # XLA compilations of the start; 0 if every program was found in a bundle or in the cache
     useful_rows: int = 2**31  # decode rows beyond which throughput does not rise
     is_embedding: bool = False  # an embedding model, which generates no text
     embedding_size: int = 0

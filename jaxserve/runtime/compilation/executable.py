@@ -9,6 +9,7 @@ names them; `load` raises ProgramFormatError if another version of jax has chang
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,18 @@ import jax
 import ml_dtypes
 import msgspec
 import numpy as np
+from jax.core import ShapedArray
 from jax.experimental.layout import Layout
+from jax.sharding import SingleDeviceSharding
 
 from jaxserve.errors import JaxserveError
+from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
 from jaxserve.runtime.compilation.compiler import Program
+from jaxserve.runtime.sampling.sampler import Sampled
+from jaxserve.runtime.sampling.slots import SlotState
+from jaxserve.runtime.sampling.verify import Verified
+
+_INTERNALS = ("jax._src.stages", "jax._src.interpreters.pxla", "jaxlib.xla_client")
 
 
 class ProgramFormatError(JaxserveError):
@@ -83,13 +92,13 @@ def serialize(compiled: jax.stages.Compiled) -> StoredProgram:
         raise ProgramFormatError(f"jax {jax.__version__} gives no bytes of it: {error}") from error
 
 
-def load(stored: StoredProgram, program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
-    """Load a program for `devices`. Runs nothing. Raises ProgramFormatError if this jax cannot load it.
+def load(stored: StoredProgram, program: Program) -> jax.stages.Compiled:
+    """Load a program on the devices of its results. Runs nothing. Raises ProgramFormatError if jax cannot load it.
 
     program: the one that was compiled; its out_shardings must not be None.
     """
     try:
-        return _load(stored, program, devices)
+        return _load(stored, program)
     except (ImportError, AttributeError, TypeError, ValueError, KeyError, jax.errors.JaxRuntimeError) as error:
         raise ProgramFormatError(f"jax {jax.__version__} cannot load it: {error}") from error
 
@@ -103,16 +112,20 @@ def scratch_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def _unloaded(compiled: jax.stages.Compiled) -> Any:
-    return compiled._executable._unloaded_executable  # type: ignore[attr-defined]  # noqa: SLF001
+    return compiled._executable._unloaded_executable  # type: ignore[attr-defined]
 
 
-def _load(stored: StoredProgram, program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
-    from jax._src import stages, tree_util
-    from jax._src.interpreters import pxla
-    from jax._src.lib import xla_client
-    from jax._src.sharding_impls import SingleDeviceSharding
-    from jax.core import ShapedArray
+def _devices(program: Program) -> list[Any]:
+    sharding = jax.tree.leaves(program.out_shardings)[0]
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return list(sharding.mesh.devices.flat)  # type: ignore[union-attr]
+    return list(sharding.device_set)
 
+
+def _load(stored: StoredProgram, program: Program) -> jax.stages.Compiled:
+    # not at the top: another version of jax may lack them, and then programs are compiled
+    stages, pxla, xla_client = map(importlib.import_module, _INTERNALS)
+    devices = _devices(program)
     client, held = devices[0].client, xla_client.DeviceList(tuple(devices))
     executable = client.deserialize_executable(stored.executable, executable_devices=held)
     arguments, in_tree = jax.tree.flatten((program.args, {}))
@@ -145,15 +158,9 @@ def _load(stored: StoredProgram, program: Program, devices: Sequence[Any]) -> ja
         "pgle_profiler": None,
     }
     loaded = pxla.UnloadedMeshExecutable(**fields).load()
-    info = tree_util.tree_unflatten(in_tree, [_argument(s) for s in arguments])
+    avals = [ShapedArray(s.shape, s.dtype) for s in arguments]
+    info = jax.tree.unflatten(in_tree, [stages.ArgInfo(aval, donated=False) for aval in avals])
     return stages.Compiled(loaded, [], info, out, no_kwargs=True)
-
-
-def _argument(struct: jax.ShapeDtypeStruct) -> Any:
-    from jax._src import stages
-    from jax.core import ShapedArray
-
-    return stages.ArgInfo(ShapedArray(struct.shape, struct.dtype), donated=False)
 
 
 def _stored_layout(layout: Any) -> StoredLayout:
@@ -175,11 +182,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 def _node_classes() -> Mapping[str, type[Any]]:
     """Return the classes that a result may have, by name. No other class is ever made from a file."""
-    from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
-    from jaxserve.runtime.sampling.sampler import Sampled
-    from jaxserve.runtime.sampling.slots import SlotState
-    from jaxserve.runtime.sampling.verify import Verified
-
     return {cls.__name__: cls for cls in (SlotState, Sampled, Verified, ScaledPages)}
 
 

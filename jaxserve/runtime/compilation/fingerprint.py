@@ -91,7 +91,9 @@ def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     wanted = ("model name", "cpu family", "model\t", "flags", "Features", "CPU part")
-    found = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines if line.startswith(wanted)}
+    found = {
+        line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in lines if line.startswith(wanted)
+    }
     name = found.pop("model name", "") or platform.processor() or "unknown"
     return f"{name} ({_short(' '.join(sorted(map(str, found.items()))), 8)})"
 

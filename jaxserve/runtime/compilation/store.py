@@ -41,7 +41,6 @@ class ProgramStore:
         with opened(directory):
             pass
         self._directory = directory
-        self._devices = mesh.devices
         self._fingerprint = fingerprint(mesh)
 
     def find(self, program: Program) -> jax.stages.Compiled | None:
@@ -50,7 +49,7 @@ class ProgramStore:
         try:
             with opened(self._directory) as held:
                 data = read_code(held.descriptor, name)
-            return load(decode(data), program, self._devices)
+            return load(decode(data), program)
         except FileNotFoundError:
             return None
         except (OSError, CacheDirectoryError, ProgramFormatError) as error:

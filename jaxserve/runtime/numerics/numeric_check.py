@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Backend
 from jaxserve.runtime.compilation.compiler import Program, Store, compile_all, compiler_options
-from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.mesh import AXES, DeviceMesh
 from jaxserve.runtime.numerics.numeric_cases import NumericCase, attention, products, sampler, sums
 from jaxserve.runtime.runner_setup import native_products
 
@@ -76,29 +76,34 @@ def wrong_numbers(
     store: Store | None = None,
 ) -> list[str]:
     """Compile and run the cases on a device and describe each that differs from what is expected."""
-    place = SingleDeviceSharding(device)
-
-    def struct(x: np.ndarray) -> jax.ShapeDtypeStruct:
-        """Return the shape [...], dtype and place of an input."""
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-    programs = [
-        Program(
-            case.name,
-            case.function,
-            jax.tree.map(struct, case.inputs),
-            out_shardings=place,
-            options=options,
-            identity=case.identity,
-        )
-        for case in cases
-    ]
-    compiled = compile_all(programs, workers=workers, store=store)
+    place = check_place(device)
+    compiled = compile_all(numeric_programs(cases, place, options), workers=workers, store=store)
     return [
         f"{case.name}: {problem}"
         for case in cases
         if (problem := _difference(case, compiled[case.name](*jax.device_put(case.inputs, place))))
     ]
+
+
+def check_place(device: Any) -> NamedSharding:
+    """Return where the arguments and results of the cases are."""
+    return NamedSharding(Mesh(np.array([device]).reshape(1, 1, 1), AXES), PartitionSpec())
+
+
+def numeric_programs(
+    cases: Sequence[NumericCase], place: jax.sharding.Sharding, options: Mapping[str, bool | str]
+) -> list[Program]:
+    """Return the programs of the cases. place: of all arguments and results"""
+
+    def struct(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        """Return the shape [...], dtype and place of an input."""
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    def program(case: NumericCase) -> Program:
+        args = jax.tree.map(struct, case.inputs)
+        return Program(case.name, case.function, args, (), place, options=options, identity=case.identity)
+
+    return [program(case) for case in cases]
 
 
 def _difference(case: NumericCase, results: tuple[jax.Array, ...]) -> str:

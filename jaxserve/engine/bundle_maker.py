@@ -1,0 +1,112 @@
+"""Makes a bundle: compiles every program of a configuration for this machine's devices, or for devices elsewhere.
+
+Reads no weights and allocates nothing on a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve.config import Config
+from jaxserve.engine.factory import locate, read_model
+from jaxserve.errors import ConfigError
+from jaxserve.models.loading.loader import inspect
+from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
+from jaxserve.models.pooling import read_pooling
+from jaxserve.models.sharding import for_mesh, param_sharding
+from jaxserve.runtime import memory
+from jaxserve.runtime.compilation.bundle import TUNED, UNTUNED, BundleWriter, settings_of
+from jaxserve.runtime.compilation.compiler import Program, Progress, compile_all, compiler_options
+from jaxserve.runtime.compilation.fingerprint import fingerprint
+from jaxserve.runtime.compilation.target import DevicelessProgram, Target, make_target
+from jaxserve.runtime.mesh import DeviceMesh, make_mesh
+from jaxserve.runtime.numerics.numeric_check import check_place, numeric_programs, serving_cases
+from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.runtime.runner_setup import RunnerSetup
+
+
+@dataclass(frozen=True)
+class MadeBundle:
+    """What was written. num_bytes: of all files"""
+
+    directory: Path
+    device: str
+    num_programs: int
+    num_bytes: int
+    tuning: str
+
+
+def make_bundle(
+    config: Config, directory: Path, *, target: str | None = None, tuning: str | None = None, progress: Progress
+) -> MadeBundle:
+    """Write a bundle into `directory`.
+
+    target: devices that are not there, see make_target; None: those of this machine. tuning: what the manifest says of
+    autotuning; None: by whether there is a device
+    Raises ConfigError if the model does not fit, or the devices cannot be compiled for.
+    """
+    if config.runtime.bundle is not None:
+        raise ConfigError("runtime.bundle is set, and this command writes one", fix="leave runtime.bundle out")
+    section = config.mesh
+    elsewhere = None if target is None else make_target(target, tensor=section.tensor, expert=section.expert)
+    mesh = elsewhere.mesh if elsewhere else make_mesh(section.device, tensor=section.tensor, expert=section.expert)
+    source = locate(config)
+    structure = _structure(config, source, mesh)
+    if structure.config.bidirectional:
+        raise ConfigError("an encoder has few programs and takes no bundle", fix="start it without one")
+    resolved = RunnerConfig.resolve(config, structure.config, mesh.platform, structure.activation_dtype)
+    pooling = read_pooling(source, structure.config)
+    loaded = LoadedModel(structure, _leaves(structure, mesh), source, 0, 0.0)
+    setup = RunnerSetup.of(loaded, resolved, mesh, normalize_embeddings=pooling.normalize)
+    plan = setup.plan(elsewhere.device_bytes if elsewhere else None)
+    programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
+    wanted = [*programs.all(), *(programs.transfers() if plan.num_host_pages else ()), *_checks(setup)]
+    settings = settings_of(structure, resolved, setup.backend.name)
+    writer = BundleWriter(directory, fingerprint(mesh))
+    compiled = compile_all(_for(wanted, elsewhere), progress=progress, store=writer)
+    scratch = max(map(memory.scratch_bytes, compiled.values())) * len(mesh.devices)
+    _check_room(plan, scratch)
+    said = tuning or (TUNED if elsewhere is None else UNTUNED)
+    size = writer.finish(settings, said, (plan.num_pages, plan.num_window_pages), plan.max_model_len)
+    return MadeBundle(directory, mesh.devices[0].device_kind, len(compiled), size, said)
+
+
+def _for(programs: list[Program], target: Target | None) -> list[Program]:
+    return programs if target is None else [DevicelessProgram(**vars(program)) for program in programs]
+
+
+def _structure(config: Config, source: Path, mesh: DeviceMesh) -> ModelStructure:
+    model, dtype = read_model(config, source, mesh)
+    model = for_mesh(model, mesh.mesh)
+    return build(model, dtype) if config.model.load_format == "random" else inspect(source, dtype=dtype, config=model)
+
+
+def _leaves(structure: ModelStructure, mesh: DeviceMesh) -> Any:
+    return tuple(
+        jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=param_sharding(spec, mesh.mesh))
+        for spec in structure.specs
+    )
+
+
+def _checks(setup: RunnerSetup) -> list[Program]:
+    """Return the programs of the numeric check at each start."""
+    mesh, deterministic = setup.mesh, setup.config.deterministic
+    cases = serving_cases(setup.backend, mesh, setup.loaded.structure.activation_dtype, deterministic=deterministic)
+    return numeric_programs(
+        cases, check_place(mesh.devices[0]), compiler_options(mesh.platform, deterministic=deterministic)
+    )
+
+
+def _check_room(plan: memory.MemoryPlan, scratch: int) -> None:
+    """Raise ConfigError if the programs need more memory than the plan left for them."""
+    used = plan.weight_bytes + plan.state_bytes + plan.kv_bytes + scratch
+    if plan.device_bytes and used > plan.device_bytes:
+        over = -(-(used - plan.device_bytes) // max(1, plan.page_bytes))
+        raise ConfigError(
+            f"the programs need {scratch / memory.MIB:.0f} MiB, for which there is no room",
+            fix=f"set cache.num_pages to at most {max(1, plan.num_pages - over)}",
+        )

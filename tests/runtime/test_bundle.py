@@ -1,0 +1,141 @@
+"""A bundle is taken as a whole or refused with its reason, in one line that says what to do."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli.compile import run as compile_command
+from jaxserve.config import Config
+from jaxserve.engine.bundle_maker import make_bundle
+from jaxserve.engine.factory import build_engine
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.compilation.bundle import MANIFEST
+from jaxserve.runtime.compilation.target import make_target
+
+LIMITS = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bundle") / "made"
+    made = make_bundle(Config.of(**LIMITS), directory, progress=lambda name, done, total: None)
+    assert made.num_programs == len(json.loads((directory / MANIFEST).read_text())["programs"])
+    return directory
+
+
+@pytest.fixture
+def copied(bundle: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    target = tmp_path / "copy"
+    target.mkdir(mode=0o700)
+    for path in bundle.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+        (target / path.name).chmod(0o600)
+    return target
+
+
+def start(bundle: Path, **keys: object) -> object:
+    return build_engine(Config.of(**LIMITS | {"bundle": bundle} | keys), lambda message: None)
+
+
+def edit(**changes: str) -> Callable[[Path], None]:
+    """Change what the manifest says that the programs were made for."""
+
+    def change(bundle: Path) -> None:
+        manifest = json.loads((bundle / MANIFEST).read_text())
+        manifest["made_for"] |= changes
+        (bundle / MANIFEST).write_text(json.dumps(manifest))
+
+    return change
+
+
+def on_program(act: Callable[[Path], object]) -> Callable[[Path], None]:
+    def change(bundle: Path) -> None:
+        act(next(bundle.glob("*.program")))
+
+    return change
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another jax": (edit(jax="0.10.1"), "was made for jax 0.10.1, and here it is"),
+    "another processor": (edit(processor="x86_64 other"), "was made for processor x86_64 other, and here it is"),
+    "another device": (edit(device="NVIDIA H200"), "was made for device NVIDIA H200, and here it is cpu"),
+    "another mesh": (edit(mesh="data=1 tensor=2 expert=1"), "was made for mesh data=1 tensor=2 expert=1"),
+    "other sources": (edit(sources="0"), "was made for sources 0, and here it is"),
+    "a cut program": (on_program(cut), "was cut or changed"),
+    "a changed program": (on_program(lambda path: path.write_bytes(path.read_bytes() + b"x")), "was cut or changed"),
+    "a missing program": (on_program(lambda path: path.unlink()), "No such file"),
+    "a program that others may write": (on_program(lambda path: path.chmod(0o662)), "other users can write"),
+    "a directory that others may write": (lambda bundle: bundle.chmod(0o777), "other users can write"),
+    "a manifest that others may write": (lambda bundle: (bundle / MANIFEST).chmod(0o606), "other users can write"),
+    "a cut manifest": (lambda bundle: cut(bundle / MANIFEST), "is damaged: manifest.json"),
+    "no manifest": (lambda bundle: (bundle / MANIFEST).unlink(), "is no bundle"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_refused_with_its_reason(fault: str, copied: Path) -> None:
+    spoil, message = FAULTS[fault]
+    spoil(copied)
+    with pytest.raises(ConfigError, match=message) as refused:
+        start(copied)
+    assert refused.value.fix and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"max_num_seqs": 2}, "was made for max_num_seqs 1, and here it is 2"),
+        ({"page_size": 32}, "was made for page_size 16, and here it is 32"),
+        ({"num_pages": 300}, "was made for cache.num_pages 256, and here it is 300"),
+        ({"max_model_len": 64}, "was made for model .*, and here it is|was made for model.max_model_len 2048"),
+        ({"dtype": "float32"}, "was made for model LlamaForCausalLM of shape"),
+        ({"attention": "xla", "dtype": "bfloat16"}, "was made for attention native, and here it is xla"),
+    ],
+)
+def test_other_settings_are_refused_by_name(bundle: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(bundle, **keys)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("name", [MANIFEST, "*.program", "."])
+def test_bundle_of_another_user_is_refused(name: str, copied: Path) -> None:
+    os.chown(next(copied.glob(name)) if name != "." else copied, 54321, 54321)
+    with pytest.raises(ConfigError, match=r"belongs to another user \(54321\)"):
+        start(copied)
+
+
+def test_no_bundle_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no bundle .*missing") as refused:
+        start(tmp_path / "missing")
+    assert "jaxserve compile" in (refused.value.fix or "")
+    assert not (tmp_path / "missing").exists()
+
+
+def test_start_with_a_bundle_compiles_nothing(bundle: Path) -> None:
+    built = start(bundle)
+    assert built.info.num_compiled == 0  # type: ignore[attr-defined]
+    assert built.core.runner.num_compiles() == 0  # type: ignore[attr-defined]
+
+
+def test_directory_with_other_files_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(ConfigError, match=r"has other files: letter.txt"):
+        make_bundle(Config.of(**LIMITS), tmp_path, progress=lambda *each: None)
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no target 'gtx'"):
+        make_target("gtx")
+    with pytest.raises(ConfigError, match="there is no file"):
+        compile_command(["-o", str(tmp_path / "b"), "--autotuning", str(tmp_path / "none")])
+    with pytest.raises(ConfigError, match="needs the device"):
+        compile_command(["-o", str(tmp_path / "b"), "--target", "h200", "--save-autotuning", "f"])

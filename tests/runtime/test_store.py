@@ -1,0 +1,171 @@
+"""Compiled programs on disk: found again without a compilation, and only where they fit and nobody else could write."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from jaxserve.cache_directory import CacheDirectoryError
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.compilation import fingerprint as fingerprints
+from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all
+from jaxserve.runtime.compilation.executable import ProgramFormatError, load, serialize
+from jaxserve.runtime.compilation.fingerprint import check_same, describe, fingerprint
+from jaxserve.runtime.compilation.store import ProgramStore, decode, encode, open_store, program_key
+from jaxserve.runtime.mesh import DeviceMesh, make_mesh
+from jaxserve.runtime.sampling.sampler import Sampled
+
+
+@pytest.fixture(scope="module")
+def mesh() -> DeviceMesh:
+    return make_mesh("cpu")
+
+
+def function(x: jax.Array, table: dict[str, jax.Array], unused: jax.Array) -> Any:
+    tokens = x @ table["a"]
+    return {"sampled": Sampled(tokens, table["b"]), "pair": (x + 1, None)}
+
+
+def program(mesh: DeviceMesh, rows: int = 4, **changes: Any) -> Program:
+    def struct(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=mesh.replicated)
+
+    args = struct(rows, 3), {"a": struct(3, 5), "b": struct(2)}, struct(7)
+    return Program("example", function, args, (0,), mesh.replicated, identity="example", **changes)
+
+
+def arguments(rows: int = 4) -> tuple[Any, ...]:
+    x = jnp.arange(rows * 3, dtype=jnp.float32).reshape(rows, 3)
+    return x, {"a": jnp.ones((3, 5)), "b": jnp.arange(2.0)}, jnp.zeros(7)
+
+
+def stored_file(directory: Path) -> Path:
+    [path] = directory.glob("*.program")
+    return path
+
+
+def test_second_process_loads_and_compiles_nothing(tmp_path: Path, mesh: DeviceMesh) -> None:
+    wanted = program(mesh)
+    first = compile_all([wanted], store=ProgramStore(tmp_path, mesh))["example"]
+    with CompileCounter() as counter:
+        second = compile_all([wanted], store=ProgramStore(tmp_path, mesh))["example"]
+    assert counter.count == 0
+    expected, donated = first(*arguments()), arguments()
+    got = second(*donated)
+    assert jax.tree.structure(got) == jax.tree.structure(expected) and isinstance(got["sampled"], Sampled)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert donated[0].is_deleted(), "its argument is donated as in the compiled program"
+    with pytest.raises(TypeError):
+        second(*arguments(rows=5))
+    assert (second.in_tree, second.out_tree) == (first.in_tree, first.out_tree)
+
+
+@pytest.mark.parametrize("break_it", [lambda data: data[:-100], lambda data: data[:-1] + b"x", lambda data: b""])
+def test_damaged_file_is_compiled_again(
+    break_it: Any, tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, wanted = ProgramStore(tmp_path, mesh), program(mesh)
+    compile_all([wanted], store=store)
+    path = stored_file(tmp_path)
+    path.write_bytes(break_it(path.read_bytes()))
+    assert store.find(wanted) is None
+    assert "compiled again" in caplog.text
+    compile_all([wanted], store=store)
+    assert store.find(wanted) is not None, "the damaged file is replaced"
+
+
+def test_file_that_others_could_write_is_not_read(
+    tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, wanted = ProgramStore(tmp_path, mesh), program(mesh)
+    compile_all([wanted], store=store)
+    stored_file(tmp_path).chmod(0o666)
+    assert store.find(wanted) is None and "other users can write" in caplog.text
+    target = tmp_path / "elsewhere"
+    stored_file(tmp_path).rename(target)
+    target.with_name(f"{program_key(wanted, fingerprint(mesh))}.program").symlink_to(target)
+    assert store.find(wanted) is None, "a link is not followed"
+
+
+def test_directory_of_others_is_not_used(tmp_path: Path, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(CacheDirectoryError):
+        ProgramStore(tmp_path, mesh)
+    assert open_store(tmp_path, mesh) is None and "not kept" in caplog.text
+
+
+def test_key_differs_with_everything_that_a_program_depends_on(mesh: DeviceMesh) -> None:
+    here, wanted = fingerprint(mesh), program(mesh)
+    others = [
+        program(mesh, rows=5),
+        program(mesh, options={"xla_cpu_enable_fast_math": True}),
+        dataclasses.replace(wanted, identity="another"),
+        dataclasses.replace(wanted, name="another"),
+        dataclasses.replace(wanted, donate=()),
+    ]
+    keys = [program_key(wanted, here), *(program_key(other, here) for other in others)]
+    keys += [program_key(wanted, here | {name: "another"}) for name in here]
+    assert len(set(keys)) == len(keys)
+    assert program_key(program(mesh), fingerprint(mesh)) == keys[0]
+
+
+@pytest.mark.parametrize("name", ["jax", "device", "processor", "sources", "options"])
+def test_mismatch_is_refused_by_name(name: str, mesh: DeviceMesh) -> None:
+    here = fingerprint(mesh)
+    with pytest.raises(ConfigError, match=rf"was made for {name} another, and here it is .*") as refused:
+        check_same(here | {name: "another"}, here, "the bundle b")
+    assert refused.value.fix
+
+
+def test_fingerprint_reads_the_flags_of_xla(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(mesh)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_load_autotune_results_from=f")
+    assert fingerprint(mesh) == before, "the file of autotuning results is no property of the device"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert fingerprint(mesh)["options"] != before["options"]
+
+
+def test_sources_are_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "kernel.py").write_text("1")
+    monkeypatch.setattr(fingerprints.jaxserve, "__file__", str(tmp_path / "__init__.py"))
+    first = fingerprints.sources_digest.__wrapped__()
+    (tmp_path / "ops" / "kernel.py").write_text("2")
+    assert fingerprints.sources_digest.__wrapped__() != first
+
+
+def test_text_with_an_address_is_no_identity() -> None:
+    with pytest.raises(TypeError, match="same in every process"):
+        describe(object())
+
+
+def test_result_of_an_unknown_class_is_refused(mesh: DeviceMesh) -> None:
+    compiled = program(mesh).compile()
+    stored = serialize(compiled)
+    assert decode(encode(stored)) == stored
+    broken = msgspec.structs.replace(stored, tree=["os.system", ["leaf"]])
+    with pytest.raises(ProgramFormatError):
+        load(broken, program(mesh))
+
+
+def test_program_from_jax_cache_is_not_stored(
+    tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA's CPU client serialises such an executable without its kernels."""
+    store, wanted = ProgramStore(tmp_path, mesh), program(mesh)
+
+    def found_in_cache(self: Program) -> jax.stages.Compiled:
+        compiled = compile_it(self)
+        jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+        return compiled
+
+    compile_it = Program.compile
+    monkeypatch.setattr(Program, "compile", found_in_cache)
+    compile_all([wanted], store=store)
+    assert not os.listdir(tmp_path)
