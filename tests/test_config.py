@@ -19,7 +19,7 @@ WORDS = ["nan", "inf", "-inf", "0", "-1", "1000000000000", "", " ", "a\nb", "non
 TEXTS = (
     "model.path model.tokenizer model.chat_template model.tool_parser model.reasoning_parser model.revision "
     "model.served_name model.classifier_from_token server.host server.ssl_keyfile server.ssl_certfile "
-    "runtime.compile_cache store.path server.weights_directories mesh.leader_address mesh.group_key_file"
+    "runtime.compile_cache runtime.bundle store.path server.weights_directories mesh.leader_address mesh.group_key_file"
 )
 SWITCHES = [key for key, field in known_keys().items() if field.annotation is bool]
 TEXT_KEYS = [str(key) for key in TEXTS.split()]

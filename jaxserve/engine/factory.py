@@ -37,10 +37,9 @@ from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.stored_config import read_quantization
 from jaxserve.models.pooling import PoolingConfig, is_embedder, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.runtime.bundle import UNTUNED, Bundle
 from jaxserve.runtime.compilation import program_cache
-from jaxserve.runtime.compilation.bundle import UNTUNED, Bundle
 from jaxserve.runtime.compilation.compiler import CompileCounter, Store
-from jaxserve.runtime.compilation.store import open_store
 from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.memory import MemoryPlan
@@ -48,6 +47,7 @@ from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.numerics.numeric_check import check_numbers
 from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
+from jaxserve.runtime.program_store import open_store
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from jaxserve.runtime.runner_setup import native_products
 from jaxserve.speculation.drafter import Drafter

@@ -31,7 +31,7 @@ from jaxserve.runtime.compilation.compiler import (
     compile_all,
     compiler_options,
 )
-from jaxserve.runtime.compilation.fingerprint import describe
+from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.steps.step_handle import DeviceStep, Pooled, StepOutputs

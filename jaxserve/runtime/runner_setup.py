@@ -5,9 +5,9 @@ Makes the program set that follows from them. Allocates nothing; `plan` may comp
 
 from __future__ import annotations
 
-import logging
 import dataclasses
 import hashlib
+import logging
 import math
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
-from jaxserve.runtime.compilation.fingerprint import describe
+from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
@@ -180,6 +180,8 @@ def _products(loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, backe
     if loaded.config.moe is not None:
         logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
     return Products(config.deterministic, native_products(backend, mesh), triton_products(backend, mesh), experts)
+
+
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Return the bytes of an array over all devices."""
     sharding = leaf.sharding

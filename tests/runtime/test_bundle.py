@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,11 +12,12 @@ from jaxserve.cli.compile import run as compile_command
 from jaxserve.config import Config
 from jaxserve.engine.bundle_maker import make_bundle
 from jaxserve.engine.factory import build_engine
+from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.compilation.bundle import MANIFEST
-from jaxserve.runtime.compilation.target import make_target
+from jaxserve.runtime.bundle import MANIFEST
+from jaxserve.runtime.target import make_target
 
-LIMITS = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+LIMITS: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,8 @@ def copied(bundle: Path, tmp_path: Path) -> Path:
     return target
 
 
-def start(bundle: Path, **keys: object) -> object:
-    return build_engine(Config.of(**LIMITS | {"bundle": bundle} | keys), lambda message: None)
+def start(bundle: Path, **keys: Any) -> BuiltEngine:
+    return build_engine(Config.of(None, **LIMITS | {"bundle": bundle} | keys), lambda message: None)
 
 
 def edit(**changes: str) -> Callable[[Path], None]:
@@ -100,7 +102,7 @@ def test_fault_is_refused_with_its_reason(fault: str, copied: Path) -> None:
         ({"attention": "xla", "dtype": "bfloat16"}, "was made for attention native, and here it is xla"),
     ],
 )
-def test_other_settings_are_refused_by_name(bundle: Path, keys: dict[str, object], message: str) -> None:
+def test_other_settings_are_refused_by_name(bundle: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(bundle, **keys)
 
@@ -122,8 +124,8 @@ def test_no_bundle_there(tmp_path: Path) -> None:
 
 def test_start_with_a_bundle_compiles_nothing(bundle: Path) -> None:
     built = start(bundle)
-    assert built.info.num_compiled == 0  # type: ignore[attr-defined]
-    assert built.core.runner.num_compiles() == 0  # type: ignore[attr-defined]
+    assert built.info.num_compiled == 0
+    assert built.core.runner.num_compiles() == 0
 
 
 def test_directory_with_other_files_is_not_written(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from jaxserve.cache_directory import CacheDirectoryError
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.compilation import fingerprint as fingerprints
+from jaxserve.runtime import fingerprint as fingerprints
 from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all
-from jaxserve.runtime.compilation.executable import ProgramFormatError, load, serialize
-from jaxserve.runtime.compilation.fingerprint import check_same, describe, fingerprint
-from jaxserve.runtime.compilation.store import ProgramStore, decode, encode, open_store, program_key
+from jaxserve.runtime.executable import ProgramFormatError, load, serialize
+from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
+from jaxserve.runtime.program_store import ProgramStore, decode, encode, open_store, program_key
 from jaxserve.runtime.sampling.sampler import Sampled
 
 
@@ -134,7 +134,7 @@ def test_fingerprint_reads_the_flags_of_xla(mesh: DeviceMesh, monkeypatch: pytes
 def test_sources_are_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "kernel.py").write_text("1")
-    monkeypatch.setattr(fingerprints.jaxserve, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(fingerprints, "ROOT", tmp_path)
     first = fingerprints.sources_digest.__wrapped__()
     (tmp_path / "ops" / "kernel.py").write_text("2")
     assert fingerprints.sources_digest.__wrapped__() != first

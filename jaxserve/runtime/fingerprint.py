@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-import jaxserve
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.version import __version__
 
+ROOT = Path(__file__).parents[1]  # the package
 FORMAT = "1"  # of the files
 _SOURCES = ("*.py", "*.c", "*.h")
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
@@ -66,11 +66,10 @@ def check_same(made_for: Mapping[str, str], here: Mapping[str, str], what: str) 
 @functools.cache
 def sources_digest() -> str:
     """Return a digest of all sources of the package that may end up in a program."""
-    root = Path(jaxserve.__file__).parent
     digest = hashlib.sha256()
     for folder in ("models", "ops", "runtime", "types"):
-        for path in sorted(found for kind in _SOURCES for found in (root / folder).rglob(kind)):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+        for path in sorted(found for kind in _SOURCES for found in (ROOT / folder).rglob(kind)):
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

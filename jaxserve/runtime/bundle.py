@@ -1,8 +1,8 @@
 """A bundle: a directory with every compiled program of one model, mesh and device, written by `jaxserve compile`.
 
 A server that is started with one compiles nothing. manifest.json says what the programs were made for, and has a
-checksum of each; the other files are those of store.py. The files are code, so the directory and each file must belong
-to this user or to root, and no other user may be able to write them. Each mismatch is refused with its reason.
+checksum of each; the other files are those of program_store.py. The files are code, so the directory and each file must
+belong to this user or to root, and no other user may be able to write them. Each mismatch is refused with its reason.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from jaxserve.cache_directory import CacheDirectoryError, opened
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.runtime.compilation.compiler import Program
-from jaxserve.runtime.compilation.executable import ProgramFormatError, load, serialize
-from jaxserve.runtime.compilation.fingerprint import check_same, describe, fingerprint
-from jaxserve.runtime.compilation.store import decode, encode, program_key, read_code, write_code
+from jaxserve.runtime.executable import ProgramFormatError, load, serialize
+from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.program_store import decode, encode, program_key, read_code, write_code
 from jaxserve.runtime.runner_config import RunnerConfig
 
 MANIFEST = "manifest.json"

@@ -22,8 +22,8 @@ import msgspec
 from jaxserve.cache_directory import CacheDirectoryError, opened
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.compilation.compiler import Program
-from jaxserve.runtime.compilation.executable import ProgramFormatError, StoredProgram, load, serialize
-from jaxserve.runtime.compilation.fingerprint import describe, fingerprint
+from jaxserve.runtime.executable import ProgramFormatError, StoredProgram, load, serialize
+from jaxserve.runtime.fingerprint import describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
 
 MAGIC = b"jaxserve program 1\n"
