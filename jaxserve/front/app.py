@@ -17,7 +17,7 @@ from jaxserve.config import Config
 from jaxserve.front import routes
 from jaxserve.front.forwarder import Forwarder
 from jaxserve.front.residents import Residents
-from jaxserve.telemetry.merging import Families, Family, FamilyCollector, merge_families, read_families
+from jaxserve.telemetry.merging import Families, MetricFamily, FamilyCollector, merge_families, read_families
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import NoTracing
 
@@ -73,7 +73,7 @@ class FrontMetrics:
                 readings.append(_labelled(await resident.process.metrics(), resident.plan.name))
         return generate_latest(FamilyCollector(merge_families(readings)))
 
-    def _loaded(self) -> Family:
+    def _loaded(self) -> MetricFamily:
         name = "jaxserve:model_loaded"
         samples: list[Any] = [
             (name, {"model": each.plan.name}, float(each.state == "loaded")) for each in self._residents.all

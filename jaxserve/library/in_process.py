@@ -30,6 +30,7 @@ from jaxserve.api.shared.keys import DEFAULT_CALLER
 from jaxserve.api.shared.start_checks import check_template, check_vocabulary
 from jaxserve.api.shared.state import ServerState
 from jaxserve.client.generate_options import GenerateOptions
+from jaxserve.client.replica import ReplicaState
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
 from jaxserve.engine import engine as text_engine
@@ -116,6 +117,7 @@ class _SteppedEngine:
     engine: Engine
     alive: bool = True
     restarts: int = 0
+    replicas: Sequence[ReplicaState] = ()  # there is no engine process
 
     @property
     def config(self) -> Config:

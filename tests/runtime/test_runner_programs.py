@@ -46,7 +46,7 @@ def test_warming_up_leaves_no_trace(runner: ModelRunner) -> None:
 def test_warming_up_attends_in_every_size(runner: ModelRunner) -> None:
     """A kernel first run by a request costs that 80 ms; a step without rows would leave the loops over them alone."""
     attended = 0
-    for program in runner._sizes():
+    for program in runner.sizes():
         runner._run_on_zeros(*program)
         if np.asarray(runner.caches[0]).any():
             attended += 1
