@@ -1,7 +1,7 @@
 """`jaxserve compile [MODEL] --output DIR`: write a bundle of the compiled programs for a model, mesh and device.
 
-`jaxserve launch ... --runtime.bundle DIR` then compiles nothing. --target compiles for devices that are not there: h200,
-tpu:TOPOLOGY (for example tpu:v5e:1x1), or a file with XLA's text of a GPU's numbers. Without a device XLA cannot
+`jaxserve launch ... --runtime.bundle DIR` then compiles nothing. --target compiles for devices that are not there:
+h200, tpu:TOPOLOGY (for example tpu:v5e:1x1), or a file with XLA's text of a GPU's numbers. Without a device XLA cannot
 measure which kernel is best for a matrix product. --save-autotuning FILE writes what it measured on a machine with the
 device, and --autotuning FILE uses that.
 """

@@ -17,7 +17,7 @@ from jaxserve.config import Config
 from jaxserve.front import routes
 from jaxserve.front.forwarder import Forwarder
 from jaxserve.front.residents import Residents
-from jaxserve.telemetry.merging import Families, MetricFamily, FamilyCollector, merge_families, read_families
+from jaxserve.telemetry.merging import Families, FamilyCollector, MetricFamily, merge_families, read_families
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import NoTracing
 
