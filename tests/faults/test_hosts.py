@@ -23,18 +23,19 @@ SCHEMA = {
 }
 GRAMMAR = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 COUNT = 8  # twice as many as there are slots
-MAX_TOKENS = 60
+LENGTHS = (140, 40)  # tokens of an answer; those of the first half run on until the second half comes
+SHAPED = (5, 7)
 
 
 def body(index: int) -> dict[str, Any]:
-    """Greedy, every third under a grammar. A later one is of a better priority."""
-    shaped: dict[str, Any] = {"response_format": GRAMMAR} if index % 3 == 2 else {"ignore_eos": True}
+    """Greedy, some under a grammar. A later one is of a better priority."""
+    shaped: dict[str, Any] = {"response_format": GRAMMAR} if index in SHAPED else {"ignore_eos": True}
     messages = [{"role": "user", "content": QUESTIONS[index]}]
     return {
         "model": "demo",
         "messages": messages,
         "temperature": 0,
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": LENGTHS[index >= COUNT // 2],
         "priority": -index,
     } | shaped
 
@@ -70,10 +71,10 @@ def expected(compile_cache: str) -> list[str]:
 
 
 async def contents(group: Group, begun: asyncio.Event | None = None) -> list[str]:
-    """All answers, to requests of which the second half preempts the first. begun: set when all slots are taken"""
+    """All answers, to requests of which the second half preempts the first. begun: set when both halves were asked"""
     async with client_of(group) as client:
         asked = [asyncio.create_task(ask(client, body(index))) for index in range(COUNT // 2)]
-        await until(lambda: group.leader.state().running >= COUNT // 2, "all slots are taken")
+        await until(lambda: group.leader.state().running == COUNT // 2, "all slots are taken")
         asked += [asyncio.create_task(ask(client, body(index))) for index in range(COUNT // 2, COUNT)]
         if begun is not None:
             begun.set()
@@ -128,8 +129,9 @@ def test_every_request_is_answered_when_a_host_is_killed(group: Group, expected:
 
     async def run() -> list[str]:
         begun = asyncio.Event()
-        answers = asyncio.create_task(contents(group, begun))
-        await begun.wait()
+        answers, waiting = asyncio.create_task(contents(group, begun)), asyncio.create_task(begun.wait())
+        await asyncio.wait((answers, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
         killed.kill()
         return await answers
 
