@@ -91,10 +91,9 @@ def check_tokens(group: Group, expected: list[str]) -> None:
             leaving.cancel()
             return await contents(group)
 
-    before = group.leader.state()
     assert asyncio.run(run()) == expected
     assert group.leader.stats()["jaxserve:priority_preemptions"] > 0
-    group.leader.settle(before)
+    assert group.leader.settled().idle
     assert group.leader.stats()["jaxserve:xla_compilations_total"] == 0
 
 
