@@ -161,7 +161,7 @@ def test_the_experts_of_every_token(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool, start: int | None
 ) -> None:
     info = msgspec.structs.replace(server.link.info, routed=(2, 3))
-    monkeypatch.setattr(server.engine, "_info", info)
+    monkeypatch.setattr(server.engine._replicas, "_info", info)
     reply_with(server, TOKENS)
     keys = {"return_routed_experts": True, "routed_experts_start_len": start}
     expected = base64.b64encode(experts_of([7, 8, 9, *TOKENS][start or 0 :])).decode()
@@ -183,7 +183,7 @@ def test_tokens_written_by_a_thinking_budget_have_no_candidates(
     mask = choice["meta_info"]["output_token_sampling_mask"]
     assert len(mask) == len(choice["token_ids"]) and mask[10 : 10 + len(end)] == [None] * len(end)
     assert all(token in ids for token, ids in zip(choice["token_ids"], mask, strict=True) if ids is not None)
-    monkeypatch.setattr(server.engine, "_info", msgspec.structs.replace(server.link.info, routed=(2, 3)))
+    monkeypatch.setattr(server.engine._replicas, "_info", msgspec.structs.replace(server.link.info, routed=(2, 3)))
     error = server.post("/v1/chat/completions", CHAT | keys | {"return_routed_experts": True}).json()["error"]
     assert error["param"] == "return_routed_experts"
 

@@ -99,7 +99,7 @@ def test_max_tokens_is_clamped_and_defaults(server: LiveServer) -> None:
 def test_unset_fields_take_the_models_defaults(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults: dict[str, float | int] = {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
     info = msgspec.structs.replace(server.link.info, generation_defaults=defaults)
-    monkeypatch.setattr(server.engine, "_info", info)
+    monkeypatch.setattr(server.engine._replicas, "_info", info)
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/generate", {"text": "x"})):
         server.post(path, body)
         params = server.link.seen[-1].params
