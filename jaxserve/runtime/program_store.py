@@ -112,7 +112,7 @@ def read_code(directory: int, name: str) -> bytes:
 
 
 def write_code(directory: int, name: str, data: bytes) -> None:
-    """Write a file under a temporary name and rename it, so that nobody ever sees half of it. Raises OSError."""
+    """Write a file under a temporary name and rename it, so that no reader sees half of it. Raises OSError."""
     temporary = f".{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=directory)
     try:

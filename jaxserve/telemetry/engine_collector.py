@@ -139,6 +139,7 @@ def gauges(reading: EngineReading) -> dict[str, float]:
 
 
 def counters(reading: EngineReading) -> dict[str, float]:
+    """Return the counters of one engine by name."""
     stats = reading.stats
     return {
         "jaxserve:engine_restarts": reading.restarts,

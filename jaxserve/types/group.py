@@ -91,10 +91,11 @@ class Sample(Message, frozen=True):
 
     @classmethod
     def of(cls, bitmask: np.ndarray, late: tuple[int, ...]) -> Sample:
+        """Pack a bitmask, int32 [R, W]."""
         return cls(len(bitmask), bitmask.astype("<i4").tobytes(), late)
 
     def array(self) -> np.ndarray:
-        """Return the bitmask."""
+        """Return the bitmask, int32 [R, W]."""
         return np.frombuffer(self.bitmask, "<i4").astype(np.int32).reshape(self.rows, -1)
 
 

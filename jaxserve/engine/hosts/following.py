@@ -144,7 +144,7 @@ class Operations:
             file.write(data)
 
     def stage_file(self, partial: bool) -> None:
-        """Read the temporary file, a safetensors file, and remove it."""
+        """Read the temporary file, a safetensors file, and remove it. Raises ServerError if there is none."""
         if self._file is None:
             raise ServerError("no file was sent")
         try:
@@ -167,7 +167,7 @@ class Operations:
         self.unstage_file()
 
     def replace(self) -> None:
-        """Use the staged weights."""
+        """Use the staged weights. Raises ServerError if there are none."""
         if self._staged is None:
             raise ServerError("no weights are staged")
         staged, self._staged = self._staged, None

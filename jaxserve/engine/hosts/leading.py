@@ -66,7 +66,10 @@ class Leader:
 
     @contextmanager
     def everywhere(self, name: str, limit: float = OPERATION_LIMIT) -> Iterator[None]:
-        """Make a call on the followers while the body makes it here. Ends the group if it fails anywhere."""
+        """Make a call on the followers while the body makes it here. Ends the group if it fails anywhere.
+
+        Raises ServerError if it failed on a follower.
+        """
         self.end.send(Operation(name))
         try:
             yield
@@ -136,6 +139,7 @@ class _LeaderStep:
         self._handle = handle
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
+        """Sample on all hosts. bitmask: int32 [R, W], of each row. late: rows without a mask, which are not sampled."""
         self._leader.end.send(Sample.of(bitmask, tuple(late)))
         self._handle.sample(bitmask, late)
 

@@ -1,7 +1,7 @@
 """A TCP connection between two hosts of a group that know the same key. Does not interpret the frames.
 
 When it is made, each side proves with a fresh random number that it knows the key. After that each frame has a number
-and a code made with a key of this connection, so that nobody else on the network can add, change, repeat or reorder
+and a code made with a key of this connection, so that no other machine can add, change, repeat or reorder
 frames. Frames are not encrypted: the numbers that the devices exchange beside them are not either.
 """
 

@@ -96,7 +96,7 @@ class LeaderEnd:
             threading.Thread(target=self._read, args=(rank, connection), name=f"host-{rank}", daemon=True).start()
 
     def _form(self) -> list[int]:
-        """Return the ranks that are missing. If there are none, nobody can join or leave any more."""
+        """Return the ranks that are missing. If there are none, no host can join or leave any more."""
         with self._lock:
             missing = [rank for rank in range(1, self._num_hosts) if rank not in self._joined]
             self._formed = not missing
