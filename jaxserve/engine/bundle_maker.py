@@ -20,6 +20,7 @@ from jaxserve.models.pooling import read_pooling
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime import memory
 from jaxserve.runtime.bundle import TUNED, UNTUNED, BundleWriter, settings_of
+from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import Program, Progress, compile_all, compiler_options
 from jaxserve.runtime.fingerprint import fingerprint
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
@@ -67,7 +68,8 @@ def make_bundle(
     wanted = [*programs.all(), *(programs.transfers() if plan.num_host_pages else ()), *_checks(setup)]
     settings = settings_of(structure, resolved, setup.backend.name)
     writer = BundleWriter(directory, fingerprint(mesh))
-    compiled = compile_all(_for(wanted, elsewhere), progress=progress, store=writer)
+    with program_cache.unused():
+        compiled = compile_all(_for(wanted, elsewhere), progress=progress, store=writer)
     scratch = max(map(memory.scratch_bytes, compiled.values())) * len(mesh.devices)
     _check_room(plan, scratch)
     said = tuning or (TUNED if elsewhere is None else UNTUNED)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 COMPILE = """
+import contextlib
 import sys
 from pathlib import Path
 import jax
@@ -20,7 +21,8 @@ hits = []
 monitoring.register_event_listener(lambda event, **_: hits.append(event))
 program_cache.enable(Path(sys.argv[1]))
 shape = jax.ShapeDtypeStruct((8,), jax.numpy.float32)
-compile_all([Program(f"p{i}", lambda x, i=i: x * i + 3, (shape,)) for i in range(3)])
+with program_cache.unused() if "unused" in sys.argv else contextlib.nullcontext():
+    compile_all([Program(f"p{i}", lambda x, i=i: x * i + 3, (shape,)) for i in range(3)])
 print(hits.count("/jax/compilation_cache/cache_hits"), flush=True)
 if "stay" in sys.argv:
     sys.stdin.read()
@@ -47,6 +49,7 @@ def test_the_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert hits(start(cache)) == 0
     assert len(list(cache.glob("*-cache"))) == 3
     assert hits(start(cache)) == 3
+    assert hits(start(cache, "unused")) == 0
 
 
 def test_what_a_process_writes_is_nobody_elses_until_it_is_whole(tmp_path: Path) -> None:

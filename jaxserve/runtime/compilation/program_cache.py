@@ -53,6 +53,19 @@ def enable(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
+@contextlib.contextmanager
+def unused() -> Iterator[None]:
+    """Compile everything anew in the body. XLA's CPU client cannot serialise a program that came from the cache."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
+
+
 def share() -> None:
     """Make this process's compiled programs available to other processes. Does nothing if `enable` was not called."""
     now = _now()
