@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
+from jaxserve.installation import install_command
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.mesh import AXES, DeviceMesh
 
@@ -86,9 +87,7 @@ def make_target(name: str, *, tensor: int = 1, expert: int = 1) -> Target:
     except (RuntimeError, ValueError, NotImplementedError) as error:
         extra = "tpu" if name.startswith(_TPU) else "cuda"
         first = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"jax cannot compile for {name}: {first}", fix=f"pip install 'jaxserve-llm[{extra}]'"
-        ) from None
+        raise ConfigError(f"jax cannot compile for {name}: {first}", fix=install_command(extra)) from None
     if len(found.devices) != count:
         raise ConfigError(f"{name} has {len(found.devices)} devices", fix="set mesh.tensor and mesh.expert to them")
     mesh = Mesh(np.array(found.devices).reshape(1, tensor, expert), AXES)
