@@ -245,8 +245,9 @@ def test_a_conversation_collects_the_turns(client: Any, server: LiveServer) -> N
 
 
 def is_locked(client: Any, conversation_id: str) -> bool:
+    """Ask with a reference to no item: it is looked for only once the conversation has been locked."""
     with pytest.raises(openai.BadRequestError) as caught:
-        create(client, "x", conversation=conversation_id, temperature=9)
+        create(client, [{"type": "item_reference", "id": "msg_missing"}], conversation=conversation_id)
     return caught.value.code == "conversation_locked"
 
 
@@ -255,6 +256,7 @@ def test_two_responses_at_once_on_one_conversation(client: Any, server: LiveServ
     server.call(server.link.hold.clear)
     for keys in ({"stream": True}, {"background": True}):
         running = create(client, "Hello", conversation=made.id, **keys)
+        assert is_locked(client, made.id)
         for other in ({}, {"stream": True}, {"background": True}):
             with pytest.raises(openai.BadRequestError) as caught:
                 create(client, "Me too", conversation=made.id, **other)
@@ -265,8 +267,7 @@ def test_two_responses_at_once_on_one_conversation(client: Any, server: LiveServ
     client.responses.cancel(running.id)
     server.call(server.link.hold.set)
     assert create(client, "Now", conversation=made.id).status == "completed"
-    with pytest.raises(openai.BadRequestError):
-        create(client, "x" * 10, conversation=made.id, temperature=9)
+    assert not is_locked(client, made.id)  # and its refused request leaves no lock
     assert create(client, "Again", conversation=made.id).status == "completed"
 
 
