@@ -80,7 +80,7 @@ def trace_workload(
     """
     rng = random.Random(seed)
     requests: list[LoadRequest] = []
-    for at, prompt_len, output_len in _trace_rows(path):
+    for at, prompt_len, output_len in trace_rows(path):
         prompt_len = max(1, min(prompt_len, max_len - 2))
         output_len = max(1, min(output_len, max_len - prompt_len - 1))
         prompt = random_prompt(rng, prompt_len, vocab_size)
@@ -90,7 +90,8 @@ def trace_workload(
     return requests
 
 
-def _trace_rows(path: Path) -> Iterator[tuple[float, int, int]]:
+def trace_rows(path: Path) -> Iterator[tuple[float, int, int]]:
+    """Yield the seconds since the first row, the prompt tokens and the output tokens of each row of a CSV trace."""
     start: datetime | None = None
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):

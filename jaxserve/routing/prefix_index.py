@@ -53,11 +53,22 @@ class PrefixIndex:
         """
         pages = dict.fromkeys(replicas, 0)
         left = sum(1 << replica for replica in pages)
-        for depth, key in enumerate(page_keys(namespace, prompt, self._page_size), start=1):
-            left &= self._holders.get(key, 0)
-            if not left:
-                break
-            for replica in pages:
-                if left >> replica & 1:
-                    pages[replica] = depth
+        depth = 0
+        for key in page_keys(namespace, prompt, self._page_size):
+            held = left & self._holders.get(key, 0)
+            if held != left:
+                _note(pages, left ^ held, depth)
+                left = held
+                if not held:
+                    break
+            depth += 1
+        _note(pages, left, depth)
         return pages
+
+
+def _note(pages: dict[int, int], bits: int, depth: int) -> None:
+    """Note the depth for the replicas of these bits."""
+    while bits:
+        lowest = bits & -bits
+        pages[lowest.bit_length() - 1] = depth
+        bits ^= lowest
