@@ -20,6 +20,7 @@ class PrefixIndex:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._holders: dict[bytes, int] = {}  # key -> a bit for each replica that has the page
+        self._bits: dict[int, int] = {}  # of each replica: the entries of its pages share one object
 
     def __len__(self) -> int:
         """Return the number of distinct pages."""
@@ -27,11 +28,12 @@ class PrefixIndex:
 
     def take(self, replica: int, events: PageEvents) -> None:
         """Note what changed in the cache of a replica. Unknown removed pages are ignored."""
-        bit, holders = 1 << replica, self._holders
+        bit, holders = self._bits.setdefault(replica, 1 << replica), self._holders
         for key in split_keys(events.removed):
             self._drop(key, bit)
         for key in split_keys(events.added):
-            holders[key] = holders.get(key, 0) | bit
+            held = holders.get(key)
+            holders[key] = bit if held is None else held | bit
 
     def _drop(self, key: bytes, bit: int) -> None:
         held = self._holders.get(key, 0) & ~bit
