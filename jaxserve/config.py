@@ -144,6 +144,12 @@ class RuntimeSection(Section):
         description="Directory of compiled programs that jaxserve compile wrote. They are loaded, and nothing is "
         "compiled; if they do not fit this machine or configuration, the start is refused with the reason.",
     )
+    wait_for_programs: bool = Field(
+        False,
+        description="Be ready only when every program is compiled. If false, on a CPU, requests are served as soon as "
+        "one program of each kind is there, and the others are compiled meanwhile. A GPU, a TPU, a bundle, several "
+        "hosts, runtime.deterministic, speculation and cache.host_memory always wait.",
+    )
     random_seed: Int | None = Field(
         None,
         ge=0,

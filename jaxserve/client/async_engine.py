@@ -322,7 +322,7 @@ class AsyncEngine:
                     self._deliver(output)
                 self._replicas.settle()
                 if stats is not None:
-                    replica.stats = stats
+                    self._replicas.stats_changed(replica, stats)
                 if pages is not None:
                     self._replicas.pages_changed(replica, pages)
             case Located(tokenizer_dir):

@@ -110,7 +110,7 @@ class Relay:
         told, self._told = self._told, (located, info, state)
         if located is not None and located != told[0]:
             self._send(located)
-        if info is not None and info != told[1]:
+        if info is not None and not _is_known(info, told[1]):
             self._send(Ready(info))
         self._send(state)
 
@@ -206,3 +206,8 @@ class Relays:
         status = self._engine.status
         info = self._engine.info if self._engine.was_ready else None
         relay.tell(self._engine.located, info, EngineState(status.phase, status.detail))
+
+
+def _is_known(info: EngineInfo, told: EngineInfo | None) -> bool:
+    """Return whether a worker that was told `told` knows these properties: all but the measured rows, for batches."""
+    return told is not None and info == msgspec.structs.replace(told, useful_rows=info.useful_rows)

@@ -29,7 +29,15 @@ from jaxserve.client.sequence_table import LiveSequence, SequenceTable
 from jaxserve.client.supervisor import Death, EngineStatus
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, ServerError
 from jaxserve.routing.router import Router
-from jaxserve.types.messages import Abort, Add, EngineInfo, EngineStats, FromEngine, RequestRefused
+from jaxserve.types.messages import (
+    Abort,
+    Add,
+    EngineInfo,
+    EngineStats,
+    FromEngine,
+    RequestRefused,
+    with_measured,
+)
 from jaxserve.types.page_keys import PageEvents
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 
@@ -208,19 +216,29 @@ class ReplicaSet:
         if self._router is not None:
             self._router.take(replica.index, events)
 
+    def stats_changed(self, replica: Replica, stats: EngineStats) -> None:
+        """Take the statistics of a replica, and what it has measured since it was ready."""
+        replica.stats = stats
+        if replica.info is not None and (info := with_measured(replica.info, stats)) is not replica.info:
+            replica.info = info
+            self._join()
+
     # -- starts and deaths ---------------------------------------------------------------------------------
 
     def _became_ready(self, replica: Replica, info: EngineInfo) -> None:
         replica.info = info
         if len(self._replicas) > 1 and self._router is None:
             self._router = Router(info.page_size)
-        infos = [each.info for each in self._replicas if each.info is not None]
-        if len(infos) == len(self._replicas):
-            self._info = joined_info(infos)
+        self._join()
         self._restore(replica)
         replica.sender.ready()
         if replica.is_usable:
             self._give_held(replica)
+
+    def _join(self) -> None:
+        infos = [each.info for each in self._replicas if each.info is not None]
+        if len(infos) == len(self._replicas):
+            self._info = joined_info(infos)
 
     def _restore(self, replica: Replica) -> None:
         """Bring a new engine into the state that calls have made; it takes that in before the requests that follow."""

@@ -21,6 +21,7 @@ from jaxserve.engine.engine_control import EngineControl
 from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.hosts.joining import lead
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
+from jaxserve.engine.late_start import LateStart
 from jaxserve.engine.page_handover import PageHandover
 from jaxserve.engine.reranking import has_raw_scores, label_token_ids
 from jaxserve.engine.server import BuiltEngine
@@ -82,14 +83,18 @@ class Phases:
 
 def build_process(config: Config, send: Send) -> BuiltEngine:
     """Return the engine of an engine process, which may be the leader of several hosts. Raises ConfigError."""
-    return build_engine(config, send, group=lead(config, send) if config.mesh.hosts > 1 else None)
+    group = lead(config, send) if config.mesh.hosts > 1 else None
+    return build_engine(config, send, group=group, early=True)
 
 
-def build_engine(config: Config, send: Send, seed: int = 0, group: Leader | None = None) -> BuiltEngine:
+def build_engine(
+    config: Config, send: Send, seed: int = 0, group: Leader | None = None, *, early: bool = False
+) -> BuiltEngine:
     """Return a ready engine and its properties. Raises ConfigError with a cause and a fix.
 
     seed: from which the seeds of requests without one are derived; AsyncEngine always sets a seed
     group: the other hosts, with whose devices those of this process are joined; None: there are none
+    early: ready before all programs are, unless the configuration waits for them
     """
     phases = Phases()
     if group is None and config.mesh.hosts > 1:
@@ -113,6 +118,7 @@ def build_engine(config: Config, send: Send, seed: int = 0, group: Leader | None
     embedder = is_embedder(directory, loaded.config)
     generates = not (embedder or loaded.config.labels)
     config = config if generates else config.replace(speculation={"method": "off"})
+    config = config if early else config.replace(runtime={"wait_for_programs": True})
     if generates:
         matchers.warm_up()  # runs in a thread while the programs compile
     pooling = read_pooling(directory, loaded.config)
@@ -153,10 +159,11 @@ def build_engine(config: Config, send: Send, seed: int = 0, group: Leader | None
     if group is not None:
         control = GroupControl(group, core, calls, LeaderWeights(group, weights), directory)
         return BuiltEngine(core, info, matchers.submit, control, end=group.stop)
-    handover = None
+    handover = late = None
     if isinstance(runner, ModelRunner):
+        late = LateStart(core, runner, times, CPU_SHARE) if runner.config.early else None
         handover = PageHandover(core, runner, pages_name(config, runner.config, loaded, mesh, directory))
-    return BuiltEngine(core, info, matchers.submit, EngineControl(core, calls, weights, directory), handover)
+    return BuiltEngine(core, info, matchers.submit, EngineControl(core, calls, weights, directory), handover, late=late)
 
 
 def _alone(plan: MemoryPlan) -> MemoryPlan:

@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from jaxserve.engine.compiling import Prepare
 from jaxserve.engine.core import EngineCore, StepError
 from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.late_start import LateStart
 from jaxserve.engine.output_groups import OutputGroups
 from jaxserve.engine.page_handover import PageHandover
 from jaxserve.engine.request_log import log_received, log_turn
@@ -20,7 +23,19 @@ from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError
 from jaxserve.transport.shared_state import SharedState
 from jaxserve.transport.work_record import RecordingRunner, WorkRecord
-from jaxserve.types.messages import Abort, Add, Call, EngineInfo, FromEngine, Outputs, Ready, Reply, Stop, ToEngine
+from jaxserve.types.messages import (
+    Abort,
+    Add,
+    Call,
+    EngineInfo,
+    EngineStats,
+    FromEngine,
+    Outputs,
+    Ready,
+    Reply,
+    Stop,
+    ToEngine,
+)
 from jaxserve.types.output import FinishReason, TokenOutput
 
 STATS_INTERVAL = 0.25  # minimum seconds between two stats messages of a busy engine; one costs about 20 us
@@ -50,6 +65,7 @@ class BuiltEngine(NamedTuple):
 
     handover: None if it has no KV cache, or if that is on several hosts
     end: called when it stops as it was asked to
+    late: what remains of the start; None: nothing
     """
 
     core: EngineCore
@@ -58,6 +74,7 @@ class BuiltEngine(NamedTuple):
     control: EngineControl | None = None
     handover: PageHandover | None = None
     end: Callable[[], None] = lambda: None
+    late: LateStart | None = None
 
 
 Build = Callable[[Channel], BuiltEngine]
@@ -67,7 +84,7 @@ class EngineServer:
     """Runs an EngineCore until a Stop message comes. state: shared memory that the API process reads."""
 
     def __init__(self, built: BuiltEngine, channel: Channel, state: SharedState, *, log_interval: float = 10.0) -> None:
-        core, info, self._prepare, control, handover, self._end = built
+        core, info, self._prepare, control, handover, self._end, self._late = built
         self._state = state
         self._record = WorkRecord(state)
         core.runner = RecordingRunner(core.runner, self._record)
@@ -94,8 +111,10 @@ class EngineServer:
     def run(self) -> None:
         """Send the first stats and Ready, then run the loop until a Stop message comes."""
         # Sent before Ready, so that /metrics is already correct when /health turns 200.
-        self._channel.send(Outputs([], self._core.stats()))
+        self._channel.send(Outputs([], self._stats()))
         self._channel.send(Ready(self._info))
+        if self._late is not None:
+            self._late.start()
         try:
             while not self._stopping:
                 self._turn()
@@ -113,6 +132,14 @@ class EngineServer:
         outputs = self._step()
         self._tick()
         self._publish(self._groups.take(refused + outputs), self._core.admitted)
+        if self._late is not None:
+            self._late.turn()
+
+    def _stats(self) -> EngineStats:
+        stats = self._core.stats()
+        if self._late is None:
+            return stats
+        return msgspec.structs.replace(stats, details=stats.details | self._late.stats())
 
     def _waiting_reasons(self) -> list[str]:
         return [request.reason for request in self._core.waiting()]
@@ -154,7 +181,7 @@ class EngineServer:
 
     def _patience(self) -> float:
         """Return the seconds to wait for a message."""
-        if self._core.has_work:
+        if self._core.has_work or (self._late is not None and self._late.has_work):
             return 0.0
         return COMPILE_WAIT if self._core.is_compiling else IDLE_WAIT
 
@@ -200,7 +227,7 @@ class EngineServer:
         log = self._core.scheduler.kv.page_log
         pages = None if log is None else log.take()
         if outputs or admitted or due or pages:
-            self._channel.send(Outputs(outputs, self._core.stats() if due else None, admitted, pages))
+            self._channel.send(Outputs(outputs, self._stats() if due else None, admitted, pages))
         if due:
             self._stats_sent = now
         self._log.update(self._core.stats, busy=busy, now=now)

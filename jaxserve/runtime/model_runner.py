@@ -24,8 +24,9 @@ import numpy as np
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import program_cache
-from jaxserve.runtime.compilation.buckets import fit
 from jaxserve.runtime.compilation.compiler import CompileCounter, Progress, Store, compile_all, compiler_options
+from jaxserve.runtime.compilation.late_compilation import LateCompilation
+from jaxserve.runtime.compilation.program_table import ProgramTable
 from jaxserve.runtime.extra_outputs import ExtraOutputs
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
@@ -43,7 +44,7 @@ from jaxserve.runtime.steps import step_input
 from jaxserve.runtime.steps.step_handle import DeviceStep, StepOutputs
 from jaxserve.runtime.steps.step_input import PageUpdates
 from jaxserve.runtime.verification import Verification, VerifyStep
-from jaxserve.runtime.warm_up import BeforeRun, measured_times
+from jaxserve.runtime.warm_up import WARM_UP_SECONDS, BeforeRun, WarmUp, measured_times
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
 from jaxserve.types.step_times import StepTimes
@@ -52,14 +53,15 @@ from jaxserve.types.step_times import StepTimes
 class ModelRunner:
     """The device side of one engine (implements `types.step.Runner`).
 
-    The constructor plans the memory, compiles every program and allocates. Raises ConfigError if the model does not
-    fit. agree: from this host's plan to that of all hosts
+    The constructor plans the memory, compiles every program, or with `config.early` those that serve every step, and
+    allocates. Raises ConfigError if the model does not fit. agree: from this host's plan to that of all hosts
 
     config, plan, backend, buckets     as resolved; plan.num_pages and plan.max_model_len are the scheduler's limits
     steps                              the step functions, not jitted: see `programs.StepPrograms`
     pages, page, host                  export and import of pages; structs of an exported one; copies of evicted ones
     leaves, caches, state, hidden      the device arrays in use; the programs donate the last three
-    compile_seconds                    time to compile all programs and to allocate
+    late                               the programs that are still to compile; the owner starts it
+    compile_seconds                    time to compile the programs and to allocate
     """
 
     def __init__(
@@ -85,14 +87,14 @@ class ModelRunner:
         self._layers = setup.layers
         plan = agree(setup.plan())
         self._programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
-        wanted = [*self._programs.all(), *(self._programs.transfers() if plan.num_host_pages else ())]
-        self.compiled = compile_all(wanted, progress=progress, store=store)
+        wanted = self._programs.first() if config.early else self._programs.all()
+        transfers = self._programs.transfers() if plan.num_host_pages else ()
+        self.compiled = compile_all([*wanted, *transfers], progress=progress, store=store)
         scratch = max(map(memory.scratch_bytes, self.compiled.values())) * len(mesh.devices)
         self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
-        self._by_size = {
-            family: {size: self.compiled[f"{family}[{size}]"] for size in sizes}
-            for family, sizes in self.buckets.by_program().items()
-        }
+        self._table = ProgramTable(self.buckets.by_program(), self.compiled)
+        self._by_size = self._table.by_size
+        self.late = LateCompilation(self._programs.rest() if config.early else (), store, self._take)
         self.pages = PageTransfer(self._programs.transfers, plan.num_pages, self.compiled)
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._by_size.get("verify", {}), config.max_num_seqs, words)
@@ -103,7 +105,11 @@ class ModelRunner:
         self._unsampled: DeviceStep | VerifyStep | None = None
         self._num_dispatches = 0
         self.compile_seconds = time.perf_counter() - started
-        self._counter = CompileCounter()
+        self._counter = CompileCounter(self.late.is_this_thread)
+
+    def _take(self, name: str, program: jax.stages.Compiled) -> None:
+        self.compiled[name] = program
+        self._table.add(name, program)
 
     def _allocate(self) -> None:
         arrays = self.compiled["allocate"]()
@@ -131,16 +137,29 @@ class ModelRunner:
         """Return family and size of each program of a step."""
         return [(family, size) for family, programs in self._by_size.items() for size in programs]
 
-    def timed_run(self, family: str, size: int) -> float:
-        """Run a program on zeros and return the seconds. It may overwrite state, so `rebuild` must follow."""
+    def padding_runs(self) -> WarmUp:
+        """Return the runs of all programs on padding. They change nothing that a request depends on."""
+        run = functools.partial(self.timed_run, padding=True)
+        return WarmUp(self.sizes(), run, WARM_UP_SECONDS[self.mesh.platform])
+
+    @property
+    def extend_sizes(self) -> tuple[int, ...]:
+        """The tokens of the `extend` programs that are there, ascending."""
+        return self._table.sizes("extend")
+
+    def timed_run(self, family: str, size: int, *, padding: bool = False) -> float:
+        """Run a program on dummy input and return the seconds.
+
+        It may overwrite state, so `rebuild` must follow, unless the input is padding only.
+        """
         began = time.perf_counter()
-        self._run_on_zeros(family, size)
+        self._run_on_zeros(family, size, padding=padding)
         jax.block_until_ready((self.caches, self.state))
         return time.perf_counter() - began
 
-    def _run_on_zeros(self, family: str, size: int) -> None:
-        """Dispatch one program on zeros."""
-        program, packed = self._by_size[family][size], np.zeros(self._programs.packed_size(family, size), np.int32)
+    def _run_on_zeros(self, family: str, size: int, *, padding: bool = False) -> None:
+        program, programs = self._by_size[family][size], self._programs
+        packed = programs.padding(family, size) if padding else programs.zeros(family, size, self.plan.max_model_len)
         if family == "decode":
             self.caches, self.state, _ = program(self.leaves, self.caches, self.state, packed)
         elif family == "head_sample":
@@ -149,8 +168,6 @@ class ModelRunner:
         elif family == "verify":
             self.state, _ = program(self.leaves, self.state, self.hidden, packed, self._no_mask[size])
         else:
-            if family == "extend":  # tokens of one row: without them no attention runs
-                packed[2 * self._programs.extend_rows(size)] = min(size, self.plan.max_model_len)
             arrays = program(self.leaves, self.caches, self.state, self.hidden, packed)
             self.caches, self.state, self.hidden, *_ = arrays
 
@@ -176,7 +193,7 @@ class ModelRunner:
     def num_compiles(self) -> int:
         """Return the XLA compilations in this process since the runner was ready. It must stay 0 while serving.
 
-        The page programs are not counted: they are compiled at their first use.
+        Those of `late` are not counted, nor the page programs, which are compiled at their first use.
         """
         return self._counter.count - self.pages.num_compiles
 
@@ -196,8 +213,8 @@ class ModelRunner:
 
     @property
     def num_programs(self) -> int:
-        """Programs compiled at start."""
-        return len(self.compiled)
+        """Programs compiled at start, those included that are still to compile."""
+        return len(self.compiled) + self.late.total - self.late.done
 
     @property
     def num_dispatches(self) -> int:
@@ -205,10 +222,11 @@ class ModelRunner:
         return self._num_dispatches + self._extra.num_dispatches
 
     def close(self) -> None:
-        """Stop counting compilations and close the page file. The arrays are freed with the object.
+        """Stop compiling, stop counting and close the page file. The arrays are freed with the object.
 
         No step may follow. A second call does nothing.
         """
+        self.late.close()
         self._counter.close()
         self.host.close()
 
@@ -232,7 +250,8 @@ class ModelRunner:
         asking = [row for row in rows if row.logprobs is not None]
         if output.num_decode_rows < len(rows) or self.config.deterministic:
             return self._run_extend(output)
-        if output.masked or any(row.extras is not None for row in asking):
+        apart = self._table.find("decode", len(rows)) is None  # its program is not there yet
+        if apart or output.masked or any(row.extras is not None for row in asking):
             return self._run_decode_hidden(output)
         return self._run_decode(output, bool(asking))
 
@@ -262,7 +281,7 @@ class ModelRunner:
         return updates
 
     def _run_decode(self, output: SchedulerOutput, want_logprobs: bool) -> DeviceStep:
-        bucket = fit(self.buckets.decode, len(output.rows))
+        bucket = self._table.fit("decode", len(output.rows))
         groups, rows = self.steps.num_groups, output.rows
         updates = self._page_updates(output, groups * bucket)
         packed = step_input.pack_decode(rows, updates, bucket, self.config.max_num_seqs, want_logprobs, groups)
@@ -272,7 +291,7 @@ class ModelRunner:
         return DeviceStep(len(rows), range(len(rows)), sampled, StepOutputs(logprobs=want_logprobs))
 
     def _run_decode_hidden(self, output: SchedulerOutput) -> DeviceStep:
-        experts = self._run_hidden(output, fit(self.buckets.decode_hidden, len(output.rows)))
+        experts = self._run_hidden(output, self._table.fit("decode_hidden", len(output.rows)))
         return self._run_head(output.rows, output.masked, None, experts)
 
     def _run_hidden(self, output: SchedulerOutput, bucket: int) -> jax.Array | None:
@@ -303,7 +322,7 @@ class ModelRunner:
     def _run_extend(self, output: SchedulerOutput) -> DeviceStep:
         rows = output.rows
         num_tokens = sum(row.num_tokens for row in rows)
-        bucket = fit(self.buckets.extend, num_tokens)
+        bucket = self._table.fit("extend", num_tokens)
         updates = self._page_updates(output, self._programs.extend_updates(bucket))
         row_bucket = self._programs.extend_rows(bucket)
         packed = step_input.pack_extend(
@@ -358,7 +377,7 @@ class ModelRunner:
     ) -> Sampled:
         """Dispatch head and sampler. late: indices into row_slots that get no token."""
         row_slots = [self.config.max_num_seqs if i in late else slot for i, slot in enumerate(row_slots)]
-        bucket, masked = fit(self.buckets.head, len(row_slots)), bitmask is not None
+        bucket, masked = self._table.fit("head_sample", len(row_slots)), bitmask is not None
         packed = step_input.pack_head(
             row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, extras.sampling_mask
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxserve.runtime.compilation.buckets import Buckets, verify_rows
@@ -109,6 +110,31 @@ class ProgramSet:
             self.allocate(),
         ]
 
+    def first(self) -> list[Program]:
+        """Return the fewest programs that serve every step: the largest of each family, and the small ones.
+
+        Without `decode`, because `decode_hidden` and `head_sample` compute decode rows too. Samplers take longest to
+        compile.
+        """
+        b = self.buckets
+        hidden = [self.decode_hidden(b.decode_hidden[-1])] if b.decode_hidden else []
+        return [*hidden, self.extend(b.extend[-1]), self.head_sample(b.head[-1]), *self._small(), self.allocate()]
+
+    def rest(self) -> list[Program]:
+        """Return the programs that `first` leaves out, in the order in which a single user gains most.
+
+        A step of 32 prompt tokens comes with the steps of one row, one of 64 with those of two.
+        """
+        first = {program.name for program in self.first()}
+        families = ("decode_hidden", "head_sample", "extend", "decode", "verify")
+
+        def order(program: Program) -> tuple[float, int, int]:
+            family, _, size = program.name.rstrip("]").partition("[")
+            rows = max(1.0, int(size) / 32) if family == "extend" else float(size)
+            return rows, families.index(family), -int(size)
+
+        return sorted((program for program in self.all() if program.name not in first), key=order)
+
     def largest(self) -> list[Program]:
         """Return the programs that need the most temporary memory, one per family."""
         decode = [self.decode(self.buckets.decode[-1])] if self.buckets.decode else []
@@ -140,6 +166,29 @@ class ProgramSet:
                 return step_input.verify_size(size, verify_rows(size))
             case _:
                 return step_input.extend_size(size, self.extend_rows(size), self.extend_updates(size))
+
+    def zeros(self, family: str, size: int, longest: int) -> np.ndarray:
+        """Return the packed input of a first run. longest: most tokens of a sequence"""
+        packed = np.zeros(self.packed_size(family, size), np.int32)
+        if family == "extend":  # tokens of one row: without them no attention runs
+            packed[2 * self.extend_rows(size)] = min(size, longest)
+        return packed
+
+    def padding(self, family: str, size: int) -> np.ndarray:
+        """Return the packed input of a step without rows, which changes neither slots nor pages."""
+        groups, num_slots, none = self.steps.num_groups, self.shapes.state.num_slots, step_input.PageUpdates([], [], [])
+        match family:
+            case "decode":
+                return step_input.pack_decode([], none, size, num_slots, False, groups)
+            case "decode_hidden":
+                decode = step_input.pack_decode([], none, size, num_slots, False, groups)
+                return np.concatenate([decode, np.zeros(2 * size, np.int32)])  # offsets and literals
+            case "head_sample":
+                return step_input.pack_head([], [], size, num_slots, False, False)
+            case _:
+                assert family == "extend", family
+                rows, updates = self.extend_rows(size), self.extend_updates(size)
+                return step_input.pack_extend([], none, size, rows, updates, num_slots)
 
     def decode(self, rows: int) -> Program:
         s = self.shapes

@@ -44,6 +44,7 @@ class RunnerConfig:
     deterministic: bool = False
     max_drafts: int = 0  # of a row; 0: no speculation
     compile_cache: Path | None = None
+    early: bool = False  # ready with the programs that serve every step; the others are compiled in threads
 
     @classmethod
     def resolve(cls, config: Config, model: ModelConfig, platform: str, dtype: jnp.dtype) -> RunnerConfig:
@@ -78,6 +79,7 @@ class RunnerConfig:
             deterministic=deterministic,
             max_drafts=config.speculation.max_drafts,
             compile_cache=_compile_cache(config.runtime.compile_cache),
+            early=platform == "cpu" and not _waits(config),
         )
 
 
@@ -123,6 +125,13 @@ def _compile_cache(configured: Path | str | None) -> Path | None:
             logger.warning("compiled programs are not kept, so every start compiles them: %s", error)
             return None
         raise ConfigError(f"runtime.compile_cache: {error}", fix="choose another directory, or null") from None
+
+
+def _waits(config: Config) -> bool:
+    """Return whether an engine is ready only with all programs. A bundle is taken whole, and hosts run in step."""
+    runtime = config.runtime
+    modes = runtime.deterministic, config.speculation.max_drafts, config.cache.host_memory
+    return runtime.wait_for_programs or runtime.bundle is not None or config.mesh.hosts > 1 or any(modes)
 
 
 def _or(value: int | str, default: int) -> int:

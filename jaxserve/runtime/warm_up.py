@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from jaxserve.types.step_times import StepTimes
@@ -24,6 +24,38 @@ class Runs(Protocol):
     def timed_run(self, family: str, size: int) -> float: ...
 
 
+class WarmUp:
+    """Runs programs, small ones first, until `limit` seconds of runs are spent and a step of `least` tokens has run.
+
+    programs: (family, size) of each. run: runs one of them and returns the seconds
+    """
+
+    def __init__(
+        self, programs: Sequence[tuple[str, int]], run: Callable[[str, int], float], limit: float, least: int = 0
+    ) -> None:
+        self._programs = sorted(programs, key=lambda program: program[1])
+        self._run = run
+        self._limit, self._least = limit, least
+        self._seconds: dict[str, dict[int, float]] = {}
+
+    def steps(self) -> Iterator[None]:
+        """Run one program each time that the iterator is advanced."""
+        spent = 0.0
+        for family, size in self._programs:
+            began = time.perf_counter()
+            self._seconds.setdefault(family, {})[size] = _fastest(self._run, family, size)
+            spent += time.perf_counter() - began
+            yield
+            if spent > self._limit and size > self._least:
+                return
+
+    def times(self) -> StepTimes:
+        """Return the times of steps, as far as they were measured."""
+        hidden, verify = self._seconds.get("decode_hidden", {}), self._seconds.get("verify", {})
+        verify = {size: hidden[size] + taken for size, taken in verify.items() if size in hidden}
+        return StepTimes.of(self._seconds.get("decode", {}), self._seconds.get("extend", {}), verify)
+
+
 def measured_times(runner: Runs, platform: str, max_drafts: int, before_run: BeforeRun | None = None) -> StepTimes:
     """Run every program, small ones first. Stops after WARM_UP_SECONDS of the platform and a step of drafts.
 
@@ -35,16 +67,10 @@ def measured_times(runner: Runs, platform: str, max_drafts: int, before_run: Bef
             before_run(family, size)
         return runner.timed_run(family, size)
 
-    began = time.perf_counter()
-    seconds: dict[str, dict[int, float]] = {}
-    for family, size in sorted(runner.sizes(), key=lambda program: program[1]):
-        seconds.setdefault(family, {})[size] = _fastest(run, family, size)
-        late = time.perf_counter() - began > WARM_UP_SECONDS[platform]
-        if late and size > max_drafts:
-            break
-    hidden, verify = seconds.get("decode_hidden", {}), seconds.get("verify", {})
-    verify = {size: hidden[size] + taken for size, taken in verify.items() if size in hidden}
-    return StepTimes.of(seconds.get("decode", {}), seconds.get("extend", {}), verify)
+    warm_up = WarmUp(runner.sizes(), run, WARM_UP_SECONDS[platform], max_drafts)
+    for _ in warm_up.steps():
+        pass
+    return warm_up.times()
 
 
 def _fastest(run: Callable[[str, int], float], family: str, size: int) -> float:

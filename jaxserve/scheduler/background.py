@@ -16,6 +16,7 @@ from jaxserve.types.request import Request
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import SchedulerOutput
+from jaxserve.types.step_times import StepTimes
 
 BATCH_EVERY = 16  # while online prompts follow each other without a gap, batch requests run in one of BATCH_EVERY steps
 # Seconds after the last online request in which the next one is expected. It is the pause of a client between two
@@ -73,6 +74,9 @@ class PriorityOnly:
         """Whether another step may be dispatched while `in_flight` still runs."""
         return True
 
+    def retime(self, times: StepTimes) -> None:
+        """Use these times of steps from now on."""
+
 
 class YieldToOnline(PriorityOnly):
     """Skip batch requests in steps that compute an online prompt, except in one of BATCH_EVERY steps.
@@ -85,8 +89,8 @@ class YieldToOnline(PriorityOnly):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self._times = config.step_times
-        self._decode_seconds = DECODE_STEPS * self._times.decode_seconds(config.num_slots)
+        self._num_slots = config.num_slots
+        self.retime(config.step_times)
         # An encoder computes a text in one step, so a step must hold the longest text.
         untimed = config.max_num_batched_tokens // UNTIMED_SHARE
         self._untimed = config.prefill_budget if config.whole_prompts else max(4, untimed)
@@ -94,6 +98,10 @@ class YieldToOnline(PriorityOnly):
         self._steps_sat_out = 0
         self._last_online = float("-inf")
         self._online_prompt = 0.0  # moving average of the tokens to compute of an online prompt
+
+    def retime(self, times: StepTimes) -> None:
+        self._times = times
+        self._decode_seconds = DECODE_STEPS * times.decode_seconds(self._num_slots)
 
     def started(self, request: Request, num_tokens: int) -> None:
         if request.priority < self._batch_priority:

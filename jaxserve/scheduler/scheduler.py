@@ -73,7 +73,7 @@ class Scheduler:
         self._ratio = NewTokenRatio(config.new_token_ratio)
         self._prefills = PrefillsInProgress(config.page_size, config.prefix_cache)
         self._progress = PromptProgress(self.kv, self._prefills)
-        self._batch_policy = make_policy(config)
+        self.batch_policy, self.step_sizes = make_policy(config), config.step_sizes
         self._preemption = Preemption(
             Room(self._ratio, self.kv), self._running, self._tenants, self.counters, self._preempt
         )
@@ -106,7 +106,7 @@ class Scheduler:
         request.priority = self.config.rank(request.priority)
         self._live[request.request_id] = request
         self._tenants.add(request)
-        self._batch_policy.count(request, 1)
+        self.batch_policy.count(request, 1)
         if request.output_token_ids:
             self._waiting.push_front(request)  # resumed: its client has already seen tokens
         else:
@@ -160,7 +160,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self._live[request.request_id]
         self._tenants.remove(request)
-        self._batch_policy.count(request, -1)
+        self.batch_policy.count(request, -1)
         self.counters.count_end(reason)
         if self._speculation is not None:
             self._speculation.forget(request)
@@ -200,7 +200,7 @@ class Scheduler:
 
     def waits_for_read(self, now: float) -> bool:
         """Whether the step in flight must be read before the next one is scheduled. now: seconds"""
-        return bool(self.in_flight) and not self._batch_policy.runs_ahead(self.in_flight.newest, now)
+        return bool(self.in_flight) and not self.batch_policy.runs_ahead(self.in_flight.newest, now)
 
     @property
     def wants_drafts(self) -> bool:
@@ -216,7 +216,7 @@ class Scheduler:
         """Return the next step; None if nothing can run before a read. now: seconds. only: waiting requests that may
         start, by id; None: all.
         """
-        running, policy = self._running, self._batch_policy
+        running, policy = self._running, self.batch_policy
         running.drop_ended()
         self._preemption.make_room(len(self._waiting))
         step = StepBuilder(self._step + 1, self.kv)
@@ -233,7 +233,7 @@ class Scheduler:
             if not step.has_prompt:
                 step.add_decodes(policy.batch(running.decoding))
             self._batch_waits = False
-        step.fit(self.config.step_sizes)
+        step.fit(self.step_sizes)
         running.promote()
         if self._speculation is not None and not (step.has_prompt or self.in_flight):
             self._speculation.offer(step)
@@ -241,7 +241,7 @@ class Scheduler:
 
     def _add_prompts(self, step: StepBuilder, now: float, only: Collection[str] | None, *, batch: bool) -> None:
         """Divide the step's prompt tokens among prompts. only: as in `schedule`. batch: include batch requests."""
-        policy, rows = self._batch_policy, step.num_decode_rows
+        policy, rows = self.batch_policy, step.num_decode_rows
         prompts = self._running.prefilling.copy() if batch else policy.online(self._running.prefilling)
         waiting = [] if step.short_of_pages else self._admitter.open(step.number, now, batch=batch, only=only)
         if not (prompts or waiting):

@@ -41,7 +41,7 @@ class MessageError(JaxserveError):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a ready engine. They do not change until it stops."""
+    """Properties of a ready engine. They do not change until it stops, `useful_rows` excepted."""
 
     model_path: str  # as the operator wrote it
     served_names: list[str]
@@ -115,6 +115,12 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     drafts: DraftCounters | None = None  # None: there is no speculation
     weight_version: str = FIRST_VERSION
     details: dict[str, float] = {}
+
+
+def with_measured(info: EngineInfo, stats: EngineStats) -> EngineInfo:
+    """Return the properties with the useful rows that the engine has measured since it was ready."""
+    rows = stats.details.get("useful_rows")
+    return info if rows in (None, info.useful_rows) else msgspec.structs.replace(info, useful_rows=int(rows))
 
 
 class Sibling(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,17 @@ class StepTimes:
         """Build the tables from one measurement per size. Removes noise: no size takes longer than a larger one."""
         return cls(_rising(decode), _rising(prefill), _rising(verify or {}))
 
+    def like(self, whole: StepTimes) -> StepTimes:
+        """Return these times with prefill as slow as in `whole`, which has the largest size of the same programs.
+
+        Steps without rows have no attention, which is a part of a prefill and hardly any of a decode step.
+        """
+        largest = max(self.prefill, default=0)
+        if not self.prefill.get(largest) or largest not in whole.prefill:
+            return self
+        factor = max(1.0, whole.prefill[largest] / self.prefill[largest])
+        return StepTimes(self.decode, {size: factor * taken for size, taken in self.prefill.items()}, self.verify)
+
     def decode_seconds(self, rows: int) -> float:
         """Return the seconds of a step with `rows` decode rows; 0 if nothing was timed."""
         return _seconds(self.decode or self.prefill, rows)

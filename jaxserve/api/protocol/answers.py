@@ -309,6 +309,7 @@ class Health(Answer):
     status: str
     phase: str
     progress: dict[str, int]
+    programs: dict[str, int] | None = None
     engines: list[EngineHealth] | None = None
     store: StoreHealth | None = None
     error: ErrorDetail | None = None

@@ -26,6 +26,7 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """Return 200 while requests are accepted and an engine's loop runs; else 503 with the phase and its progress.
 
+    `programs` shows how many are compiled. Requests are served, in larger programs, before all are.
     `engines` shows the state of each replica, if there are several. One that is alive is enough for 200.
 
     `store` shows whether files and batches can be written. Generation does not need it, so it does not change the
@@ -36,6 +37,8 @@ async def health(request: Request) -> Response:
     engine, status = state.engine, state.engine.status
     progress = {"done": status.done, "total": status.total}
     report: dict[str, Any] = {"status": status.phase, "phase": status.detail, "progress": progress}
+    if total := (details := engine.stats().details).get("programs_total"):
+        report["programs"] = {"ready": int(details["programs_ready"]), "total": int(total)}
     if len(replicas := engine.replicas) > 1:
         report["engines"] = [
             {"engine": each.engine, "status": each.status.phase, "phase": each.status.detail, "alive": each.alive}

@@ -1,0 +1,109 @@
+"""Programs that are compiled while the engine already serves with others, in threads of low priority."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from jaxserve.runtime.compilation import program_cache
+from jaxserve.runtime.compilation.compiler import Program, Store, obtain
+
+logger = logging.getLogger(__name__)
+
+NICE = 10  # of the threads: on a CPU the steps of requests go first
+SHOWN = 5  # lines of progress in the log
+# Tracing takes half of a compilation and holds Python's lock, which every step needs several times.
+CORES_PER_THREAD, MOST_THREADS = 4, 4
+
+
+def num_threads(cores: int | None) -> int:
+    """Return in how many threads programs are compiled while requests are served. cores: of this machine"""
+    return max(1, min(MOST_THREADS, (cores or 1) // CORES_PER_THREAD))
+
+
+class LateCompilation:
+    """Compiles or loads programs in threads, in their order, and hands over each.
+
+    total   how many there are; with `done` all are there
+    error   why a thread ended early; the engine goes on with the programs that it has
+    """
+
+    def __init__(
+        self, programs: Sequence[Program], store: Store | None, take: Callable[[str, jax.stages.Compiled], None]
+    ) -> None:
+        """take: called with the name of a program and itself, in a thread, one call at a time"""
+        self.total = len(programs)
+        self.error: Exception | None = None
+        self._done = 0
+        self._left: Iterator[Program] = iter(programs)
+        self._store, self._take = store, take
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._began = 0.0
+        self._own = threading.local()
+        count = min(self.total, num_threads(os.cpu_count()))
+        self._threads = [threading.Thread(target=self._run, name="compile-late", daemon=True) for _ in range(count)]
+
+    @property
+    def done(self) -> int:
+        """How many programs are there."""
+        return self._done
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all programs are there."""
+        return self._done == self.total
+
+    def start(self) -> None:
+        """Begin, if there is anything to compile. A second call does nothing."""
+        if self._threads and self._threads[0].ident is None:
+            self._began = time.monotonic()
+            for thread in self._threads:
+                thread.start()
+
+    def is_this_thread(self) -> bool:
+        """Return whether it is called in a thread that compiles these programs."""
+        return getattr(self._own, "compiles", False)
+
+    def close(self) -> None:
+        """Begin no more programs. Does not wait for those that are being compiled."""
+        self._stopped = True
+
+    def wait(self) -> None:
+        """Wait until nothing is being compiled. Raises the error that ended a thread early."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        self._own.compiles = True
+        with contextlib.suppress(OSError):  # of this thread alone, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        try:
+            while (program := self._next()) is not None:
+                self._add(program.name, obtain(program, self._store))
+        except Exception as error:
+            self.error = error
+            logger.exception("the other programs are not compiled; steps are padded to those that are there")
+
+    def _next(self) -> Program | None:
+        with self._lock:
+            return None if self._stopped or self.error is not None else next(self._left, None)
+
+    def _add(self, name: str, compiled: jax.stages.Compiled) -> None:
+        with self._lock:
+            self._take(name, compiled)
+            self._done += 1
+            if self.is_complete:
+                program_cache.share()
+            if self._done % max(1, self.total // SHOWN) == 0 or self.is_complete:
+                seconds = time.monotonic() - self._began
+                logger.info("%d of %d more programs are there after %.1f s", self._done, self.total, seconds)
