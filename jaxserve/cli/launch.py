@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -30,29 +31,30 @@ from jaxserve.cli.serving.listening import bind, check_certificates, on_signals,
 from jaxserve.cli.serving.workers import Workers
 from jaxserve.cli.terminal.progress import StartProgress, show_ready
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.link import EngineLink
+from jaxserve.client.link import EngineLink, ProcessLink
 from jaxserve.config import DEFAULT_STORE, Config, StoreSection
 from jaxserve.errors import ConfigError, JaxserveError, UnexpectedEndError
 from jaxserve.store import Store
-from jaxserve.version import __version__
+from jaxserve.transport.engine_child import EngineChild
 
 logger = logging.getLogger(__name__)
 
 
-def serve(config: Config) -> int:
-    """Serve until a signal and return the exit code. Raises ConfigError and UnexpectedEndError."""
-    model = config.model.path or "the embedded demo model"
-    print(f"jaxserve {__version__} starts with {model}", file=sys.stderr, flush=True)
+def serve(config: Config, child: EngineChild | None = None) -> int:
+    """Serve until a signal and return the exit code. Raises ConfigError and UnexpectedEndError.
+
+    child: the engine process, if it runs already
+    """
     keep_heap_small()
     with bind(config.server) as listener:
         try:
-            return uvloop.run(_serve(config, listener))
+            return uvloop.run(_serve(config, listener, child))
         finally:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback for Ctrl-C while Python ends
 
 
-async def _serve(config: Config, listener: socket.socket) -> int:
-    launch = Launch(config, listener)
+async def _serve(config: Config, listener: socket.socket, child: EngineChild | None) -> int:
+    launch = Launch(config, listener, make_link=None if child is None else functools.partial(ProcessLink, child=child))
     launch.handle_signals()
     return await launch.serve(on_ready=freeze)
 

@@ -1,12 +1,14 @@
 """`jaxserve launch` and `jaxserve serve` before the server starts: the help, the configuration, the model's path.
 
-Imports the server by name at the end, so that an error of the operator is reported before the large imports.
+Imports the server by name at the end, so that an error of the operator is reported before the large imports. Those of
+the engine process run at the same time.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 
 from jaxserve.cli.config import dump
@@ -17,6 +19,10 @@ from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import check_hosts
 from jaxserve.log import configure_logging
 from jaxserve.model_directory import check_local_model, local_directory
+from jaxserve.transport.engine_child import ENGINE_MODULE, EngineChild
+from jaxserve.version import __version__
+
+DEMO = "the embedded demo model"
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +42,23 @@ def run(words: Sequence[str]) -> int:
     check_files(config)
     if config.mesh.host_rank > 0:
         return imported("jaxserve.cli.follow").serve(config)
-    return imported("jaxserve.cli.launch").serve(config)
+    print(f"jaxserve {__version__} starts with {config.model.path or DEMO}", file=sys.stderr, flush=True)
+    child = start_engine(config)
+    try:
+        return imported("jaxserve.cli.launch").serve(config, child)
+    finally:
+        if child is not None:
+            child.close()
+
+
+def start_engine(config: Config) -> EngineChild | None:
+    """Start the engine process, so that its imports run beside those of the server. None: there are several.
+
+    Raises ConfigError if there is no place for its sockets.
+    """
+    if config.mesh.replicas > 1:
+        return None
+    return EngineChild(ENGINE_MODULE, config.without_secrets().model_dump_json())
 
 
 def check_files(config: Config) -> None:

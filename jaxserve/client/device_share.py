@@ -9,18 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
 
 from jaxserve.config import Config
+from jaxserve.device_platform import Platform
 from jaxserve.errors import ConfigError
 
-Platform = Literal["cpu", "gpu", "tpu"]
-
-_NVIDIA = Path("/proc/driver/nvidia/version")  # exists while the kernel driver is loaded
-_TPU = (Path("/dev/accel0"), Path("/dev/vfio/0"))
 _VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
-_NAMES: dict[str, Platform] = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}  # in JAX_PLATFORMS
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # of the chips of one process
 _LEAST_FRACTION = 0.01  # of cache.memory_fraction
 
@@ -31,18 +25,6 @@ class DeviceShare:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: frozenset[int] | None = None
-
-
-def platform_of(config: Config, environ: Mapping[str, str] = os.environ) -> Platform:
-    """Return the platform that the engines will use: mesh.device, or what JAX will choose."""
-    if config.mesh.device != "auto":
-        return config.mesh.device
-    first = environ.get("JAX_PLATFORMS", "").split(",")[0]
-    if first in _NAMES:
-        return _NAMES[first]
-    if _NVIDIA.exists():
-        return "gpu"
-    return "tpu" if any(path.exists() for path in _TPU) else "cpu"
 
 
 def device_shares(

@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
-from jaxserve.client.device_share import DeviceShare, device_shares, platform_of, replica_config
+from jaxserve.client.device_share import DeviceShare, device_shares, replica_config
 from jaxserve.config import Config
+from jaxserve.device_platform import platform_of
 from jaxserve.errors import EngineDeadError
-from jaxserve.transport.child_process import child_environment, python_command
+from jaxserve.transport.engine_child import ENGINE_MODULE, EngineChild
 from jaxserve.transport.shared_state import Pulse
-from jaxserve.transport.socket_directory import SocketDirectory, sweep
+from jaxserve.transport.socket_directory import sweep
 from jaxserve.types.messages import (
     EngineInfo,
     EngineState,
@@ -81,46 +81,46 @@ def with_plan(config: Config, info: EngineInfo) -> Config:
 
 
 class ProcessLink:
-    """An engine in a child process. module: what the child runs. share: the devices that it may use"""
+    """An engine in a child process. module: what the child runs. share: the devices that it may use
+
+    child: one that runs already; None: `start` starts the first one too
+    """
 
     def __init__(
-        self, config: Config, module: str = "jaxserve.engine.process", share: DeviceShare | None = None
+        self,
+        config: Config,
+        module: str = ENGINE_MODULE,
+        share: DeviceShare | None = None,
+        child: EngineChild | None = None,
     ) -> None:
         self._config = config
         self._module = module
         self._share = share or DeviceShare()
-        self._directory: SocketDirectory | None = None
+        self._child: EngineChild | None = None
+        self._next = child
         self._context: zmq.asyncio.Context | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._ended: asyncio.Task[int] | None = None
+        self._ended: asyncio.Future[int] | None = None
         self._is_ready = False
         self._has_swept = False
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
         """Start the child process with new sockets. An earlier child is stopped first."""
         await self.stop()
         self._sweep()
         self._is_ready = False
-        self._directory = SocketDirectory()
+        self._child, self._next = self._next or self._new_child(), None
+        self._ended = self._child.ended()
         self._context = zmq.asyncio.Context()
         self._outgoing = self._bind(self._context, zmq.PUSH, "to-engine")
         self._incoming = self._bind(self._context, zmq.PULL, "from-engine")
-        self._process = await asyncio.create_subprocess_exec(
-            *python_command(self._module, str(self._directory.path)),
-            env={**child_environment(), **self._share.environment},
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-        if self._share.cores is not None:  # before its first line of configuration, so before it has threads
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(self._process.pid, self._share.cores)
-        assert self._process.stdin is not None
-        self._process.stdin.write(self._config.without_secrets().model_dump_json().encode() + b"\n")
-        self._ended = asyncio.ensure_future(self._process.wait())
+
+    def _new_child(self) -> EngineChild:
+        config = self._config.without_secrets().model_dump_json()
+        return EngineChild(self._module, config, environment=self._share.environment, cores=self._share.cores)
 
     def _sweep(self) -> None:
         if not self._has_swept:
@@ -129,15 +129,15 @@ class ProcessLink:
                 logger.info("removed %d directories of killed servers", len(swept))
 
     def _bind(self, context: zmq.asyncio.Context, kind: int, name: str) -> zmq.asyncio.Socket:
-        assert self._directory is not None
+        assert self._child is not None
         socket = context.socket(kind)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(f"ipc://{self._directory.path}/{name}")
+        socket.bind(f"ipc://{self._child.directory.path}/{name}")
         return socket
 
     def send(self, message: ToEngine) -> None:
-        if self._process is None or self._process.returncode is not None:
+        if self._child is None or not self._child.is_running:
             return  # receive() reports the death; lost messages are sent again after the restart
         with contextlib.suppress(zmq.Again):  # the child closed its end: it is exiting, see above
             zmq.Socket.send(self._outgoing, encode(message), zmq.NOBLOCK)
@@ -166,44 +166,41 @@ class ProcessLink:
             return message
 
     def pulse(self) -> Pulse | None:
-        return Pulse(0, 0) if self._directory is None else self._directory.state.pulse
+        return Pulse(0, 0) if self._child is None else self._child.directory.state.pulse
 
     def in_work(self) -> list[str]:
-        return [] if self._directory is None else self._directory.state.in_work
+        return [] if self._child is None else self._child.directory.state.in_work
 
     def dump_stacks(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGUSR1)
+        if self._child is not None:
+            self._child.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self._child is not None:
+            self._child.send_signal(signal.SIGKILL)
 
     async def stop(self) -> None:
         """Stop the child: by a message if it is ready, by SIGKILL if it is loading or STOP_TIMEOUT has passed."""
-        if self._process is not None and self._process.returncode is None:
+        if self._child is not None and self._ended is not None:
             if self._is_ready:
                 self.send(Stop())
             else:  # it reads no messages while it loads
-                self._process.kill()
-            try:
-                await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+                self.kill()
+            await asyncio.wait((self._ended,), timeout=STOP_TIMEOUT)
+            if not self._ended.done():
+                self.kill()
+                await self._ended
         self._close()
 
     def _close(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
         if self._context is not None:
             self._context.destroy(linger=0)
-        if self._directory is not None:
-            self._directory.remove()
-        self._process = self._context = self._directory = None
+        if self._child is not None:
+            self._child.close()
+        self._child = self._context = None
 
 
-def process_links(config: Config, module: str = "jaxserve.engine.process") -> list[EngineLink]:
+def process_links(config: Config, module: str = ENGINE_MODULE) -> list[EngineLink]:
     """Return a link for each replica of a server. Raises ConfigError if there are too few devices."""
     if config.mesh.replicas == 1:
         return [ProcessLink(config, module)]

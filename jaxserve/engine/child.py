@@ -17,12 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import zmq
 
 from jaxserve.config import Config
-from jaxserve.engine.server import BuiltEngine, EngineServer
 from jaxserve.errors import ConfigError
 from jaxserve.log import configure_logging
 from jaxserve.runtime.host_memory import keep_freed_memory
@@ -40,7 +39,13 @@ from jaxserve.types.messages import (
     weight,
 )
 
+if TYPE_CHECKING:  # it imports jax, which `build` does
+    from jaxserve.engine.server import BuiltEngine
+
 BEAT_INTERVAL = 0.5  # seconds
+LAST_MESSAGE_SECONDS = 0.2  # for what is sent last
+# For the reason of a failed start: the parent may still be importing its modules, and must read it then.
+FAILURE_SECONDS = 30.0
 MAX_FRAMES = 1024  # read before the next step; invalid frames count too
 MAX_MESSAGE_BYTES = 512 * 2**20  # bytes; the socket refuses longer frames
 
@@ -53,6 +58,7 @@ class SocketChannel:
     """A Channel over two one-way sockets in a private directory."""
 
     def __init__(self, directory: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._context, self._is_closed = context, False
         self._incoming = _connect(context, zmq.PULL, f"ipc://{directory}/to-engine")
         self._outgoing = _connect(context, zmq.PUSH, f"ipc://{directory}/from-engine")
         self._dropped = 0
@@ -82,7 +88,14 @@ class SocketChannel:
     def send(self, message: FromEngine) -> None:
         """Send a message. Any thread may."""
         with self._sending:
-            self._outgoing.send(encode(message))
+            if not self._is_closed:
+                self._outgoing.send(encode(message))
+
+    def close(self, seconds: float) -> None:
+        """Wait at most so long until the parent has the last messages. Later ones are dropped."""
+        with self._sending:
+            self._is_closed = True
+            self._context.destroy(linger=int(seconds * 1000))
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
@@ -120,7 +133,7 @@ def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
     state = SharedState(Path(directory) / STATE)
     try:
         built = build(config, channel.send)
-        server = EngineServer(built, channel, state, log_interval=config.logging.stats_interval)
+        server = built.server(channel, state, log_interval=config.logging.stats_interval)
         Heartbeat(state).start()
         gc.collect()
         # exclude start-up objects from garbage collection: scanning jax's objects would pause a step for 0.15 s
@@ -128,12 +141,15 @@ def serve(build: Callable[[Config, Send], BuiltEngine]) -> int:
         if all(device.startswith("cpu:") for device in built.info.devices):
             keep_freed_memory()
         server.run()
+        channel.close(LAST_MESSAGE_SECONDS)
     except ConfigError as error:
         channel.send(Failed(str(error), error.fix))
+        channel.close(FAILURE_SECONDS)
         return 2
     except Exception as error:
         logger.exception("the engine failed")
         channel.send(Failed(f"{type(error).__name__}: {error}", expected=False))
+        channel.close(FAILURE_SECONDS)
         return 1
     return 0
 
@@ -143,5 +159,4 @@ def main(build: Callable[[Config, Send], BuiltEngine]) -> NoReturn:
     code = serve(build)
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(0.2)  # time for the socket's thread to send the last frame; LINGER only works when the context is closed
     os._exit(code)

@@ -1,7 +1,28 @@
 """The engine process: `python -m jaxserve.engine.process DIR`, started only by ProcessLink."""
 
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxserve.config import Config
+from jaxserve.device_platform import platform_of
 from jaxserve.engine.child import main
-from jaxserve.engine.factory import build_process
+from jaxserve.ops.kernel_library import compile_ahead
+from jaxserve.types.messages import FromEngine
+
+if TYPE_CHECKING:
+    from jaxserve.engine.server import BuiltEngine
+
+
+def build(config: Config, send: Callable[[FromEngine], None]) -> BuiltEngine:
+    """See factory.build_process. The C kernels are compiled during its imports, if they will serve."""
+    if platform_of(config) == "cpu" and config.runtime.attention in ("auto", "native"):
+        threading.Thread(target=compile_ahead, name="kernels", daemon=True).start()
+    return importlib.import_module("jaxserve.engine.factory").build_process(config, send)
+
 
 if __name__ == "__main__":
-    main(build_process)
+    main(build)

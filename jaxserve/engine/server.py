@@ -76,6 +76,10 @@ class BuiltEngine(NamedTuple):
     end: Callable[[], None] = lambda: None
     late: LateStart | None = None
 
+    def server(self, channel: Channel, state: SharedState, *, log_interval: float) -> EngineServer:
+        """Return what runs it. Arguments: as of EngineServer"""
+        return EngineServer(self, channel, state, log_interval=log_interval)
+
 
 Build = Callable[[Channel], BuiltEngine]
 

@@ -5,6 +5,7 @@ import errno
 import os
 import platform
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,9 +16,9 @@ import pytest
 from jaxserve.cache_directory import opened
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.encode import encode
+from jaxserve.ops import kernel_library as builder
 from jaxserve.ops import native
 from jaxserve.ops.linear import linear
-from jaxserve.ops.native import library as builder
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_quantized import test_kernels_have_the_bits_of_the_wide_numbers
@@ -269,7 +270,7 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel of four: its library is made in a fifth of the time."""
-    monkeypatch.setattr(builder, "SOURCES", builder.SOURCES[:1])
+    monkeypatch.setattr(builder, "SOURCES", ("matmul.c",))
 
 
 @pytest.mark.usefixtures("small")
@@ -391,3 +392,31 @@ def test_the_compiler_of_cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert builder.build(tmp_path).exists()
     monkeypatch.setenv("CC", "no-such-compiler")
     assert builder.build(tmp_path).exists()  # what is there needs no compiler
+
+
+@pytest.mark.usefixtures("small")
+def test_a_library_that_is_being_compiled_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+    build = builder.build
+
+    def counted(directory: Path, flags: Sequence[str]) -> Path:
+        built.append(directory)
+        return build(directory, flags)
+
+    monkeypatch.setattr(builder, "build", counted)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    threads = [threading.Thread(target=builder.compile_ahead) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    [kept] = (tmp_path / "jaxserve" / "kernels").iterdir()
+    assert kept.name == builder.library_name() and kept.stat().st_size > 1000
+
+
+def test_what_prevents_compiling_ahead_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    builder.compile_ahead()
+    assert list((tmp_path / "jaxserve" / "kernels").iterdir()) == []

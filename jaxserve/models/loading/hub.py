@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
-from jaxserve.errors import ModelLoadError
 from jaxserve.model_directory import local_directory
 from jaxserve.model_files import check_directory
 
 DATA_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model")
-# Second copies of the weights in the authors' own format, and exports for other frameworks.
-SKIPPED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "metal/*")
-_HUB_DOWN = "check the network, or name a local directory; a model downloaded before is found with HF_HUB_OFFLINE=1"
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: Path | None = None) -> Path:
@@ -30,37 +17,9 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, cache_dir: P
     The hub's environment variables apply (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN for gated models). Raises ModelLoadError
     with the cause: no such directory, model or revision, no access, hub not reachable, or a damaged file.
     """
-    directory = local_directory(path_or_id) or _download(str(path_or_id), revision, cache_dir)
+    directory = local_directory(path_or_id)
+    if directory is None:  # by name: the hub's client takes 0.1 s to import
+        hub = importlib.import_module("jaxserve.models.loading.download")
+        directory = hub.download(str(path_or_id), revision, cache_dir)
     check_directory(directory)
     return directory
-
-
-def _download(repo_id: str, revision: str | None, cache_dir: Path | None) -> Path:
-    wanted = f"{repo_id} at revision {revision}" if revision else repo_id
-    try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                cache_dir=cache_dir,
-                allow_patterns=list(DATA_FILES),
-                ignore_patterns=list(SKIPPED_FILES),
-            )
-        )
-    except GatedRepoError as error:
-        raise ModelLoadError(f"{wanted} is gated", fix="accept its terms on the hub and set HF_TOKEN") from error
-    except RevisionNotFoundError as error:
-        raise ModelLoadError(f"{repo_id} has no revision {revision!r}", fix="check model.revision") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelLoadError(
-            f"{wanted} is neither a directory here nor a model on the hub",
-            fix="check the spelling; a private model needs HF_TOKEN",
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise ModelLoadError(f"the hub is not reachable and {wanted} is not cached", fix=_HUB_DOWN) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelLoadError(f"{wanted} could not be downloaded: {_one_line(error)}", fix=_HUB_DOWN) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

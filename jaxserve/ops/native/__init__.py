@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
-from jaxserve.ops.native.library import build, kept, library_name
+from jaxserve.ops.kernel_library import build, kept, library_name
 from jaxserve.ops.quantized import Quantized
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Compile the C kernels of this folder once, with the machine's C compiler, and cache the library.
+"""Compile the C kernels of `native` once, with the machine's C compiler, and cache the library. No jax here.
 
 Owns the file's location and name. The name is a hash of the sources, the jaxlib version and the processor, so a
 directory shared by several machines holds one library for each. A cached library needs no compiler.
@@ -6,6 +6,8 @@ directory shared by several machines holds one library for each. A cached librar
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform
@@ -14,19 +16,21 @@ import shlex
 import shutil
 import stat
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
-import jax
-
-from jaxserve.cache_directory import OpenDirectory
+from jaxserve.cache_directory import OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
 
-SOURCES = ("matmul.c", "matmul_few.c", "matmul_grouped.c", "paged_attention.c")
+FOLDER = Path(__file__).parent / "native"
+SOURCES = ("matmul_few.c", "paged_attention.c", "matmul.c", "matmul_grouped.c")  # the longest first
 # -Wno-psabi: vectors wider than the processor's registers are passed only between functions of one file.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
-COMPILE_SECONDS = 120.0  # timeout; compiling takes about five seconds
+COMPILE_SECONDS = 120.0  # timeout; a file takes at most two seconds
 
 
 def build(directory: Path, flags: Sequence[str] = FLAGS) -> Path:
@@ -36,8 +40,24 @@ def build(directory: Path, flags: Sequence[str] = FLAGS) -> Path:
     """
     path = directory / library_name(flags)
     if not path.exists():
-        _compile([*_compiler(), *flags, *_inputs(), "-o", str(path), "-lm"])
+        compiler = _compiler()
+        with tempfile.TemporaryDirectory(prefix="objects-", dir=directory) as objects, ThreadPoolExecutor() as pool:
+            made = [str(Path(objects) / f"{name}.o") for name in SOURCES]
+            to_object = [*compiler, *(flag for flag in flags if flag != "-shared"), "-I", _headers(), "-c"]
+            commands = [[*to_object, str(FOLDER / name), "-o", path] for name, path in zip(SOURCES, made, strict=True)]
+            list(pool.map(_compile, commands))
+            _compile([*compiler, *flags, *made, "-o", str(path), "-lm"])
     return path
+
+
+def compile_ahead() -> None:
+    """Compile the library into the user's cache, if it is not there. What prevents that is told by who needs it."""
+    with (
+        contextlib.suppress(ConfigError, OSError),
+        tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch,
+        opened(user_cache("kernels")) as cache,
+    ):
+        kept(cache, Path(scratch))
 
 
 def kept(cache: OpenDirectory, scratch: Path, flags: Sequence[str] = FLAGS) -> str:
@@ -47,8 +67,21 @@ def kept(cache: OpenDirectory, scratch: Path, flags: Sequence[str] = FLAGS) -> s
     """
     name = library_name(flags)
     if not _is_sound(cache.descriptor, name):
-        _put(cache.descriptor, name, build(scratch, flags))
+        with _locked(cache.descriptor):  # another thread or process may be compiling it
+            if not _is_sound(cache.descriptor, name):
+                _put(cache.descriptor, name, build(scratch, flags))
     return cache.file(name)
+
+
+@contextlib.contextmanager
+def _locked(cache: int) -> Iterator[None]:
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=cache)
+    try:
+        with contextlib.suppress(OSError):  # on a file system without locks each compiles its own
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_sound(cache: int, name: str) -> bool:
@@ -85,9 +118,11 @@ def _compiler() -> list[str]:
     raise ConfigError("there is no C compiler for the CPU's kernels", fix="install gcc or clang, or set CC")
 
 
-def _inputs() -> list[str]:
-    here = Path(__file__).parent
-    return [*(str(here / name) for name in SOURCES), "-I", jax.ffi.include_dir()]
+def _headers() -> str:
+    """Return what jax.ffi.include_dir does, without importing jax."""
+    spec = find_spec("jaxlib")
+    assert spec is not None and spec.origin is not None
+    return str(Path(spec.origin).parent / "include")
 
 
 def _compile(command: Sequence[str]) -> None:
@@ -104,7 +139,7 @@ def _compile(command: Sequence[str]) -> None:
 
 def library_name(flags: Sequence[str] = FLAGS) -> str:
     """Return the file name: a hash of the sources, the flags, the jaxlib version and the processor."""
-    sources = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.[ch]"))]
+    sources = [path.read_text() for path in sorted(FOLDER.glob("*.[ch]"))]
     parts = [metadata.version("jaxlib"), *flags, platform.machine(), _processor(), *sources]
     return f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 

@@ -1,0 +1,54 @@
+"""Downloads from the hub: data files only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models.loading.hub import DATA_FILES
+
+# Second copies of the weights in the authors' own format, and exports for other frameworks.
+SKIPPED_FILES = ("original/*", "consolidated*", "onnx/*", "openvino/*", "metal/*")
+_HUB_DOWN = "check the network, or name a local directory; a model downloaded before is found with HF_HUB_OFFLINE=1"
+
+
+def download(repo_id: str, revision: str | None, cache_dir: Path | None) -> Path:
+    """Return the directory of a model of the hub. Raises ModelLoadError, as hub.resolve."""
+    wanted = f"{repo_id} at revision {revision}" if revision else repo_id
+    try:
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=cache_dir,
+                allow_patterns=list(DATA_FILES),
+                ignore_patterns=list(SKIPPED_FILES),
+            )
+        )
+    except GatedRepoError as error:
+        raise ModelLoadError(f"{wanted} is gated", fix="accept its terms on the hub and set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"{repo_id} has no revision {revision!r}", fix="check model.revision") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelLoadError(
+            f"{wanted} is neither a directory here nor a model on the hub",
+            fix="check the spelling; a private model needs HF_TOKEN",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(f"the hub is not reachable and {wanted} is not cached", fix=_HUB_DOWN) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelLoadError(f"{wanted} could not be downloaded: {_one_line(error)}", fix=_HUB_DOWN) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
