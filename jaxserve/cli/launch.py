@@ -29,7 +29,7 @@ from jaxserve.cli.serving.heap import keep_heap_small
 from jaxserve.cli.serving.http_server import Server, http_config
 from jaxserve.cli.serving.listening import bind, check_certificates, on_signals, url_of
 from jaxserve.cli.serving.workers import Workers
-from jaxserve.cli.terminal.progress import StartProgress, show_ready
+from jaxserve.cli.terminal.progress import LAST_PHASE, StartProgress, command_began, show_ready
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.link import EngineLink, ProcessLink
 from jaxserve.config import DEFAULT_STORE, Config, StoreSection
@@ -190,7 +190,7 @@ class Launch:
     async def _watch(self, on_ready: Callable[[], None] | None) -> None:
         """Show the start and the ready card. Raises JaxserveError if a file cannot be served or the engine is dead."""
         checked = False
-        with contextlib.nullcontext() if self._quiet else StartProgress() as progress:
+        with contextlib.nullcontext() if self._quiet else StartProgress(began=command_began()) as progress:
             while self.engine.status.phase == "loading":
                 status = await self.engine.next_status()
                 checked = checked or await asyncio.to_thread(check_files, self._app)
@@ -203,7 +203,8 @@ class Launch:
                 await self._workers.prepare()
             if progress is not None:
                 key = self._config.server.needs_key
-                show_ready(self.engine.info, self.url, api_key=key, seconds=progress.seconds)
+                progress.add(LAST_PHASE)
+                show_ready(self.engine.info, self.url, api_key=key, progress=progress)
             if on_ready is not None:
                 on_ready()
         while self.engine.status.phase != "dead":

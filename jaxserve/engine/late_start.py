@@ -67,4 +67,4 @@ class LateStart:
         times = times.like(self._first)
         self._times, self._is_over = times, True
         self._core.scheduler.batch_policy.retime(times)
-        logger.info("all %d programs are ready and measured", self._runner.num_programs)
+        logger.debug("all %d programs are measured", self._runner.num_programs)

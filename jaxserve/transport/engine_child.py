@@ -74,10 +74,12 @@ class EngineChild:
         self._process.send_signal(number)
 
     def close(self) -> None:
-        """Close its stdin, at which it exits at once, and remove its directory. A second call does nothing."""
+        """Kill it if it still runs, and remove its directory. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._process.kill()  # before its directory goes, which it may be about to open
+        self._process.wait()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

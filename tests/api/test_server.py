@@ -10,6 +10,7 @@ import pytest
 from jaxserve.api.http.middleware import GENERATING_PATHS
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
+from jaxserve.types.messages import EngineStats, Outputs
 
 from .conftest import LiveServer, reply_with
 
@@ -37,7 +38,12 @@ def test_before_the_engine_is_ready() -> None:
             assert response.json()["error"]["code"] == "not_ready"
         server.call(server.link.become_ready)
         server.wait(lambda: server.engine.status.phase == "ready", "never ready")
-        assert server.http.get("/health").json()["status"] == "ready"
+        health = server.http.get("/health").json()
+        assert health["status"] == "ready" and "programs" not in health
+        stats = EngineStats(details={"programs_ready": 11.0, "programs_total": 27.0})
+        server.call(lambda: server.link.say(Outputs([], stats)))
+        server.wait(lambda: bool(server.engine.stats().details), "no statistics")
+        assert server.http.get("/health").json()["programs"] == {"ready": 11, "total": 27}
         assert server.post("/v1/completions", TEXT).status_code == 200
         server.call(server.engine.drain)
         assert server.post("/v1/completions", TEXT).status_code == 503

@@ -51,6 +51,10 @@ def test_a_server_starts_answers_and_drains(tmp_path: Path, compile_cache: str) 
         card = {line[:12].strip(): line[12:].strip() for line in lines}
         assert card["URL"].endswith("/v1")
         assert {"model", "device", "memory", "requests", "start"} <= set(card)
+        seconds = [float(phase.split()[-1]) for phase in card["start"].partition(": ")[2].split(", ")]
+        total = float(card["start"].split()[0])
+        rounding = 0.05 * (len(seconds) + 4)  # of each, and phases of 0.0 are left out
+        assert abs(sum(seconds) - total) <= 0.02 * total + rounding
         models = httpx2.get(f"{card['URL']}/models", timeout=LAST_RESORT).json()
         assert [model["id"] for model in models["data"]] == ["a", "b"]
         process.send_signal(signal.SIGTERM)

@@ -2,13 +2,14 @@
 
 import json
 import subprocess
+import sys
 import time
 from typing import Any
 
 import msgspec
 import pytest
 
-from jaxserve.cli.terminal.progress import FIRST_PHASE, StartProgress, ready_card
+from jaxserve.cli.terminal.progress import FIRST_PHASE, LAST_PHASE, StartProgress, ready_card
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo
@@ -20,7 +21,7 @@ def info() -> EngineInfo:
     return demo_info(Tokenizer.from_directory(DEMO))
 
 
-PHASES = {"engine process": 3.14, "devices": 0.01, "weights": 0.1, "programs": 6.0}
+PHASES = {"imports": 3.14, "devices": 0.01, "weights": 0.1, "programs": 6.0}
 
 
 def card_of(info: EngineInfo, *, api_key: bool = False) -> str:
@@ -39,7 +40,7 @@ def data_of(card: str) -> Any:
 def test_a_model_that_generates(info: EngineInfo) -> None:
     card = card_of(info, api_key=True)
     assert card.splitlines()[0] == "URL         http://127.0.0.1:8000/v1"
-    assert "4096 tokens" in card and "9.9 s: engine process 3.1, weights 0.1, programs 6.0\n" in card
+    assert "4096 tokens" in card and "9.9 s: imports 3.1, weights 0.1, programs 6.0\n" in card
     assert "curl http://127.0.0.1:8000/v1/chat/completions \\\n" in card
     assert '"Authorization: Bearer $JAXSERVE_SERVER__API_KEY"' in card
     assert data_of(card)["messages"][0]["role"] == "user"
@@ -47,7 +48,7 @@ def test_a_model_that_generates(info: EngineInfo) -> None:
 
 
 def test_a_slow_start_has_two_lines(info: EngineInfo) -> None:
-    phases = {"engine process": 109.2, "model files": 12.2, "weights": 1120.1, "programs": 1157.7}
+    phases = {"imports": 109.2, "model files": 12.2, "weights": 1120.1, "programs": 1157.7}
     card = ready_card(info, "http://127.0.0.1:8000", api_key=False, seconds=phases, total=2399.2)
     assert max(map(len, card.splitlines())) <= 80
     first, second = card[card.index("start ") :].splitlines()[:2]
@@ -84,7 +85,7 @@ def test_a_phase_has_its_own_time(
     """Not that of what follows before the next phase reports."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with StartProgress(terminal=terminal) as progress:
+    with StartProgress(terminal=terminal, began=-0.5) as progress:
         for passed, status in (
             (3.0, EngineStatus("loading", "devices")),
             (0.1, EngineStatus("loading", "weights", unit="bytes")),
@@ -95,7 +96,19 @@ def test_a_phase_has_its_own_time(
         ):
             now[0] += passed
             progress.show(status)
-    assert progress.seconds == pytest.approx({FIRST_PHASE: 3.0, "devices": 0.1, "weights": 0.2, "programs": 6.0})
+    assert progress.seconds == pytest.approx({FIRST_PHASE: 3.5, "devices": 0.1, "weights": 0.2, "programs": 6.0})
+    now[0] += 0.2
+    progress.add(LAST_PHASE)
+    assert progress.seconds[LAST_PHASE] == pytest.approx(0.2)
+    assert progress.total == pytest.approx(sum(progress.seconds.values())) == pytest.approx(10.0)
     lines = [line.split() for line in capsys.readouterr().err.splitlines() if line.endswith(" s")]
-    assert [line[0] for line in lines] == ["engine", "weights", "programs"]
+    assert [line[0] for line in lines] == ["imports", "weights", "programs"]
     assert lines[1] == ["weights", "0.50", "GiB,", "2.68", "GB/s", "0.2", "s"] and lines[2][1:] == ["12/12", "6.0", "s"]
+
+
+def test_when_a_process_began() -> None:
+    script = "import time; from jaxserve.cli.terminal.progress import command_began as f; print(f(), time.monotonic())"
+    before = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    began, asked = map(float, done.stdout.split())
+    assert before - 0.02 <= began <= asked <= time.monotonic()

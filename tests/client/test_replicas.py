@@ -279,6 +279,19 @@ def test_an_engine_that_cannot_start_ends_the_start_of_the_server() -> None:
     asyncio.run(main())
 
 
+def test_what_an_engine_measures_later_is_known() -> None:
+    async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
+        before = engine.info.useful_rows
+        for link, rows in ((first, 3.0), (second, 4.0)):
+            details = {"useful_rows": rows, "programs_total": 27.0, "programs_ready": 27.0}
+            link.messages.put_nowait(Outputs([], EngineStats(details=details)))
+        await until(lambda: engine.info.useful_rows == 7)
+        assert engine.info.num_pages == first.info.num_pages + second.info.num_pages and before != 7
+        assert engine.stats().details["programs_total"] == 54
+
+    run(test)
+
+
 def test_calls_go_to_all_engines_and_their_answers_are_one() -> None:
     async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
         async def call(method: str, results: tuple[Any, ...], **args: Any) -> Any:

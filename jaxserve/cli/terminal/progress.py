@@ -7,13 +7,14 @@ everything can be copied.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -23,18 +24,21 @@ from jaxserve.client.supervisor import EngineStatus
 from jaxserve.types.messages import EngineInfo
 
 LABEL = 12  # columns of a row's name in the card
-FIRST_PHASE = "engine process"  # starts and imports JAX, before its first status
+FIRST_PHASE = "imports"  # of the server and of the engine process, before its first status
+LAST_PHASE = "server"  # its own first runs, after the engine's
 SHORT = 0.5  # seconds; a shorter phase without an amount is not printed
 
 
 class StartProgress:
     """Shows the engine's status during the start, as a context manager.
 
-    seconds: duration of each phase that has ended
+    began: time.monotonic() when the first phase began; None: now
+    seconds: duration of each phase that has ended. They follow one another without a gap
     """
 
-    def __init__(self, *, terminal: bool | None = None) -> None:
+    def __init__(self, *, terminal: bool | None = None, began: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self._began = self._ended = time.monotonic() if began is None else began
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
         self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
         self._bar = Progress(
@@ -69,15 +73,26 @@ class StartProgress:
         self._bar.update(self._task, completed=status.done, total=status.total or None, amount=self._amount())
 
     def _begin(self, phase: str) -> None:
-        self._phase, self._started, self._last = phase, time.monotonic(), EngineStatus("loading")
+        self._phase, self._started, self._last = phase, self._ended, EngineStatus("loading")
         self._bar.reset(self._task, description=phase, total=None, amount="")
 
     def _end(self) -> None:
-        seconds = time.monotonic() - self._started
-        self.seconds[self._phase] = seconds
+        self._ended = time.monotonic()
+        self.seconds[self._phase] = seconds = self.seconds.get(self._phase, 0.0) + self._ended - self._started
         amount = self._amount()
         if amount or seconds > SHORT:
             self._console.print(f"  {self._phase:16}{amount:28}{seconds:6.1f} s")
+
+    def add(self, phase: str) -> None:
+        """Count the time since the last phase ended as one more."""
+        self._begin(phase)
+        self._ended = time.monotonic()
+        self.seconds[phase] = self._ended - self._started
+
+    @property
+    def total(self) -> float:
+        """Seconds from the beginning of the first phase to the end of the last."""
+        return self._ended - self._began
 
     def _amount(self) -> str:
         last = self._last
@@ -93,7 +108,7 @@ def ready_card(
     """Return the ready card: URL, model, device, memory, durations, a curl command, and how to start agents.
 
     seconds: of each phase of the start
-    total: seconds since the command began
+    total: seconds from the command on
     """
     rows = {
         "URL": f"{url}/v1",
@@ -159,7 +174,14 @@ def curl_example(info: EngineInfo, url: str, *, api_key: bool) -> str:
     return " \\\n".join([*lines, f"  -d '{data}'"])
 
 
-def show_ready(info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float]) -> None:
-    """Print the ready card. seconds: of each phase of the start."""
-    total = time.time() - psutil.Process().create_time()
-    print(f"jaxserve is ready\n{ready_card(info, url, api_key=api_key, seconds=seconds, total=total)}", flush=True)
+def show_ready(info: EngineInfo, url: str, *, api_key: bool, progress: StartProgress) -> None:
+    """Print the ready card."""
+    card = ready_card(info, url, api_key=api_key, seconds=progress.seconds, total=progress.total)
+    print(f"jaxserve is ready\n{card}", flush=True)
+
+
+def command_began() -> float:
+    """Return time.monotonic() when this process began, to 10 ms; psutil's time is rounded to a second."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine was started
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age

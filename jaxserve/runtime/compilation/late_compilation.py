@@ -17,7 +17,6 @@ from jaxserve.runtime.compilation.compiler import Program, Store, obtain
 logger = logging.getLogger(__name__)
 
 NICE = 10  # of the threads: on a CPU the steps of requests go first
-SHOWN = 5  # lines of progress in the log
 # Tracing takes half of a compilation and holds Python's lock, which every step needs several times.
 CORES_PER_THREAD, MOST_THREADS = 4, 4
 
@@ -104,6 +103,5 @@ class LateCompilation:
             self._done += 1
             if self.is_complete:
                 program_cache.share()
-            if self._done % max(1, self.total // SHOWN) == 0 or self.is_complete:
-                seconds = time.monotonic() - self._began
-                logger.info("%d of %d more programs are there after %.1f s", self._done, self.total, seconds)
+                logger.info("after %.1f s all programs are there", time.monotonic() - self._began)
+            logger.debug("%s: %d of %d late programs are there", name, self._done, self.total)
