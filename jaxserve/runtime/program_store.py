@@ -1,7 +1,8 @@
 """Where compiled programs are kept: in the user's cache directory, by a key of everything that they depend on.
 
 A program that is found there is loaded and not traced or compiled, which takes a tenth of the time. The files are
-code: only files of this user or of root that no other user can write are read, and each has a checksum.
+code: only files of this user or of root that no other user can write are read, and each has a checksum. Beyond KEPT
+bytes those that were not used for longest are removed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,29 +28,37 @@ from jaxserve.runtime.executable import ProgramFormatError, StoredProgram, load,
 from jaxserve.runtime.fingerprint import describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
 
+SUFFIX = ".program"
 MAGIC = b"jaxserve program 1\n"
 _DIGEST = 32  # bytes of SHA-256
 LIMIT = 4 * 2**30  # bytes; a larger file is refused before it is read
+KEPT = 4 * 2**30  # bytes of all programs together; those of the demo model have 12 MB
+UNFINISHED = 86400.0  # seconds after which a temporary file is one that a killed process left
 
 logger = logging.getLogger(__name__)
 
 
 class ProgramStore:
-    """The store in a directory of the user's cache. Errors only cost time: the program is then compiled."""
+    """The store in a directory of the user's cache. Errors only cost time: the program is then compiled.
 
-    def __init__(self, directory: Path, mesh: DeviceMesh) -> None:
+    most: bytes that are kept
+    """
+
+    def __init__(self, directory: Path, mesh: DeviceMesh, most: int = KEPT) -> None:
         """Raises CacheDirectoryError if another user could write to the directory."""
         with opened(directory):
             pass
-        self._directory = directory
+        self._directory, self._most = directory, most
         self._fingerprint = fingerprint(mesh)
 
     def find(self, program: Program) -> jax.stages.Compiled | None:
         """See compiler.Store."""
-        name = f"{program_key(program, self._fingerprint)}.program"
+        name = f"{program_key(program, self._fingerprint)}{SUFFIX}"
         try:
             with opened(self._directory) as held:
                 data = read_code(held.descriptor, name)
+                with contextlib.suppress(OSError):  # a cache that cannot be written
+                    os.utime(name, dir_fd=held.descriptor, follow_symlinks=False)  # its time of use
             return load(decode(data), program)
         except FileNotFoundError:
             return None
@@ -58,10 +68,11 @@ class ProgramStore:
 
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
         """See compiler.Store."""
-        name = f"{program_key(program, self._fingerprint)}.program"
+        name = f"{program_key(program, self._fingerprint)}{SUFFIX}"
         try:
             with opened(self._directory) as held:
                 write_code(held.descriptor, name, encode(serialize(compiled)))
+                remove_unused(held.descriptor, self._most)
         except (OSError, CacheDirectoryError, ProgramFormatError) as error:
             logger.info("%s is not kept: %s", program.name, error)
 
@@ -123,6 +134,26 @@ def write_code(directory: int, name: str, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=directory)
         raise
+
+
+def remove_unused(directory: int, most: int) -> None:
+    """Remove the files that were used least recently until the others have at most `most` bytes, and unfinished ones.
+
+    directory: open and checked. A program that another process has open stays readable there.
+    """
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        with os.scandir(descriptor) as entries:
+            files = [(entry.stat(follow_symlinks=False), entry.name) for entry in entries]
+        room = most
+        for info, name in sorted(files, key=lambda file: -file[0].st_mtime):
+            is_left = name.startswith(".") and time.time() - info.st_mtime > UNFINISHED
+            room -= info.st_size
+            if is_left or (room < 0 and name.endswith(SUFFIX)):
+                with contextlib.suppress(OSError):  # another process removed it
+                    os.unlink(name, dir_fd=directory)
+    finally:
+        os.close(descriptor)
 
 
 def open_store(directory: Path | None, mesh: DeviceMesh) -> ProgramStore | None:

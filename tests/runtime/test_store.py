@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,29 @@ def test_program_from_jax_cache_is_not_stored(
     monkeypatch.setattr(Program, "compile", found_in_cache)
     compile_all([wanted], store=store)
     assert not os.listdir(tmp_path)
+
+
+def test_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path, mesh: DeviceMesh) -> None:
+    store = ProgramStore(tmp_path, mesh)
+    compile_all([program(mesh)], store=store)
+    size = stored_file(tmp_path).stat().st_size
+    bounded = ProgramStore(tmp_path, mesh, most=int(3.5 * size))
+    for age, rows in ((100, 5), (50, 6)):
+        compile_all([program(mesh, rows=rows)], store=store)
+        newest = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
+        os.utime(newest, (time.time() - age,) * 2)
+    os.utime(min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime), (1.0, 1.0))  # rows 5
+    first = next(path for path in tmp_path.iterdir() if path.stat().st_mtime > time.time() - 40)
+    os.utime(first, (2.0, 2.0))
+    assert bounded.find(program(mesh)) is not None and first.stat().st_mtime > time.time() - 40, "its time of use"
+    for name, age in ((".old", 90_000.0), (".new", 10.0)):
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    (tmp_path / "of the user").write_bytes(b"x" * 10 * size)
+    os.utime(tmp_path / "of the user", (1.0, 1.0))
+    compile_all([program(mesh, rows=7)], store=bounded)
+    kept = [rows for rows in (4, 5, 6, 7) if store.find(program(mesh, rows=rows)) is not None]
+    assert kept == [4, 6, 7] and {path.name for path in tmp_path.iterdir() if path.suffix != ".program"} == {
+        ".new",
+        "of the user",
+    }
