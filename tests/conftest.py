@@ -27,6 +27,8 @@ hypothesis.settings.load_profile("tests")
 
 # one shape for all servers and engines of the tests: their programs are compiled once and shared by the cache
 SMALL: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
+# of servers with load, or whose numbers are compared: programs that come later would change the speed meanwhile
+SERVED: dict[str, Any] = SMALL | {"wait_for_programs": True}
 
 
 TIMED = ("tests/faults/",)  # their tests load servers to the limit, and disturb each other

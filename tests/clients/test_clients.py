@@ -10,7 +10,7 @@ from jaxserve.library.serving import RunningServer, launch_server
 from tests.clients.environments import packages
 from tests.clients.run import AGENTS, interpreter, run_client, scripts
 from tests.clients.scripted_model import make
-from tests.conftest import SMALL
+from tests.conftest import SERVED
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "clients.md"
 HOW = "make the environments with `python -m tests.clients.environments DIR`, and set JAXSERVE_CLIENTS=DIR"
@@ -18,7 +18,7 @@ HOW = "make the environments with `python -m tests.clients.environments DIR`, an
 
 @pytest.fixture(scope="module")
 def server(compile_cache: str) -> Iterator[RunningServer]:
-    with launch_server(compile_cache=compile_cache, classifier_from_token=("0", "1"), **SMALL) as server:
+    with launch_server(compile_cache=compile_cache, classifier_from_token=("0", "1"), **SERVED) as server:
         yield server
 
 
@@ -26,7 +26,7 @@ def server(compile_cache: str) -> Iterator[RunningServer]:
 def agents_server(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     directory = tmp_path_factory.mktemp("scripted")
     make(directory)
-    keys = SMALL | {"served_name": ("scripted",), "max_model_len": 65536}
+    keys = SERVED | {"served_name": ("scripted",), "max_model_len": 65536}
     with launch_server(str(directory), compile_cache=compile_cache, **keys) as server:
         yield server
 

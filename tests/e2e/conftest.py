@@ -8,13 +8,13 @@ import pytest
 
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
-from tests.conftest import SMALL
+from tests.conftest import SERVED
 from tests.e2e.browser import Browser, chromium
 
 
 @pytest.fixture(scope="session")
 def server(compile_cache: str) -> Iterator[RunningServer]:
-    with launch_server(compile_cache=compile_cache, **SMALL) as running:
+    with launch_server(compile_cache=compile_cache, **SERVED) as running:
         yield running
 
 

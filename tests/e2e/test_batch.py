@@ -65,7 +65,7 @@ def done(client: openai.OpenAI, batch_id: str) -> int:
 def short_of_pages(compile_cache: str) -> Iterator[RunningServer]:
     """A server whose pool holds one of the answers that it would like to write sixteen of at once."""
     sizes: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "num_pages": 34}
-    with launch_server(compile_cache=compile_cache, new_token_ratio=0.05, **sizes) as running:
+    with launch_server(compile_cache=compile_cache, new_token_ratio=0.05, wait_for_programs=True, **sizes) as running:
         yield running
 
 

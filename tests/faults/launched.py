@@ -47,6 +47,7 @@ class Launched:
         environment = {
             "JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache,
             "JAXSERVE_STORE__PATH": str(directory / "store"),
+            "JAXSERVE_RUNTIME__WAIT_FOR_PROGRAMS": "true",
         }
         self._environment = os.environ | environment | (devices or {})
         self._command = [sys.executable, "-m", "jaxserve", "launch", "--port", "0"]

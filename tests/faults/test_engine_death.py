@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
-from tests.conftest import SMALL
+from tests.conftest import SERVED
 from tests.faults.helpers import (
     QUESTIONS,
     ask,
@@ -31,7 +31,7 @@ WATCHDOG = 12.0  # seconds
 
 @pytest.fixture(scope="module")
 def server(compile_cache: str) -> Iterator[RunningServer]:
-    with launch_server(compile_cache=compile_cache, watchdog_timeout=WATCHDOG, **SMALL) as running:
+    with launch_server(compile_cache=compile_cache, watchdog_timeout=WATCHDOG, **SERVED) as running:
         yield running
 
 

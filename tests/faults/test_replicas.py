@@ -18,7 +18,7 @@ from jaxserve.client.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.errors import ServerError
 from jaxserve.types.sampling import SamplingParams
-from tests.conftest import SMALL
+from tests.conftest import SERVED
 from tests.fakes import alone
 from tests.faults.fake_engine import SEGFAULT
 from tests.faults.helpers import ask_all, golden, is_engine
@@ -104,7 +104,7 @@ def test_a_server_of_two_engines_outlives_one_of_them(compile_cache: str) -> Non
     """The demo model over HTTP: half of the answers are streams, and one engine is killed among them."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs a core for each engine")
-    with launch_server(compile_cache=compile_cache, replicas=2, **SMALL) as server:
+    with launch_server(compile_cache=compile_cache, replicas=2, **SERVED) as server:
         engines = [process for process in psutil.Process().children() if is_engine(process)][-2:]
         cores = [set(process.cpu_affinity()) for process in engines]
         assert not cores[0] & cores[1]

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save, save_file
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
 from tests.api.fakes import DEMO
-from tests.conftest import SMALL
+from tests.conftest import SERVED
 from tests.faults.helpers import engine_process
 from tests.waiting import LAST_RESORT, wait_until
 
@@ -49,7 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving(model: Path, compile_cache: str, **keys: Any) -> Iterator[RunningServer]:
-    keys = {"compile_cache": compile_cache, "admin_api_key": "root", **SMALL} | keys
+    keys = {"compile_cache": compile_cache, "admin_api_key": "root", **SERVED} | keys
     with launch_server(str(model), served_name="demo", **keys) as running:
         yield running
 
