@@ -180,14 +180,14 @@ def test_programs_that_were_not_used_for_longest_are_removed(tmp_path: Path, mes
     for age, rows in ((100, 5), (50, 6)):
         compile_all([program(mesh, rows=rows)], store=store)
         newest = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
-        os.utime(newest, (time.time() - age,) * 2)
+        os.utime(newest, (1.0, time.time() - age))
     os.utime(min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime), (1.0, 1.0))  # rows 5
     first = next(path for path in tmp_path.iterdir() if path.stat().st_mtime > time.time() - 40)
     os.utime(first, (2.0, 2.0))
     assert bounded.find(program(mesh)) is not None and first.stat().st_mtime > time.time() - 40, "its time of use"
     for name, age in ((".old", 90_000.0), (".new", 10.0)):
         (tmp_path / name).write_bytes(b"")
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
+        os.utime(tmp_path / name, (1.0, time.time() - age))
     (tmp_path / "of the user").write_bytes(b"x" * 10 * size)
     os.utime(tmp_path / "of the user", (1.0, 1.0))
     compile_all([program(mesh, rows=7)], store=bounded)
