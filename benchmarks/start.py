@@ -1,4 +1,4 @@
-"""Time starts of the demo model, cold and warm, and processor seconds of all their processes.
+"""Time starts of the demo model, cold and warm, and processor seconds of all their processes, with the phases of each.
 
     python -m benchmarks.start [--rounds N] [-- FLAGS OF LAUNCH]
 
@@ -35,16 +35,17 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     flags = [flag for flag in flags if flag != "--"]
     kinds = [("as given", flags), *((words, [*flags, *words.split()]) for words in options.against)]
-    print("kind, cache, seconds to ready, to the first answer, processor seconds to ready, to the first answer")
+    print("kind, cache, seconds to ready, to the first answer, processor seconds to ready, to the first answer; phases")
     for _ in range(options.rounds):
         for name, words in kinds:
             with tempfile.TemporaryDirectory() as cache:
                 for state in ("cold", "warm"):
-                    print(name, state, *(f"{value:.1f}" for value in measure(words, Path(cache))), sep=", ", flush=True)
+                    *values, phases = measure(words, Path(cache))
+                    print(name, state, *(f"{value:.1f}" for value in values), sep=", ", end=f"; {phases}\n", flush=True)
 
 
-def measure(flags: list[str], cache: Path) -> tuple[float, float, float, float]:
-    """Start a server; return the seconds and the processor seconds of the last line's columns."""
+def measure(flags: list[str], cache: Path) -> tuple[float, float, float, float, str]:
+    """Start a server; return the seconds and processor seconds of a line's columns, and the ready card's phases."""
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     command = [
         sys.executable,
@@ -58,8 +59,9 @@ def measure(flags: list[str], cache: Path) -> tuple[float, float, float, float]:
         *flags,
     ]
     began = time.monotonic()
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             while (_get("/health") or {}).get("status") != "ready":
                 if process.poll() is not None or time.monotonic() - began > LIMIT:
@@ -68,7 +70,10 @@ def measure(flags: list[str], cache: Path) -> tuple[float, float, float, float]:
             ready, spent = time.monotonic() - began, _processor_seconds(process.pid)
             body = {"model": "demo", "prompt": "Once", "max_tokens": 1}
             assert _get("/v1/completions", body) is not None
-            return ready, time.monotonic() - began, spent, _processor_seconds(process.pid)
+            answered, in_all = time.monotonic() - began, _processor_seconds(process.pid)
+            assert process.stdout is not None
+            card = next((line for line in process.stdout if line.startswith("start ")), "")
+            return ready, answered, spent, in_all, card.removeprefix("start").strip()
         finally:
             process.send_signal(signal.SIGTERM)
 
