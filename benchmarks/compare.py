@@ -37,6 +37,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.transport.child_process import child_environment, python_command
 
 START_TIMEOUT = 600.0  # seconds
+WAITING = {"JAXSERVE_RUNTIME__WAIT_FOR_PROGRAMS": "true"}  # a measurement begins with all programs
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Server:
 def jaxserve_server(model: Path, max_len: int, dtype: str = "float32") -> Server:
     command = python_command("jaxserve", "launch", "--model", str(model), "--dtype", dtype)
     store = Path(tempfile.gettempdir()) / "jaxserve-compare"  # another server may use the default store
-    return Server("jaxserve", (*command, "--max-model-len", str(max_len), "--store.path", str(store)), {})
+    return Server("jaxserve", (*command, "--max-model-len", str(max_len), "--store.path", str(store)), WAITING)
 
 
 def vllm_server(model: Path, max_len: int, environment_dir: Path, dtype: str = "float32") -> Server:

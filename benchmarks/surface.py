@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import orjson
 
-from benchmarks.compare import Server, running
+from benchmarks.compare import WAITING, Server, running
 from jaxserve.bench.report import write_json
 from jaxserve.engine.engine import Engine
 from jaxserve.grammar.translate import schema_spec
@@ -158,7 +158,7 @@ def http_streams(model: str | None, streams: int, output_len: int, rounds: int) 
     log = Path(tempfile.gettempdir()) / "jaxserve-surface.log"
     command = tuple(python_command("jaxserve", "launch", "--max-num-seqs", str(streams), *flags))
     os.sched_setaffinity(0, engine_cores)  # inherited by the server; its API process is moved below
-    with running(Server("jaxserve", command, {}), log) as url:
+    with running(Server("jaxserve", command, WAITING), log) as url:
         os.sched_setaffinity(0, cores)
         api, engine = _processes(url)
         _pin(api, other_cores)

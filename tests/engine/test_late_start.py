@@ -143,8 +143,8 @@ def test_programs_come_in_the_order_of_use(config: Config) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(None, 1), (2, 1), (8, 2), (64, 4)])
-def test_threads_of_late_programs(cores: int | None, threads: int) -> None:
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 2), (64, 4)])
+def test_threads_of_late_programs(cores: int, threads: int) -> None:
     assert num_threads(cores) == threads
 
 

@@ -21,9 +21,9 @@ NICE = 10  # of the threads: on a CPU the steps of requests go first
 CORES_PER_THREAD, MOST_THREADS = 4, 4
 
 
-def num_threads(cores: int | None) -> int:
-    """Return in how many threads programs are compiled while requests are served. cores: of this machine"""
-    return max(1, min(MOST_THREADS, (cores or 1) // CORES_PER_THREAD))
+def num_threads(cores: int) -> int:
+    """Return in how many threads programs are compiled while requests are served. cores: that this process may use"""
+    return max(1, min(MOST_THREADS, cores // CORES_PER_THREAD))
 
 
 class LateCompilation:
@@ -46,7 +46,7 @@ class LateCompilation:
         self._stopped = False
         self._began = 0.0
         self._own = threading.local()
-        count = min(self.total, num_threads(os.cpu_count()))
+        count = min(self.total, num_threads(len(os.sched_getaffinity(0))))
         self._threads = [threading.Thread(target=self._run, name="compile-late", daemon=True) for _ in range(count)]
 
     @property
