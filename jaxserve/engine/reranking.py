@@ -10,7 +10,7 @@ from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.model_files import read_object
 from jaxserve.models.pooling import LOGIT_SCORE, sentence_modules
 from jaxserve.text.pairs import has_pair_roles
-from jaxserve.text.template.chat_template import template_sources
+from jaxserve.text.template.template_sources import template_sources
 from jaxserve.text.tokenizer import Tokenizer
 
 WORDS = ("no", "yes")  # of a template that names no others

@@ -10,8 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -20,9 +19,6 @@ from jaxserve.errors import ConfigError, InvalidValueError
 from jaxserve.json_cost import JsonLimits, over_limit
 from jaxserve.text.template.plain_template import MAX_SOURCE, PlainBudget, PlainEnvironment, is_plain
 from jaxserve.text.template.sandbox import RenderBudget, RenderLimitError, TemplateEnvironment
-
-if TYPE_CHECKING:
-    from jaxserve.text.tokenizer import Tokenizer
 
 # Names the server sets itself; a request's chat_template_kwargs may not.
 RESERVED = frozenset(
@@ -176,16 +172,6 @@ class ChatTemplate:
         return "\n".join(part["text"] for part in content if part.get("type") in _TEXT_PARTS)
 
 
-def template_sources(tokenizer: Tokenizer, override: str | None) -> tuple[str, str | None] | None:
-    """The text of the template that is used, and of its variant for requests with tools, if there is one."""
-    if override is not None:
-        return _read_override(override), None
-    templates = tokenizer.chat_templates
-    if not templates:
-        return None
-    return templates.get("default") or next(iter(templates.values())), templates.get("tool_use")
-
-
 ARGUMENT_LIMITS = JsonLimits(structures=40_000, values=192 * 1024)  # of one call; over them its text is not read
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -221,19 +207,6 @@ def _compile(environment: TemplateEnvironment, source: str) -> jinja2.Template:
         return environment.from_string(source)
     except (jinja2.TemplateSyntaxError, RecursionError, SyntaxError, ValueError, OverflowError) as error:
         raise ConfigError(f"the chat template does not parse: {error}", fix="see model.chat_template") from error
-
-
-def _read_override(value: str) -> str:
-    """`value` is a path unless it can only be a template."""
-    if "{%" in value or "{{" in value or "\n" in value:
-        return value
-    try:
-        return Path(value).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"model.chat_template: {value!r} is neither a readable file nor a Jinja template ({error})",
-            fix="give a path to a .jinja file or the template's text",
-        ) from error
 
 
 def _key(node: nodes.Node) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from jaxserve.text.shield import Shield
-from jaxserve.text.template.chat_template import ChatTemplate, template_sources
+from jaxserve.text.template.chat_template import ChatTemplate
 from jaxserve.text.template.sandbox import RenderLimitError
 from jaxserve.text.template.template_process import CPU_SECONDS, MEMORY_BYTES, TemplateProcess
+from jaxserve.text.template.template_sources import template_sources
 from jaxserve.text.template.template_worker import TemplateInput, TemplateSetup, render
 from jaxserve.text.tokenizer import Tokenizer
 
