@@ -17,6 +17,20 @@ class MeshSection(Section):
     replicas: Int = Field(
         1, ge=1, le=64, description="Number of engines behind one address, each with its own devices."
     )
+    prefill_replicas: Int = Field(
+        0,
+        ge=0,
+        le=63,
+        description="How many of them only compute prompts, and pass the KV pages to the others, which produce the "
+        "tokens. 0: each does both.",
+    )
+    prefill_min_tokens: Int = Field(
+        256,
+        ge=1,
+        le=2**26,
+        description="With prefill_replicas: a prompt with fewer tokens that are not cached is computed where its "
+        "tokens are produced.",
+    )
     data: Int = Field(1, ge=1, le=4096, description="Data parallelism. Only 1 works yet.")
     tensor: Int = Field(
         1, ge=1, le=4096, description="Tensor parallelism: number of devices that share heads, FFN and vocabulary."
@@ -48,6 +62,13 @@ class MeshSection(Section):
         """Host and port of the leader."""
         host, _, port = self.leader_address.partition(":")
         return host, self.leader_port or int(port or DEFAULT_PORT)
+
+    @field_validator("prefill_replicas")
+    @classmethod
+    def _leaves_some(cls, count: int, info: ValidationInfo) -> int:
+        if count >= (replicas := info.data.get("replicas", count + 1)) and count:
+            raise ValueError(f"mesh.replicas is {replicas}, and one of them must produce tokens")
+        return count
 
     @field_validator("leader_port")
     @classmethod

@@ -41,6 +41,7 @@ HARMLESS: list[tuple[list[str], list[Any], str]] = [
     (SWITCHES, [True, 0, "0", "true"], "0 and true are how YAML and environments write a switch"),
     (["model.quantization"], ["none"], "the word for weights that are not quantised"),
     (["mesh.host_rank"], [0, "0"], "0 is the only host"),
+    (["mesh.prefill_replicas"], [0, "0"], "0: every engine computes prompts"),
     (["server.port"], [0, "0"], "0 takes a free port"),
     (["server.drain_timeout"], [0, "0"], "0 gives running requests no time"),
     (["models.wait_seconds"], [0, "0"], "0: no request waits for its model"),

@@ -26,6 +26,7 @@ from jaxserve.client.link import EngineLink, process_links
 from jaxserve.client.queue_limit import Load, check_queue
 from jaxserve.client.replica import Replica, ReplicaState
 from jaxserve.client.replica_set import ReplicaSet
+from jaxserve.client.roles import Roles
 from jaxserve.client.sequence_table import LiveSequence, Outbox, SequenceTable
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
@@ -70,6 +71,7 @@ class AsyncEngine:
             links,
             config.server.watchdog_timeout,
             self._live,
+            Roles.of_config(config, len(links)),
             on_message=self._handle,
             answer_abort=self._answer_abort,
             end_with_error=self._end_with_error,
@@ -338,6 +340,8 @@ class AsyncEngine:
         sequence = self._live.get(output.request_id)
         if sequence is None:
             return  # already ended here (stop string, disconnect) while the engine computed one more token
+        if sequence.is_prompt and self._replicas.take_prompt(sequence, output):
+            return
         if output.finish_reason is FinishReason.ERROR:
             self._end_with_error(sequence, sequence.failure(output))
             return

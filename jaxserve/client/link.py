@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from jaxserve.client.device_share import DeviceShare, device_shares, replica_config
+from jaxserve.client.roles import check_roles
 from jaxserve.config import Config
 from jaxserve.device_platform import platform_of
 from jaxserve.errors import EngineDeadError
@@ -204,6 +205,7 @@ def process_links(config: Config, module: str = ENGINE_MODULE) -> list[EngineLin
     """Return a link for each replica of a server. Raises ConfigError if there are too few devices."""
     if config.mesh.replicas == 1:
         return [ProcessLink(config, module)]
+    check_roles(config)
     platform = platform_of(config)
     shares = device_shares(config, platform)
     return [ProcessLink(replica_config(config, platform, i), module, share) for i, share in enumerate(shares)]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxserve.client.engine_calls import EngineCalls
 from jaxserve.client.link import EngineLink
+from jaxserve.client.roles import Role
 from jaxserve.client.sequence_sender import SequenceSender
 from jaxserve.client.sequence_table import LiveSequence, ReplicaShare, SequenceTable
 from jaxserve.client.supervisor import Death, EngineStatus, Supervisor
@@ -26,6 +27,7 @@ class ReplicaState(NamedTuple):
     num_live: int
     info: EngineInfo | None
     stats: EngineStats
+    role: Role = "both"
 
 
 class ReplicaEvents(NamedTuple):
@@ -39,12 +41,23 @@ class ReplicaEvents(NamedTuple):
 
 
 class Replica:
-    """The engine with this index. is_stale: it lacks the weights of the others, so it gets no requests."""
+    """The engine with this index.
+
+    role: whether it computes prompts, produces tokens, or both. is_stale: it lacks the weights of the others, so it
+    gets no requests. num_coming: sequences whose pages it reads, and which it will get
+    """
 
     def __init__(
-        self, index: int, link: EngineLink, watchdog: float, table: SequenceTable, events: ReplicaEvents
+        self,
+        index: int,
+        link: EngineLink,
+        watchdog: float,
+        table: SequenceTable,
+        events: ReplicaEvents,
+        role: Role = "both",
     ) -> None:
         self.index = index
+        self.role: Role = role
         self.link = link
         self.supervisor = Supervisor(
             link,
@@ -60,6 +73,7 @@ class Replica:
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.is_stale = False
+        self.num_coming = 0
 
     @property
     def is_dead(self) -> bool:
@@ -74,7 +88,8 @@ class Replica:
     @property
     def load(self) -> ReplicaLoad:
         total = self.info.num_pages if self.info is not None else 0
-        return ReplicaLoad(self.index, len(self.live), self.stats.num_pages_used / total if total else 0.0)
+        num_live = len(self.live) + self.num_coming
+        return ReplicaLoad(self.index, num_live, self.stats.num_pages_used / total if total else 0.0)
 
     @property
     def state(self) -> ReplicaState:
@@ -88,4 +103,5 @@ class Replica:
             len(self.live),
             self.info,
             self.stats,
+            self.role,
         )

@@ -16,16 +16,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxserve.client.control_record import ControlRecord
 from jaxserve.client.link import EngineLink
+from jaxserve.client.prompt_handover import PromptHandover
 from jaxserve.client.replica import Replica, ReplicaEvents, ReplicaState
 from jaxserve.client.replica_calls import call_all, changes_weights
+from jaxserve.client.replica_choice import ReplicaChoice, prompt_bytes
 from jaxserve.client.replica_summary import joined_info, joined_stats, joined_status
-from jaxserve.client.sequence_table import LiveSequence, SequenceTable
+from jaxserve.client.roles import Roles
+from jaxserve.client.sequence_sender import SERVED
+from jaxserve.client.sequence_table import NOWHERE, LiveSequence, SequenceTable
 from jaxserve.client.supervisor import Death, EngineStatus
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, ServerError
 from jaxserve.routing.router import Router
@@ -38,8 +41,8 @@ from jaxserve.types.messages import (
     RequestRefused,
     with_measured,
 )
+from jaxserve.types.output import TokenOutput
 from jaxserve.types.page_keys import PageEvents
-from jaxserve.types.sampling import BACKGROUND_PRIORITY
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class ReplicaSet:
         links: Sequence[EngineLink],
         watchdog: float,
         live: SequenceTable,
+        roles: Roles,
         *,
         on_message: Callable[[Replica, FromEngine | RequestRefused], None],
         answer_abort: Callable[[LiveSequence], None],
@@ -67,16 +71,19 @@ class ReplicaSet:
         self._answer_abort = answer_abort
         self._end_with_error = end_with_error
         self._fail_all = fail_all
-        self._router: Router | None = None  # made when the page size is known
         self._record = ControlRecord()
         events = ReplicaEvents(on_message, self._became_ready, self._died, self._ended, end_with_error)
-        self._replicas = [Replica(index, link, watchdog, live, events) for index, link in enumerate(links)]
+        self._replicas = [Replica(i, link, watchdog, live, events, roles.of(i)) for i, link in enumerate(links)]
+        self._choice = ReplicaChoice(self._replicas, roles)
+        self._handover = PromptHandover(live, self._choice.of_decode, self._go_on) if roles.num_prefill else None
         self._info: EngineInfo | None = None
 
     # -- start and stop ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all engines."""
+        """Start all engines. Raises ConfigError."""
+        if self._handover is not None:
+            self._handover.start()
         for replica in self._replicas:
             replica.supervisor.start()
 
@@ -87,6 +94,8 @@ class ReplicaSet:
 
     async def stop(self) -> None:
         """Stop all engines."""
+        if self._handover is not None:
+            await self._handover.stop()
         await asyncio.gather(*(replica.supervisor.stop() for replica in self._replicas))
 
     async def next_status(self) -> EngineStatus:
@@ -140,7 +149,7 @@ class ReplicaSet:
 
     def place(self, sequences: Sequence[LiveSequence], message: Add) -> None:
         """Choose a replica for the live sequences of one new request."""
-        self._assign(sequences, self._choose(sequences, message.prompt))
+        self._assign(sequences, self._choice.of_request(sequences[0].request, message.prompt))
 
     def send(self, sequences: Sequence[LiveSequence], message: Add) -> None:
         """Send the sequences of one request to their replica, or hold them until it is ready."""
@@ -163,47 +172,41 @@ class ReplicaSet:
     def _assign(self, sequences: Iterable[LiveSequence], replica: Replica) -> None:
         for sequence in sequences:
             self._live.assign(sequence, replica.index)
+            sequence.is_prompt = self._choice.passes_on(replica, sequence.request)
 
-    def _choose(self, sequences: Sequence[LiveSequence], prompt: bytes, *, at_first: bool = True) -> Replica:
-        """Return the replica for the sequences of one request.
+    # -- prompts that go on in another replica -------------------------------------------------------------
 
-        at_first: they were in no replica yet, so the one that they name is used
+    def take_prompt(self, sequence: LiveSequence, output: TokenOutput) -> bool:
+        """Take the output with which a replica ends a sequence of which it only computed the prompt.
+
+        Returns False if the sequence ends with it: it was aborted, or failed.
         """
-        if len(self._replicas) == 1:
-            return self._replicas[0]
-        request = sequences[0].request
-        if at_first and request.replica is not None:
-            return self._replicas[request.replica]
-        found = self._candidates()
-        if self._router is None:
-            return found[0]
-        loads = [replica.load for replica in found]
-        batch = request.priority >= BACKGROUND_PRIORITY
-        return self._replicas[self._router.choose(loads, prompt, request.namespace, batch=batch)]
+        if self._handover is None or output.finish_reason not in SERVED:
+            return False
+        if sequence.aborted:
+            self._answer_abort(sequence)
+        else:
+            self._handover.take(sequence, output, self._replicas[sequence.replica])
+        return True
 
-    def _candidates(self) -> list[Replica]:
-        """Return the replicas that may get a request, of the best kind that there is."""
-        living = [replica for replica in self._replicas if not replica.is_dead]
-        usable = [replica for replica in living if replica.is_usable]
-        kinds = (
-            [replica for replica in usable if replica.supervisor.beats],
-            usable,
-            [replica for replica in living if not (replica.is_stale or replica.sender.is_isolating)],
-            living,
-            self._replicas,
-        )
-        return next(kind for kind in kinds if kind)
+    def _go_on(self, sequences: Sequence[LiveSequence], replica: Replica) -> None:
+        for sequence in sequences:
+            self._live.assign(sequence, replica.index)
+        replica.sender.send(sequences)
 
     def abort(self, sequences: Iterable[LiveSequence]) -> None:
         """Tell the engines to end the sequences, and go on with a search that waited for them."""
         ids: dict[int, list[str]] = {}
         for sequence in sequences:
-            ids.setdefault(sequence.replica, []).append(sequence.engine_id)
+            if sequence.replica != NOWHERE:
+                ids.setdefault(sequence.replica, []).append(sequence.engine_id)
         for index, found in ids.items():
             self._replicas[index].link.send(Abort(found))
 
     def settle(self) -> None:
-        """Go on with searches for culprits after sequences have ended or given outputs."""
+        """Go on with searches for culprits, and with computed prompts, after sequences have ended or given outputs."""
+        if self._handover is not None:
+            self._handover.settle()
         for replica in self._replicas:
             if replica.sender.is_watching:
                 was_isolating = replica.sender.is_isolating
@@ -213,8 +216,8 @@ class ReplicaSet:
 
     def pages_changed(self, replica: Replica, events: PageEvents) -> None:
         """Note what changed in the prefix cache of a replica."""
-        if self._router is not None:
-            self._router.take(replica.index, events)
+        if self._choice.router is not None:
+            self._choice.router.take(replica.index, events)
 
     def stats_changed(self, replica: Replica, stats: EngineStats) -> None:
         """Take the statistics of a replica, and what it has measured since it was ready."""
@@ -227,8 +230,8 @@ class ReplicaSet:
 
     def _became_ready(self, replica: Replica, info: EngineInfo) -> None:
         replica.info = info
-        if len(self._replicas) > 1 and self._router is None:
-            self._router = Router(info.page_size)
+        if len(self._replicas) > 1 and self._choice.router is None:
+            self._choice.router = Router(info.page_size)
         self._join()
         self._restore(replica)
         replica.sender.ready()
@@ -277,8 +280,8 @@ class ReplicaSet:
                 self._answer_abort(sequence)
         if len(self._replicas) > 1:
             replica.stats = EngineStats()
-            if self._router is not None:
-                self._router.forget(replica.index)
+            if self._choice.router is not None:
+                self._choice.router.forget(replica.index)
             self._promote_stale()
             self._move(replica.sender.not_suspects())
         return death
@@ -297,8 +300,8 @@ class ReplicaSet:
             requests.setdefault(sequence.unit, []).append(sequence)
         targets: dict[int, Replica] = {}
         for own in requests.values():
-            prompt = array("i", own[0].request.prompt_token_ids).tobytes()
-            target = self._choose(own, prompt, at_first=False)
+            request = own[0].request
+            target = self._choice.of_request(request, prompt_bytes(request), at_first=False)
             self._assign(own, target)
             targets[target.index] = target
         for target in targets.values():

@@ -23,11 +23,13 @@ from jaxserve.errors import HTTPError, ServerError
 from jaxserve.types.fault_isolator import DeviceFaultError
 from jaxserve.types.messages import Abort, Add, ToEngine
 from jaxserve.types.output import FinishReason, TokenOutput
-from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams
 
 # deaths at which a sequence may be in work, and give outputs after each, until it is a suspect at the next one
 MAX_DEATHS = 2
 SERVED = (FinishReason.STOP, FinishReason.LENGTH)
+PROMPT_ONLY = SamplingParams(max_tokens=0, temperature=0.0, ignore_eos=True)
+HOLD_SECONDS = 30.0  # that a prefill engine keeps the pages of a prompt; they are written much earlier, or never
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class SequenceSender:
         message: the request as an Add; None: it is built here
         """
         if all(map(self._may_run, sequences)):
+            if sequences[0].is_prompt:
+                message = Add.of(*map(_prompt_of, sequences))
             self._send(message or Add.of(*map(_resumed, sequences)))
             for sequence in sequences:
                 sequence.is_sent = True
@@ -210,4 +214,17 @@ def _resumed(sequence: LiveSequence) -> EngineRequest:
         resumed_token_ids=list(sequence.text.output_token_ids),
         is_answered=sequence.is_answered,
         deadline=deadline,
+        prefilled=_with_seconds(sequence),
+    )
+
+
+def _with_seconds(sequence: LiveSequence) -> Prefilled | None:
+    before = sequence.prefilled
+    return before and msgspec.structs.replace(before, seconds=max(0.0, time.monotonic() - sequence.started))
+
+
+def _prompt_of(sequence: LiveSequence) -> EngineRequest:
+    """Return the request for a prefill engine: it ends without a token, and its pages wait there to be fetched."""
+    return msgspec.structs.replace(
+        _resumed(sequence), params=PROMPT_ONLY, resumed_token_ids=[], hold_seconds=HOLD_SECONDS, prefilled=None
     )

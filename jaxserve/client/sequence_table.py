@@ -19,8 +19,9 @@ import msgspec
 from jaxserve.errors import HTTPError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, error_of
 from jaxserve.types.output import TokenOutput
-from jaxserve.types.sampling import EngineRequest
+from jaxserve.types.sampling import EngineRequest, Prefilled
 
+NOWHERE = -1  # the replica of a sequence for which none is chosen yet, or whose pages are passed on
 MAX_AT_ONCE = 32  # outputs read in a row; with 20 log-probabilities each takes 0.1 ms to write
 
 
@@ -96,7 +97,9 @@ class LiveSequence:
     is_answered: bool = False  # by an engine: values that are sent once were sent
     waiting: bool = True  # not admitted by the engine; False for a preempted one
     was_admitted: bool = False  # by an engine that died, and not yet by its successor
-    replica: int = -1  # the engine that has it, or will get it; -1: not chosen yet
+    replica: int = NOWHERE  # the engine that has it, or will get it
+    is_prompt: bool = False  # its replica only computes the prompt, see prompt_handover.py
+    prefilled: Prefilled | None = None  # what the replica that did so reported
     num_deaths: int = 0  # engines that died while they worked on it
     suspected: int = 0  # outputs that it must give until the last of these deaths is not held against it
     aborted: bool = False  # if the engine dies before it answers the abort, the sequence is not sent again

@@ -65,7 +65,7 @@ def make_bundle(
     setup = RunnerSetup.of(loaded, resolved, mesh, normalize_embeddings=pooling.normalize)
     plan = setup.plan(elsewhere.device_bytes if elsewhere else None)
     programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
-    wanted = [*programs.all(), *(programs.transfers() if plan.num_host_pages else ()), *_checks(setup)]
+    wanted = [*programs.all(), *(programs.transfers() if resolved.moves_pages else ()), *_checks(setup)]
     settings = settings_of(structure, resolved, setup.backend.name)
     writer = BundleWriter(directory, fingerprint(mesh))
     with program_cache.unused():

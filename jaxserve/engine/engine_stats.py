@@ -22,6 +22,8 @@ COUNTERS = (
     "finished_length",
     "finished_abort",
     "finished_error",
+    "pages_written",
+    "pages_read",
 )
 
 

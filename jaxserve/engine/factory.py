@@ -22,7 +22,7 @@ from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.hosts.joining import lead
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
 from jaxserve.engine.late_start import LateStart
-from jaxserve.engine.page_handover import PageHandover
+from jaxserve.engine.page_handover import PageHandover, check_passing
 from jaxserve.engine.reranking import has_raw_scores, label_token_ids
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
@@ -117,6 +117,7 @@ def build_engine(
     matchers = MatcherFactory(tokenizer.to_json(), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     embedder = is_embedder(directory, loaded.config)
     generates = not (embedder or loaded.config.labels)
+    check_passing(config, loaded.config, generates=generates)
     config = config if generates else config.replace(speculation={"method": "off"})
     config = config if early else config.replace(runtime={"wait_for_programs": True})
     if generates:

@@ -5,7 +5,8 @@ reads the file into its prefix cache. A request with this prompt then computes t
 the last token, from which the first token is sampled.
 
 A file that is damaged, or of another model or other weights, is refused, and the request computes its whole prompt. A
-file in /dev/shm is memory that both processes map.
+file in /dev/shm is memory that both processes map. A server does so with `mesh.prefill_replicas`
+(client/prompt_handover.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxserve.config import Config
 from jaxserve.engine.core import EngineCore
-from jaxserve.errors import ConflictError, InvalidValueError, ServerError
+from jaxserve.errors import ConfigError, ConflictError, InvalidValueError, ServerError
+from jaxserve.models.config import ModelConfig
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.pages.host_pool import page_views
 from jaxserve.types.step import SchedulerOutput
@@ -34,14 +37,24 @@ _MAX_HEADER = 64 * 2**20  # bytes
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksum: of the pages"""
+    """form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksums: one a page"""
 
     form: str
     version: str
     namespace: str
     tokens: bytes
-    num_pages: int
-    checksum: int
+    checksums: list[int]
+
+
+def check_passing(config: Config, model: ModelConfig, *, generates: bool) -> None:
+    """Raise ConfigError if a model's prompts cannot be computed by one engine and go on in another."""
+    if not config.mesh.prefill_replicas:
+        return
+    fix = "leave mesh.prefill_replicas out"
+    if not generates:
+        raise ConfigError("mesh.prefill_replicas is for models that generate text", fix=fix)
+    if any(window is not None for window in model.windows):
+        raise ConfigError("mesh.prefill_replicas does not work with layers that have a sliding window", fix=fix)
 
 
 class PageHandover:
@@ -77,32 +90,37 @@ class PageHandover:
         num_tokens = node.depth * kv.page_size
         tokens = np.asarray(token_ids[:num_tokens], "<i4").tobytes()
         version = self._core.serving.version
-        header = _Header(self._form, version, namespace, tokens, node.depth, zlib.crc32(rows.data))
+        header = _Header(self._form, version, namespace, tokens, _checksums(rows))
         try:
             _write(path, msgspec.msgpack.encode(header), rows)
         except OSError as error:
             raise InvalidValueError(f"{path}: {error.strerror}", param="path") from None
         kv.held.give_up(node)
+        self._core.scheduler.counters.pages_written += node.depth
         return num_tokens
 
-    def read(self, path: str) -> int:
-        """Put the pages of a file into the prefix cache. Returns the number of tokens that are cached now.
+    def read(self, path: str, most: int | None = None) -> int:
+        """Put the pages of a file into the prefix cache. Returns the number of its tokens that are cached now.
 
-        Pages for which there is no room are left out. Raises InvalidValueError if the file is not whole, and
-        ConflictError if it is of another model, of other weights, or cannot be used in this state.
+        most: pages at most, so that steps of running requests can be computed in between; None: all. Pages for which
+        there is no room are left out. Raises InvalidValueError if the file is not whole, and ConflictError if it is
+        of another model, of other weights, or cannot be used in this state.
         """
         kv = self._checked()
-        header, rows = self._content(path)
+        header, data = self._opened(path)
         tokens = np.frombuffer(header.tokens, "<i4").tolist()
-        first, page_ids = kv.adopt(header.namespace, tokens)
+        first = kv.cache.match_prefix(header.namespace, tokens, len(header.checksums)).depth
+        rows = self._rows(path, header, data, first, most)
+        page_ids = kv.adopt(header.namespace, tokens, len(rows))[1]
         try:
             if moves := kv.take_page_moves():  # pages that are evicted for these are copied before they are overwritten
                 self._runner.execute(SchedulerOutput(0, [], 0, [], page_moves=moves))
-            new = page_views(rows[first : first + len(page_ids)], self._runner.page)
+            new = page_views(rows[: len(page_ids)], self._runner.page)
             self._runner.caches = self._runner.pages.fill(self._runner.caches, page_ids, new)
         except Exception as error:
             self._core.recover()
             raise ServerError(f"the pages cannot be read: {type(error).__name__}: {error}") from error
+        self._core.scheduler.counters.pages_read += len(page_ids)
         return (first + len(page_ids)) * kv.page_size
 
     def _checked(self) -> Any:
@@ -114,8 +132,8 @@ class PageHandover:
         self._core.settle()
         return kv
 
-    def _content(self, path: str) -> tuple[_Header, np.ndarray]:
-        """Return the header and the pages of a file, uint8 [num_pages, bytes of a page], checked."""
+    def _opened(self, path: str) -> tuple[_Header, np.ndarray]:
+        """Return the header of a file, checked, and the bytes of its pages, uint8 [n]."""
         try:
             data = _mapped(path)
             header = msgspec.msgpack.decode(data[_LENGTH : _end_of_header(data)].tobytes(), type=_Header)
@@ -123,15 +141,24 @@ class PageHandover:
             raise InvalidValueError(f"{path} has no pages: {error}", param="path") from None
         if (header.form, header.version) != (self._form, self._core.serving.version):
             raise ConflictError("the pages are of another model, or of other weights")
-        # a copy, because the file may change after it was checked
-        rows, size = data[_end_of_header(data) :].copy(), self._core.scheduler.kv.page_size
-        if (
-            rows.size != header.num_pages * self._page_bytes
-            or len(header.tokens) != 4 * header.num_pages * size
-            or zlib.crc32(rows.data) != header.checksum
-        ):
+        data, num_pages = data[_end_of_header(data) :], len(header.checksums)
+        size = self._core.scheduler.kv.page_size
+        if data.size != num_pages * self._page_bytes or len(header.tokens) != 4 * num_pages * size:
             raise InvalidValueError(f"{path} is damaged", param="path")
-        return header, rows.reshape(header.num_pages, self._page_bytes)
+        return header, data
+
+    def _rows(self, path: str, header: _Header, data: np.ndarray, first: int, most: int | None) -> np.ndarray:
+        """Return pages from `first` on, at most `most`, uint8 [n, bytes of a page]. Raises InvalidValueError."""
+        checksums = header.checksums[first:] if most is None else header.checksums[first : first + most]
+        # a copy, because the file may change after it was checked
+        rows = data.reshape(-1, self._page_bytes)[first : first + len(checksums)].copy()
+        if _checksums(rows) != checksums:
+            raise InvalidValueError(f"{path} is damaged", param="path")
+        return rows
+
+
+def _checksums(rows: np.ndarray) -> list[int]:
+    return [zlib.crc32(row.data) for row in rows]
 
 
 def _end_of_header(data: np.ndarray) -> int:

@@ -99,6 +99,7 @@ class RequestFactory:
             is_answered=request.is_answered,
             deadline=None if request.deadline is None else now + request.deadline,
             hold_seconds=request.hold_seconds,
+            prefilled=request.prefilled,
             output_token_ids=list(request.resumed_token_ids),
         )
 

@@ -27,18 +27,17 @@ class HeldPages:
             self._cache.unlock((self._until or self._held).pop(0)[0])
 
     def give_up(self, node: Node) -> None:
-        """End the oldest hold of exactly this prefix, if there is one."""
+        """End all holds of exactly this prefix: those of the choices of one request too."""
         for held in (self._until, self._held):
-            for i, (other, _) in enumerate(held):
-                if other is node:
-                    del held[i]
-                    self._cache.unlock(node)
-                    return
+            for entry in [entry for entry in held if entry[0] is node]:
+                held.remove(entry)
+                self._cache.unlock(node)
 
     def expire(self, now: float) -> None:
         """End what was held long enough. now: seconds"""
         if self._held or self._until:
             self._until += [(node, now + seconds) for node, seconds in self._held]
             self._held.clear()
-            for node, _ in [entry for entry in self._until if entry[1] <= now]:
-                self.give_up(node)
+            for entry in [entry for entry in self._until if entry[1] <= now]:
+                self._until.remove(entry)
+                self._cache.unlock(entry[0])

@@ -234,10 +234,11 @@ class KVManager:
         request.slot, request.page_ids, request.duplicate_page_ids = None, [], []
         request.page_capacity = 0
 
-    def adopt(self, namespace: str, token_ids: list[int]) -> tuple[int, list[int]]:
+    def adopt(self, namespace: str, token_ids: list[int], most: int | None = None) -> tuple[int, list[int]]:
         """Cache the full pages of `token_ids`, as far as there is room. The caller writes their content before a step.
 
-        Returns how many of the first pages are cached already, and the ids of the others.
+        most: new pages at most; None: all. Returns how many of the first pages are cached already, and the ids of the
+        new ones.
         """
         if not self._prefix_cache:
             return 0, []
@@ -245,7 +246,8 @@ class KVManager:
         node = self.cache.match_prefix(namespace, token_ids, num_pages)
         self.cache.lock(node)
         first = node.depth
-        page_ids = self.allocate(min(num_pages - first, self.pool.num_free + self.cache.num_evictable))
+        wanted = num_pages - first if most is None else min(most, num_pages - first)
+        page_ids = self.allocate(min(wanted, self.pool.num_free + self.cache.num_evictable))
         end = first + len(page_ids)
         new_tokens = token_ids[first * self.page_size : end * self.page_size]
         node, duplicates = self.cache.insert(node, new_tokens, page_ids, end)

@@ -52,6 +52,10 @@ class Router:
         """Note that a replica died, and its cache with it."""
         self.index.forget(replica)
 
+    def num_cached(self, replica: int, prompt: bytes, namespace: str = "") -> int:
+        """Return how many tokens of a prompt a replica has in its prefix cache."""
+        return self.index.match(namespace, prompt, [replica])[replica] * self._page_bytes // TOKEN_BYTES
+
     def choose(self, loads: Sequence[ReplicaLoad], prompt: bytes, namespace: str = "", *, batch: bool = False) -> int:
         """Return the replica for a request.
 

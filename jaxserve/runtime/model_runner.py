@@ -88,7 +88,7 @@ class ModelRunner:
         plan = agree(setup.plan())
         self._programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
         wanted = self._programs.first() if config.early else self._programs.all()
-        transfers = self._programs.transfers() if plan.num_host_pages else ()
+        transfers = self._programs.transfers() if config.moves_pages else ()
         self.compiled = compile_all([*wanted, *transfers], progress=progress, store=store)
         scratch = max(map(memory.scratch_bytes, self.compiled.values())) * len(mesh.devices)
         self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
@@ -129,7 +129,8 @@ class ModelRunner:
 
     def end_warm_up(self) -> None:
         """Warm up what is no program of a step, and discard the dummy state."""
-        self.caches = self.host.warm_up(self.caches)
+        if self.config.moves_pages:
+            self.caches = self.pages.warm_up(self.caches)
         self.rebuild()
         program_cache.share()  # again: the first run of a program compiles small helper programs
 

@@ -38,6 +38,7 @@ class RunnerConfig:
     num_pages: int | None = None
     num_window_pages: int | None = None
     host_memory: int | None = None  # bytes for copies of evicted pages
+    passes_pages: bool = False  # to other engines, or takes theirs
     page_file: PageFileConfig | None = None  # None: the copies end with the process
     memory_fraction: float = 0.9
     shrink_context: bool = False
@@ -45,6 +46,11 @@ class RunnerConfig:
     max_drafts: int = 0  # of a row; 0: no speculation
     compile_cache: Path | None = None
     early: bool = False  # ready with the programs that serve every step; the others are compiled in threads
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether pages leave the device and come back."""
+        return self.passes_pages or self.host_memory is not None
 
     @classmethod
     def resolve(cls, config: Config, model: ModelConfig, platform: str, dtype: jnp.dtype) -> RunnerConfig:
@@ -74,6 +80,7 @@ class RunnerConfig:
             num_pages=None if cache.num_pages == "auto" else cache.num_pages,
             num_window_pages=None if cache.num_window_pages == "auto" else cache.num_window_pages,
             host_memory=cache.host_memory,
+            passes_pages=config.mesh.prefill_replicas > 0,
             memory_fraction=cache.memory_fraction,
             shrink_context=config.model.max_model_len is None,
             deterministic=deterministic,

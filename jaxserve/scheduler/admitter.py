@@ -168,7 +168,8 @@ class Admitter:
         request.prompt_done = False
         if request.admitted is None:
             request.admitted = self._now
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            found = min(request.num_computed_tokens, request.num_prompt_tokens)
+            request.num_cached_tokens = found if request.prefilled is None else request.prefilled.num_cached_tokens
         self._tenants.started(request)
         self._prefills.add(request, self._step)
         self._running.prefilling.append(request)

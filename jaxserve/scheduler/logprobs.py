@@ -8,6 +8,7 @@ from jaxserve.scheduler.scheduler_stats import Counters
 from jaxserve.types.extras import PromptExtras, StepExtras, TokenExtras
 from jaxserve.types.output import TokenLogprobs, TokenOutput
 from jaxserve.types.request import Request
+from jaxserve.types.sampling import Prefilled
 from jaxserve.types.step import SampledTokens, ScheduledRow
 
 
@@ -116,7 +117,8 @@ def report_first(request: Request, result: TokenOutput, now: float, counters: Co
     if request.first_token is None:
         assert request.admitted is not None
         request.first_token = now
-        result.queue_seconds = request.admitted - request.arrival
-        result.first_token_seconds = now - request.arrival
+        before = request.prefilled or Prefilled()
+        result.queue_seconds = before.queue_seconds + request.admitted - request.arrival
+        result.first_token_seconds = before.seconds + now - request.arrival
         counters.first_tokens += 1
         counters.first_token_seconds += result.first_token_seconds

@@ -34,6 +34,8 @@ class Counters:
     finished_length: int = 0
     finished_abort: int = 0
     finished_error: int = 0
+    pages_written: int = 0  # for another engine
+    pages_read: int = 0  # that another engine wrote
     step_tokens: int = 0  # prompt tokens computed plus tokens sampled, summed over the steps
     step_sizes: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))  # number of steps by size
 
@@ -56,8 +58,9 @@ class Counters:
         assert request.admitted is not None
         self.admissions += 1
         self.queue_seconds += request.admitted - request.arrival
-        self.prompt_tokens += request.num_prompt_tokens
-        self.cached_tokens += request.num_cached_tokens
+        if request.prefilled is None:
+            self.prompt_tokens += request.num_prompt_tokens
+            self.cached_tokens += request.num_cached_tokens
 
     def count_end(self, reason: FinishReason) -> None:
         """Count a request that ended for `reason`."""

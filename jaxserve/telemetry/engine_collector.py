@@ -102,11 +102,14 @@ def _states(replicas: Sequence[ReplicaState]) -> Iterable[Metric]:
     """Yield what only this server has of each engine: whether it serves, its sequences, its restarts."""
     alive = GaugeMetricFamily("jaxserve:engine_alive", "whether an engine serves", labels=["engine"])
     live = GaugeMetricFamily("jaxserve:engine_requests_live", "sequences that an engine was sent", labels=["engine"])
+    role = GaugeMetricFamily("jaxserve:engine_role", "what an engine does", labels=["engine", "role"])
     for replica in replicas:
         alive.add_metric([str(replica.engine)], replica.alive)
         live.add_metric([str(replica.engine)], replica.num_live)
+        role.add_metric([str(replica.engine), replica.role], 1)
     yield alive
     yield live
+    yield role
 
 
 def _waiting_by_reason(labels: Mapping[str, str], stats: EngineStats) -> Metric:

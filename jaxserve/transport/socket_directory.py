@@ -26,10 +26,13 @@ _NAME = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # as tempfile.mkdtemp m
 
 
 class SocketDirectory:
-    """A new directory of mode 0700 with a file `state`, locked by this process until `remove`. Raises ConfigError."""
+    """A new directory of mode 0700 with a file `state`, locked by this process until `remove`. Raises ConfigError.
 
-    def __init__(self) -> None:
-        self.path = Path(_new_directory())
+    folder: where to make it; None: in the temporary folder, where sockets are
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.path = Path(_new_directory() if folder is None else tempfile.mkdtemp(prefix=PREFIX, dir=folder))
         new = self.path / f"{STATE}.new"
         self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         SharedState.create(self._lock)
@@ -57,9 +60,12 @@ def _new_directory() -> str:
         raise ConfigError(f"the temporary folder cannot be used: {error}", fix="set TMPDIR to another one") from error
 
 
-def sweep() -> list[Path]:
-    """Remove this user's directories in the temporary folder whose process is gone. Returns what was removed."""
-    swept = [path for path in _candidates(Path(tempfile.gettempdir())) if _is_abandoned(path)]
+def sweep(folder: Path | None = None) -> list[Path]:
+    """Remove this user's directories whose process is gone. Returns what was removed.
+
+    folder: where to look; None: in the temporary folder
+    """
+    swept = [path for path in _candidates(folder or Path(tempfile.gettempdir())) if _is_abandoned(path)]
     for path in swept:
         shutil.rmtree(path, ignore_errors=True)
     return swept

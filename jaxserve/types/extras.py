@@ -37,6 +37,11 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """Whether any is asked for. Such rows are sampled by a program of their own."""
         return bool(self.logprob_token_ids or self.sampling_mask or self.routed_experts or self.hidden_states)
 
+    @property
+    def of_prompt(self) -> bool:
+        """Whether a value of every token of the prompt is asked for."""
+        return self.routed_experts or self.hidden_states == "all"
+
 
 class SamplingMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The candidates that one token was sampled from, after temperature, masks, top-k, top-p and min-p.

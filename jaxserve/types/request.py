@@ -9,7 +9,7 @@ from typing import Any
 from jaxserve.types.extras import ExtraParams, PromptExtras
 from jaxserve.types.mask_budget import MaskBudget
 from jaxserve.types.output import FinishReason, TokenLogprobs
-from jaxserve.types.sampling import SamplingParams, Tenant
+from jaxserve.types.sampling import Prefilled, SamplingParams, Tenant
 
 
 class RequestStatus(enum.Enum):
@@ -43,6 +43,7 @@ class Request:
     deadline: float | None = None  # absolute, time.monotonic() seconds
     stop_token_ids: frozenset[int] = frozenset()  # resolved: those of params, plus end of sequence unless ignored
     hold_seconds: float = 0.0  # how long its pages stay in the cache after its end, for another engine
+    prefilled: Prefilled | None = None  # by another engine, which has counted the prompt
     max_computed_tokens: int = 0  # resolved: the last token needs no K and V
     masked: bool = False  # sampling needs a token mask from the host
     mask_budget: MaskBudget | None = None  # shared with its siblings
@@ -56,7 +57,7 @@ class Request:
     aged: bool = False  # starved: no other request may pass or preempt it
     admitted: float | None = None  # time.monotonic() of the first admission
     first_token: float | None = None  # time.monotonic() when the first token was read
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission, in the first engine
     num_preemptions: int = 0
 
     # held while it runs, and after its end until the last step that contains it has been read

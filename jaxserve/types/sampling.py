@@ -101,6 +101,14 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
     max_running: Annotated[int, msgspec.Meta(ge=1)] | None = None  # requests with a slot; further ones wait
 
 
+class Prefilled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What another engine, which computed the prompt, reported of it. seconds: since it was given the prompt"""
+
+    num_cached_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    queue_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. A request for n > 1 choices becomes n EngineRequests with the same `group`."""
 
@@ -115,6 +123,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     # seconds from arrival, after which it ends with an error
     deadline: Annotated[float, msgspec.Meta(le=1e12)] | None = None
     hold_seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0  # see Request
+    prefilled: Prefilled | None = None  # None: this engine is the first one that has the prompt
     # tokens sent to the client before an engine restart; they continue the output, not the prompt
     resumed_token_ids: list[Int32] = []
     replica: int | None = None  # which of the server's engines computes it; None: the router chooses

@@ -9,12 +9,15 @@ import os
 import signal
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from jaxserve.config import Config
 from jaxserve.engine.child import Send, main
 from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.engine.page_handover import PageHandover
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located
@@ -26,6 +29,22 @@ from tests.fakes import FakeRunner, FakeStep, small_config
 
 SEGFAULT, EXIT, OUT_OF_MEMORY, HANG = MARKS = (96, 95, 94, 93)
 CONFIG = small_config(num_pages=2048, max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512)
+
+
+class FakePages:
+    """The pages of a FakeRunner, as PageHandover reads and writes those of a ModelRunner."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.pages = self
+        self.caches = runner.pages
+        self.page = (runner.pages[:1],)
+
+    def export(self, caches: np.ndarray, page_ids: list[int]) -> list[np.ndarray]:
+        return [caches[page_ids]]
+
+    def fill(self, caches: np.ndarray, page_ids: list[int], pages: tuple[np.ndarray]) -> np.ndarray:
+        caches[page_ids] = pages[0]
+        return caches
 
 
 class HarmfulRunner(FakeRunner):
@@ -75,12 +94,15 @@ def build(config: Config, send: Send) -> BuiltEngine:
     send(Located(str(DEMO)))
     found = free_pages()
     pages = found if config.cache.num_pages == "auto" else config.cache.num_pages
-    scheduler = dataclasses.replace(CONFIG, num_pages=pages)
+    scheduler = dataclasses.replace(CONFIG, num_pages=pages, page_events=config.mesh.replicas > 1)
     info = demo_info(Tokenizer.from_directory(DEMO))
-    info = msgspec.structs.replace(info, max_num_seqs=scheduler.max_num_seqs, num_pages=pages)
-    return BuiltEngine(
-        EngineCore(HarmfulRunner(scheduler), scheduler, CoreOptions(vocab_size=info.vocab_size)), info, no_grammar
+    info = msgspec.structs.replace(
+        info, max_num_seqs=scheduler.max_num_seqs, num_pages=pages, page_size=scheduler.page_size
     )
+    runner = HarmfulRunner(scheduler)
+    core = EngineCore(runner, scheduler, CoreOptions(vocab_size=info.vocab_size))
+    passed: Any = FakePages(runner)
+    return BuiltEngine(core, info, no_grammar, handover=PageHandover(core, passed, "fake"))
 
 
 if __name__ == "__main__":

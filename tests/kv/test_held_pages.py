@@ -40,17 +40,18 @@ def test_held_pages_are_evicted_when_their_time_is_over() -> None:
     assert cache.evict(8) == 3 and held.nodes == []
 
 
-def test_a_hold_is_given_up_once() -> None:
-    cache, (first, second) = cached([1, 2, 3, 4], [5, 6])
+def test_all_holds_of_a_prefix_are_given_up_at_once() -> None:
+    cache, (first, second, third) = cached([1, 2, 3, 4], [5, 6], [7, 8])
     held = HeldPages(cache)
     held.hold(first, 10.0)
+    held.expire(0.0)
     held.hold(first, 10.0)
-    held.give_up(second)
+    held.hold(second, 10.0)
+    held.give_up(third)
     held.give_up(first)
-    assert cache.evict(8) == 1 and held.nodes == [first]
     held.give_up(first)
-    held.give_up(first)
-    assert cache.evict(8) == 2
+    assert held.nodes == [second] and cache.evict(8) == 3
+    cache.check_integrity(held.nodes)
 
 
 def test_the_oldest_hold_makes_room() -> None:

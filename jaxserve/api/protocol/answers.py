@@ -300,6 +300,7 @@ class StoreHealth(Answer):
 
 class EngineHealth(Answer):
     engine: int
+    role: str  # both, or what it does: prefill, decode
     status: str
     phase: str
     alive: bool

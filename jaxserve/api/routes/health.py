@@ -41,7 +41,13 @@ async def health(request: Request) -> Response:
         report["programs"] = {"ready": int(details["programs_ready"]), "total": int(total)}
     if len(replicas := engine.replicas) > 1:
         report["engines"] = [
-            {"engine": each.engine, "status": each.status.phase, "phase": each.status.detail, "alive": each.alive}
+            {
+                "engine": each.engine,
+                "role": each.role,
+                "status": each.status.phase,
+                "phase": each.status.detail,
+                "alive": each.alive,
+            }
             for each in replicas
         ]
     if state.store is not None:

@@ -95,6 +95,7 @@ def _engine(replica: ReplicaState) -> dict[str, Any]:
     info = replica.info
     return {
         "engine": replica.engine,
+        "role": replica.role,
         "status": replica.status.phase,
         "alive": replica.alive,
         "restarts": replica.restarts,

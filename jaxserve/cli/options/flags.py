@@ -23,6 +23,7 @@ CONFIG = "config"  # the value of --config, which is no key of the configuration
 SHORT: Mapping[str, str] = {
     "--tensor": "mesh.tensor",
     "--replicas": "mesh.replicas",
+    "--prefill-replicas": "mesh.prefill_replicas",
     "--num-processes": "mesh.hosts",
     "--process-id": "mesh.host_rank",
     "--coordinator-address": "mesh.leader_address",

@@ -38,7 +38,7 @@ _READING = NoEffect("weights are read by several threads")
 _LORA = Refused("adapters (LoRA) are not served yet: merge the adapter into the checkpoint")
 _SPECULATION = Refused("write --speculation.method ngram, or leave it out: no other method is served yet")
 _NODES = Refused("leave it out: --nnodes, --node-rank and --master-addr make one engine of several machines")
-_SPLIT = Refused("leave it out: prefill and decode run in one engine")
+_SPLIT = Refused("write --replicas N --prefill-replicas K: K of the N engines of a server only compute prompts")
 _OFFLOAD = Refused(
     "leave it out: weights stay in device memory; --cache.host-memory SIZE keeps evicted KV pages in the host's memory"
 )

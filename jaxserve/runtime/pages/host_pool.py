@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig
-from jaxserve.runtime.pages.page_transfer import TRANSFER_PAGES, Caches, PageTransfer
+from jaxserve.runtime.pages.page_transfer import Caches, PageTransfer
 from jaxserve.types.step import PageMove
 
 MAX_PENDING = 2  # groups of pages on the device that wait to be copied; more would take too much of its memory
@@ -31,7 +31,6 @@ class HostPool:
 
     def __init__(self, transfer: PageTransfer, page: Any, num_slots: int, file: PageFileConfig | None) -> None:
         self._transfer = transfer
-        self._num_slots = num_slots
         self.file: PageFile | None = None
         self._arrays: Any = ()
         if num_slots:
@@ -56,12 +55,6 @@ class HostPool:
                 caches = self._transfer.fill(caches, page_ids, self._load([move.slot for move in run]))
             else:
                 self._forget(None if kind == "clear" else [move.slot for move in run])
-        return caches
-
-    def warm_up(self, caches: Caches) -> Caches:
-        """Run every program once. Returns the new caches."""
-        for size in TRANSFER_PAGES if self._num_slots else ():
-            caches = self._transfer.fill(caches, [0] * size, self._transfer.export(caches, [0] * size))
         return caches
 
     def _store(self, moves: list[PageMove], pages: Any) -> None:

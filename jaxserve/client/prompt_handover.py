@@ -1,0 +1,146 @@
+"""Takes requests whose prompt a prefill engine has computed to a decode engine, with the pages of the prompt.
+
+    prefill engine  --write_pages-->  file in a private directory  --read_pages, some at a time-->  decode engine
+
+No engine has the requests meanwhile. So an abort is answered here, and when either engine dies, only pages are lost:
+another decode engine reads the file. Whatever goes wrong, the requests are sent, and the engine that gets them computes
+what it lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxserve.client.replica import Replica
+from jaxserve.client.sequence_table import NOWHERE, LiveSequence, SequenceTable
+from jaxserve.errors import HTTPError
+from jaxserve.transport.page_directory import PageDirectory, remove_file
+from jaxserve.types.output import TokenOutput
+from jaxserve.types.sampling import EngineRequest, Prefilled
+
+MAX_FILES = 4  # at a time, because each may hold gigabytes
+# Pages that a decode engine reads between two of its steps: the larger size of its page programs
+# (runtime/pages/page_transfer.py). One call for all would hold up its streams for the copy of the whole prompt.
+PAGES_AT_ONCE = 64
+
+logger = logging.getLogger(__name__)
+
+Choose = Callable[[EngineRequest], Replica]
+Send = Callable[[Sequence[LiveSequence], Replica], None]
+
+
+@dataclass
+class _Computed:
+    """The choices of a request whose prompt is computed, and the engine that computed it last."""
+
+    source: Replica
+    sequences: list[LiveSequence] = field(default_factory=list)
+
+
+class PromptHandover:
+    """choose: the replica that goes on with a request. send: sends its sequences there"""
+
+    def __init__(self, live: SequenceTable, choose: Choose, send: Send) -> None:
+        self._live = live
+        self._choose = choose
+        self._send = send
+        self._directory: PageDirectory | None = None
+        self._files = asyncio.Semaphore(MAX_FILES)
+        self._computed: dict[str, _Computed] = {}  # by unit, until the prompts of all its choices are computed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Make the directory. Raises ConfigError."""
+        self._directory = PageDirectory()
+
+    async def stop(self) -> None:
+        """End what is under way, and remove the directory."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
+
+    def take(self, sequence: LiveSequence, output: TokenOutput, source: Replica) -> None:
+        """Take a sequence from the replica that has computed its prompt. output: what ended the prompt there"""
+        sequence.prefilled = Prefilled(output.num_cached_tokens, output.queue_seconds)
+        sequence.is_sent = sequence.is_prompt = False
+        self._live.assign(sequence, NOWHERE)
+        computed = self._computed.setdefault(sequence.unit, _Computed(source))
+        computed.source = source
+        computed.sequences.append(sequence)
+        self.settle()
+
+    def settle(self) -> None:
+        """Go on with the requests whose choices have all been computed, or have ended."""
+        for unit, computed in [*self._computed.items()]:
+            client_id = computed.sequences[0].request.client_id
+            if not any(each.unit == unit and each.is_prompt for each in self._live.of_client(client_id)):
+                del self._computed[unit]
+                task = asyncio.create_task(self._pass_on(computed.sequences, computed.source))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self, sequences: Sequence[LiveSequence], source: Replica) -> None:
+        try:
+            async with self._files:
+                await self._pass_pages(sequences, source)
+        except Exception:  # a mistake here must not leave a request without an engine
+            logger.exception("pages were not passed on")
+            self._send_living(sequences)
+
+    async def _pass_pages(self, sequences: Sequence[LiveSequence], source: Replica) -> None:
+        assert self._directory is not None
+        path, began = self._directory.new_file(), time.monotonic()
+        try:
+            written = await self._write(sequences[0], source, path) if self._living(sequences) else 0
+            while living := self._living(sequences):
+                target = self._choose(living[0].request)
+                if written and target.is_usable:
+                    target.num_coming += len(living)
+                    try:
+                        read = await self._read(sequences, target, path, written)
+                    finally:
+                        target.num_coming -= len(living)
+                    if not target.is_usable:
+                        continue  # it died meanwhile
+                    seconds = time.monotonic() - began
+                    logger.debug("%d of %d tokens passed to engine %d in %.3f s", read, written, target.index, seconds)
+                self._send_living(sequences, target)
+                return
+        finally:
+            remove_file(path)
+
+    async def _write(self, sequence: LiveSequence, source: Replica, path: Path) -> int:
+        """Return the number of tokens whose pages the prefill engine has written."""
+        request = sequence.request
+        args = {"path": str(path), "token_ids": request.prompt_token_ids, "namespace": request.namespace}
+        try:
+            return await source.calls.call("write_pages", args)
+        except HTTPError as error:
+            logger.warning("engine %d wrote no pages: %s", source.index, error)
+            return 0
+
+    async def _read(self, sequences: Sequence[LiveSequence], target: Replica, path: Path, written: int) -> int:
+        """Return the number of tokens whose pages the decode engine has."""
+        read, before = 0, -1
+        try:
+            while before < read < written and self._living(sequences):
+                before = read
+                read = await target.calls.call("read_pages", {"path": str(path), "most": PAGES_AT_ONCE})
+        except HTTPError as error:
+            logger.warning("engine %d read no pages: %s", target.index, error)
+        return read
+
+    def _living(self, sequences: Sequence[LiveSequence]) -> list[LiveSequence]:
+        return [each for each in sequences if self._live.get(each.engine_id) is each]
+
+    def _send_living(self, sequences: Sequence[LiveSequence], target: Replica | None = None) -> None:
+        if living := self._living(sequences):
+            self._send(living, target or self._choose(living[0].request))
