@@ -1,8 +1,11 @@
-"""Programs that are compiled while the engine already serves with others, in threads of low priority."""
+"""Programs that are compiled while the engine already serves with others, in threads.
+
+They have the priority of all other threads: one that the system lets wait while it holds Python's lock would stop the
+engine.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -16,7 +19,6 @@ from jaxserve.runtime.compilation.compiler import Program, Store, obtain
 
 logger = logging.getLogger(__name__)
 
-NICE = 10  # of the threads: on a CPU the steps of requests go first
 # Tracing takes half of a compilation and holds Python's lock, which every step needs several times.
 CORES_PER_THREAD, MOST_THREADS = 4, 4
 
@@ -84,8 +86,6 @@ class LateCompilation:
 
     def _run(self) -> None:
         self._own.compiles = True
-        with contextlib.suppress(OSError):  # of this thread alone, on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         try:
             while (program := self._next()) is not None:
                 self._add(program.name, obtain(program, self._store))
