@@ -40,6 +40,11 @@ class MeshSection(Section):
     hosts: Int = Field(
         1, ge=1, le=1024, description="Number of machines whose devices one engine uses; each runs this command."
     )
+    cluster: Literal["none", "auto", "lws", "slurm", "gke"] = Field(
+        "none",
+        description="Whose variables say hosts, host_rank and leader_address where they are not given: "
+        "LeaderWorkerSet's (lws), SLURM's, those of TPU slices on GKE, or the ones that are there (auto).",
+    )
     host_rank: Int = Field(
         0, ge=0, le=1023, description="Which of these machines this is. 0: the leader, which schedules and serves HTTP."
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from jaxserve.cli.options.cluster import fill_hosts
 from jaxserve.cli.options.flags import CONFIG, parse_flags, plain
 from jaxserve.config import Config, known_keys, suggestion
 from jaxserve.errors import ConfigError
@@ -55,6 +56,7 @@ def load_config(
         if not isinstance(part, dict):
             raise ConfigError(f"{section} in {path} is not a mapping")
         part[name] = value
+    fill_hosts(tree, environ)
     config = validate(tree, source=path)
     if config.models.served and not several:
         raise ConfigError("models.served: this command is for one model", fix="name the model or its own --config")

@@ -19,6 +19,7 @@ MIN_KEY = 16  # characters
 SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")
 # What each host has for itself.
 LOCAL = (
+    "mesh.cluster",
     "mesh.host_rank",
     "mesh.leader_address",
     "mesh.leader_port",
