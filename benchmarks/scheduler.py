@@ -33,7 +33,7 @@ def decode_step_seconds(num_rows: int, num_steps: int = 200, window: int | None 
 
     One row in 16 takes a new page. With layers of a sliding window of `window` tokens it also frees one.
     """
-    scheduler = _decoding_scheduler(num_rows, num_steps + 8, window)
+    scheduler = decoding_scheduler(num_rows, num_steps + 8, window)
     previous = _schedule(scheduler)
     seconds = []
     gc.collect()
@@ -53,7 +53,7 @@ def fake_tokens(output: SchedulerOutput) -> SampledTokens:
     return SampledTokens(np.ones((rows, 1), np.int32), np.ones(rows, np.int32), np.zeros(rows, np.uint8))
 
 
-def _decoding_scheduler(num_rows: int, num_steps: int, window: int | None) -> Scheduler:
+def decoding_scheduler(num_rows: int, num_steps: int, window: int | None) -> Scheduler:
     """Return a scheduler with `num_rows` requests after their prefill, which have room for `num_steps` more tokens."""
     length = _PROMPT + 2 * num_rows + num_steps
     config = SchedulerConfig(

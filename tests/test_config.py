@@ -40,6 +40,7 @@ HARMLESS: list[tuple[list[str], list[Any], str]] = [
     (["model.chat_template"], ["a\nb"], "a template may have several lines"),
     (SWITCHES, [True, 0, "0", "true"], "0 and true are how YAML and environments write a switch"),
     (["model.quantization"], ["none"], "the word for weights that are not quantised"),
+    (["mesh.cluster"], ["none"], "the default"),
     (["mesh.host_rank"], [0, "0"], "0 is the only host"),
     (["mesh.prefill_replicas"], [0, "0"], "0: every engine computes prompts"),
     (["server.port"], [0, "0"], "0 takes a free port"),

@@ -171,12 +171,18 @@ class _Chats:
         self.loop = LoopThread("jaxserve-chat")
 
     def prepare(self, fields: dict[str, Any]) -> ChatAnswer:
-        """Validate the fields and start a conversation. Raises InvalidValueError for an unknown field."""
+        """Validate the fields and start a conversation.
+
+        Raises InvalidValueError for an unknown field, and for any engine but the only one.
+        """
         fields = {"model": self.state.engine.info.served_names[0]} | fields
         body, unknown = validated(orjson.dumps(fields, default=_plain), ChatCompletionRequest)
         for name in unknown:
             if name in fields:
                 raise InvalidValueError(f"{name}: chat/completions has no such field.", param=name)
+        for name in ("data_parallel_rank", "routed_dp_rank"):
+            if getattr(body, name):
+                raise InvalidValueError(f"{name} is {getattr(body, name)}, and there is one engine, 0", param=name)
         self.state.unknown_fields.note("chat", unknown)
         return self.loop.run(answer_chat(body, self.state, DEFAULT_CALLER))
 

@@ -6,11 +6,15 @@ prompts share the names of their common beginning and no others. Ray is not impo
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+
+from jaxserve.routing.prefix_index import PrefixHolders
+from jaxserve.routing.router import MAX_RATIO, MAX_SPREAD
 
 BLOCK = 64  # bytes of text, about a page of 16 tokens
 MAX_PROMPT = 128 * 1024  # bytes of a prompt that are compared
@@ -66,8 +70,8 @@ class RoutingRule:
     decides alone. match_rate_threshold: share of the prompt from which on its replica is preferred
     """
 
-    imbalanced_threshold: float = 8.0
-    imbalanced_ratio: float = 1.5
+    imbalanced_threshold: float = MAX_SPREAD
+    imbalanced_ratio: float = MAX_RATIO
     match_rate_threshold: float = 0.5
 
     def rank(self, loads: Mapping[str, ReplicaLoad], matched: Mapping[str, int], num_blocks: int) -> list[str]:
@@ -93,34 +97,39 @@ class PrefixMap:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._seen: OrderedDict[int, set[str]] = OrderedDict()
+        self._seen: PrefixHolders[int] = PrefixHolders()
+        self._used: OrderedDict[int, None] = OrderedDict()  # the blocks, the least recently used first
+        self._numbers: dict[str, int] = {}  # of the replicas
 
     def __len__(self) -> int:
-        return len(self._seen)
+        return len(self._used)
 
     def add(self, blocks: Sequence[int], replica: str) -> None:
         """Remember that `replica` computes these blocks. The first ones of a prompt are forgotten last."""
-        for block in reversed(blocks[: self._max_blocks]):
-            self._seen.setdefault(block, set()).add(replica)
-            self._seen.move_to_end(block)
-        while len(self._seen) > self._max_blocks:
-            self._seen.popitem(last=False)
+        blocks = blocks[: self._max_blocks]
+        self._seen.add(self._number(replica), blocks)
+        for block in reversed(blocks):
+            self._used[block] = None
+            self._used.move_to_end(block)
+        while len(self._used) > self._max_blocks:
+            self._seen.drop(self._used.popitem(last=False)[0])
+
+    def _number(self, replica: str) -> int:
+        """Return the number of a replica; a new one gets the least that is free."""
+        if replica not in self._numbers:
+            taken = set(self._numbers.values())
+            self._numbers[replica] = next(number for number in itertools.count() if number not in taken)
+        return self._numbers[replica]
 
     def matched(self, blocks: Sequence[int], replicas: Iterable[str]) -> dict[str, int]:
         """Count the leading blocks that each of the replicas has seen."""
-        counts = dict.fromkeys(replicas, 0)
-        left = set(counts)
-        for block in blocks:
-            left &= self._seen.get(block, set())
-            if not left:
-                break
-            for replica in left:
-                counts[replica] += 1
-        return counts
+        names = list(replicas)
+        known = [self._numbers[name] for name in names if name in self._numbers]
+        found = self._seen.match(blocks, known)
+        return {name: found.get(self._numbers.get(name, -1), 0) for name in names}
 
     def forget(self, replica: str) -> None:
         """Forget what a replica that has ended had seen."""
-        for block in [block for block, replicas in self._seen.items() if replica in replicas]:
-            self._seen[block].discard(replica)
-            if not self._seen[block]:
-                del self._seen[block]
+        if replica in self._numbers:
+            self._seen.forget(self._numbers.pop(replica))
+            self._used = OrderedDict((block, None) for block in self._used if block in self._seen)

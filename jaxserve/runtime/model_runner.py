@@ -209,7 +209,9 @@ class ModelRunner:
         slots: int32 [B] of running requests; the page of their next token must be allocated. `sampled` includes
         log-probabilities. The engine does not use this function. It compiles once per B.
         """
-        options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
+        options = compiler_options(
+            self.mesh.platform, deterministic=self.config.deterministic, several=jax.process_count() > 1
+        )
         return jax.jit(self.steps.decode_slots, compiler_options=dict(options))
 
     @property

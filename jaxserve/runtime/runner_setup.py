@@ -135,7 +135,9 @@ class RunnerSetup:
             sharding=self.mesh.replicated,
         )
         shapes = Shapes.of(self.loaded.leaves, self.layers, self.mesh, num_pages=num_pages, state=state, hidden=hidden)
-        options = compiler_options(self.mesh.platform, deterministic=self.config.deterministic)
+        options = compiler_options(
+            self.mesh.platform, deterministic=self.config.deterministic, several=jax.process_count() > 1
+        )
         return ProgramSet(
             self.steps, shapes, self.buckets, options, self.config.max_drafts, self._identity(max_model_len)
         )

@@ -83,20 +83,29 @@ class Execute(Message, frozen=True):
 
 
 class Sample(Message, frozen=True):
-    """Sample the masked step that was dispatched last. bitmask: int32 [rows, words], little-endian."""
+    """Sample the masked step that was dispatched last.
+
+    masked: the rows that have a mask. bitmask: of these, int32 [len(masked), words], little-endian
+    """
 
     rows: int
+    words: int
+    masked: tuple[int, ...]
     bitmask: bytes
     late: tuple[int, ...]
 
     @classmethod
     def of(cls, bitmask: np.ndarray, late: tuple[int, ...]) -> Sample:
-        """Pack a bitmask, int32 [R, W]."""
-        return cls(len(bitmask), bitmask.astype("<i4").tobytes(), late)
+        """Pack a bitmask, int32 [R, W]. Rows that allow every token are left out: one has 16 KB for 128k tokens."""
+        masked = np.flatnonzero((bitmask != -1).any(axis=1))
+        rows, words = bitmask.shape
+        return cls(rows, words, tuple(masked.tolist()), bitmask[masked].astype("<i4").tobytes(), late)
 
     def array(self) -> np.ndarray:
         """Return the bitmask, int32 [R, W]."""
-        return np.frombuffer(self.bitmask, "<i4").astype(np.int32).reshape(self.rows, -1)
+        whole = np.full((self.rows, self.words), -1, np.int32)
+        whole[list(self.masked)] = np.frombuffer(self.bitmask, "<i4").reshape(-1, self.words)
+        return whole
 
 
 class Operation(Message, frozen=True):

@@ -41,7 +41,10 @@ def build(channel: Channel) -> BuiltEngine:
 
 @dataclass
 class Setting:
-    """An engine in a thread, the main process's end, and workers in this event loop."""
+    """An engine, or several, in a thread each, the main process's end, and workers in this event loop.
+
+    link: to the first engine
+    """
 
     link: ThreadLink
     engine: AsyncEngine
@@ -63,9 +66,9 @@ class Setting:
 @contextlib.asynccontextmanager
 async def setting(num_workers: int = 2, config: Config | None = None) -> AsyncIterator[Setting]:
     config = config or Config()
-    link = ThreadLink(config, build)
-    engine = AsyncEngine(config, link)
-    here = Setting(link, engine, Relays(engine))
+    links = [ThreadLink(config, build) for _ in range(config.mesh.replicas)]
+    engine = AsyncEngine(config, links)
+    here = Setting(links[0], engine, Relays(engine))
     announcing = asyncio.create_task(here.relays.run())
     for _ in range(num_workers):
         await here.add_worker()
@@ -161,6 +164,29 @@ def test_requests_of_all_workers_go_on_after_a_death_of_the_engine(deaths: int) 
             assert here.engine.restarts == deaths
             for prompt, outputs in zip(asked, found, strict=True):
                 assert tokens(outputs) == alone(prompt, LONG)[0]
+
+    asyncio.run(run())
+
+
+def test_workers_reach_all_engines_and_their_requests_go_on_in_another() -> None:
+    """server.workers and mesh.replicas: a worker names the engine, and one of the two engines dies."""
+
+    async def run() -> None:
+        async with setting(config=Config().replace(mesh={"replicas": 2})) as here:
+
+            async def ask(number: int) -> list[int]:
+                worker = here.workers[number % 2]
+                return tokens([each async for each in worker.generate(asked[number], LONG, replica=number // 2 % 2)])
+
+            asked = prompts(8)
+            tasks = [asyncio.create_task(ask(number)) for number in range(8)]
+            await until(lambda: [state.num_live for state in here.engine.replicas] == [4, 4], "each has its own")
+            here.link.kill()
+            for prompt, found in zip(asked, await asyncio.gather(*tasks), strict=True):
+                assert found == alone(prompt, LONG)[0]
+            assert here.engine.num_live == 0
+            with pytest.raises(InvalidValueError, match="there are engines 0 to 1"):
+                await anext(here.workers[0].generate(PROMPT, LONG, replica=2))
 
     asyncio.run(run())
 

@@ -132,6 +132,8 @@ def test_a_tool_loop_over_messages_of_answers(engine: Engine) -> None:
         ({"model": "gpt-9"}, RequestError, "model"),
         ({"chat_template": "x"}, UnsupportedParameterError, "chat_template"),
         ({"top_logprobs": 2}, InvalidValueError, "top_logprobs"),
+        ({"data_parallel_rank": 1}, InvalidValueError, "data_parallel_rank"),
+        ({"routed_dp_rank": 2}, InvalidValueError, "routed_dp_rank"),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, RequestError, "messages"),
         (
             {"response_format": SCHEMA | {"json_schema": {"schema": {"type": "no"}}}},

@@ -135,9 +135,10 @@ def a_step() -> SchedulerOutput:
 def test_a_step_arrives_as_it_was_sent() -> None:
     step = a_step()
     assert decode_to_follower(encode(Execute(step))) == Execute(step)
-    masks = np.array([[-1, 5], [2**31 - 1, -(2**31)]], np.int32)
+    masks = np.array([[-1, 5], [-1, -1], [2**31 - 1, -(2**31)]], np.int32)
     sample = decode_to_follower(encode(Sample.of(masks, (1,))))
     assert isinstance(sample, Sample) and sample.late == (1,)
+    assert sample.masked == (0, 2) and len(sample.bitmask) == 16
     np.testing.assert_array_equal(sample.array(), masks)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -74,9 +77,12 @@ class Group:
 
     def __init__(self, compile_cache: str, directory: Path, num_devices: int, **keys: Any) -> None:
         self.port = free_port()
+        self.directory = directory
         shared = {"mesh.hosts": 2, "mesh.leader_port": self.port, "mesh.tensor": 2 * num_devices}
         words = [f"--{key.replace('_', '-')}={value}" for key, value in shared.items()]
-        self.leader = Launched(compile_cache, directory, devices(num_devices), **(TINY | keys | shared))
+        leader = functools.partial(Launched, compile_cache, directory, devices(num_devices), **(TINY | keys | shared))
+        self._new_leader: Callable[[], Launched] = leader
+        self.leader = leader()
         self.follower = FollowerCommand(compile_cache, directory, words, devices(num_devices))
 
     def __enter__(self) -> Self:
@@ -93,6 +99,13 @@ class Group:
     ) -> None:
         self.leader.__exit__(kind, error, trace)
         self.follower.close()
+
+    def restart_leader(self) -> None:
+        """Kill the leader's command, as a machine does that loses its power, and start it again."""
+        self.leader.send(signal.SIGKILL)
+        self.leader.__exit__(None, None, None)
+        self.leader = self._new_leader()
+        self.leader.__enter__()
 
     @property
     def leader_engine(self) -> psutil.Process:

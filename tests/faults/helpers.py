@@ -8,10 +8,13 @@ import time
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import psutil
+from safetensors.numpy import load_file
 
 from jaxserve.library.serving import RunningServer
+from tests.api.fakes import DEMO
 from tests.waiting import LAST_RESORT, wait_until
 
 QUESTIONS = [
@@ -127,3 +130,12 @@ def stats(server: RunningServer) -> dict[str, float]:
     lines = httpx2.get(f"{server.url}/metrics", timeout=LAST_RESORT).text.splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#") and "{" not in line]
     return {name: float(value) for name, value in pairs}
+
+
+def tensors(seed: int) -> dict[str, np.ndarray]:
+    """Other weights of the demo model."""
+    rng, found = np.random.default_rng(seed), load_file(DEMO / "model.safetensors")
+    return {
+        name: (array.astype(np.float32) * (1 + 0.2 * rng.normal(size=array.shape))).astype(array.dtype)
+        for name, array in found.items()
+    }

@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from safetensors.numpy import save_file
 
 from jaxserve import Engine
+from tests.api.fakes import DEMO
 from tests.conftest import SMALL
 from tests.faults.group import Group
-from tests.faults.helpers import QUESTIONS
+from tests.faults.helpers import QUESTIONS, tensors
 from tests.waiting import LAST_RESORT, until, wait_until
 
 SCHEMA = {
@@ -57,7 +61,11 @@ def client_of(group: Group) -> httpx2.AsyncClient:
 
 @pytest.fixture(scope="module")
 def group(compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    with Group(compile_cache, tmp_path_factory.mktemp("group"), 1, **{"runtime.deterministic": True}) as running:
+    directory = tmp_path_factory.mktemp("group")
+    shutil.copytree(DEMO, directory / "other")
+    save_file(tensors(1), directory / "other" / "model.safetensors")
+    keys = {"runtime.deterministic": True, "server.admin_api_key": "root", "server.weights_directories": directory}
+    with Group(compile_cache, directory, 1, **keys) as running:
         yield running
 
 
@@ -138,6 +146,57 @@ def test_every_request_is_answered_when_a_host_is_killed(group: Group, expected:
     wait_until(lambda: group.follower.health() == (200, {"status": "serving"}), "the follower serves again")
     assert "host 1 is lost" in group.leader.log() or host == "leader"
     assert "the leader is lost" in group.follower.log_file.read_text() or host == "follower"
+
+
+def admin(group: Group, path: str, **options: Any) -> dict[str, Any]:
+    headers = {"authorization": "Bearer root"}
+    answer = httpx2.post(f"{group.leader.url}{path}", headers=headers, timeout=2 * LAST_RESORT, **options)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_new_weights_and_sleep_are_of_all_hosts(group: Group, compile_cache: str, expected: list[str]) -> None:
+    other = group.directory / "other"
+    fields: dict[str, Any] = body(1) | {"max_tokens": 60}
+    alone: dict[str, Any] = {**fields, "model": "other"}
+    with Engine(str(other), compile_cache=compile_cache, **SMALL) as engine:
+        wanted = engine.chat(alone.pop("messages"), **alone).choices[0].message.content
+
+    def told() -> str:
+        answer = httpx2.post(f"{group.leader.url}/v1/chat/completions", json=fields, timeout=2 * LAST_RESORT)
+        return answer.json()["choices"][0]["message"]["content"]
+
+    before = told()
+    admin(group, "/update_weights_from_disk", json={"model_path": str(other)})
+    assert told() == wanted != before
+    admin(group, "/sleep?level=1")
+    admin(group, "/wake_up")
+    assert told() == wanted
+    admin(group, "/update_weights_from_tensor", content=(DEMO / "model.safetensors").read_bytes())
+    assert told() == before
+    admin(group, "/sleep?level=2")
+    admin(group, "/wake_up")
+    admin(group, "/update_weights_from_disk", json={"model_path": str(other)})
+    assert told() == wanted
+    admin(group, "/update_weights_from_tensor", content=(DEMO / "model.safetensors").read_bytes())
+    assert told() == before and expected[1].startswith(before)
+
+
+@pytest.mark.slow
+def test_the_leaders_command_is_killed_and_started_again(group: Group, expected: list[str]) -> None:
+    """Its clients lose their connections. The follower waits for the next leader and joins it."""
+    with httpx2.Client(base_url=group.leader.url, timeout=LAST_RESORT) as client:
+        fields = body(0) | {"stream": True, "max_tokens": 200}
+        with pytest.raises(httpx2.RemoteProtocolError), client.stream("POST", "/v1/chat/completions", json=fields) as s:
+            for number, _ in enumerate(s.iter_lines()):
+                if number == 2:
+                    group.leader.send(signal.SIGKILL)
+    engine = group.follower.engine
+    wait_until(lambda: group.follower.health()[1] != {"status": "serving"}, "the follower notices")
+    group.restart_leader()
+    wait_until(lambda: group.follower.health() == (200, {"status": "serving"}), "the follower serves again")
+    assert group.follower.engine != engine, "a new engine process"
+    assert asyncio.run(contents(group)) == expected
 
 
 def test_the_follower_serves_no_requests(group: Group) -> None:

@@ -19,19 +19,11 @@ from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
 from tests.api.fakes import DEMO
 from tests.conftest import SERVED
-from tests.faults.helpers import engine_process
+from tests.faults.helpers import engine_process, tensors
 from tests.waiting import LAST_RESORT, wait_until
 
 PROMPTS = ["Once upon a time", "A dog and a cat went to the sea. They", "a"]
 LOGPROBS: dict[str, Any] = {"return_logprob": True, "sampling_params": {"temperature": 0, "max_new_tokens": 12}}
-
-
-def tensors(seed: int) -> dict[str, np.ndarray]:
-    rng, found = np.random.default_rng(seed), load_file(DEMO / "model.safetensors")
-    return {
-        name: (array.astype(np.float32) * (1 + 0.2 * rng.normal(size=array.shape))).astype(array.dtype)
-        for name, array in found.items()
-    }
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,17 @@ def test_the_map_counts_leading_blocks_and_forgets() -> None:
     assert seen.matched([1, 2, 3], ["a", "b"]) == {"a": 0, "b": 2} and len(seen) == 2
 
 
+def test_a_new_replica_knows_nothing_of_the_one_before() -> None:
+    seen = PrefixMap()
+    seen.add([1, 2], "a")
+    seen.add([1], "b")
+    seen.forget("a")
+    seen.forget("never seen")
+    seen.add([3], "c")
+    assert seen.matched([1, 2], ["b", "c"]) == {"b": 1, "c": 0} and len(seen) == 2
+    assert seen.matched([3], ["a", "c"]) == {"a": 0, "c": 1}
+
+
 def test_the_least_recently_used_blocks_go_and_ends_of_prompts_first() -> None:
     seen = PrefixMap(4)
     seen.add([1, 2, 3], "a")

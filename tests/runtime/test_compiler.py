@@ -75,3 +75,12 @@ def test_a_step_is_one_graph_on_a_gpu_unless_the_operator_says_otherwise(monkeyp
     )
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert compiler_options("gpu") == {}
+
+
+def test_each_host_of_several_tries_kernels_for_itself() -> None:
+    """The option is passed to XLA here too, which refuses names that it does not know."""
+    own = {"xla_gpu_shard_autotuning": False}
+    assert compiler_options("gpu", several=True) == {**compiler_options("gpu"), **own}
+    assert compiler_options("cpu", several=True) == compiler_options("cpu")
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    assert Program("double", lambda x: x + x, (shape,), options=own).compile()

@@ -35,21 +35,26 @@ _ONE_GRAPH: Mapping[str, bool | str] = {
     "xla_gpu_enable_cub_radix_sort": False,
 }
 
+# XLA would give each process of a group a part of the kernels to try, and wait for the results of the others. These may
+# compile other programs first, or have them in their caches. So each host tries all kernels for itself.
+_OWN_TUNING: Mapping[str, bool | str] = {"xla_gpu_shard_autotuning": False}
+
 Progress = Callable[[str, int, int], None]  # (program just finished, how many are done, how many in all)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 def compiler_options(
-    platform: str, *, deterministic: bool = False, version: str = metadata.version("jaxlib")
+    platform: str, *, deterministic: bool = False, version: str = metadata.version("jaxlib"), several: bool = False
 ) -> Mapping[str, bool | str]:
-    """Return XLA's options for every program. version: of jaxlib.
+    """Return XLA's options for every program. version: of jaxlib. several: whether the devices are of several hosts.
 
     deterministic: results must not depend on a program's shapes. On a CPU the fusion of dots does, so it is disabled.
     On a GPU an operator's XLA_FLAGS decide if they name the command buffers.
     """
     if platform == "gpu":
-        return {} if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", "") else _ONE_GRAPH
+        graph = {} if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", "") else _ONE_GRAPH
+        return {**graph, **_OWN_TUNING} if several else graph
     return _SINGLE_DOTS if platform == "cpu" and (deterministic or version == _WRONG_SUMS) else {}
 
 
