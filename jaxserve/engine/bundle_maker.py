@@ -97,7 +97,13 @@ def _leaves(structure: ModelStructure, mesh: DeviceMesh) -> Any:
 def _checks(setup: RunnerSetup) -> list[Program]:
     """Return the programs of the numeric check at each start."""
     mesh, deterministic = setup.mesh, setup.config.deterministic
-    cases = serving_cases(setup.backend, mesh, setup.loaded.structure.activation_dtype, deterministic=deterministic)
+    cases = serving_cases(
+        setup.backend,
+        mesh,
+        setup.loaded.structure.activation_dtype,
+        deterministic=deterministic,
+        of_experts=None if setup.loaded.config.moe is None else setup.config.experts,
+    )
     return numeric_programs(
         cases, check_place(mesh.devices[0]), compiler_options(mesh.platform, deterministic=deterministic)
     )

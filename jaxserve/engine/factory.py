@@ -256,6 +256,7 @@ def make_runner(
         mesh,
         loaded.structure.activation_dtype,
         deterministic=resolved.deterministic,
+        of_experts=None if loaded.config.moe is None else resolved.experts,
         store=store,
     )
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.ops.linear import Products, TritonExperts
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, backend_names, get_backend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.numerics.numeric_cases import NumericCase, sampler, sums
+from jaxserve.runtime.numerics.numeric_cases import NumericCase, experts, sampler, sums
 from jaxserve.runtime.numerics.numeric_check import attention_case, check_numbers, serving_cases, wrong_numbers
 
 CPU = make_mesh("cpu")
@@ -42,13 +43,33 @@ class LastRowLost(ReferenceBackend):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_kernels_that_serve_are_right(dtype: str, deterministic: bool) -> None:
-    check_numbers(get_backend("auto", "cpu"), CPU, jnp.dtype(dtype), deterministic=deterministic)
+    check_numbers(get_backend("auto", "cpu"), CPU, jnp.dtype(dtype), deterministic=deterministic, of_experts="auto")
     check_numbers(None, CPU, jnp.dtype(dtype), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("name", backend_names("cpu"))
 def test_each_backend_is_right(name: str) -> None:
     assert not wrong_numbers([attention_case(get_backend(name, "cpu"), CPU, FLOAT32)], CPU.devices[0], OPTIONS)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_the_experts_of_each_kernel_are_right_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's in Pallas' interpreter, as a GPU would check them."""
+    interpreted = TritonExperts(interpret=True)
+    monkeypatch.setattr(Products, "of_experts", lambda self, *_: interpreted if self.experts == "triton" else None)
+    cases = [experts(Products(experts=name), FLOAT32, 1e-4) for name in ("xla", "triton")]
+    for case in cases:
+        assert not wrong_numbers([case], CPU.devices[0], OPTIONS)
+    rotated = NumericCase("experts", cases[0].function, cases[0].inputs, (cases[0].expected[0][:, ::-1],), 1e-4)
+    assert wrong_numbers([rotated], CPU.devices[0], OPTIONS)
+
+
+def test_only_a_model_of_experts_has_their_case() -> None:
+    names = [
+        [case.name for case in serving_cases(None, CPU, FLOAT32, deterministic=False, of_experts=of)]
+        for of in (None, "xla")
+    ]
+    assert names == [["sums", "matrix products"], ["sums", "matrix products", "experts"]]
 
 
 def test_a_wrong_backend_is_refused_in_one_line() -> None:

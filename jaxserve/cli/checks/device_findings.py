@@ -59,7 +59,8 @@ def _kernels(config: Config, mesh: DeviceMesh) -> Iterator[Finding]:
         backend = get_backend("xla", mesh.platform)
     deterministic = config.runtime.deterministic
     _, dtype = resolve_dtypes(config.model.dtype, mesh.platform)
-    for case in serving_cases(backend, mesh, dtype, deterministic=deterministic):
+    experts = config.runtime.experts
+    for case in serving_cases(backend, mesh, dtype, deterministic=deterministic, of_experts=experts):
         yield from _numbers(case, mesh, deterministic=deterministic)
     for name in backend_names(mesh.platform):
         if name == backend.name:

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import Products
+from jaxserve.ops.moe import ExpertWeights, moe
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
 from jaxserve.runtime.sampling.draw import argmax, filter_probs, inverse_cdf, random_uniform
 from jaxserve.types.threefry import threefry2x32
@@ -26,6 +28,8 @@ _Q_LENS = (3, 1, 5)
 _NUM_PAGES = 6
 _HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 128
 _VOCAB = 1003
+_CHOSEN = ((0, 3), (3, 4), (4, 0), (0, 4), (4, 3), (0, 3), (4, 0))  # experts 1 and 2 have no rows
+_EXPERTS, _FFN, _MODEL = 5, 40, 72
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,31 @@ def products(linear: Callable[..., jax.Array], dtype: jnp.dtype) -> NumericCase:
     expected = tuple(x @ weight.T for x in rows)
     identity = repr(linear) if isinstance(linear, Products) else None
     return NumericCase("matrix products", function, inputs, expected, identity=identity)
+
+
+def experts(products: Products, dtype: jnp.dtype, tolerance: float) -> NumericCase:
+    """Make a layer of experts: seven tokens, each with two of five experts, of which two have no rows.
+
+    Weights and rows are drawn so that results are near 1. dtype: of activations and weights
+    """
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((len(_CHOSEN), _MODEL)).astype(dtype)
+    gate_up = (rng.standard_normal((_EXPERTS, _FFN, 2, _MODEL)) * _MODEL**-0.5).astype(dtype)
+    down = (rng.standard_normal((_EXPERTS, _MODEL, _FFN)) * _FFN**-0.5).astype(dtype)
+    shares = rng.random((len(_CHOSEN), 2)).astype(np.float32)
+    chosen = np.array(_CHOSEN, np.int32)
+
+    def function(
+        x: jax.Array, chosen: jax.Array, shares: jax.Array, gate_up: jax.Array, down: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """x: [7, 72], chosen: int32 [7, 2], shares: float32 [7, 2], gate_up: [5, 40, 2, 72], down: [5, 72, 40]"""
+        weights = ExpertWeights(gate_up, down)
+        product = products.of_experts(x.dtype, gate_up, down)
+        return (moe(x, chosen, shares, weights, GatedActivation("silu", 0.0), product),)
+
+    wide = [each.astype(np.float64) for each in (x, shares, gate_up, down)]
+    inputs = (x, chosen, shares, gate_up, down)
+    return NumericCase("experts", function, inputs, (_through_experts(*wide),), tolerance, repr(products))
 
 
 def attention(backend: Backend, dtype: jnp.dtype, tolerance: float) -> NumericCase:
@@ -177,6 +206,16 @@ def _attended(query: np.ndarray, context: np.ndarray) -> np.ndarray:
                 out[token, head] = weights @ values / weights.sum()
             token += 1
         start += kv_len
+    return out
+
+
+def _through_experts(x: np.ndarray, shares: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """Run x [7, 72] through the experts of _CHOSEN, all float64, one choice at a time."""
+    out = np.zeros_like(x)
+    for token, chosen in enumerate(_CHOSEN):
+        for expert, share in zip(chosen, shares[token], strict=True):
+            gate, up = (gate_up[expert, :, half] @ x[token] for half in (0, 1))
+            out[token] += share * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
     return out
 
 

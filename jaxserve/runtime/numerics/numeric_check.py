@@ -6,6 +6,7 @@ programs of numeric_cases.py are compiled with the options of the programs that 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import Products
+from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend
 from jaxserve.runtime.compilation.compiler import Program, Store, compile_all, compiler_options
 from jaxserve.runtime.mesh import AXES, DeviceMesh
-from jaxserve.runtime.numerics.numeric_cases import NumericCase, attention, products, sampler, sums
+from jaxserve.runtime.numerics.numeric_cases import NumericCase, attention, experts, products, sampler, sums
 from jaxserve.runtime.runner_setup import native_products
 
 # Differences of sums in another order, and, elsewhere than in float32 on a CPU, of products in fewer bits.
@@ -27,22 +29,34 @@ _ROUNDING, _FEW_BITS = 1e-4, 3e-2
 
 
 def serving_cases(
-    backend: Backend | None, mesh: DeviceMesh, dtype: jnp.dtype, *, deterministic: bool
+    backend: Backend | None,
+    mesh: DeviceMesh,
+    dtype: jnp.dtype,
+    *,
+    deterministic: bool,
+    of_experts: str | None = None,
 ) -> list[NumericCase]:
     """Return the cases of the kernels that serve.
 
     backend: None for an encoder, which has neither paged attention nor a sampler. dtype: of activations
+    of_experts: `runtime.experts` for a model with routed experts; None: the model has none
     """
     native = backend is not None and native_products(backend, mesh)
     product = Products(deterministic=deterministic, native=native)
     cases = [sums(), products(product, dtype)]
+    if of_experts is not None:
+        chosen = dataclasses.replace(product, experts=kernels_of(of_experts, mesh.platform))
+        cases.append(experts(chosen, dtype, _tolerance(mesh, dtype)))
     return cases if backend is None else [*cases, attention_case(backend, mesh, dtype), sampler()]
 
 
 def attention_case(backend: Backend, mesh: DeviceMesh, dtype: jnp.dtype) -> NumericCase:
     """Return the case of an attention backend with the tolerance of this platform."""
-    exact = mesh.platform == "cpu" and dtype == jnp.float32
-    return attention(backend, dtype, _ROUNDING if exact else _FEW_BITS)
+    return attention(backend, dtype, _tolerance(mesh, dtype))
+
+
+def _tolerance(mesh: DeviceMesh, dtype: jnp.dtype) -> float:
+    return _ROUNDING if mesh.platform == "cpu" and dtype == jnp.float32 else _FEW_BITS
 
 
 def check_numbers(
@@ -51,13 +65,14 @@ def check_numbers(
     dtype: jnp.dtype,
     *,
     deterministic: bool,
+    of_experts: str | None = None,
     store: Store | None = None,
 ) -> None:
     """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. Arguments: `serving_cases`.
 
     store: of the compiled cases. They run at every start all the same.
     """
-    cases = serving_cases(backend, mesh, dtype, deterministic=deterministic)
+    cases = serving_cases(backend, mesh, dtype, deterministic=deterministic, of_experts=of_experts)
     options = compiler_options(mesh.platform, deterministic=deterministic)
     wrong = wrong_numbers(cases, mesh.local_devices[0], options, store=store)
     if wrong:
