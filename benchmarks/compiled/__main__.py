@@ -18,7 +18,6 @@ from importlib import metadata
 from typing import Any
 
 from benchmarks.compiled import table
-from benchmarks.compiled.target import CHIPS
 
 _DUMPS = ("--xla_dump_hlo_as_text", "--xla_gpu_dump_llvmir=true", "--xla_dump_emitter_re=ptx")  # what `reading` reads
 _PACKAGES = {"h200": ("jax", "jaxlib", "jax-cuda13-plugin")}
@@ -30,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
     parser.add_argument("name", nargs="?", default="", help="only programs whose names have this text")
     parser.add_argument("--write", action="store_true", help="write the table")
-    parser.add_argument("--chip", choices=CHIPS, default="h200")
+    parser.add_argument("--chip", choices=table.CHIPS, default="h200")
     options = parser.parse_args()
     old = table.load(options.chip)["programs"] if table.path_of(options.chip).exists() else {}
     with tempfile.TemporaryDirectory() as dumps:

@@ -15,15 +15,16 @@ import jax
 
 from benchmarks.compiled.programs import all_programs, tpu_programs
 from benchmarks.compiled.reading import Reading, read, read_tpu
-from benchmarks.compiled.target import compile_for, make_target
+from benchmarks.compiled.table import CHIPS
 from jaxserve.runtime.compilation.compiler import Program
+from jaxserve.runtime.target import compile_for, make_target
 
 
 def main(dumps: Path, wanted: str, chip: str) -> None:
     """Compile the programs of a chip whose names have the text `wanted`."""
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     programs = all_programs if chip == "h200" else tpu_programs
-    for name, program in programs(make_target(chip)):
+    for name, program in programs(make_target(CHIPS[chip]).mesh):
         if wanted in name:
             print(json.dumps({name: _reading(program, dumps, chip)}), flush=True)
 
@@ -33,7 +34,7 @@ def _reading(program: Program, dumps: Path, chip: str) -> Reading:
     dumps.mkdir()
     caches = tuple(jax.tree.leaves(program.args[1])) if isinstance(program.args[1], tuple) else ()
     try:
-        compiled = compile_for(program, chip)
+        compiled = compile_for(program)
         return read(compiled, dumps, caches) if chip == "h200" else read_tpu(compiled, caches)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:200]}"}

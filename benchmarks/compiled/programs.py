@@ -6,6 +6,7 @@ hardly.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for rows in (1, 2, 8, 32, 128, 512):
         yield from _named(LLAMA, llama.decode(rows))
     yield from _named(LLAMA, llama.decode_hidden(128), llama.extend(2048), llama.extend(8192), llama.head_sample(64))
+    by_cublas = [_by_cublas(llama.decode(rows)) for rows in (8, 128, 512)]
+    yield from _named(f"{LLAMA} by cuBLASLt", *by_cublas)
     yield from _named(f"{LLAMA} on mosaic_gpu", make_set(LLAMA, target, attention="mosaic_gpu").decode(128))
     for pages in ("int8", "fp8"):
         scaled = make_set(LLAMA, target, pages=pages)
@@ -92,6 +95,11 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for name in FAMILIES:
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))
+
+
+def _by_cublas(program: Program) -> Program:
+    """Return the program with all products by cuBLASLt, one of the two that XLA's autotuner chooses from on a GPU."""
+    return dataclasses.replace(program, options={**program.options, "xla_gpu_enable_triton_gemm": False})
 
 
 def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:

@@ -6,10 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("h200.json")
+# The chip of each table, as `runtime.target` calls it. Products are not tuned, and no program runs.
+CHIPS = MappingProxyType({"h200": "h200", "v5e": "tpu:v5e:1x1", "v6e": "tpu:v6e:1x1"})
 # What the GPU's programs are made of. The C kernels and the host's part of the runtime are not.
 _SOURCES = (
     "jaxserve/models/*.py",

@@ -53,6 +53,7 @@ device_description_str: "NVIDIA H200"
 """
 _KNOWN = {"h200": H200}
 _TPU = "tpu:"  # then the name of a topology, for example tpu:v5e:2x2
+_ONE_CHIP = ":1x1"  # libtpu must be told that its host has one chip
 _GPU_SHARE = 0.93  # of the memory, which XLA reserves at start, see runtime.mesh
 
 
@@ -83,7 +84,8 @@ def make_target(name: str, *, tensor: int = 1, expert: int = 1) -> Target:
         if text:
             found = topologies.get_topology_desc(name, "cuda", target_config=text, topology=f"1x1x{count}")
         else:
-            found = topologies.get_topology_desc(name.removeprefix(_TPU), "tpu")
+            bounds = {"chips_per_host_bounds": (1, 1, 1)} if name.endswith(_ONE_CHIP) else {}
+            found = topologies.get_topology_desc(name.removeprefix(_TPU), "tpu", **bounds)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         extra = "tpu" if name.startswith(_TPU) else "cuda"
         first = str(error).strip().splitlines()[0]
@@ -101,13 +103,12 @@ def compile_for(program: Program) -> jax.stages.Compiled:
     jitted = jax.jit(program.function, donate_argnums=program.donate, out_shardings=program.out_shardings)
     sharding = jax.tree.leaves(program.out_shardings)[0]
     device = sharding.mesh.devices.flat[0]
-    if device.platform == "tpu":
-        return jitted.lower(*program.args).compile(compiler_options=dict(program.options) or None)
-    cores = getattr(device, "core_count", 0)
-    abstract = AbstractDevice(device.device_kind, cores, "gpu")
+    on_tpu = device.platform == "tpu"
+    # Pallas asks which device it lowers for, and would otherwise find the machine's own.
+    abstract = AbstractDevice(device.device_kind, getattr(device, "core_count", 1), "tpu" if on_tpu else "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
-        lowered = jitted.trace(*program.args).lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=dict(program.options))
+        lowered = jitted.trace(*program.args).lower(lowering_platforms=("tpu" if on_tpu else "cuda",))
+    return lowered.compile(compiler_options=dict(program.options) or None)
 
 
 def _read(name: str) -> str:

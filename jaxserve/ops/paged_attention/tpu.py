@@ -2,9 +2,9 @@
 
 Owns the layout [P, 2, KH, page_size, D], in which K or V of one head fills whole register tiles of a page, and one
 kernel. The grid runs over blocks of queries: one token of a row in decode, else up to `rows` rows of a product. The
-page table and the blocks' positions are prefetched scalars. Pages are copied from HBM into two alternating buffers,
-so that the next tile is copied while this one is multiplied. The softmax is float32 (FlashAttention-2, arXiv
-2307.08691).
+blocks' positions are prefetched scalars. So is one row of the page table at a time: the whole table of 512 rows and
+16,384 tokens has 2 MB, and the memory of scalars 1 MB. Pages are copied from HBM into two alternating buffers, so that
+the next tile is copied while this one is multiplied. The softmax is float32 (FlashAttention-2, arXiv 2307.08691).
 
 XLA's scatter writes K and V one row at a time, which is slow for long prefill chunks.
 """
@@ -171,15 +171,17 @@ def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Ar
     """
     num_blocks, kv_heads, rows, head_dim = q.shape
     pages = max(1, layer.tuning.tile // layer.cache.shape[3])
+    width = layer.page_table.shape[1]
     queries = pl.BlockSpec((None, kv_heads, rows, head_dim), lambda b, *_: (b, 0, 0, 0))
     softmax = pltpu.VMEM((kv_heads, rows, LANES), jnp.float32)
     leaves = jax.tree.leaves(layer.cache)
     kernel = pl.pallas_call(
         functools.partial(_kernel, spec=layer.spec, group=group, has_sinks=layer.sinks is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
+            num_scalar_prefetch=4,
             grid=(num_blocks,),
             in_specs=[
+                pl.BlockSpec((None, 1, width), lambda b, row, *_: (row[b], 0, 0), memory_space=pltpu.SMEM),
                 queries,
                 pl.BlockSpec((kv_heads, rows, LANES), lambda b, *_: (0, 0, 0)),
                 *(pl.BlockSpec(memory_space=pl.ANY) for _ in leaves),
@@ -198,7 +200,7 @@ def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Ar
         name="paged_attention",
     )
     sinks = _sinks_by_row(layer.sinks, kv_heads, rows)
-    return kernel(*blocks, kv_lens, layer.page_table, q, sinks, *leaves)
+    return kernel(*blocks, kv_lens, layer.page_table[:, None], q, sinks, *leaves)
 
 
 def _sinks_by_row(sinks: jax.Array | None, kv_heads: int, rows: int) -> jax.Array:
@@ -216,8 +218,8 @@ def _kernel(
     position_ref,  # [B]
     end_ref,  # [B]
     kv_len_ref,  # [R]
-    table_ref,  # [R, max_pages]
     # inputs
+    table_ref,  # int32 [1, max_pages]  of this row
     q_ref,  # [KH, M, D]
     sink_ref,  # float32 [KH, M, 128]
     # pages [P, 2, KH, page_size, D] in HBM, scales of 8-bit pages [P, 2, KH, 1, page_size]
@@ -248,7 +250,7 @@ def _kernel(
         slot = lax.rem(index, 2)
         for place in range(pages):
             column = jnp.minimum(index * pages + place, (kv_len - 1) // page_size)
-            page = table_ref[row, column]
+            page = table_ref[0, column]
             for cache_ref, buffer in zip(cache_refs, buffers, strict=True):
                 yield pltpu.make_async_copy(cache_ref.at[page], buffer.at[slot, place], copied.at[slot])
 
