@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.decoder import AttendLayer
-from jaxserve.models.encoder import TextClassifier
+from jaxserve.models.encoder import TextClassifier, Texts
 from jaxserve.models.layers import Cache
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, pool
+from jaxserve.ops.paged_attention import Heads
 
 
 def dense_logits(structure: ModelStructure, leaves: tuple[jax.Array, ...], token_ids: jax.Array) -> jax.Array:
@@ -39,7 +40,7 @@ def dense_embedding(
     """Compute the embedding, float32 [D], of one text, int32 [T], for an encoder or a decoder."""
     lengths = jnp.full(1, token_ids.shape[0], jnp.int32)
     if structure.config.bidirectional:
-        hidden = structure.bind_encoder(leaves)(token_ids[None, :], lengths)
+        hidden = structure.bind_encoder(leaves)(Texts(token_ids[None, :], lengths))
     else:
         hidden = dense_hidden(structure, leaves, token_ids)[None]
     return pool(hidden, lengths, pooling)[0]
@@ -56,19 +57,18 @@ def dense_scores(
         return structure.bind(leaves).scores(dense_hidden(structure, leaves, token_ids)[-1:])[0]
     model = structure.bind_encoder(leaves)
     assert isinstance(model, TextClassifier), structure.config.architecture
-    lengths = jnp.full(1, token_ids.shape[0], jnp.int32)
-    return model.scores(model(token_ids[None, :], lengths, jnp.full(1, second_text, jnp.int32)))[0]
+    one = jnp.ones(1, jnp.int32)
+    texts = Texts(token_ids[None, :], one * token_ids.shape[0], one * second_text)
+    return model.scores(model(texts))[0]
 
 
 def dense_attend(config: ModelConfig) -> AttendLayer:
     """Return a function for causal attention of one sequence to itself, in float32."""
     layers = config.attention_layers
 
-    def attend(
-        layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]:
-        """Attend in one layer: q [T, N, H], k and v [T, KH, H] -> [T, N, H]."""
-        return _attention(layers[layer_index], q, k, v, sinks), cache
+    def attend(layer_index: int, heads: Heads, cache: Cache, sinks: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+        """Attend the heads of T tokens in one layer -> [T, N, H]."""
+        return _attention(layers[layer_index], heads.q, heads.k, heads.v, sinks), cache
 
     return attend
 

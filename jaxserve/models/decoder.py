@@ -21,6 +21,7 @@ from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, Embed, Linear, RMSNorm, RopeTable
 from jaxserve.models.rope import RopeConfig, rope_table
 from jaxserve.ops.linear import Products
+from jaxserve.ops.paged_attention import Heads
 
 
 class AttendLayer(Protocol):
@@ -31,7 +32,7 @@ class AttendLayer(Protocol):
     """
 
     def __call__(
-        self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
+        self, layer_index: int, heads: Heads, cache: Cache, sinks: jax.Array | None = None
     ) -> tuple[jax.Array, Cache]: ...
 
 

@@ -19,6 +19,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import apply_rope
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
+from jaxserve.ops.paged_attention import Heads, ProjectedHeads
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 RopeTable = tuple[jax.Array, jax.Array]
@@ -28,9 +29,7 @@ Cache = Pages | None
 class AttendFn(Protocol):
     """Write k and v [T, KH, H] to the layer's cache and attend q [T, N, H] to it -> (out [T, N, H], cache)."""
 
-    def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]: ...
+    def __call__(self, heads: Heads, cache: Cache, sinks: jax.Array | None = None) -> tuple[jax.Array, Cache]: ...
 
 
 @dataclass(frozen=True)
@@ -137,12 +136,10 @@ class QKVProj(nnx.Module):
             row, first = row + rows, first + total
         return tuple(parts)
 
-    def __call__(self, x: jax.Array, linear: Products) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Project x [T, D] -> q [T, N, H], k and v [T, KH, H]."""
+    def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
+        """Project x [T, D] -> [T, KH, G + 2, H]: the query heads of each kv head, its K and its V."""
         y = linear(x, self.weight[...], None if self.bias is None else self.bias[...])
-        y = y.reshape(x.shape[0], self.kv_heads, self.group + 2, self.head_dim)
-        q = y[:, :, : self.group].reshape(x.shape[0], -1, self.head_dim)
-        return q, y[:, :, self.group], y[:, :, self.group + 1]
+        return y.reshape(x.shape[0], self.kv_heads, self.group + 2, self.head_dim)
 
 
 class Attention(nnx.Module):
@@ -165,12 +162,24 @@ class Attention(nnx.Module):
         self, x: jax.Array, rope: RopeTable | None, cache: Cache, attend: AttendFn, linear: Products
     ) -> tuple[jax.Array, Cache]:
         """Attend x [T, D] with the rotary table of its positions -> (out [T, D], cache)."""
-        q, k, v = self.qkv_proj(x, linear)
+        y = self.qkv_proj(x, linear)
+        q, k, v = y[:, :, :-2].reshape(x.shape[0], -1, y.shape[3]), y[:, :, -2], y[:, :, -1]
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if rope is not None:
             q, k = apply_rope(q, rope, self.interleaved), apply_rope(k, rope, self.interleaved)
-        out, cache = attend(q, k, v, cache, None if self.sinks is None else self.sinks[...])
+        heads = Heads(q, k, v, self._projected(y, rope))
+        out, cache = attend(heads, cache, None if self.sinks is None else self.sinks[...])
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
+
+    def _projected(self, rows: jax.Array, rope: RopeTable | None) -> ProjectedHeads | None:
+        """Return what is left to do to rows [T, KH, G + 2, H]. None if a norm is over all heads."""
+        if self.norm_all_heads:
+            return None
+        norms, eps, offset = None, 0.0, 0.0
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.weight[...], self.k_norm.weight[...]
+            eps, offset = self.q_norm.eps, self.q_norm.offset
+        return ProjectedHeads(rows, norms, eps, offset, rope, self.interleaved)
 
     def _normed(self, heads: jax.Array, norm: RMSNorm | None) -> jax.Array:
         if norm is None:

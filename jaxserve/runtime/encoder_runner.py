@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.encoder import TextClassifier
+from jaxserve.models.encoder import TextClassifier, Texts
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.pooling import PoolingConfig, pool
@@ -161,7 +161,7 @@ def encode(
     lengths, seconds, token_ids = packed[:, 0], packed[:, 1], packed[:, 2:]
     model = structure.bind_encoder(leaves)
     multiply = Products(deterministic=deterministic)
-    hidden = model(token_ids, lengths, seconds, multiply)
+    hidden = model(Texts(token_ids, lengths, seconds), multiply)
     if isinstance(model, TextClassifier):
         return model.scores(hidden, multiply)
     return pool(hidden, lengths, pooling)

@@ -31,7 +31,7 @@ from jaxserve.models.choices import take_choices
 from jaxserve.models.decoder import CausalLM
 from jaxserve.models.pooling import normalized
 from jaxserve.ops.linear import Products
-from jaxserve.ops.paged_attention import AttentionMetadata, Backend
+from jaxserve.ops.paged_attention import AttentionMetadata, Backend, Heads
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.runtime.kv_cache import LayerCache
@@ -235,18 +235,13 @@ class StepPrograms:
         }
 
         def attend(
-            layer_index: int,
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            cache: Pages | None,
-            sinks: jax.Array | None = None,
+            layer_index: int, heads: Heads, cache: Pages | None, sinks: jax.Array | None = None
         ) -> tuple[jax.Array, Pages | None]:
-            """Attend q [T, N, H], k and v [T, KH, H] of a layer -> (out [T, N, H], cache)."""
+            """Write and attend the heads of T tokens in a layer -> (out [T, N, H], cache)."""
             assert cache is not None
             layer = self.layers[layer_index]
             where = metadata[layer.group]
-            return write_and_attend(self.backend, self.mesh, q, k, v, cache, where, layer.attention, sinks)
+            return write_and_attend(self.backend, self.mesh, heads, cache, where, layer.attention, sinks)
 
         hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
         return hidden, tuple(c for c in new_caches if c is not None)

@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.library.dense import dense_embedding, dense_hidden
+from jaxserve.models.encoder import Texts
 from jaxserve.models.loading.hf_config import from_hf
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.structure import LoadedModel
@@ -32,12 +33,12 @@ def bert(tmp_path: Path) -> LoadedModel:
 def test_bert_equals_transformers(bert: LoadedModel) -> None:
     golden = np.load(GOLDENS / "bert.npz")
     ids = jnp.asarray(golden["ids"])[None, :]
-    hidden = bert.structure.bind_encoder(bert.leaves)(ids, jnp.full(1, ids.shape[1], jnp.int32))[0]
+    hidden = bert.structure.bind_encoder(bert.leaves)(Texts(ids, jnp.full(1, ids.shape[1], jnp.int32)))[0]
     assert np.abs(hidden - golden["hidden"]).max() < 1e-5 * np.abs(golden["hidden"]).max()
 
 
 def test_rows_of_a_batch_do_not_see_each_other_nor_padding(bert: LoadedModel) -> None:
-    encoder = jax.jit(lambda ids, lengths: bert.structure.bind_encoder(bert.leaves)(ids, lengths))
+    encoder = jax.jit(lambda ids, lengths: bert.structure.bind_encoder(bert.leaves)(Texts(ids, lengths)))
     embedding = jax.jit(dense_embedding, static_argnums=(0, 1))
     texts = [[5, 9, 4], [7], [8, 8, 30, 2, 11], []]
     ids = jnp.asarray([text + [50] * (8 - len(text)) for text in texts], jnp.int32)

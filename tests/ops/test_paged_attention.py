@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import sys
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.paged_attention.native import NativeBackend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
@@ -219,6 +221,17 @@ def test_auto_goes_on_where_a_kernel_cannot_be_loaded(monkeypatch: pytest.Monkey
     assert get_backend("auto", "gpu").name == "xla"
     with pytest.raises(ConfigError, match="'triton' cannot be loaded with this jax"):
         get_backend("triton", "gpu")
+
+
+def test_mosaic_needs_no_triton_module_of_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deprecated, and a jax without it must do."""
+    for name in [name for name in sys.modules if re.fullmatch(r"jaxserve\.ops\..*(triton\w*|mosaic_gpu|moe)", name)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    monkeypatch.delattr("jax.experimental.pallas.triton")
+    with pytest.raises(ConfigError, match="'triton' cannot be loaded with this jax"):
+        get_backend("triton", "gpu")
+    assert get_backend("mosaic_gpu", "gpu").name == "mosaic_gpu" and kernels_of("auto", "gpu") == "xla"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from jaxserve.models.config import AttentionLayer
 from jaxserve.models.layers import Cache
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.structure import ModelStructure
+from jaxserve.ops.paged_attention import Heads
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
 from jaxserve.runtime import kv_cache
@@ -132,11 +133,9 @@ def rounded_logits(
     """`dense_logits` with each row of K and V as the pages hold it."""
     dense, model = dense_attend(structure.config), structure.bind(leaves)
 
-    def attend(
-        layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]:
-        k, v = (ScaledPages.of(x, dtype).astype(jnp.float32) for x in (k, v))
-        return dense(layer_index, q, k, v, cache, sinks)
+    def attend(layer_index: int, heads: Heads, cache: Cache, sinks: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+        k, v = (ScaledPages.of(x, dtype).astype(jnp.float32) for x in (heads.k, heads.v))
+        return dense(layer_index, Heads(heads.q, k, v), cache, sinks)
 
     positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
     hidden, _ = model(token_ids, positions, (None,) * structure.config.num_layers, attend)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.encoder import Encoder, TextClassifier
+from jaxserve.models.encoder import Encoder, TextClassifier, Texts
 from jaxserve.models.family import Family
 from jaxserve.models.hf_keys import Json, head_labels, number, optional_integer
 from jaxserve.models.layers import Linear
@@ -153,21 +153,12 @@ class BertModel(Encoder):
         self.encoder = BertEncoder(config, dtype)
         self.pooler = Pooler(config, dtype) if pooler else None
 
-    def __call__(
-        self,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        seconds: jax.Array | None = None,
-        linear: Products = Products(),
-    ) -> jax.Array:
-        """Encode a batch of texts, see `Encoder`."""
-        rows, longest = token_ids.shape
-        index = jnp.arange(longest, dtype=jnp.int32)
-        first = jnp.zeros(rows, jnp.int32) if seconds is None else seconds
-        types = ((index[None, :] >= first[:, None]) & (first[:, None] > 0)).astype(jnp.int32)
-        positions = jnp.tile(index + self.config.position_offset, rows)
-        x = self.embeddings(token_ids.reshape(-1), positions, types.reshape(-1))
-        seen = index[None, :] < lengths[:, None]
+    def __call__(self, texts: Texts, linear: Products = Products()) -> jax.Array:
+        """Encode the texts, see `Encoder`."""
+        rows, longest = texts.token_ids.shape
+        positions = jnp.tile(texts.places + self.config.position_offset, rows)
+        x = self.embeddings(texts.token_ids.reshape(-1), positions, texts.types.reshape(-1))
+        seen = texts.live
         for layer in self.encoder.layer:
             x = layer(x, seen, linear)
         return x.reshape(rows, longest, -1)

@@ -27,6 +27,7 @@ from jaxserve.models.moe import feed_forward
 from jaxserve.models.rope import apply_rope
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
+from jaxserve.ops.paged_attention import Heads
 
 
 class HeadProj(nnx.Module):
@@ -74,7 +75,7 @@ class LatentAttention(nnx.Module):
         q_latent = jnp.einsum("tnh,nhr->tnr", q[:, :, :nope], kv_b[:, :nope])
         q = jnp.concatenate([q_latent, apply_rope(q[:, :, nope:], rope, self.interleaved)], axis=-1)
         k = jnp.concatenate([latent, k_rope], axis=-1)
-        out, cache = attend(q, k, k, cache, None)
+        out, cache = attend(Heads(q, k, k), cache, None)
         out = jnp.einsum("tnr,nvr->tnv", out[:, :, :rank], kv_b[:, nope:])
         return self.o_proj(out.reshape(x.shape[0], -1), linear), cache
 

@@ -6,11 +6,11 @@ import importlib
 import logging
 
 from jaxserve.errors import ConfigError
-from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, Backend, Heads, ProjectedHeads
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["AttentionMetadata", "AttentionSpec", "Backend", "backend_names", "get_backend"]
+__all__ = ["AttentionMetadata", "AttentionSpec", "Backend", "Heads", "ProjectedHeads", "backend_names", "get_backend"]
 
 # Name: module, class, platforms (empty: any). A module is imported only if chosen: not every build of jax has the
 # GPU modules of Pallas, and the Triton one is deprecated.

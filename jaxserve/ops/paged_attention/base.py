@@ -14,7 +14,7 @@ Token i of a row has the position kv_len - q_len + i and sees the positions up t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,45 @@ class AttentionSpec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     value_columns: int | None = None
+
+
+@dataclass(frozen=True)
+class ProjectedHeads:
+    """What a layer's projection to q, k and v gave, and what is still to be done to it before attention.
+
+    norms: weights [D] of the RMSNorm of each query and of each key head, in float32 multiplied by x / rms(x) after
+    `offset` is added. table: cos and sin of the rotation, float32 [T, r / 2], see `models.rope`.
+    """
+
+    rows: jax.Array  # [T, KH, G + 2, D]  the query heads of a kv head, its K and its V
+    norms: tuple[jax.Array, jax.Array] | None
+    eps: float
+    offset: float
+    table: tuple[jax.Array, jax.Array] | None
+    interleaved: bool
+
+
+class Heads(NamedTuple):
+    """A layer's q [T, N, D], k and v [T, KH, D], ready for attention.
+
+    projected: the same before norm and rotation, for a backend that does both itself; None: there is no such form
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    projected: ProjectedHeads | None = None
+
+
+@runtime_checkable
+class WritesHeads(Protocol):
+    """A backend that norms, rotates and writes in one kernel, on one device."""
+
+    def write_heads(
+        self, heads: ProjectedHeads, cache: jax.Array, slot_mapping: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return q [T, N, D], ready for attention, and the cache with K and V at slot_mapping int32 [T]."""
+        ...
 
 
 class Backend(Protocol):

@@ -13,16 +13,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, Backend, Heads, WritesHeads
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 
 def write_and_attend(
     backend: Backend,
     mesh: Mesh | AbstractMesh | None,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    heads: Heads,
     cache: Pages,
     metadata: AttentionMetadata,
     spec: AttentionSpec,
@@ -32,6 +30,7 @@ def write_and_attend(
 
     sinks: [N] or None. `spec` counts the kv heads of the whole model.
     """
+    q, k, v, projected = heads
 
     def local(
         q: jax.Array,
@@ -47,16 +46,20 @@ def write_and_attend(
         return backend.attend(q, cache, metadata, mine, sinks), cache
 
     if mesh is None or mesh.shape.get("tensor", 1) == 1:
+        if projected is not None and isinstance(backend, WritesHeads) and isinstance(cache, jax.Array):
+            # XLA drops the computation of q, k and v, which nothing reads then.
+            q, cache = backend.write_heads(projected, cache, metadata.slot_mapping)
+            return backend.attend(q, cache, metadata, spec, sinks), cache
         return local(q, k, v, cache, metadata, sinks)
-    heads = P(None, "tensor", None)
+    by_head = P(None, "tensor", None)
     kv, pages = P(), P()
     if spec.num_kv_heads % mesh.shape["tensor"] == 0:
-        kv, pages = heads, head_partition(backend)
+        kv, pages = by_head, head_partition(backend)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(heads, kv, kv, pages, P(), P("tensor")),
-        out_specs=(heads, pages),
+        in_specs=(by_head, kv, kv, pages, P(), P("tensor")),
+        out_specs=(by_head, pages),
         check_vma=False,
     )(q, k, v, cache, metadata, sinks)
 

@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jaxserve.ops.paged_attention import triton_latent
-from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout
+from jaxserve.ops.paged_attention import triton_heads, triton_latent
+from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout, ProjectedHeads
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks, tokens_of_long_rows
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.split_kv import PROGRAMS, Layer, join_splits, num_splits
@@ -80,6 +80,12 @@ class TritonBackend(InterleavedLayout):
         decode = functools.partial(_attend_last_tokens, layer, tuning=self.tuning, interpret=self.interpret)
         extend = functools.partial(_attend_long_rows, layer, tuning=self.tuning, interpret=self.interpret)
         return attend_ragged(q, metadata, decode, extend)
+
+    def write_heads(
+        self, heads: ProjectedHeads, cache: jax.Array, slot_mapping: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `WritesHeads`: slot_mapping int32 [T] -> q [T, N, D], cache [P, page_size, 2 * KH, D]."""
+        return triton_heads.write_heads(heads, cache, slot_mapping, interpret=self.interpret)
 
     def _attend_latent(self, q: jax.Array, layer: Layer, metadata: AttentionMetadata) -> jax.Array:
         """Attend q [T, N, D] to latent pages -> [T, N, columns]."""
