@@ -5,7 +5,7 @@
 Writes DIR/device.json after every row. With the same DIR it measures only the rows that are missing. Every section runs
 in a new process, so that a crash ends one cell only, memory is free for the next, and a start of the engine is real. A
 cell that takes too long or ends its process is recorded, and another process runs the cells after it.
-device_kernels.py, device_experts.py, device_steps.py and device_engine.py hold the measurements.
+device_kernels.py, device_linear.py, device_experts.py, device_steps.py and device_engine.py hold the measurements.
 
 --tiny runs everything in tiny sizes, with kernels in Pallas' interpreter. It checks the suite and measures nothing.
 """
@@ -37,6 +37,7 @@ SECTIONS = (
     "steps-llama-8b",
     "steps_in_parts-llama-8b",
     "steps_async-llama-8b",
+    "steps_cublas-llama-8b",
     "attention",
     "engine-llama-8b",
     "experts",
@@ -59,22 +60,30 @@ CHIPS = {
     "v6e": (*(name.format("llama-8b") for name in _TPU), "engine-qwen3-0.6b", "pool-llama-8b"),
 }
 ALL_SECTIONS = tuple(dict.fromkeys(name for sections in CHIPS.values() for name in sections))
-# Two variants of the steps: XLA's own choice of what is in a CUDA graph, and its newer client, which never waits.
+# Variants of the steps: XLA's own choice of what is in a CUDA graph; its newer client, which never waits; and products
+# by cuBLASLt only, with which a layer has fewer kernels than with XLA's Triton (BENCHMARKS.md).
 _XLA_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 _ENVIRONMENTS = {
     "steps_in_parts": {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={_XLA_GRAPHS}"},
     "steps_async": {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1"},
+    "steps_cublas": {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false"},
 }
 Show = Callable[[str], None]
 
 
 def run_section(section: str, options: Options, results: Results, reporter: Reporter) -> None:
     """Run all cells of a section in this process."""
-    from jaxserve.bench import device_engine, device_experts, device_kernels, device_steps  # noqa: PLC0415  the parent touches no device
+    from jaxserve.bench import (  # noqa: PLC0415  the parent touches no device
+        device_engine,
+        device_experts,
+        device_kernels,
+        device_linear,
+        device_steps,
+    )
 
     bench = Bench(section, options, results, reporter)
     kind, _, of = section.partition("-")
-    kernels = device_kernels.SECTIONS | device_experts.SECTIONS
+    kernels = device_kernels.SECTIONS | device_experts.SECTIONS | device_linear.SECTIONS
     if kind in kernels:
         kernels[kind](bench)
     else:

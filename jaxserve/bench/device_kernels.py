@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.bench.device_rows import Bench, Row
-from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, get_backend
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend, MosaicTuning
 from jaxserve.ops.paged_attention.tpu import TpuBackend
@@ -364,37 +363,10 @@ def _time_write(bench: Bench, backend: Backend, count: int, heads: Heads) -> Row
     }
 
 
-def linear_layers(bench: Bench) -> None:
-    """Time the products of Llama-3.1-8B. Several weights take turns, so that no cache holds them."""
-    shapes = {
-        "qkv": (6144, 4096),
-        "o": (4096, 4096),
-        "gate_up": (28672, 4096),
-        "down": (4096, 14336),
-        "head": (128256, 4096),
-    }
-    counts: Sequence[int] = (1, 8, 32, 100, 256, 512)
-    if bench.tiny:
-        shapes, counts = {"qkv": (96, 64)}, (1, 4)
-    for name, shape in shapes.items():
-        for rows in counts:
-            bench.cell(f"{name} {rows} rows", 6, functools.partial(_time_linear, bench, shape, rows))
-
-
-def _time_linear(bench: Bench, shape: tuple[int, int], rows: int) -> Row:
-    out, width = shape
-    weights = [normal(i, out, width) for i in range(2 if out > 100_000 or bench.tiny else 4)]
-    x = normal(9, rows, width)
-    forward = jax.jit(lambda x, weights: [linear(x, w) for w in weights])
-    seconds = clock(forward, x, weights, tiny=bench.tiny, chained=10) / len(weights)
-    return rates(bench, seconds, 2 * out * width, 2 * rows * out * width)
-
-
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "ceilings": ceilings,
     "numerics": numerics,
     "attention": attention,
     "write": write,
-    "linear": linear_layers,
     "tune": tune,
 }

@@ -182,4 +182,5 @@ SECTIONS: dict[str, Callable[[Bench, str], None]] = {
     "steps": step_cells,
     "steps_in_parts": step_cells,
     "steps_async": step_cells,
+    "steps_cublas": step_cells,
 }
