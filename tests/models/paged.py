@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.layers import Cache
 from jaxserve.models.loading.loader import LoadedModel
-from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, get_backend
+from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Heads, get_backend
 from jaxserve.ops.paged_attention.sharded import head_partition, write_and_attend
 
 PAGE = 8
@@ -81,13 +81,11 @@ def _step(
         decode_only=tokens.shape[0] == 1,
     )
 
-    def attend(
-        layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: Cache, sinks: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]:
+    def attend(layer_index: int, heads: Heads, cache: Cache, sinks: jax.Array | None = None) -> tuple[jax.Array, Cache]:
         assert cache is not None
         spec = model.config.attention_layers[layer_index]
         static = AttentionSpec(spec.scale, spec.num_kv_heads, spec.sliding_window, spec.soft_cap)
-        return write_and_attend(BACKEND, _mesh(model), q, k, v, cache, metadata, static, sinks)
+        return write_and_attend(BACKEND, _mesh(model), heads, cache, metadata, static, sinks)
 
     module = model.bind(leaves)
     hidden, new_caches = module(tokens, positions, caches, attend)
