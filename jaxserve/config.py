@@ -131,6 +131,12 @@ class RuntimeSection(Section):
         description="What multiplies rows by routed experts. auto: Triton kernels on a GPU, C kernels with native "
         "attention, else XLA. An explicit choice never falls back.",
     )
+    cpu_products: Literal["exact", "rounded"] = Field(
+        "exact",
+        description="Activations in linear layers on a CPU. exact: float32. rounded: to bfloat16 for weights in "
+        "bfloat16 and to 8 bits for weights in int8 and int4, twice to four times as fast with many rows. It needs a "
+        "processor with AVX512_BF16 and AVX512_VNNI. Weights in other forms and routed experts stay exact.",
+    )
     deterministic: bool = Field(
         False, description="Batch-invariant: the output is bitwise independent of other requests."
     )

@@ -2,11 +2,12 @@
 
     python -m venv PEER && CMAKE_ARGS=-DGGML_NATIVE=ON PEER/bin/pip install llama-cpp-python gguf safetensors
     python -m benchmarks.make_model DIR
-    python -m benchmarks.beside_llamacpp DIR --peer PEER/bin/python [--rows 1 8 32] [--rounds 2]
+    python -m benchmarks.beside_llamacpp DIR --peer PEER/bin/python [--rows 1 8 32] [--rounds 2] [--files GGUF_DIR]
 
 Every prompt has 128 random tokens and every answer 64; all of a batch are there at the beginning. llama.cpp computes
-one prompt after the other and then decodes all rows together, on all cores. Each round runs both sides in processes of
-their own, one after the other, and each takes the best of three. Prints output tokens a second of both and their ratio.
+one prompt after the other and then decodes all rows together, on all cores. Each round runs all sides in processes of
+their own, one after the other, and each takes the best of its tries. Ours runs with `runtime.cpu_products` exact and
+rounded; in float32 there is only exact. Prints output tokens a second and the ratios to llama.cpp.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 
 from jaxserve import Engine, SamplingParams
 
-PROMPT, OUTPUT, TRIES = 128, 64, 3
+PROMPT, OUTPUT = 128, 64
+_PEER = Path(__file__).with_name("peer.py")
 FORMS = {  # llama.cpp's and ours: model.dtype, model.quantization
     "F32": ("float32", "none"),
     "BF16": ("bfloat16", "none"),
@@ -32,18 +34,19 @@ FORMS = {  # llama.cpp's and ours: model.dtype, model.quantization
 }
 
 
-def ours(model: str, form: str, rows: int) -> None:
-    """Print the tokens a second of the best of TRIES batches."""
+def ours(model: str, form: str, rows: list[int], products: str, tries: int) -> None:
+    """Print the tokens a second of the best of `tries` batches of each number of rows."""
     dtype, quantization = FORMS[form]
-    engine = Engine(model, dtype=dtype, quantization=quantization, max_num_seqs=rows)
+    engine = Engine(model, dtype=dtype, quantization=quantization, max_num_seqs=max(rows), cpu_products=products)
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
-    best = 0.0
-    for _ in range(TRIES):
-        prompts = [[random.randrange(300, 8000) for _ in range(PROMPT)] for _ in range(rows)]
-        began = time.perf_counter()
-        engine.generate(prompts, params)
-        best = max(best, rows * OUTPUT / (time.perf_counter() - began))
-    print(best)
+    for count in rows:
+        best = 0.0
+        for _ in range(tries):
+            prompts = [[random.randrange(300, 8000) for _ in range(PROMPT)] for _ in range(count)]
+            began = time.perf_counter()
+            engine.generate(prompts, params)
+            best = max(best, count * OUTPUT / (time.perf_counter() - began))
+        print(best)
 
 
 def main() -> None:
@@ -53,28 +56,43 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--products", nargs="+", default=["exact", "rounded"], choices=["exact", "rounded"])
+    parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--files", help="directory with the GGUF files, which are made there if they are missing")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # FORM: our side of one measurement
     options = parser.parse_args()
     if options.only:
-        ours(options.model, options.only, options.rows[0])
+        ours(options.model, options.only, options.rows, options.products[0], options.tries)
         return
-    with tempfile.TemporaryDirectory() as directory:
-        peer = str(Path(__file__).with_name("peer.py"))
-        subprocess.run([options.peer, peer, "make", options.model, directory], check=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.files or temporary
+        if not all(Path(directory, f"model-{form}.gguf").exists() for form in options.forms):
+            subprocess.run([options.peer, str(_PEER), "make", options.model, directory], check=True)
         for form in options.forms:
-            for rows in options.rows:
-                file = f"{directory}/model-{form}.gguf"
-                theirs = [options.peer, peer, "run", file, *map(str, (rows, PROMPT, OUTPUT, TRIES))]
-                mine = [sys.executable, "-m", "benchmarks.beside_llamacpp", options.model]
-                mine += ["--only", form, "--rows", str(rows)]
-                for number in range(options.rounds):
-                    own = float(_said(mine)[-1])
-                    times = [json.loads(line) for line in _said(theirs)]
-                    other = rows * OUTPUT / min(map(sum, times))
-                    steps = 1e3 * min(decoding for _, decoding in times) / (OUTPUT - 1)
-                    load = os.getloadavg()[0]
-                    rates = f"{own:6.1f} and {other:6.1f} tokens/s ({own / other:.2f})"
-                    print(f"{form:5} {rows:3} rows, round {number}: {rates}; its step {steps:.1f} ms, load {load:.1f}")
+            for number in range(options.rounds):
+                _round(options, form, number, directory)
+
+
+def _round(options: argparse.Namespace, form: str, number: int, directory: str) -> None:
+    """Run all sides once, and print a line for each number of rows."""
+    rows, tries = list(map(str, options.rows)), str(options.tries)
+    mine = [sys.executable, "-m", "benchmarks.beside_llamacpp", options.model, "--only", form, "--rows", *rows]
+    mine += ["--tries", tries, "--products"]
+    names = [name for name in options.products if name == "exact" or form != "F32"]
+    own = {name: list(map(float, _said([*mine, name])[-len(rows) :])) for name in names}
+    for index, count in enumerate(options.rows):
+        file = f"{directory}/model-{form}.gguf"
+        said = _said([options.peer, str(_PEER), "run", file, rows[index], str(PROMPT), str(OUTPUT), tries])
+        times = [json.loads(line) for line in said]
+        other = count * OUTPUT / min(map(sum, times))
+        rates = ", ".join(f"{name} {own[name][index]:.1f} ({own[name][index] / other:.2f})" for name in names)
+        prompts, steps = (min(each) for each in zip(*times, strict=True))
+        parts = f"prompts {prompts:.2f} s, a step {1e3 * steps / (OUTPUT - 1):.1f} ms"
+        load = os.getloadavg()[0]
+        print(
+            f"{form:5} {count:3} rows, round {number}: {rates}; llama.cpp {other:.1f} ({parts}); load {load:.1f}",
+            flush=True,
+        )
 
 
 def _said(command: list[str]) -> list[str]:

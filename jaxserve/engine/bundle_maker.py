@@ -96,13 +96,14 @@ def _leaves(structure: ModelStructure, mesh: DeviceMesh) -> Any:
 
 def _checks(setup: RunnerSetup) -> list[Program]:
     """Return the programs of the numeric check at each start."""
-    mesh, deterministic = setup.mesh, setup.config.deterministic
+    mesh, deterministic, dtype = setup.mesh, setup.config.deterministic, setup.loaded.structure.activation_dtype
     cases = serving_cases(
         setup.backend,
         mesh,
-        setup.loaded.structure.activation_dtype,
+        dtype,
         deterministic=deterministic,
         of_experts=None if setup.loaded.config.moe is None else setup.config.experts,
+        rounded=setup.steps.linear.rounded,
     )
     return numeric_programs(
         cases, check_place(mesh.devices[0]), compiler_options(mesh.platform, deterministic=deterministic)

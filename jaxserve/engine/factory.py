@@ -50,7 +50,7 @@ from jaxserve.runtime.numerics.numeric_check import check_numbers
 from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
 from jaxserve.runtime.program_store import open_store
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
-from jaxserve.runtime.runner_setup import native_products
+from jaxserve.runtime.runner_setup import native_products, rounded_products
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
@@ -257,6 +257,7 @@ def make_runner(
         loaded.structure.activation_dtype,
         deterministic=resolved.deterministic,
         of_experts=None if loaded.config.moe is None else resolved.experts,
+        rounded=rounded_products(resolved, loaded, mesh, backend),
         store=store,
     )
 
@@ -299,7 +300,7 @@ def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh
     """Return a name for the pages of the model; another one if anything changes that changes their content."""
     weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, repr(loaded.config)
     numbers = resolved.cache_dtype.name, resolved.page_size
-    kernels = resolved.attention, resolved.experts, resolved.deterministic
+    kernels = resolved.attention, resolved.experts, resolved.deterministic, resolved.cpu_products
     devices = mesh.devices[0].device_kind, len(mesh.devices), mesh.tensor
     return fingerprint(directory, __version__, weights, numbers, kernels, devices)
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxserve.errors import ConfigError
 from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.ops import native
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
@@ -181,7 +183,10 @@ def _products(loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, backe
     experts = kernels_of(config.experts, mesh.platform)
     if loaded.config.moe is not None:
         logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
-    return Products(config.deterministic, native_products(backend, mesh), triton_products(backend, mesh), experts)
+    rounded = rounded_products(config, loaded, mesh, backend)
+    return Products(
+        config.deterministic, native_products(backend, mesh), triton_products(backend, mesh), rounded, experts
+    )
 
 
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -195,6 +200,29 @@ def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 def native_products(backend: Backend, mesh: DeviceMesh) -> bool:
     """Return whether linear layers are the C kernels, which run on one device only."""
     return backend.name == "native" and len(mesh.devices) == 1
+
+
+def rounded_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None) -> bool:
+    """Return whether activations are rounded in linear layers. backend: None for an encoder.
+
+    Raises ConfigError if the configuration asks for it and this machine or these weights cannot have it.
+    """
+    if config.cpu_products == "exact":
+        return False
+    fix = "leave runtime.cpu_products out"
+    if backend is None or not native_products(backend, mesh):
+        raise ConfigError("runtime.cpu_products 'rounded' is for decoders on one CPU with native attention", fix=fix)
+    if not native.can_round():
+        raise ConfigError(
+            "runtime.cpu_products 'rounded' needs a processor with AVX512_BF16 and AVX512_VNNI, and this has not",
+            fix=fix,
+        )
+    if not any(jnp.dtype(spec.dtype).name in ("bfloat16", "int8", "uint8") for spec in loaded.structure.specs):
+        raise ConfigError(
+            "runtime.cpu_products 'rounded' has no effect on weights in float32 or FP8",
+            fix="set model.dtype: bfloat16 or model.quantization: int8 or int4, or " + fix,
+        )
+    return True
 
 
 def triton_products(backend: Backend, mesh: DeviceMesh) -> bool:

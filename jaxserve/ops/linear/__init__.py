@@ -49,6 +49,7 @@ def linear(
     deterministic: bool = False,
     native: bool = False,
     triton: bool = False,
+    rounded: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Multiply x [T, in] by w [*out, in] transposed and add bias [*out].
@@ -60,14 +61,14 @@ def linear(
       single row is avoided because it sums in another order. Needs the options of runtime.compilation.compiler.
     native: use the C kernels for float32 activations. The caller has loaded `ops.native`, and the program runs on one
       CPU. A bfloat16 or quantised weight gives the bits of the same numbers in float32.
+    rounded: with native, round the activations for weights that `native.rounds` names, which is faster.
     triton: use `few_bits` for a quantised weight and few rows of 16-bit activations, not if deterministic. The program
       runs on one GPU.
     The other formulations convert a weight of another form to x's dtype first.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
-        product = kernels.matmul_few if x.shape[0] <= kernels.FEW and not deterministic else kernels.matmul
-        y = product(x, _matrix(w)).reshape(x.shape[0], *w.shape[:-1])
+        y = _native(x, _matrix(w), few=not deterministic, rounded=rounded).reshape(x.shape[0], *w.shape[:-1])
     elif triton and not deterministic and isinstance(w, Quantized) and _few_bits().takes(x):
         y = _few_bits().matmul(x, w.matrix(), out_dtype).reshape(x.shape[0], *w.shape[:-1])
     elif deterministic:
@@ -82,19 +83,20 @@ def linear(
 
 @dataclass(frozen=True)
 class Products:
-    """`linear` with the options of a program: deterministic and native."""
+    """`linear` with the options of a program."""
 
     deterministic: bool = False
     native: bool = False
     triton: bool = False
+    rounded: bool = False
     experts: Literal["auto", "xla", "triton"] = "auto"  # auto: the C kernel if `native`, else XLA
 
     def __call__(
         self, x: jax.Array, w: Weight, bias: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
     ) -> jax.Array:
         """See `linear`: x [T, in], w [*out, in], bias [*out] -> [T, *out]."""
-        options = {"deterministic": self.deterministic, "native": self.native, "triton": self.triton}
-        return linear(x, w, bias, out_dtype=out_dtype, **options)
+        chosen = {"deterministic": self.deterministic, "native": self.native, "triton": self.triton}
+        return linear(x, w, bias, out_dtype=out_dtype, rounded=self.rounded, **chosen)
 
     def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | TritonExperts | None:
         """Return what multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
@@ -106,6 +108,14 @@ class Products:
         if not self.native or self.experts == "xla" or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
             return None
         return partial(kernels.matmul_grouped, few=not self.deterministic)
+
+
+def _native(x: jax.Array, w: Weight, *, few: bool, rounded: bool) -> jax.Array:
+    """Multiply by a C kernel. few: by the kernels for few rows, if there are so few."""
+    few = few and x.shape[0] <= kernels.FEW
+    if rounded and kernels.rounds(w):
+        return kernels.matmul_rounded(x, w, few=few)
+    return kernels.matmul_few(x, w) if few else kernels.matmul(x, w)
 
 
 def _few_bits() -> ModuleType:

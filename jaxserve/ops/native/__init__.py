@@ -25,18 +25,28 @@ from jaxserve.ops.quantized import Quantized
 logger = logging.getLogger(__name__)
 
 _MATMUL, _MATMUL_FEW, _ATTEND = "jaxserve_matmul", "jaxserve_matmul_few", "jaxserve_attend"
+_ROUNDED, _ROUNDED_FEW = "jaxserve_matmul_rounded", "jaxserve_matmul_rounded_few"
 _GROUPED, _GROUPED_FEW = "jaxserve_matmul_grouped", "jaxserve_matmul_grouped_few"
 FEW = 8  # tokens that matmul_few takes at most
 HEAD_DIM_STEP = 16  # head_dim must be a multiple of this
 
 
 @functools.cache  # XLA's registry is process-wide: a name may be registered once
-def load() -> None:
-    """Make the kernels callable in this process. Raises ConfigError with the reason if they cannot be compiled."""
+def load() -> ctypes.CDLL:
+    """Make the kernels callable in this process, and return their library.
+
+    Raises ConfigError with the reason if they cannot be compiled.
+    """
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
         library = _open(Path(scratch))  # a loaded library stays usable after its file is deleted
-    for name in (_MATMUL, _MATMUL_FEW, _GROUPED, _GROUPED_FEW, _ATTEND):
+    for name in (_MATMUL, _MATMUL_FEW, _ROUNDED, _ROUNDED_FEW, _GROUPED, _GROUPED_FEW, _ATTEND):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return library
+
+
+def can_round() -> bool:
+    """Return whether the library has the products of `matmul_rounded`: the processor has AVX512_BF16 and VNNI."""
+    return bool(load().jaxserve_rounds())
 
 
 def _open(scratch: Path) -> ctypes.CDLL:
@@ -84,6 +94,24 @@ def matmul_few(x: jax.Array, w: Weight) -> jax.Array:
     """
     assert x.shape[0] <= FEW
     return _product(_MATMUL_FEW, x, w)
+
+
+def rounds(w: Weight) -> bool:
+    """Return whether `matmul_rounded` takes a weight of this form, on a processor that has the instructions."""
+    if isinstance(w, Quantized):
+        return w.values.dtype in (jnp.int8, jnp.uint8) and not w.mxfp4
+    return w.dtype == jnp.bfloat16 and w.shape[-1] % 2 == 0
+
+
+def matmul_rounded(x: jax.Array, w: Weight, *, few: bool = False) -> jax.Array:
+    """Do `matmul` with each row of x rounded first, twice as fast and more.
+
+    For a bfloat16 weight x is rounded to bfloat16. For one in 8 or 4 bits it is rounded to 8 bits, with a scale for
+    each group of at most 128 numbers. The caller has checked `rounds` and `can_round`. few: faster for up to FEW rows, with
+    sums in another order.
+    """
+    assert rounds(w)
+    return _product(_ROUNDED_FEW if few else _ROUNDED, x, w)
 
 
 def matmul_grouped(x: jax.Array, w: Weight, sizes: jax.Array, *, few: bool) -> jax.Array:

@@ -18,6 +18,7 @@ from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import ExpertWeights, moe
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
+from jaxserve.ops.quantized import Quantized
 from jaxserve.runtime.sampling.draw import argmax, filter_probs, inverse_cdf, random_uniform
 from jaxserve.types.threefry import threefry2x32
 
@@ -110,6 +111,25 @@ def experts(products: Products, dtype: jnp.dtype, tolerance: float) -> NumericCa
     wide = [each.astype(np.float64) for each in (x, shares, gate_up, down)]
     inputs = (x, chosen, shares, gate_up, down)
     return NumericCase("experts", function, inputs, (_through_experts(*wide),), tolerance, repr(products))
+
+
+def rounded_products(linear: Products) -> NumericCase:
+    """Make products of x [1, 160], [7, 160] and [65, 160] that rounding leaves as they are.
+
+    The weights are bfloat16 and int8 [37, 160]. The largest number of a row's group is 127, so that its scale is 1.
+    """
+    weight = _whole_numbers((37, 160))
+    rows = [_whole_numbers((count, 160), seed=count) for count in (1, 7, 65)]
+    for x in rows:
+        x[:, ::32] = 127
+
+    def function(weight: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
+        """weight: float32 [37, 160], rows: float32 [1, 160], [7, 160] and [65, 160]"""
+        whole = Quantized(weight.astype(jnp.int8), jnp.ones((37, 5), jnp.float32))
+        return tuple(linear(x, w) for w in (weight.astype(jnp.bfloat16), whole) for x in rows)
+
+    expected = tuple(x @ weight.T for x in rows) * 2
+    return NumericCase("rounded products", function, (weight, *rows), expected, identity=repr(linear))
 
 
 def attention(backend: Backend, dtype: jnp.dtype, tolerance: float) -> NumericCase:

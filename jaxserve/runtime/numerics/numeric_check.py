@@ -21,7 +21,15 @@ from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend
 from jaxserve.runtime.compilation.compiler import Program, Store, compile_all, compiler_options
 from jaxserve.runtime.mesh import AXES, DeviceMesh
-from jaxserve.runtime.numerics.numeric_cases import NumericCase, attention, experts, products, sampler, sums
+from jaxserve.runtime.numerics.numeric_cases import (
+    NumericCase,
+    attention,
+    experts,
+    products,
+    rounded_products,
+    sampler,
+    sums,
+)
 from jaxserve.runtime.runner_setup import native_products
 
 # Differences of sums in another order, and, elsewhere than in float32 on a CPU, of products in fewer bits.
@@ -35,11 +43,13 @@ def serving_cases(
     *,
     deterministic: bool,
     of_experts: str | None = None,
+    rounded: bool = False,
 ) -> list[NumericCase]:
     """Return the cases of the kernels that serve.
 
     backend: None for an encoder, which has neither paged attention nor a sampler. dtype: of activations
     of_experts: `runtime.experts` for a model with routed experts; None: the model has none
+    rounded: see `Products`
     """
     native = backend is not None and native_products(backend, mesh)
     product = Products(deterministic=deterministic, native=native)
@@ -47,6 +57,8 @@ def serving_cases(
     if of_experts is not None:
         chosen = dataclasses.replace(product, experts=kernels_of(of_experts, mesh.platform))
         cases.append(experts(chosen, dtype, _tolerance(mesh, dtype)))
+    if rounded:
+        cases.append(rounded_products(dataclasses.replace(product, rounded=True)))
     return cases if backend is None else [*cases, attention_case(backend, mesh, dtype), sampler()]
 
 
@@ -66,13 +78,14 @@ def check_numbers(
     *,
     deterministic: bool,
     of_experts: str | None = None,
+    rounded: bool = False,
     store: Store | None = None,
 ) -> None:
     """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. Arguments: `serving_cases`.
 
     store: of the compiled cases. They run at every start all the same.
     """
-    cases = serving_cases(backend, mesh, dtype, deterministic=deterministic, of_experts=of_experts)
+    cases = serving_cases(backend, mesh, dtype, deterministic=deterministic, of_experts=of_experts, rounded=rounded)
     options = compiler_options(mesh.platform, deterministic=deterministic)
     wrong = wrong_numbers(cases, mesh.local_devices[0], options, store=store)
     if wrong:
