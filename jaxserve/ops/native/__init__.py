@@ -107,8 +107,8 @@ def matmul_rounded(x: jax.Array, w: Weight, *, few: bool = False) -> jax.Array:
     """Do `matmul` with each row of x rounded first, twice as fast and more.
 
     For a bfloat16 weight x is rounded to bfloat16. For one in 8 or 4 bits it is rounded to 8 bits, with a scale for
-    each group of at most 128 numbers. The caller has checked `rounds` and `can_round`. few: faster for up to FEW rows, with
-    sums in another order.
+    each group of at most 128 numbers. The caller has checked `rounds` and `can_round`. few: faster for up to FEW rows,
+    with sums in another order.
     """
     assert rounds(w)
     return _product(_ROUNDED_FEW if few else _ROUNDED, x, w)
