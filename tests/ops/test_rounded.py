@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_rounded_activations(case: tuple[str, int, int,
     x = x.astype(np.float32)
     want = _rounded(x, form, group) @ np.asarray(w.astype(jnp.float32), np.float64).T
     bound = 2e-5 * np.abs(want).max(axis=1, keepdims=True)
-    alone = np.concatenate([native.matmul_rounded(x[i : i + 1], w) for i in range(len(x))])
+    alone = np.concatenate([native.matmul_rounded(jnp.asarray(x[i : i + 1]), w) for i in range(len(x))])
     for tokens in TOKENS:
         got = np.asarray(native.matmul_rounded(jnp.asarray(x[:tokens]), w))
         assert np.all(np.abs(got - want[:tokens]) <= bound[:tokens])
