@@ -40,9 +40,8 @@ typedef struct {
 } Product;
 
 INLINE int64_t panel_width(const Product* p, int64_t token) {
-  int64_t width = WIDE;
-  while (width > 8 && width / 2 >= p->tokens - token) width /= 2;
-  return width;
+  int64_t left = p->tokens - token;
+  return left > 16 ? WIDE : left > 8 ? 16 : 8;
 }
 
 // 16 numbers of x, or as many as there are, zeros behind them.
@@ -227,20 +226,16 @@ INLINE int64_t make_pairs(const Product* p, int64_t token, int64_t width, int64_
   if (rows >= 12) return pairs_12_##COLUMNS##_##LANES_(p, panel, row, tile), 12;           \
   if (rows >= 4) return pairs_4_##COLUMNS##_##LANES_(p, panel, row, tile), 4;              \
   return pairs_1_##COLUMNS##_##LANES_(p, panel, row, tile), 1;
-  if (width == WIDE) { MAKE(2, 16) }
-  if (width == 16) { MAKE(1, 16) }
-  MAKE(1, 8)
-#undef MAKE
+  if (width == WIDE) { MAKE(2, 16) } else if (width == 16) { MAKE(1, 16) } else { MAKE(1, 8) }
 }
+#undef MAKE
 
 INLINE int64_t make_bytes(const Product* p, int64_t token, int64_t width, const uint8_t* w, int64_t row, int64_t rows,
                           int32_t added, float* tile) {
 #define MAKE(COLUMNS, LANES_)                                                                  \
   if (rows >= BYTE_ROWS) return bytes_6_##COLUMNS##_##LANES_(p, token, w, row, added, tile), 6; \
   return bytes_1_##COLUMNS##_##LANES_(p, token, w, row, added, tile), 1;
-  if (width == WIDE) { MAKE(2, 16) }
-  if (width == 16) { MAKE(1, 16) }
-  MAKE(1, 8)
+  if (width == WIDE) { MAKE(2, 16) } else if (width == 16) { MAKE(1, 16) } else { MAKE(1, 8) }
 #undef MAKE
 }
 
@@ -250,16 +245,14 @@ static void unpack_rows(const Product* p, int64_t row, int64_t end, uint8_t* out
   const char* at = place(w, w->form, row, 0);
   int64_t numbers = (end - row) * w->depth;
   for (int64_t k = 0; k < numbers; k += BLOCK) {
-    __builtin_prefetch(at + 4096, 0, 3);
+    __builtin_prefetch(at + bytes(w->form, k) + 4096, 0, 3);
     if (w->form == INT8) {
-      __m256i bytes = _mm256_loadu_si256((const __m256i*)at);
-      _mm256_storeu_si256((__m256i*)(out + k), _mm256_xor_si256(bytes, _mm256_set1_epi8((char)128)));
-      at += BLOCK;
+      __m256i bytes = _mm256_loadu_si256((const __m256i*)(at + k)), sign = _mm256_set1_epi8((char)128);
+      _mm256_storeu_si256((__m256i*)(out + k), _mm256_xor_si256(bytes, sign));
     } else {
-      __m128i bytes = _mm_loadu_si128((const __m128i*)at), low = _mm_set1_epi8(15);
+      __m128i bytes = _mm_loadu_si128((const __m128i*)(at + k / 2)), low = _mm_set1_epi8(15);
       _mm_storeu_si128((__m128i*)(out + k), _mm_and_si128(bytes, low));
       _mm_storeu_si128((__m128i*)(out + k + 16), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
-      at += BLOCK / 2;
     }
   }
 }
@@ -282,10 +275,8 @@ static void multiply_group(const Product* p, int64_t row, int64_t end, const uin
 static void multiply(void* job, int64_t first, int64_t last) {
   Product* p = job;
   uint8_t* unpacked = NULL;
-  if (p->w.form != BFLOAT16 && (unpacked = (uint8_t*)scratch(GROUP * p->words)) == NULL) {
-    p->failed = true;
-    return;
-  }
+  if (p->w.form != BFLOAT16 && (unpacked = (uint8_t*)scratch(GROUP * p->words)) == NULL) p->failed = true;
+  if (p->failed) last = first;
   for (int64_t row = first; row < last; row += GROUP) {
     int64_t end = min(row + GROUP, last);
     if (unpacked != NULL) unpack_rows(p, row, end, unpacked);
@@ -396,17 +387,12 @@ EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) { return
 EXPORT XLA_FFI_Error* jaxserve_matmul_rounded_few(XLA_FFI_CallFrame* frame) { return multiply_rounded(frame, true); }
 
 EXPORT int32_t jaxserve_rounds(void) { return 1; }
-
 #else
 
-// Not called: the server is refused before.
-EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) {
-  return answered_metadata(frame) ? NULL : out_of_memory(frame);
-}
-EXPORT XLA_FFI_Error* jaxserve_matmul_rounded_few(XLA_FFI_CallFrame* frame) {
-  return answered_metadata(frame) ? NULL : out_of_memory(frame);
-}
+// Not called: the server refuses to start.
+static XLA_FFI_Error* none(XLA_FFI_CallFrame* frame) { return answered_metadata(frame) ? NULL : out_of_memory(frame); }
+EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) { return none(frame); }
+EXPORT XLA_FFI_Error* jaxserve_matmul_rounded_few(XLA_FFI_CallFrame* frame) { return none(frame); }
 
 EXPORT int32_t jaxserve_rounds(void) { return 0; }
-
 #endif
