@@ -1,6 +1,8 @@
 """Measure how far quantised weights move a model's distributions, beside the change of perplexity.
 
-    python -m benchmarks.divergence MODEL [--stories 300] [--forms int8 fp8 int4]
+    python -m benchmarks.divergence MODEL [--stories 300] [--forms int8 fp8 int4] [--rounded]
+
+--rounded: with the products of `runtime.cpu_products: rounded`, also for bfloat16 weights.
 
 The divergence is that of Kullback and Leibler from the float32 model, a mean over tokens in nats. A perplexity may fall
 by chance where a model's numbers change, and does so for a small model; the divergence may not.
@@ -19,20 +21,27 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from examples.demo_model.stories import CHARACTERS, tell
-from jaxserve.library.dense import dense_logits
+from jaxserve.library.dense import dense_attend
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.ops import native
+from jaxserve.ops.linear import Products
 
 WINDOW = 256  # tokens of a text
+FLOAT32 = jnp.dtype("float32")
 
 
-def log_probabilities(model: LoadedModel, windows: jax.Array) -> np.ndarray:
+def log_probabilities(model: LoadedModel, windows: jax.Array, linear: Products) -> np.ndarray:
     """Return those of each token after the first: windows int32 [N, WINDOW] -> [N, WINDOW - 1, vocabulary]."""
+    positions, attend = jnp.arange(WINDOW, dtype=jnp.int32), dense_attend(model.config)
+    caches = (None,) * model.config.num_layers
 
     @jax.jit
     def of(leaves: tuple[jax.Array, ...], window: jax.Array) -> jax.Array:
         """Compute one window int32 [WINDOW]."""
-        logits = dense_logits(model.structure, leaves, window)[:-1]
+        decoder = model.structure.bind(leaves)
+        hidden, _ = decoder(window, positions, caches, attend, linear)
+        logits = decoder.logits(hidden, linear)[:-1]
         return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
 
     return np.stack([of(model.leaves, window) for window in windows])
@@ -43,17 +52,24 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--stories", type=int, default=300)
     parser.add_argument("--forms", nargs="+", default=["int8", "fp8", "int4"])
+    parser.add_argument("--rounded", action="store_true")
     options = parser.parse_args()
     config, rng = read_config(options.model), random.Random(0)
     text = " ".join(tell(rng, rng.choice(CHARACTERS)) for _ in range(options.stories))
     ids = Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(text).ids
     windows = jnp.array([ids[first : first + WINDOW] for first in range(0, len(ids) - WINDOW, WINDOW)])
     following = np.asarray(windows)[:, 1:, None]
-    plain = log_probabilities(load_model(options.model, dtype=jnp.dtype("float32"), config=config), windows)
+    plain = log_probabilities(load_model(options.model, dtype=FLOAT32, config=config), windows, Products())
+    linear = Products()
+    if options.rounded:
+        native.load()
+        linear = Products(native=True, rounded=True)
     print(f"float32: perplexity {math.exp(-np.take_along_axis(plain, following, 2).mean()):.4f}")
     for form in options.forms:
-        model = load_model(options.model, dtype=jnp.dtype("float32"), config=config.replace(quantization=form))
-        found = log_probabilities(model, windows)
+        wide = form == "bfloat16"
+        kept = config.replace(activation_dtype="float32") if wide else config.replace(quantization=form)
+        model = load_model(options.model, dtype=jnp.dtype("bfloat16") if wide else FLOAT32, config=kept)
+        found = log_probabilities(model, windows, linear)
         change = np.take_along_axis(plain - found, following, 2).mean()
         divergence = (np.exp(plain) * (plain - found)).sum(-1).mean()
         print(f"{form}: perplexity {math.expm1(change):+.2%}, divergence {divergence:.5f}", flush=True)
