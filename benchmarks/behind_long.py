@@ -16,7 +16,7 @@ import json
 import statistics
 from typing import Any
 
-from jaxserve.bench.load import Target, find_model, root_url, run_load
+from jaxserve.bench.load import LoadTarget, find_model, root_url, run_load
 from jaxserve.bench.report import environment
 from jaxserve.bench.workload import LoadRequest, random_workload
 from jaxserve.errors import ConfigError
@@ -35,7 +35,7 @@ def requests_of(num_long: int, options: argparse.Namespace, seed: int) -> list[L
     return [*at_once, dataclasses.replace(short[0], at=options.after)]
 
 
-def first_token_seconds(target: Target, requests: list[LoadRequest]) -> float:
+def first_token_seconds(target: LoadTarget, requests: list[LoadRequest]) -> float:
     """Return the time to first token of the last request. Raises ConfigError if any of them failed."""
     timings, _ = asyncio.run(run_load(target, requests, concurrency=None))
     for timing in timings:
@@ -44,7 +44,7 @@ def first_token_seconds(target: Target, requests: list[LoadRequest]) -> float:
     return timings[-1].ttft
 
 
-def measure(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(target: LoadTarget, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record per number of long prompts, with times in milliseconds."""
 
     def times(num_long: int, offset: int) -> list[float]:
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the records and the environment as well")
     options = parser.parse_args(arguments)
     model = asyncio.run(find_model(options.base_url, options.api_key))
-    target = Target(options.base_url, model, options.api_key, token_ids=options.token_ids)
+    target = LoadTarget(options.base_url, model, options.api_key, token_ids=options.token_ids)
     records = measure(target, options)
     print(HEADER, *map(row, records), sep="\n")
     if options.json:

@@ -25,7 +25,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from jaxserve.bench.load import Target, Timing, find_model, root_url, run_load
+from jaxserve.bench.load import LoadTarget, Timing, find_model, root_url, run_load
 from jaxserve.bench.report import environment
 from jaxserve.bench.workload import LoadRequest, poisson, random_prompt, random_workload
 from jaxserve.scheduler.background import ONLINE_MEMORY
@@ -98,7 +98,7 @@ class BatchClient:
 class Phases:
     """The timings of the online requests of all rounds, and the tokens per second of each kind of phase."""
 
-    target: Target
+    target: LoadTarget
     shape: Shape
     options: argparse.Namespace
     timings: dict[str, list[Timing]] = field(default_factory=lambda: {"alone": [], "beside": []})
@@ -198,7 +198,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds against the server; return the report with the environment."""
     model = asyncio.run(find_model(options.base_url, options.api_key))
     shape = Shape(options.input_len, options.output_len, options.vocab_size)
-    target = Target(options.base_url, model, options.api_key, token_ids=True)
+    target = LoadTarget(options.base_url, model, options.api_key, token_ids=True)
     phases = Phases(target, shape, options)
     for number in range(options.rounds):
         phases.round(number)

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.floors import Machine, ModelSize, decode_floor, measure_machine, model_size, prefill_floor
-from jaxserve.bench.load import Target, find_model, run_load
+from jaxserve.bench.load import LoadTarget, find_model, run_load
 from jaxserve.bench.report import LoadReport, environment, summarize
 from jaxserve.bench.workload import random_workload
 from jaxserve.errors import ConfigError
@@ -113,7 +113,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 def measure(url: str, concurrency: int, options: argparse.Namespace) -> LoadReport:
     """Measure one server at one concurrency, after a warm-up of the same shape."""
     model = asyncio.run(find_model(url))
-    target = Target(url, model)
+    target = LoadTarget(url, model)
     lengths = {"input_len": options.input_len, "output_len": options.output_len, "vocab_size": options.vocab_size}
     warmup = random_workload(max(2, concurrency), seed=1, **lengths)
     asyncio.run(run_load(target, warmup, concurrency=concurrency))

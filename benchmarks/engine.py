@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from benchmarks.host_cost import measure_host_cost
 from benchmarks.scheduler import decode_step_seconds
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import TextEngine
 from jaxserve.types.sampling import SamplingParams
 
 ROWS = (1, 16, 64, 256, 1024, 2048)
@@ -95,12 +95,12 @@ def host_work(num_rows: int) -> HostWork:
     return HostWork(num_rows, decode_step_seconds(num_rows) * 1e6, cost.pack * 1e6, cost.unpack * 1e6)
 
 
-def random_prompt(engine: Engine, length: int, seed: int) -> list[int]:
+def random_prompt(engine: TextEngine, length: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(256, engine.info.vocab_size) for _ in range(length)]
 
 
-def decode_cost(engine: Engine, rows: int, *, steps: int = 40) -> DecodeCost:
+def decode_cost(engine: TextEngine, rows: int, *, steps: int = 40) -> DecodeCost:
     """Decode `rows` requests together, each to the same length."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True)
     for i in range(rows):
@@ -120,7 +120,7 @@ def decode_cost(engine: Engine, rows: int, *, steps: int = 40) -> DecodeCost:
     return DecodeCost(rows, counted, seconds / counted * 1e3, dispatches / counted)
 
 
-def context_cost(engine: Engine, context: int, *, steps: int = 20) -> ContextCost:
+def context_cost(engine: TextEngine, context: int, *, steps: int = 20) -> ContextCost:
     """Time `steps` decode steps after a prompt of `context` tokens; return the median.
 
     A longer prompt begins with the shorter ones, so that in ascending order most of each is in the prefix cache.
@@ -137,13 +137,15 @@ def context_cost(engine: Engine, context: int, *, steps: int = 20) -> ContextCos
     return ContextCost(context, engine.info.max_model_len, statistics.median(seconds) * 1e3)
 
 
-def deterministic_cost(plain: Engine, deterministic: Engine, rows: int, *, rounds: int = 3) -> DeterministicCost:
+def deterministic_cost(
+    plain: TextEngine, deterministic: TextEngine, rows: int, *, rounds: int = 3
+) -> DeterministicCost:
     """Measure two engines of one model in turn. Returns the fastest round, since other work can only slow one down."""
     steps = [(decode_cost(plain, rows).step_ms, decode_cost(deterministic, rows).step_ms) for _ in range(rounds)]
     return DeterministicCost(rows, min(a for a, _ in steps), min(b for _, b in steps))
 
 
-def prefix_hit(engine: Engine, prompt_tokens: int) -> PrefixHit:
+def prefix_hit(engine: TextEngine, prompt_tokens: int) -> PrefixHit:
     """Run one prompt twice: with an empty prefix cache, and with its pages in it."""
     engine.core.flush_prefix_cache()
     prompt = random_prompt(engine, prompt_tokens, seed=prompt_tokens)
@@ -152,7 +154,7 @@ def prefix_hit(engine: Engine, prompt_tokens: int) -> PrefixHit:
     return PrefixHit(prompt_tokens, cached, cold * 1e3, warm * 1e3)
 
 
-def _first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
+def _first_token(engine: TextEngine, prompt: list[int]) -> tuple[float, int]:
     began = time.perf_counter()
     engine.add_request(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     cached = 0
@@ -162,7 +164,7 @@ def _first_token(engine: Engine, prompt: list[int]) -> tuple[float, int]:
     return time.perf_counter() - began, cached
 
 
-def stall(engine: Engine, *, streams: int, prompt_tokens: int) -> Stall:
+def stall(engine: TextEngine, *, streams: int, prompt_tokens: int) -> Stall:
     """Decode `streams` requests, then add a long prompt."""
     engine.core.flush_prefix_cache()
     length = 2 * math.ceil(prompt_tokens / engine.info.max_num_batched_tokens) + 60
@@ -182,7 +184,7 @@ def stall(engine: Engine, *, streams: int, prompt_tokens: int) -> Stall:
     return Stall(streams, prompt_tokens, before * 1e3, max(gaps) * 1e3, sum(gaps) / len(gaps) * 1e3)
 
 
-def _longest_gap(engine: Engine, steps: int) -> float:
+def _longest_gap(engine: TextEngine, steps: int) -> float:
     gaps = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -191,7 +193,7 @@ def _longest_gap(engine: Engine, steps: int) -> float:
     return max(gaps[4:])  # the first ones include the prefill
 
 
-def cache_copies(engine: Engine) -> dict[str, int]:
+def cache_copies(engine: TextEngine) -> dict[str, int]:
     """Count the copies of a whole KV array in each decode program. 0 means that the update is in place."""
     shape = engine.runner.caches[0].shape
     pattern = re.compile(rf"\[{','.join(map(str, shape))}\]\S* copy\(")

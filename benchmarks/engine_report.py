@@ -16,7 +16,7 @@ from benchmarks import engine as engine_costs
 from jaxserve.bench.report import write_json
 from jaxserve.cli.bench import launch_flags
 from jaxserve.cli.options.settings import load_config
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import TextEngine
 
 
 def main(words: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def _engine(options: argparse.Namespace) -> int:
     print(f"{'rows':>6}{'scheduler us':>14}{'pack us':>10}{'unpack us':>11}{'total us':>10}")
     for work in host:
         print(f"{work.rows:6}{work.scheduler:14.1f}{work.pack:10.1f}{work.unpack:11.1f}{work.total:10.1f}")
-    engine = Engine(config=load_config(launch_flags(options), os.environ))
+    engine = TextEngine(config=load_config(launch_flags(options), os.environ))
     decode = [engine_costs.decode_cost(engine, rows) for rows in options.decode_rows]
     for cost in decode:
         print(f"decode of {cost.rows} rows: {cost.step_ms:.3f} ms per step, {cost.dispatches:.2f} dispatches per step")
@@ -70,11 +70,11 @@ def _engine(options: argparse.Namespace) -> int:
     return 0
 
 
-def _deterministic_costs(plain: Engine, options: argparse.Namespace) -> list[engine_costs.DeterministicCost]:
+def _deterministic_costs(plain: TextEngine, options: argparse.Namespace) -> list[engine_costs.DeterministicCost]:
     if not options.deterministic_rows:
         return []
     flags = [*launch_flags(options), "--runtime.deterministic", "true"]
-    strict = Engine(config=load_config(flags, os.environ))
+    strict = TextEngine(config=load_config(flags, os.environ))
     costs = [engine_costs.deterministic_cost(plain, strict, rows) for rows in options.deterministic_rows]
     for cost in costs:
         print(

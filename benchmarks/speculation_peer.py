@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.compare import Server, jaxserve_server, running, vllm_server
 from benchmarks.make_model import Shape, make_model
 from benchmarks.speculation import Text, texts
-from jaxserve.bench.load import Target, find_model, run_load
+from jaxserve.bench.load import LoadTarget, find_model, run_load
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -86,7 +86,7 @@ def check(url: str, model: str, text: Text) -> None:
 def rate(url: str, model: str, found: list[Text], rows: int) -> float:
     """Return the output tokens per second after the first token, of all texts together."""
     requests = [LoadRequest(prompt, len(prompt), len(output)) for prompt, output in found]
-    target = Target(url, model, token_ids=True)
+    target = LoadTarget(url, model, token_ids=True)
     timings, _ = asyncio.run(run_load(target, requests, concurrency=rows))
     errors = [timing.error for timing in timings if timing.error]
     if errors:

@@ -29,7 +29,7 @@ import orjson
 
 from benchmarks.compare import WAITING, Server, running
 from jaxserve.bench.report import write_json
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import TextEngine
 from jaxserve.grammar.translate import schema_spec
 from jaxserve.transport.child_process import child_environment, python_command
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
@@ -66,7 +66,7 @@ class Streams:
     client_us: float
 
 
-def constrained(engine: Engine, rows: int, *, rounds: int = 5, steps: int = 150) -> Constrained:
+def constrained(engine: TextEngine, rows: int, *, rounds: int = 5, steps: int = 150) -> Constrained:
     """Decode rows without and with a schema in turns, so that a drift of the machine affects both."""
     spec = schema_spec(SCHEMA)
     _decode_rate(engine, rows, steps=10, grammar=spec)  # compiles the grammar
@@ -75,7 +75,7 @@ def constrained(engine: Engine, rows: int, *, rounds: int = 5, steps: int = 150)
     return Constrained(rows, round(free), round(schema), round(statistics.median(b / a for a, b in pairs), 3))
 
 
-def _decode_rate(engine: Engine, rows: int, steps: int, grammar: GrammarSpec | None) -> float:
+def _decode_rate(engine: TextEngine, rows: int, steps: int, grammar: GrammarSpec | None) -> float:
     """Return the tokens per second while all rows decode."""
     for i in range(rows):
         params = SamplingParams(seed=i, max_tokens=steps + 16, ignore_eos=grammar is None, grammar=grammar)
@@ -98,7 +98,7 @@ def _prompt(number: int) -> list[int]:
     return [300 + (number * 7 + i) % 1000 for i in range(PROMPT_TOKENS)]
 
 
-def in_process_rate(engine: Engine, streams: int, output_len: int, rounds: int) -> float:
+def in_process_rate(engine: TextEngine, streams: int, output_len: int, rounds: int) -> float:
     """Return the tokens per second from the first request to the last token, with detokenization; median of rounds."""
 
     def run(count: int) -> float:
@@ -255,7 +255,7 @@ def _http(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    found = constrained(Engine(options.model), options.rows, rounds=options.rounds)
+    found = constrained(TextEngine(options.model), options.rows, rounds=options.rounds)
     print(f"{found.rows} rows: {found.free} tokens/s free, {found.schema} under a schema: {found.ratio:.2f}")
     write_json(asdict(found), None)
     return 0
@@ -263,7 +263,7 @@ def _schema(options: argparse.Namespace) -> int:
 
 def _in_process(options: argparse.Namespace) -> int:
     streams, output_len, rounds = options.numbers
-    print(in_process_rate(Engine(options.model, max_num_seqs=streams), streams, output_len, rounds))
+    print(in_process_rate(TextEngine(options.model, max_num_seqs=streams), streams, output_len, rounds))
     return 0
 
 

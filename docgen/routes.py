@@ -46,12 +46,12 @@ from jaxserve.api.protocol.batches import CreateBatchRequest, OutputExpiresAfter
 from jaxserve.api.protocol.chat import (
     AllowedTools,
     ChatCompletionRequest,
+    ChatMessage,
     ContentPart,
     CustomDefinition,
     CustomFormat,
     CustomGrammar,
     FunctionDefinition,
-    Message,
     NamedTool,
     Reasoning,
     Thinking,
@@ -192,7 +192,15 @@ _LISTS = """\
 """
 
 PARTS: tuple[type[BaseModel], ...] = (
-    *(Message, ContentPart, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, RepetitionDetection),
+    *(
+        ChatMessage,
+        ContentPart,
+        StreamOptions,
+        ResponseFormat,
+        JsonSchemaFormat,
+        StructuredOutputs,
+        RepetitionDetection,
+    ),
     SessionParams,
     *(ToolCall, Tool, FunctionDefinition, CustomDefinition, CustomFormat, CustomGrammar),
     *(ToolChoice, NamedTool, AllowedTools, Reasoning, Thinking),

@@ -54,7 +54,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     ReadWeightsRequest,
 )
 ANSWERS: tuple[type[BaseModel], ...] = (
-    *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.Completion, answers.ModelList),
+    *(answers.Error, answers.ChatCompletion, answers.ChatCompletionChunk, answers.TextCompletion, answers.ModelList),
     *(answers.ModelAnswer, answers.Health, answers.Generated, answers.Tokenized, answers.Detokenized),
     *(
         answers.Embeddings,

@@ -24,7 +24,7 @@ from jaxserve.bench.device_rows import Bench, Row
 from jaxserve.bench.offline import run_offline
 from jaxserve.bench.tokenizer_files import copy_tokenizer
 from jaxserve.bench.workload import random_workload
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import TextEngine
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
 
@@ -146,14 +146,14 @@ def _name(workload: Workload) -> str:
     return f"{workload.count} requests of {workload.tokens}"
 
 
-def start(bench: Bench, model: str) -> Engine | None:
+def start(bench: Bench, model: str) -> TextEngine | None:
     """Start an engine and record a row: cold start if the compile cache was empty, else warm start.
 
     If the attention backend of this platform fails, try XLA's. Returns None if no engine starts.
     """
     cache = _compile_cache(bench, model)
     name = "warm start" if cache.exists() and any(cache.iterdir()) else "cold start"
-    engines: list[Engine] = []
+    engines: list[TextEngine] = []
 
     def measure(attention: str) -> Row:
         """Start the engine with an attention backend."""
@@ -174,7 +174,7 @@ def start(bench: Bench, model: str) -> Engine | None:
     return engines[0] if engines else None
 
 
-def _engine(bench: Bench, model: str, **keys: Any) -> Engine:
+def _engine(bench: Bench, model: str, **keys: Any) -> TextEngine:
     """Return an engine with random weights in the model's shape."""
     limits: dict[str, Any] = {"max_model_len": 16384, "max_num_seqs": 512, "max_num_batched_tokens": 8192}
     if bench.tiny:
@@ -182,7 +182,7 @@ def _engine(bench: Bench, model: str, **keys: Any) -> Engine:
     cache = _compile_cache(bench, model)
     cache.mkdir(parents=True, exist_ok=True)
     keys = {"load_format": "random", "page_size": 16, "compile_cache": cache} | limits | keys
-    return Engine(str(model_directory(bench, model)), **keys)
+    return TextEngine(str(model_directory(bench, model)), **keys)
 
 
 def _compile_cache(bench: Bench, model: str) -> Path:
@@ -202,7 +202,7 @@ def model_directory(bench: Bench, model: str) -> Path:
 # --- steps
 
 
-def _decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> Row:
+def _decode_step(bench: Bench, engine: TextEngine, rows: int, context: int) -> Row:
     """Time decode steps of `rows` rows, whose context grows from `context` by one token per step."""
     runner = engine.runner
     steps, runs = (2, 1) if bench.tiny else (20, 5)
@@ -232,7 +232,7 @@ def _decode_step(bench: Bench, engine: Engine, rows: int, context: int) -> Row:
     return {"ms": step * 1e3, "tok_s": rows / step, "floor_ms": floor * 1e3, "of_roofline": floor / step}
 
 
-def _weight_bytes(engine: Engine) -> int:
+def _weight_bytes(engine: TextEngine) -> int:
     """Return the bytes of the weights that a step reads: all but an untied embedding."""
     specs = engine.runner.structure.specs
     sizes = {spec.name: leaf.nbytes for spec, leaf in zip(specs, engine.runner.leaves, strict=True)}
@@ -240,7 +240,7 @@ def _weight_bytes(engine: Engine) -> int:
     return sum(size for name, size in sizes.items() if not (untied and "embed_tokens" in name))
 
 
-def _step_floor(bench: Bench, engine: Engine, tokens: int, context: int) -> float:
+def _step_floor(bench: Bench, engine: TextEngine, tokens: int, context: int) -> float:
     """Return the least seconds of a step: the longer of reading the weights and their products, plus reading the
     KV cache.
     """
@@ -251,7 +251,7 @@ def _step_floor(bench: Bench, engine: Engine, tokens: int, context: int) -> floa
     return machine.floor(weights, 2 * tokens * weights / itemsize) + context * kv_token / machine.bandwidth
 
 
-def _prefill(bench: Bench, engine: Engine, tokens: int) -> Row:
+def _prefill(bench: Bench, engine: TextEngine, tokens: int) -> Row:
     """Time one prompt in one chunk, to its first token."""
     runner = engine.runner
     num_pages = -(-tokens // engine.info.page_size)
@@ -276,13 +276,13 @@ def _prefill(bench: Bench, engine: Engine, tokens: int) -> Row:
     return {"ms": chunk * 1e3, "tok_s": tokens / chunk, "of_roofline": floor / chunk}
 
 
-def _reset(engine: Engine) -> None:
+def _reset(engine: TextEngine) -> None:
     """Clear the slots, which the steps above used without the scheduler."""
     runner = engine.runner
     runner.state = jax.tree.map(jnp.zeros_like, runner.state)
 
 
-def _run_workload(engine: Engine, workload: Workload) -> Row:
+def _run_workload(engine: TextEngine, workload: Workload) -> Row:
     requests = random_workload(workload.count, input_len=PROMPT, output_len=workload.tokens, vocab_size=1000)
     report = run_offline(engine, requests)
     row: Row = {"tok_s": report.output_rate}

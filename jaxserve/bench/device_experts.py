@@ -25,7 +25,7 @@ _SWIGLU = GatedActivation("silu", 0.0)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExpertSizes:
     """The sizes of a layer of experts, and whether its weights are MXFP4."""
 
     experts: int
@@ -41,9 +41,9 @@ class Sizes:
 
 
 LAYERS = {
-    "mixtral": Sizes(8, 2, 14336, 4096),
-    "qwen3-30b": Sizes(128, 8, 768, 2048),
-    "gpt-oss-120b": Sizes(128, 4, 2880, 2880, mxfp4=True),
+    "mixtral": ExpertSizes(8, 2, 14336, 4096),
+    "qwen3-30b": ExpertSizes(128, 8, 768, 2048),
+    "gpt-oss-120b": ExpertSizes(128, 4, 2880, 2880, mxfp4=True),
 }
 
 
@@ -51,7 +51,10 @@ def experts(bench: Bench) -> None:
     """Compare Triton's kernels with XLA's form on few rows, then time both."""
     layers, counts = LAYERS, (1, 16, 64, 512, 4096)
     if bench.tiny:
-        layers, counts = {"tiny": Sizes(4, 2, 32, 64), "tiny-mxfp4": Sizes(4, 2, 32, 64, mxfp4=True)}, (1, 5)
+        layers, counts = (
+            {"tiny": ExpertSizes(4, 2, 32, 64), "tiny-mxfp4": ExpertSizes(4, 2, 32, 64, mxfp4=True)},
+            (1, 5),
+        )
     for name, sizes in layers.items():
         bench.cell(f"numerics {name}", 20, functools.partial(_compare, bench, sizes))
     for name, sizes in layers.items():
@@ -67,7 +70,7 @@ def _kernels(form: str) -> TritonExperts | None:
     return TritonExperts(interpret=jax.default_backend() == "cpu") if form == "triton" else None
 
 
-def _weights(sizes: Sizes, seed: int) -> ExpertWeights:
+def _weights(sizes: ExpertSizes, seed: int) -> ExpertWeights:
     shapes = (sizes.experts, sizes.ffn, 2, sizes.model), (sizes.experts, sizes.model, sizes.ffn)
     make = _mxfp4 if sizes.mxfp4 else _wide
     return ExpertWeights(make(seed, shapes[0]), make(seed + 1, shapes[1]))
@@ -85,7 +88,7 @@ def _mxfp4(seed: int, shape: tuple[int, ...]) -> Quantized:
     return Quantized(values, jnp.full((*rows, depth // 32), exponent, jnp.uint8))
 
 
-def _inputs(sizes: Sizes, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _inputs(sizes: ExpertSizes, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return x [T, D], and each token's experts int32 [T, K] with weights float32 [T, K]."""
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((rows, sizes.experts)), axis=1)[:, : sizes.per_token].astype(np.int32)
@@ -102,14 +105,14 @@ def _run(form: str) -> Callable[..., jax.Array]:
     return jax.jit(function, compiler_options=_options())
 
 
-def _compare(bench: Bench, sizes: Sizes) -> Row:
+def _compare(bench: Bench, sizes: ExpertSizes) -> Row:
     args = *_inputs(sizes, 3 if bench.tiny else 40), _weights(sizes, 2)
     got, want = (np.asarray(_run(form)(*args).astype(jnp.float32)) for form in ("triton", "xla"))
     error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
     return {"rel_err": error, "ok": bool(error < TOLERANCE)}
 
 
-def _time(bench: Bench, sizes: Sizes, rows: int, form: str) -> Row:
+def _time(bench: Bench, sizes: ExpertSizes, rows: int, form: str) -> Row:
     x, ids, weights = _inputs(sizes, rows)
     product, calls = _kernels(form), 2 if bench.tiny else 8
 

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 Cell = Callable[[], Row]
 
 SHOWN = ("us", "ms", "tok_s", "seconds", "GBps", "TFLOPs", "of_roofline", "rel_err", "ok", "error")
-LIMIT = 60.0  # seconds of a cell, unless it says otherwise
+CELL_SECONDS = 60.0  # seconds of a cell, unless it says otherwise
 ERROR_CHARS = 2000
 
 
@@ -87,7 +87,7 @@ class Bench:
         """Whether a cell is missing and `estimate` seconds are left for it."""
         return not self.results.done(self.section, name) and self.seconds_left > estimate
 
-    def cell(self, name: str, estimate: float, measure: Cell, *, limit: float = LIMIT) -> bool:
+    def cell(self, name: str, estimate: float, measure: Cell, *, limit: float = CELL_SECONDS) -> bool:
         """Measure one row and record its result or error. Returns whether it is there without error.
 
         Does nothing if it exists or less than `estimate` seconds are left. The process is killed after `limit` seconds;
@@ -97,7 +97,7 @@ class Bench:
             self._measure(name, measure, limit)
         return self._worked(name)
 
-    def again(self, name: str, estimate: float, measure: Cell, *, limit: float = LIMIT) -> bool:
+    def again(self, name: str, estimate: float, measure: Cell, *, limit: float = CELL_SECONDS) -> bool:
         """Do `cell` even if the row exists, because later cells need what it makes. Not if it ended its process."""
         row = self.results.rows.get((self.section, name), {})
         if row.get("ended_process") or self.seconds_left <= estimate:

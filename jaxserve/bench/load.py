@@ -44,7 +44,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     """The server under load."""
 
     base_url: str  # without /v1
@@ -71,7 +71,7 @@ async def find_model(base_url: str, api_key: str | None = None) -> str:
 
 
 async def run_load(
-    target: Target,
+    target: LoadTarget,
     requests: list[LoadRequest],
     *,
     concurrency: int | None,
@@ -99,7 +99,7 @@ async def run_load(
     return list(timings), time.perf_counter() - start
 
 
-async def _send(client: httpx2.AsyncClient, target: Target, request: LoadRequest, start: float) -> Timing:
+async def _send(client: httpx2.AsyncClient, target: LoadTarget, request: LoadRequest, start: float) -> Timing:
     timing = Timing(sent=time.perf_counter() - start)
     route = "/v1/chat/completions" if target.chat else "/v1/completions"
     try:
@@ -133,7 +133,7 @@ async def _read_events(reply: httpx2.Response, timing: Timing, start: float) -> 
             timing.prompt_tokens = usage["prompt_tokens"]
 
 
-def _body(target: Target, request: LoadRequest) -> dict[str, object]:
+def _body(target: LoadTarget, request: LoadRequest) -> dict[str, object]:
     body: dict[str, object] = {
         "model": target.model,
         "max_tokens": request.max_tokens,

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from jaxserve.bench.workload import LoadRequest
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import TextEngine
 from jaxserve.types.messages import EngineStats
 from jaxserve.types.sampling import SamplingParams
 
@@ -29,7 +29,7 @@ class OfflineReport:
     compiles: int
 
 
-def run_offline(engine: Engine, requests: list[LoadRequest], *, temperature: float = 0.0) -> OfflineReport:
+def run_offline(engine: TextEngine, requests: list[LoadRequest], *, temperature: float = 0.0) -> OfflineReport:
     """Run all requests at once, each to its full length."""
     before = engine.core.stats()
     started = time.perf_counter()

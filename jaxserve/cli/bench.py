@@ -12,13 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from jaxserve.bench.load import Target, Timing, find_model, root_url, run_load
+from jaxserve.bench.load import LoadTarget, Timing, find_model, root_url, run_load
 from jaxserve.bench.offline import run_offline
 from jaxserve.bench.plot import plot
 from jaxserve.bench.report import summarize, table, write_json
 from jaxserve.bench.workload import LoadRequest, dataset_workload, poisson, random_workload, trace_workload
 from jaxserve.cli.options.settings import load_config
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def launch_flags(options: argparse.Namespace) -> list[str]:
 
 
 def _offline(options: argparse.Namespace) -> int:
-    engine = Engine(config=load_config(launch_flags(options), os.environ))
+    engine = TextEngine(config=load_config(launch_flags(options), os.environ))
     report = asdict(run_offline(engine, _random_workload(options, engine.info.vocab_size)))
     for name, value in report.items():
         print(f"{name:16} {value}")
@@ -80,7 +80,7 @@ def _serve(options: argparse.Namespace) -> int:
     model = options.model or asyncio.run(find_model(options.base_url, options.api_key))
     if options.chat and options.dataset is None:
         raise ConfigError("--chat needs --dataset: a chat prompt is text")
-    target = Target(options.base_url, model, options.api_key, options.chat, not options.stop_at_eos)
+    target = LoadTarget(options.base_url, model, options.api_key, options.chat, not options.stop_at_eos)
     requests = _workload(options)
     if options.warmup:
         asyncio.run(run_load(target, requests[: options.warmup], concurrency=options.concurrency))
@@ -96,7 +96,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 async def _with_progress(
-    target: Target, requests: list[LoadRequest], concurrency: int | None
+    target: LoadTarget, requests: list[LoadRequest], concurrency: int | None
 ) -> tuple[list[Timing], float]:
     bar = iter(track(range(len(requests)), description="requests", console=Console(stderr=True), transient=True))
 

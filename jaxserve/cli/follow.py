@@ -28,8 +28,8 @@ from jaxserve.version import __version__
 
 SERVING = "serving"  # the phase of a follower that makes the leader's calls
 RESTART_DELAY = 1.0  # seconds
-LOOK_INTERVAL = 1.0  # seconds
-SILENCE_LIMIT = 30.0  # seconds without a heartbeat of the engine process after which it is killed
+ENGINE_LOOK_INTERVAL = 1.0  # seconds
+ENGINE_SILENCE_LIMIT = 30.0  # seconds without a heartbeat of the engine process after which it is killed
 
 logger = logging.getLogger(__name__)
 
@@ -124,11 +124,11 @@ class FollowerHost:
         """Kill an engine process that is stopped. The leader cannot: it may be on another machine."""
         seen, since = None, 0.0
         while True:
-            await asyncio.sleep(LOOK_INTERVAL)
+            await asyncio.sleep(ENGINE_LOOK_INTERVAL)
             pulse, now = self._link.pulse(), asyncio.get_running_loop().time()
             if pulse != seen or self.phase != SERVING:
                 seen, since = pulse, now
-            elif now - since > SILENCE_LIMIT:
+            elif now - since > ENGINE_SILENCE_LIMIT:
                 logger.error("the engine process shows no sign of life: killing it")
                 self._link.kill()
 

@@ -42,7 +42,7 @@ from jaxserve.types.messages import (
 if TYPE_CHECKING:  # it imports jax, which `build` does
     from jaxserve.engine.server import BuiltEngine
 
-BEAT_INTERVAL = 0.5  # seconds
+HEARTBEAT_INTERVAL = 0.5  # seconds
 LAST_MESSAGE_SECONDS = 0.2  # for what is sent last
 # For the reason of a failed start: the parent may still be importing its modules, and must read it then.
 FAILURE_SECONDS = 30.0
@@ -117,7 +117,7 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         for beats in itertools.count(1):
             self._state.beat(beats)
-            time.sleep(BEAT_INTERVAL)
+            time.sleep(HEARTBEAT_INTERVAL)
 
 
 FULL_COLLECTION = 1000  # collections of the middle generation before a full one; Python's own number is 10

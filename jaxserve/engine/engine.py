@@ -1,6 +1,6 @@
 """The synchronous in-process engine: the caller's thread runs the steps. No sockets, no HTTP. For research and tests.
 
-    engine = Engine("DIR")
+    engine = TextEngine("DIR")
     engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))
 
 Step by step: `add_request`, then `step` until `has_unfinished` is False. `engine.runner` is the device side; its
@@ -73,7 +73,7 @@ class Completion:
         self.error = output.error
 
 
-class Engine:
+class TextEngine:
     """A model with its scheduler and text processing in this process.
 
     model: hub id or directory; None is the embedded demo model. `keys` are configuration keys by bare name

@@ -13,17 +13,16 @@ from importlib.resources import files
 from pathlib import Path
 
 import jax.numpy as jnp
-import msgspec
 
 from jaxserve.config import Config, SpeculationSection
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.engine_info import CPU_SHARE, ServedModel, engine_info
 from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.hosts.joining import lead
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
 from jaxserve.engine.late_start import LateStart
 from jaxserve.engine.page_handover import PageHandover, check_passing
-from jaxserve.engine.reranking import has_raw_scores, label_token_ids
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.grammar.bitmask import BitmaskFiller
@@ -36,7 +35,7 @@ from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.stored_config import read_quantization
-from jaxserve.models.pooling import PoolingConfig, is_embedder, read_pooling
+from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.bundle import UNTUNED, Bundle
 from jaxserve.runtime.compilation import program_cache
@@ -54,17 +53,12 @@ from jaxserve.runtime.runner_setup import native_products, rounded_products
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import EngineInfo, FromEngine, Located, Progress
+from jaxserve.types.messages import FromEngine, Located, Progress
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step_times import UNTIMED, StepTimes
 from jaxserve.version import __version__
 
 logger = logging.getLogger(__name__)
-
-DEMO_NAME = "demo"
-# On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them
-# lengthens the steps of online requests: twice as many made those of the demo model on 2 cores wait 1.5 times as long.
-CPU_SHARE = 0.75
 
 Send = Callable[[FromEngine], None]
 
@@ -97,10 +91,8 @@ def build_engine(
     early: ready before all programs are, unless the configuration waits for them
     """
     phases = Phases()
-    if group is None and config.mesh.hosts > 1:
-        raise ConfigError("mesh.hosts above 1 needs a server", fix="start jaxserve launch on each host")
+    _refuse_mesh(config, group)
     compiles = CompileCounter()
-    _refuse_data(config)
     send(Progress("model files"))
     directory = locate(config)
     tokenizer_dir = _tokenizer_dir(config, directory)
@@ -112,49 +104,33 @@ def build_engine(
     loaded = load(config, directory, mesh, send)
     phases.end("weights")
     send(Progress("programs", unit="programs"))
-    tokenizer = Tokenizer.from_directory(tokenizer_dir)
+    model = ServedModel(
+        directory, loaded, Tokenizer.from_directory(tokenizer_dir), read_pooling(directory, loaded.config)
+    )
+    check_passing(config, loaded.config, generates=model.generates)
+    config = config if model.generates else config.replace(speculation={"method": "off"})
+    config = config if early else config.replace(runtime={"wait_for_programs": True})
     vocab_size, eos_token_ids = loaded.config.vocab_size, loaded.config.eos_token_ids
     matchers = MatcherFactory(tokenizer.to_json(), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-    embedder = is_embedder(directory, loaded.config)
-    generates = not (embedder or loaded.config.labels)
-    check_passing(config, loaded.config, generates=generates)
-    config = config if generates else config.replace(speculation={"method": "off"})
-    config = config if early else config.replace(runtime={"wait_for_programs": True})
-    if generates:
+    if model.generates:
         matchers.warm_up()  # runs in a thread while the programs compile
-    pooling = read_pooling(directory, loaded.config)
-    runner = make_runner(config, loaded, pooling, mesh, send, _alone if group is None else group.agree)
+    runner = make_runner(config, loaded, model.pooling, mesh, send, _alone if group is None else group.agree)
     calls = runner if group is None or isinstance(runner, EncoderRunner) else LeaderRunner(group, runner)
     times = _warm_up(runner, calls)
     phases.end("programs")
-    core = EngineCore(
-        calls,
-        _scheduler_config(config, runner, times),
-        CoreOptions(
-            generates=generates,
-            vocab_size=vocab_size,
-            eos_token_ids=eos_token_ids,
-            seed=seed,
-            make_matcher=matchers,
-            fill_masks=BitmaskFiller().fill,
-            mask_threads=mask_threads(),
-            drafter=_drafter(config.speculation),
-        ),
+    options = CoreOptions(
+        generates=model.generates,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        seed=seed,
+        make_matcher=matchers,
+        fill_masks=BitmaskFiller().fill,
+        mask_threads=mask_threads(),
+        drafter=_drafter(config.speculation),
     )
+    core = EngineCore(calls, _scheduler_config(config, runner, times), options)
     _restore_pages(core, runner)
-    info = _info(config, loaded, runner, times, phases.seconds)
-    info = msgspec.structs.replace(
-        info,
-        is_embedding=embedder,
-        embedding_size=loaded.config.hidden_size,
-        labels=list(loaded.config.labels),
-        multi_label=loaded.config.multi_label,
-        raw_scores=has_raw_scores(directory),
-        label_token_ids=label_token_ids(config.model, directory, tokenizer) if generates else (),
-        routed=_routed(loaded.config),
-        num_compiled=compiles.count,
-        embedding_normalized=pooling.normalize,
-    )
+    info = engine_info(config, model, runner, times, phases.seconds, compiles.count)
     compiles.close()
     weights = DeviceWeights(runner, loaded.structure)
     if group is not None:
@@ -171,7 +147,9 @@ def _alone(plan: MemoryPlan) -> MemoryPlan:
     return plan
 
 
-def _refuse_data(config: Config) -> None:
+def _refuse_mesh(config: Config, group: Leader | None) -> None:
+    if group is None and config.mesh.hosts > 1:
+        raise ConfigError("mesh.hosts above 1 needs a server", fix="start jaxserve launch on each host")
     if config.mesh.data > 1:
         raise ConfigError("mesh.data above 1 is not served yet", fix="set mesh.replicas, which serves more requests")
 
@@ -181,11 +159,6 @@ def locate(config: Config) -> Path:
     if config.model.path is None:
         return Path(str(files("jaxserve") / "assets" / "demo"))
     return resolve(config.model.path, revision=config.model.revision)
-
-
-def _routed(config: ModelConfig) -> tuple[int, int]:
-    """See EngineInfo.routed."""
-    return (0, 0) if config.moe is None else (sum(config.moe.sparse_layers), config.moe.experts_per_token)
 
 
 def _tokenizer_dir(config: Config, directory: Path) -> Path:
@@ -312,17 +285,6 @@ def _restore_pages(core: EngineCore, runner: ModelRunner | EncoderRunner) -> Non
         tier.restore(file.to_check, file.checked)
 
 
-def served_names(config: Config) -> list[str]:
-    """Return the names that clients may use: the configured ones, or the checkpoint's own name."""
-    if config.model.served_name:
-        return list(config.model.served_name)
-    path = config.model.path
-    if path is None:
-        return [DEMO_NAME]
-    found = Path(path).expanduser()
-    return [found.resolve().name if found.is_dir() else found.stem if found.is_file() else path]
-
-
 def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times: StepTimes) -> SchedulerConfig:
     section, encoder = config.scheduler, isinstance(runner, EncoderRunner)
     return SchedulerConfig(
@@ -363,40 +325,3 @@ def _step_sizes(runner: ModelRunner | EncoderRunner) -> tuple[int, ...]:
     if isinstance(runner, EncoderRunner) or runner.mesh.platform != "cpu":
         return ()
     return runner.buckets.extend
-
-
-def _info(
-    config: Config,
-    loaded: LoadedModel,
-    runner: ModelRunner | EncoderRunner,
-    times: StepTimes,
-    seconds: dict[str, float],
-) -> EngineInfo:
-    model = loaded.config
-    defaults = dataclasses.asdict(model.generation)
-    return EngineInfo(
-        model_path=config.model.path or DEMO_NAME,
-        served_names=served_names(config),
-        architecture=model.architecture,
-        dtype=config.model.dtype if config.model.dtype != "auto" else str(runner.leaves[0].dtype),
-        vocab_size=model.vocab_size,
-        max_model_len=runner.plan.max_model_len,
-        page_size=runner.plan.page_size,
-        num_pages=runner.plan.num_pages,
-        max_num_seqs=runner.config.max_num_seqs,
-        max_num_batched_tokens=runner.config.max_num_batched_tokens,
-        useful_rows=_useful_rows(runner, times),
-        attention=runner.backend.name if isinstance(runner, ModelRunner) else "dense",
-        devices=[f"{device.platform}:{device.id} {device.device_kind}" for device in runner.mesh.devices],
-        num_programs=runner.num_programs,
-        eos_token_ids=list(model.eos_token_ids),
-        generation_defaults={name: value for name, value in defaults.items() if value is not None},
-        memory_plan=runner.plan.as_dict(),
-        seconds=seconds,
-    )
-
-
-def _useful_rows(runner: ModelRunner | EncoderRunner, times: StepTimes) -> int:
-    """See EngineInfo.useful_rows."""
-    most = runner.config.max_num_seqs
-    return most if runner.mesh.platform != "cpu" else max(1, round(CPU_SHARE * times.full_rows(most)))

@@ -48,7 +48,7 @@ def _middleware(config: Config, limits: BodyLimits, metrics: Metrics) -> list[Mi
     section = config.server
     chain = [
         Middleware(RequestContext, metrics=metrics, tracing=NoTracing(), log_requests=config.logging.requests),
-        Middleware(Authentication, config=section, more_admin_paths=routes.ADMIN_PATHS),
+        Middleware(Authentication, config=section, more_admin_paths=routes.MODELS_ADMIN_PATHS),
         Middleware(BodyLimit, limits=lambda: limits, held=BodySum([0.0]), timeout=section.body_timeout),
     ]
     if section.cors_origins:

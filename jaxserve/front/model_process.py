@@ -27,8 +27,8 @@ from jaxserve.config_types import reveal
 from jaxserve.telemetry.merging import Families
 from jaxserve.transport.child_process import child_environment, python_command
 
-BACKLOG = 2048  # connections that the kernel queues while the child starts
-POLL = 0.1  # seconds between two looks whether the model is loaded
+CHILD_BACKLOG = 2048  # connections that the kernel queues while the child starts
+LOAD_INTERVAL = 0.1  # seconds between two looks whether the model is loaded
 ANSWER_SECONDS = 5.0  # that the child has to answer a question of this process
 _WORK = ("jaxserve:num_requests_running", "jaxserve:num_requests_waiting")
 
@@ -87,7 +87,7 @@ class ModelProcess:
     def _listen(self) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.socket)
-            listener.listen(BACKLOG)
+            listener.listen(CHILD_BACKLOG)
             yield listener
 
     async def ended(self) -> int:
@@ -107,7 +107,7 @@ class ModelProcess:
                     return json.loads((await self._ask("/v1/models"))[1])["data"]
                 if status == 503:
                     self.progress = str(json.loads(body).get("phase", ""))
-                await asyncio.wait((end,), timeout=POLL)
+                await asyncio.wait((end,), timeout=LOAD_INTERVAL)
             raise ProcessEndedError(end.result())
         finally:
             end.cancel()

@@ -15,7 +15,7 @@ State = Literal["unloaded", "loading", "loaded", "unloading"]
 
 # seconds after each consecutive failure before the next load; the last one repeats
 DELAYS = (0.0, 2.0, 5.0, 15.0, 60.0)
-STABLE_AFTER = 300.0  # seconds of service after which the count of failures is reset
+FAILURES_FORGOTTEN_AFTER = 300.0  # seconds of service after which the count of failures is reset
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Resident:
 
     def failed(self, status: int, served: float) -> float:
         """Note that its process has ended by itself; return the seconds before the next load. served: seconds"""
-        if served > STABLE_AFTER:
+        if served > FAILURES_FORGOTTEN_AFTER:
             self._failures = 0
         if not served:
             self._failures = max(1, self._failures)  # what did not load at all is not tried again at once

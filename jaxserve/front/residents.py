@@ -21,7 +21,7 @@ from jaxserve.front.model_plan import Catalog, ModelPlan
 from jaxserve.front.model_process import ModelProcess, ProcessEndedError
 from jaxserve.front.resident import Resident
 
-LOOK_INTERVAL = 1.0  # seconds between two looks for idle models
+IDLE_LOOK_INTERVAL = 1.0  # seconds between two looks for idle models
 FINISH_SECONDS = 15.0  # that a process has beyond the drain timeout to end
 UNKNOWN = -1  # exit status of a process that was not started
 
@@ -59,7 +59,7 @@ class Residents:
                 await asyncio.wait((resident.work or self._load_work(resident, asked=True),))
         self.started.set()
         while True:
-            await asyncio.sleep(LOOK_INTERVAL)
+            await asyncio.sleep(IDLE_LOOK_INTERVAL)
             for resident in self.all:
                 await self._unload_if_idle(resident)
 
@@ -178,7 +178,7 @@ class Residents:
                     break
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), LOOK_INTERVAL)  # nothing signals a batch's end
+                    await asyncio.wait_for(self._freed.wait(), IDLE_LOOK_INTERVAL)  # nothing signals a batch's end
         return True
 
     async def _watch(self, resident: Resident, process: ModelProcess) -> None:

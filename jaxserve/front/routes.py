@@ -16,7 +16,7 @@ from jaxserve.front.resident import Resident
 from jaxserve.front.residents import Residents
 from jaxserve.telemetry.metrics import CONTENT_TYPE
 
-ADMIN_PATHS = frozenset({"/models/load", "/models/unload"})
+MODELS_ADMIN_PATHS = frozenset({"/models/load", "/models/unload"})
 
 router = APIRouter()
 

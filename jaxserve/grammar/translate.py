@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 64
-MAX_CHOICES = 4096
+MAX_ALTERNATIVES = 4096
 # white space between JSON tokens: enough for pretty printing, but bounded
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "lenient": False}
@@ -162,8 +162,8 @@ def _ebnf(source: str) -> str:
 
 def _choice(source: str) -> str:
     choices = loads(source, "the list of choices")
-    if not isinstance(choices, list) or not 0 < len(choices) <= MAX_CHOICES:
-        raise InvalidSchemaError(f"there must be 1 to {MAX_CHOICES} choices", param="response_format")
+    if not isinstance(choices, list) or not 0 < len(choices) <= MAX_ALTERNATIVES:
+        raise InvalidSchemaError(f"there must be 1 to {MAX_ALTERNATIVES} choices", param="response_format")
     if not all(isinstance(choice, str) for choice in choices):
         raise InvalidSchemaError("a choice must be a text", param="response_format")
     texts = [json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices) if choice]

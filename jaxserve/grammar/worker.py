@@ -26,7 +26,7 @@ from jaxserve.types.sampling import GrammarSpec
 STACK_BYTES = 4 << 20  # half of the stack of the engine's threads: a grammar that would overflow them fails here first
 MAX_MESSAGE = 1500  # characters of an error message
 MAX_GRAMMAR_BYTES = 4 << 20  # of a grammar as sent to the engine; escapes make a source up to six times as long
-PIECE = 1 << 16  # bytes per read
+PIPE_BYTES = 1 << 16  # bytes per read
 
 
 class GrammarSetup(msgspec.Struct, tag=True):
@@ -177,7 +177,7 @@ class _GrammarServer:
 
     def read(self, child: _Child) -> None:
         """Read from a child's pipe. At its end, send the verdict, or the reason why the child died without one."""
-        piece = os.read(child.pipe, PIECE)
+        piece = os.read(child.pipe, PIPE_BYTES)
         if piece:
             child.data += piece
             return

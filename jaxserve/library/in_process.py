@@ -33,7 +33,7 @@ from jaxserve.client.generate_options import GenerateOptions
 from jaxserve.client.replica import ReplicaState
 from jaxserve.client.supervisor import EngineStatus
 from jaxserve.config import Config
-from jaxserve.engine import engine as text_engine
+from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import InvalidValueError
 from jaxserve.library.loop_thread import LoopThread
 from jaxserve.telemetry.metrics import Metrics
@@ -44,8 +44,8 @@ from jaxserve.types.messages import EngineInfo, EngineStats, WaitingRequest
 from jaxserve.types.sampling import SamplingParams
 
 
-class Engine(text_engine.Engine):
-    __doc__ = text_engine.Engine.__doc__
+class Engine(TextEngine):
+    __doc__ = TextEngine.__doc__
     _end_chats: Callable[[], object] = staticmethod(lambda: None)  # no conversation has begun
 
     @overload

@@ -8,7 +8,6 @@ is enough because the pages are capped far below the memory.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -230,12 +229,6 @@ def device_memory(devices: Sequence[Any]) -> int:
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() or {} for device in own]
     return sum(int(stat.get("bytes_limit", 0)) for stat in stats) * len(devices) // len(own)
-
-
-def array_bytes(array: jax.Array) -> int:
-    """Return the bytes of an array on all its devices, those of other hosts too."""
-    piece = array.sharding.shard_shape(array.shape)
-    return math.prod(piece) * array.dtype.itemsize * len(array.sharding.device_set)
 
 
 def machine_memory() -> int:

@@ -22,6 +22,7 @@ from jaxserve.runtime.memory import Sizes, split_pool
 from jaxserve.runtime.mesh import AXES
 from jaxserve.types.window_size import WindowSize
 
+PAGE_SIZE = 16  # tokens
 _CHUNK = 8192  # tokens per step on an accelerator
 
 
@@ -36,7 +37,6 @@ class ShapePlan:
     whole_bytes: int  # part of weight_bytes: replicated parameters
     largest_whole: tuple[str, int]  # name and bytes of the largest replicated parameter
     kv_token_bytes: int  # bytes of one token in all layers
-    page_size: int  # tokens
     window: int | None = None  # widest sliding window in tokens; None: no layer has one
     window_token_bytes: int = 0  # part of kv_token_bytes: layers with a sliding window
 
@@ -46,12 +46,12 @@ class ShapePlan:
 
     def request_bytes(self, length: int) -> int:
         """Return the bytes of K and V of a decoding request of `length` tokens. Window layers keep only the window."""
-        pages = -(-length // self.page_size)
+        pages = -(-length // PAGE_SIZE)
         if self.window is None:
-            return pages * self.page_size * self.kv_token_bytes
-        kept = WindowSize(self.window, self.page_size, _CHUNK).most(length)
+            return pages * PAGE_SIZE * self.kv_token_bytes
+        kept = WindowSize(self.window, PAGE_SIZE, _CHUNK).most(length)
         everywhere = (self.kv_token_bytes - self.window_token_bytes) * pages
-        return (everywhere + self.window_token_bytes * kept) * self.page_size
+        return (everywhere + self.window_token_bytes * kept) * PAGE_SIZE
 
     def largest_batch(self, device_bytes: int, length: int, memory_fraction: float = 0.9) -> int:
         """Return how many requests of `length` tokens fit at once, next to the weights."""
@@ -72,20 +72,20 @@ class ShapePlan:
         if self.window is None or self.window >= context:
             tokens = self.kv_tokens(device_bytes, memory_fraction)
             return tokens, tokens / context
-        size = WindowSize(self.window, self.page_size, _CHUNK)
+        size = WindowSize(self.window, PAGE_SIZE, _CHUNK)
         sizes = Sizes(
             weight_bytes=self.weight_bytes,
             state_bytes=0,
             scratch_bytes=0,
-            page_bytes=(self.kv_token_bytes - self.window_token_bytes) * self.page_size,
-            page_size=self.page_size,
+            page_bytes=(self.kv_token_bytes - self.window_token_bytes) * PAGE_SIZE,
+            page_size=PAGE_SIZE,
             max_num_seqs=max_num_seqs,
-            window_page_bytes=self.window_token_bytes * self.page_size,
+            window_page_bytes=self.window_token_bytes * PAGE_SIZE,
             window=size,
         )
         left = max(0, int(device_bytes * memory_fraction) - self.weight_bytes)
         pages, window_pages = split_pool(left, sizes, context)
-        tokens = pages * self.page_size
+        tokens = pages * PAGE_SIZE
         return tokens, min(tokens / context, window_pages / size.most(context)) if tokens else 0.0
 
 
@@ -107,8 +107,6 @@ def plan_by_shape(
     expert: int,
     *,
     cache_dtype: jnp.dtype | None = None,
-    attention: str = "triton",
-    page_size: int = 16,
 ) -> ShapePlan:
     """Plan a model on a mesh of tensor * expert devices. Raises ModelLoadError if the model cannot be split so.
 
@@ -119,7 +117,7 @@ def plan_by_shape(
     split = for_mesh(config, mesh)
     structure = published if split == config else build(split, dtype)
     weights, whole, largest = _weights(structure, mesh)
-    all_layers, windowed = _kv_token_bytes(split, cache_dtype or dtype, tensor, attention, page_size)
+    all_layers, windowed = _kv_token_bytes(split, cache_dtype or dtype, tensor)
     return ShapePlan(
         tensor=tensor,
         expert=expert,
@@ -128,7 +126,6 @@ def plan_by_shape(
         whole_bytes=whole,
         largest_whole=largest,
         kv_token_bytes=all_layers,
-        page_size=page_size,
         window=max((window or 0 for window in config.windows), default=0) or None,
         window_token_bytes=windowed,
     )
@@ -150,19 +147,16 @@ def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, t
     return total, whole, largest
 
 
-def _kv_token_bytes(
-    config: ModelConfig, dtype: jnp.dtype, tensor: int, attention: str, page_size: int
-) -> tuple[int, int]:
+def _kv_token_bytes(config: ModelConfig, dtype: jnp.dtype, tensor: int) -> tuple[int, int]:
     """Return the bytes per token of all layers, and of the layers with a sliding window."""
-    platform = {"triton": "gpu", "mosaic_gpu": "gpu", "tpu": "tpu"}.get(attention, "cpu")
-    backend = get_backend("xla" if attention in ("auto", "native") else attention, platform)  # by shape: all are alike
+    backend = get_backend("triton", "gpu")  # by shape: all are alike
     total = windowed = 0
     for layer in config.attention_layers:
         heads = layer.num_kv_heads // tensor if layer.num_kv_heads % tensor == 0 else layer.num_kv_heads
-        shape = backend.cache_shape(1, page_size, heads, layer.head_dim, latent=layer.latent)
+        shape = backend.cache_shape(1, PAGE_SIZE, heads, layer.head_dim, latent=layer.latent)
         size = math.prod(shape) * dtype.itemsize
         if is_scaled(dtype):
-            size += math.prod(backend.scale_shape(1, page_size, heads, latent=layer.latent)) * 4
+            size += math.prod(backend.scale_shape(1, PAGE_SIZE, heads, latent=layer.latent)) * 4
         total += size
         windowed += size if layer.sliding_window is not None else 0
-    return total // page_size, windowed // page_size
+    return total // PAGE_SIZE, windowed // PAGE_SIZE

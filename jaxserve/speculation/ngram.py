@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.types.request import Request
 
-FEW = 64  # a call with at most so many new tokens indexes all of them, whatever the rate
+ALWAYS_INDEXED = 64  # a call with at most so many new tokens indexes all of them, whatever the rate
 MAX_COMPARED = 8  # earlier occurrences that are compared for the longest match
 MAX_INDEXED = 4096  # tokens that one call adds to an index; 0.4 us each
 INDEXED_PER_SECOND = 250_000  # of all requests together: a tenth of the thread's time
@@ -95,7 +95,7 @@ class NGramDrafter:
 
     def _take(self, wanted: int) -> int:
         """Return how many of `wanted` tokens may be indexed now. A few, as one step yields them, always may."""
-        if wanted <= FEW:
+        if wanted <= ALWAYS_INDEXED:
             return wanted
         now = self._clock()
         self._room = min(MAX_INDEXED, self._room + (now - self._last) * INDEXED_PER_SECOND)

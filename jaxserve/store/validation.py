@@ -21,7 +21,7 @@ from jaxserve.store.jsonl import Line, is_utf8, read_lines
 from jaxserve.store.records import BatchError
 
 MAX_LINES = 50_000
-MAX_ERRORS = 100  # errors reported per file; checking then stops
+MAX_FILE_ERRORS = 100  # errors reported per file; checking then stops
 LINES_PER_YIELD = 64  # lines after which other threads may run
 
 
@@ -83,7 +83,7 @@ class Validator:
                 self._errors = [BatchError("too_many_tasks", f"The file has more than {self.max_lines} requests.")]
                 break
             self._check(line)
-            if len(self._errors) >= MAX_ERRORS:
+            if len(self._errors) >= MAX_FILE_ERRORS:
                 break
             if self._total % LINES_PER_YIELD == 0:
                 time.sleep(0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MAX_REPEATS = 2  # in a row: the time then grows as the square of a text's length at most
 MANY = 64  # a repeat of up to so many times counts as one without end
 MAX_PATTERN = 4096  # characters; the longest published one has 300
-MAX_DEPTH = 20
+MAX_NESTED_GROUPS = 20
 
 _PREFIX = re.compile(r"\?(?:[:=!>|]|<[=!]|<\w+>|P<\w+>|[a-z-]*:)?")
 _ESCAPE = re.compile(r"\\(?:[pPxu]\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
@@ -40,7 +40,7 @@ def check_pattern(pattern: str) -> None:
 
 def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Part]:
     """Reads up to the closing parenthesis or the end."""
-    if depth > MAX_DEPTH:
+    if depth > MAX_NESTED_GROUPS:
         raise ValueError("it is nested too deep")
     whole, branch = _Part(), _Part()
     while position < len(pattern) and pattern[position] != ")":

@@ -30,7 +30,7 @@ from jaxserve.text.regex_guard import check_pattern
 from jaxserve.text.shield import SHIELD, Shield
 
 LONG_TEXT = 4096  # characters
-MAX_TOKENS = 2**22  # the largest published vocabulary has 262,144
+MAX_VOCABULARY = 2**22  # the largest published vocabulary has 262,144
 MAX_ADDED = 2**15  # tokens; published tokenizers have 6,500 at most, and ten times as many take seconds to look for
 MAX_GROWTH = 64  # of a text in the normalizer; sentencepiece's sign for a space is one character
 MAX_FRAME_IDS = 256  # that the post-processor puts around a text
@@ -283,8 +283,8 @@ def _check_backend(backend: tokenizers.Tokenizer) -> None:
         raise ValueError("its post-processor adds ids that are not in the vocabulary, or too many")
     if len(backend.get_added_tokens_decoder()) > MAX_ADDED:
         raise ValueError(f"it has more than {MAX_ADDED} added tokens")
-    if size > MAX_TOKENS:
-        raise ValueError(f"its token ids reach {size}, and {MAX_TOKENS} is the limit")
+    if size > MAX_VOCABULARY:
+        raise ValueError(f"its token ids reach {size}, and {MAX_VOCABULARY} is the limit")
 
 
 def _parts(backend: tokenizers.Tokenizer) -> dict[str, Any]:

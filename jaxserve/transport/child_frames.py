@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
-MAX_FRAME = 256 * 2**20  # bytes; a tokenizer.json may have 30 MB
+MAX_CHILD_FRAME = 256 * 2**20  # bytes; a tokenizer.json may have 30 MB
 HEAD_BYTES = 4
 
 
@@ -26,9 +26,9 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def frame_size(head: bytes) -> int:
-    """Return the length of the body in bytes. Raises ValueError if it exceeds MAX_FRAME."""
+    """Return the length of the body in bytes. Raises ValueError if it exceeds MAX_CHILD_FRAME."""
     (size,) = struct.unpack(">I", head)
-    if size > MAX_FRAME:
+    if size > MAX_CHILD_FRAME:
         raise ValueError("frame too large")
     return size
 

@@ -42,7 +42,7 @@ def test_docs_shows_every_route_and_shape_and_loads_nothing(server: LiveServer) 
     ("path", "body", "whole", "chunk"),
     [
         ("/v1/chat/completions", CHAT, answers.ChatCompletion, answers.ChatCompletionChunk),
-        ("/v1/completions", TEXT, answers.Completion, answers.Completion),
+        ("/v1/completions", TEXT, answers.TextCompletion, answers.TextCompletion),
         ("/generate", {"text": "Hi", "return_logprob": True}, answers.Generated, answers.Generated),
     ],
 )

@@ -210,7 +210,7 @@ def test_limits(server: LiveServer, session: str, monkeypatch: pytest.MonkeyPatc
     small = server.post("/open_session", {"capacity_of_str_len": 3}).json()
     tight = {"text": "one two", "session_params": {"id": small}}
     assert "more than the session's 3 characters" in server.post("/generate", tight).json()["error"]["message"]
-    monkeypatch.setattr(sessions, "MAX_TOKENS", 4)
+    monkeypatch.setattr(sessions, "MAX_SESSION_TOKENS", 4)
     assert said(server, "a", A, id=session) == A
     full = server.post("/generate", {"input_ids": A, "session_params": {"id": session}})
     assert full.status_code == 429 and "Retry-After" in full.headers

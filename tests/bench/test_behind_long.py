@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import behind_long
 from benchmarks.behind_long import first_token_seconds, requests_of
-from jaxserve.bench.load import Target
+from jaxserve.bench.load import LoadTarget
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.errors import ConfigError
 
@@ -37,4 +37,4 @@ def test_a_row_for_each_number_of_long_prompts(url: str, capsys: pytest.CaptureF
 
 def test_a_request_that_fails_is_said(url: str) -> None:
     with pytest.raises(ConfigError, match="400"):
-        first_token_seconds(Target(url, "m"), [LoadRequest("bad", None, 1), LoadRequest("a", None, 1)])
+        first_token_seconds(LoadTarget(url, "m"), [LoadRequest("bad", None, 1), LoadRequest("a", None, 1)])

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxserve.bench.load import Target, Timing, find_model, run_load
+from jaxserve.bench.load import LoadTarget, Timing, find_model, run_load
 from jaxserve.bench.report import summarize, table
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.errors import ConfigError
@@ -14,7 +14,7 @@ def test_every_request_is_counted(url: str) -> None:
     assert asyncio.run(find_model(url)) == "m"
     requests = [LoadRequest("a", None, n) for n in (1, 2, 5)] + [LoadRequest("bad", None, 1)]
     done: list[Timing] = []
-    timings, seconds = asyncio.run(run_load(Target(url, "m"), requests, concurrency=2, on_done=done.append))
+    timings, seconds = asyncio.run(run_load(LoadTarget(url, "m"), requests, concurrency=2, on_done=done.append))
     report = summarize(timings, seconds, ttft_limit=60.0)
     assert (report.completed, report.failed, report.output_tokens, report.prompt_tokens) == (3, 1, 8, 9)
     assert report.first_error is not None and report.first_error.startswith("400")
@@ -24,13 +24,13 @@ def test_every_request_is_counted(url: str) -> None:
 
 
 def test_a_limit_that_none_keeps_means_no_goodput(url: str) -> None:
-    timings, seconds = asyncio.run(run_load(Target(url, "m"), [LoadRequest("a", None, 3)], concurrency=None))
+    timings, seconds = asyncio.run(run_load(LoadTarget(url, "m"), [LoadRequest("a", None, 3)], concurrency=None))
     assert summarize(timings, seconds, ttft_limit=0.0).goodput == 0
 
 
 @pytest.mark.parametrize(("token_ids", "error"), [(True, None), (False, "no token arrived")])
 def test_a_token_without_text_is_seen_when_ids_are_asked_for(url: str, token_ids: bool, error: str | None) -> None:
-    target = Target(url, "m", token_ids=token_ids)
+    target = LoadTarget(url, "m", token_ids=token_ids)
     (timing,), _ = asyncio.run(run_load(target, [LoadRequest("silent", None, 3)], concurrency=None))
     assert (timing.error, len(timing.token_times)) == (error, 3 if token_ids else 0)
 

@@ -18,7 +18,8 @@ from jaxserve.types.messages import Located
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from tests.api.fakes import DEMO, demo_info
 from tests.engine.test_core import EOS, World
-from tests.fakes import CountingMatcher, alone, make_core, make_request, run_all, small_config
+from tests.fake_grammar import CountingMatcher
+from tests.fakes import alone, make_core, make_request, run_all, small_config
 from tests.faults.faulty_runner import FaultyRunner
 from tests.thread_link import ThreadLink
 

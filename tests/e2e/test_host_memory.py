@@ -11,15 +11,15 @@ import pytest
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.errors import ConfigError
-from tests.conftest import SMALL
+from tests.conftest import FEW_PAGES
 from tests.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-NUM_PAGES = 40
+NUM_PAGES = FEW_PAGES["num_pages"]
 
 
 def make(compile_cache: str, **keys: Any) -> Engine:
-    return Engine(compile_cache=compile_cache, num_pages=NUM_PAGES, max_model_len=512, **SMALL, **keys)
+    return Engine(compile_cache=compile_cache, **FEW_PAGES, **keys)
 
 
 def prompts(engine: Engine, count: int = 8, length: int = 200) -> list[list[int]]:

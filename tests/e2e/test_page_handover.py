@@ -15,15 +15,14 @@ import pytest
 
 from jaxserve import Engine, SamplingParams
 from jaxserve.errors import ConflictError, InvalidValueError
-from tests.conftest import SMALL
+from tests.conftest import FEW_PAGES
 from tests.waiting import LAST_RESORT
 
-NUM_PAGES = 40
 SEEDED = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, logprobs=1)
 
 
 def keys_of(compile_cache: str) -> dict[str, Any]:
-    return {"compile_cache": compile_cache, "num_pages": NUM_PAGES, "max_model_len": 512} | SMALL
+    return {"compile_cache": compile_cache} | FEW_PAGES
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Greedy float32 tokens of real weights are the same alone and in any company, cache, chunking and shortage of pages.
+"""Greedy tokens of real weights are the same alone and in any company, cache, chunking and shortage of pages.
 
 One engine is compiled; each case gives its runner a scheduler of its own over the same programs.
 """
@@ -24,7 +24,7 @@ QUESTIONS = ["What is the capital of France?", "Tell me a short story about a do
 @pytest.fixture(scope="module", params=["demo", pytest.param("stories260K-hf", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest, compile_cache: str, shared_data: SharedData) -> Iterator[Engine]:
     model = None if request.param == "demo" else str(shared_data / f"models/{request.param}")
-    engine = Engine(model, compile_cache=compile_cache, dtype="float32", host_memory="64MiB", **SMALL)
+    engine = Engine(model, compile_cache=compile_cache, host_memory="64MiB", **SMALL)
     yield engine
     engine.runner.close()
 

@@ -16,11 +16,10 @@ from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest, GrammarSpec, SamplingParams
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step_times import StepTimes
+from tests.fake_grammar import CountingMatcher, HandExecutor
 from tests.fakes import (
     VOCAB,
-    CountingMatcher,
     FakeRunner,
-    HandExecutor,
     OracleDrafter,
     Transcripts,
     alone,

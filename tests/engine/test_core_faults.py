@@ -11,7 +11,8 @@ from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import GrammarSpec
 from jaxserve.types.step import SchedulerOutput
 from tests.engine.test_core import grammar_core
-from tests.fakes import HandExecutor, Transcripts, make_core, make_request, run_all, small_config
+from tests.fake_grammar import HandExecutor
+from tests.fakes import Transcripts, make_core, make_request, run_all, small_config
 from tests.faults.faulty_runner import FaultyRunner
 
 

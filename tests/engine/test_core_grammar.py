@@ -9,15 +9,8 @@ from jaxserve.errors import InvalidSchemaError, UnsupportedParameterError
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from tests.engine.test_core import EOS, GREEDY, grammar_core
-from tests.fakes import (
-    VOCAB,
-    CountingMatcher,
-    alone,
-    make_core,
-    make_request,
-    run_all,
-    small_config,
-)
+from tests.fake_grammar import CountingMatcher
+from tests.fakes import VOCAB, alone, make_core, make_request, run_all, small_config
 
 # --- grammars
 

@@ -1,4 +1,4 @@
-"""Engine, in process: failures are results, nothing is queued by half, and no error leaves it unusable."""
+"""TextEngine, in process: failures are results, nothing is queued by half, and no error leaves it unusable."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +10,7 @@ from jaxserve.config import Config
 from jaxserve.engine import engine as engine_module
 from jaxserve.engine import factory
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.engine import Completion, Engine
+from jaxserve.engine.engine import Completion, TextEngine
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
@@ -28,7 +28,7 @@ BUDGET = ThinkingBudget(tokens=1, family="qwen3", end_token_ids=(5,))
 PROMPTS: list[Any] = [[1, 2, 3], [9, 8], [5]]
 
 
-def make_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
+def make_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> TextEngine:
     def build(config: Config, send: Callable[[Any], None], seed: int = 0) -> BuiltEngine:
         send(Located(str(DEMO)))
         return BuiltEngine(
@@ -36,15 +36,15 @@ def make_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Engine:
         )
 
     monkeypatch.setattr(engine_module, "build_engine", build)
-    return Engine()
+    return TextEngine()
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> TextEngine:
     return make_engine(monkeypatch)
 
 
-def fail(engine: Engine, plan: Callable[[SchedulerOutput], str | None]) -> None:
+def fail(engine: TextEngine, plan: Callable[[SchedulerOutput], str | None]) -> None:
     engine.core.runner = FaultyRunner(engine.core.runner, plan)
 
 
@@ -52,7 +52,7 @@ def expected(prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
     return alone(prompt, params)[0]
 
 
-def check_usable(engine: Engine) -> None:
+def check_usable(engine: TextEngine) -> None:
     """Nothing is left behind, and what comes next is right."""
     assert not engine.has_unfinished and engine.step() == []
     stats = engine.core.stats()
@@ -62,7 +62,7 @@ def check_usable(engine: Engine) -> None:
     assert engine.core.scheduler.stats().num_pages_held == 0
 
 
-def take(engine: Engine, seen: dict[tuple[str, int], Completion]) -> list[RequestOutput]:
+def take(engine: TextEngine, seen: dict[tuple[str, int], Completion]) -> list[RequestOutput]:
     outputs: list[RequestOutput] = []
     while engine.has_unfinished:
         outputs += engine.step()
@@ -86,7 +86,7 @@ def take(engine: Engine, seen: dict[tuple[str, int], Completion]) -> list[Reques
         ([[1], [2]], [GREEDY], ValueError),
     ],
 )
-def test_prompts_are_queued_all_or_none(engine: Engine, prompts: Any, params: Any, error: type[Exception]) -> None:
+def test_prompts_are_queued_all_or_none(engine: TextEngine, prompts: Any, params: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         engine.generate(prompts, params)
     assert engine.core.stats().num_waiting == 0
@@ -117,7 +117,7 @@ def test_a_failed_sequence_is_the_last_output_of_its_request_only(monkeypatch: p
     assert seen["bad", 0].error is not None and seen["bad", 0].token_ids == []
 
 
-def test_text_that_cannot_be_made_ends_its_sequence_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_cannot_be_made_ends_its_sequence_alone(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     push = SequenceText.push
 
     def raises_for_one(self: SequenceText, output: TokenOutput) -> RequestOutput:
@@ -132,13 +132,13 @@ def test_text_that_cannot_be_made_ends_its_sequence_alone(engine: Engine, monkey
     check_usable(engine)
 
 
-def test_a_failed_step_is_computed_again(engine: Engine) -> None:
+def test_a_failed_step_is_computed_again(engine: TextEngine) -> None:
     fail(engine, lambda output: "read" if output.step in (1, 6) else None)
     assert [each[0].token_ids for each in engine.generate(PROMPTS, GREEDY)] == [expected(p) for p in PROMPTS]
     check_usable(engine)
 
 
-def test_a_request_that_always_fails_the_device_is_a_result(engine: Engine) -> None:
+def test_a_request_that_always_fails_the_device_is_a_result(engine: TextEngine) -> None:
     fail(engine, lambda output: "read" if any(row.request_id == "1" for row in output.rows) else None)
     found = engine.generate(PROMPTS, GREEDY)
     assert found[1][0].error is not None and "the device fails" in found[1][0].error.message
@@ -159,14 +159,14 @@ def test_a_closed_engine_holds_no_thread_and_takes_no_request(monkeypatch: pytes
     engine.close()
 
 
-def test_an_engine_that_is_closed_while_it_generates_returns_no_half_texts(engine: Engine) -> None:
+def test_an_engine_that_is_closed_while_it_generates_returns_no_half_texts(engine: TextEngine) -> None:
     fail(engine, lambda output: engine.close() if output.step == 3 else None)
     with pytest.raises(ServerError, match="closed"):
         engine.generate(PROMPTS, GREEDY)
 
 
 @pytest.mark.parametrize("step", [1, 2, 7])
-def test_an_interrupt_aborts_what_generate_queued(engine: Engine, step: int) -> None:
+def test_an_interrupt_aborts_what_generate_queued(engine: TextEngine, step: int) -> None:
     due = [step]
 
     def plan(output: SchedulerOutput) -> None:
@@ -179,14 +179,14 @@ def test_an_interrupt_aborts_what_generate_queued(engine: Engine, step: int) -> 
     check_usable(engine)
 
 
-def test_an_interrupt_between_two_steps_aborts_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_between_two_steps_aborts_too(engine: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(EngineCore, "step", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         engine.generate(PROMPTS, GREEDY)
     check_usable(engine)
 
 
-def test_requests_of_one_name_are_apart(engine: Engine) -> None:
+def test_requests_of_one_name_are_apart(engine: TextEngine) -> None:
     engine.add_request([1, 2], GREEDY, request_id="same")
     engine.add_request([3], SamplingParams(temperature=0.0, max_tokens=3), request_id="same")
     outputs = take(engine, {})
@@ -201,7 +201,7 @@ def test_requests_of_one_name_are_apart(engine: Engine) -> None:
     check_usable(engine)
 
 
-def test_generate_keeps_the_outputs_of_requests_that_were_there_before(engine: Engine) -> None:
+def test_generate_keeps_the_outputs_of_requests_that_were_there_before(engine: TextEngine) -> None:
     name = engine.add_request([1, 2], SamplingParams(temperature=0.0, max_tokens=4))
     found = engine.generate([[7], [8]], GREEDY)
     assert [each[0].token_ids for each in found] == [expected([7]), expected([8])]
@@ -212,7 +212,7 @@ def test_generate_keeps_the_outputs_of_requests_that_were_there_before(engine: E
     check_usable(engine)
 
 
-def test_choices_have_seeds_of_their_own_and_stop_strings_end_them(engine: Engine) -> None:
+def test_choices_have_seeds_of_their_own_and_stop_strings_end_them(engine: TextEngine) -> None:
     found = engine.generate([1, 2], SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=5))[0]
     for seed, choice in enumerate(found, 7):
         assert choice.token_ids == expected([1, 2], SamplingParams(temperature=1.0, seed=seed, max_tokens=5))
@@ -222,7 +222,7 @@ def test_choices_have_seeds_of_their_own_and_stop_strings_end_them(engine: Engin
     check_usable(engine)
 
 
-def test_errors_of_add_request_queue_nothing(engine: Engine) -> None:
+def test_errors_of_add_request_queue_nothing(engine: TextEngine) -> None:
     with pytest.raises(RequestError):
         engine.add_request([1] * 500, SamplingParams(n=3))
     check_usable(engine)
@@ -232,4 +232,4 @@ def test_a_mesh_that_would_compute_everything_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"mesh\.data above 1 is not served yet"):
         factory.build_engine(Config.model_validate({"mesh": {"data": 2}}), lambda message: None)
     with pytest.raises(ConfigError, match=r"mesh\.replicas is for servers"):
-        Engine(config=Config.model_validate({"mesh": {"replicas": 2}}))
+        TextEngine(config=Config.model_validate({"mesh": {"replicas": 2}}))

@@ -31,7 +31,8 @@ from jaxserve.types.messages import (
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from jaxserve.types.step import SchedulerOutput
-from tests.fakes import VOCAB, CountingMatcher, alone, make_core, make_request, small_config
+from tests.fake_grammar import CountingMatcher
+from tests.fakes import VOCAB, alone, make_core, make_request, small_config
 from tests.faults.faulty_runner import FaultyRunner
 
 GRAMMAR = GrammarSpec(kind="regex", source="4")

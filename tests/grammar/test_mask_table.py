@@ -15,7 +15,7 @@ from jaxserve.grammar.token_mask import Matcher, TokenMask
 from jaxserve.types.mask_budget import NUM_QUICK, QUICK, MaskBudget
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
-from tests.fakes import CountingMatcher, HandExecutor
+from tests.fake_grammar import CountingMatcher, HandExecutor
 
 
 class FailingMatcher(CountingMatcher):

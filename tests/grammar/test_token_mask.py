@@ -10,7 +10,7 @@ from jaxserve.grammar.token_mask import TokenMask
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.mask_budget import MaskBudget
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
-from tests.fakes import CountingMatcher
+from tests.fake_grammar import CountingMatcher
 
 
 def banned(mask: TokenMask, vocab: int = 70) -> list[int]:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.engine.factory import build_engine, served_names
+from jaxserve.engine.engine_info import served_names
+from jaxserve.engine.factory import build_engine
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve

@@ -112,7 +112,7 @@ def test_rows_of_other_lengths_stay_wide(tmp_path: Path) -> None:
 def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA))
     whole = load(directory, "int4")
-    monkeypatch.setattr("jaxserve.models.loading.quantized_leaves.PIECE", 4 * 1000)
+    monkeypatch.setattr("jaxserve.models.loading.quantized_leaves.ENCODED_BYTES", 4 * 1000)
     for one, other in zip(whole.leaves, load(directory, "int4").leaves, strict=True):
         np.testing.assert_array_equal(one, other)
 

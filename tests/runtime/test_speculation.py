@@ -20,7 +20,8 @@ from jaxserve.types.extras import ExtraParams
 from jaxserve.types.output import TokenLogprobs
 from jaxserve.types.sampling import EngineRequest, GrammarSpec
 from jaxserve.types.scheduler_config import SchedulerConfig
-from tests.fakes import CountingMatcher, OracleDrafter, Transcripts, make_request, run_all
+from tests.fake_grammar import CountingMatcher
+from tests.fakes import OracleDrafter, Transcripts, make_request, run_all
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import CASES
 

@@ -6,7 +6,8 @@ from jaxserve.errors import InvalidValueError
 from jaxserve.scheduler.stopping import check_allowed, nothing_allowed
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
-from tests.fakes import CountingMatcher, make_core, make_request, next_token, run_all, small_config
+from tests.fake_grammar import CountingMatcher
+from tests.fakes import make_core, make_request, next_token, run_all, small_config
 
 V = 10
 PROMPT = list(range(1, 14))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.store import BatchError, Validation, Validator
-from jaxserve.store.validation import MAX_ERRORS
+from jaxserve.store.validation import MAX_FILE_ERRORS
 
 ENDPOINT = "/v1/chat/completions"
 
@@ -103,7 +103,7 @@ def test_the_number_of_lines(tmp_path: Path) -> None:
 
 
 def test_errors_are_bounded(tmp_path: Path) -> None:
-    assert len(validate(tmp_path / "f", b"{\n" * 1000).errors) == MAX_ERRORS
+    assert len(validate(tmp_path / "f", b"{\n" * 1000).errors) == MAX_FILE_ERRORS
 
 
 def test_speed_and_memory_of_a_full_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from jaxserve.errors import ConfigError, InvalidValueError, ServerError
 from jaxserve.text.template import template_process
 from jaxserve.text.template.chat_template import ChatTemplate
-from jaxserve.text.template.plain_template import MAX_CHARS, MAX_SECONDS
+from jaxserve.text.template.plain_template import MAX_PLAIN_SECONDS, MAX_TEXT_CHARS
 from jaxserve.text.template.renderer import LONG_BYTES, Renderer
 from jaxserve.text.template.sandbox import RenderLimitError
 from jaxserve.text.template.template_process import TemplateProcess
@@ -241,13 +241,13 @@ def test_what_grows_is_refused_here_within_the_time(source: str) -> None:
     start = time.thread_time()
     with pytest.raises(RenderLimitError):
         template.render(HELLO)
-    assert time.thread_time() - start < 10 * MAX_SECONDS
+    assert time.thread_time() - start < 10 * MAX_PLAIN_SECONDS
 
 
 def test_a_long_prompt_is_for_the_worker(demo: Renderer) -> None:
-    conversation = TemplateInput([{"role": "user", "content": "a" * MAX_CHARS}])
+    conversation = TemplateInput([{"role": "user", "content": "a" * MAX_TEXT_CHARS}])
     assert demo.render_here(conversation) is None
-    assert len(demo.render(conversation)) > MAX_CHARS
+    assert len(demo.render(conversation)) > MAX_TEXT_CHARS
 
 
 def test_published_templates_are_plain_and_write_the_same(shared_data: Any) -> None:

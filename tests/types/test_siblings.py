@@ -63,5 +63,5 @@ def test_the_engine_in_process_too(
     monkeypatch.setattr(engine_module, "build_engine", build)
     for _ in range(2):
         with pytest.raises(ConfigError, match="far enough"):
-            engine_module.Engine(config=Config().replace(runtime={"random_seed": configured}))
+            engine_module.TextEngine(config=Config().replace(runtime={"random_seed": configured}))
     assert set(seen) == expected if expected else len(set(seen)) == 2

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from jaxserve.errors import HTTPError
 
-INTERVAL = 60.0  # seconds between two log entries of one batch
-MAX_CHARS = 200  # maximum length of a message, which may quote the client's input
+LOG_INTERVAL = 60.0  # seconds between two log entries of one batch
+MAX_LOGGED_CHARS = 200  # maximum length of a message, which may quote the client's input
 MAX_REASONS = 3  # failures listed per entry; the rest is counted
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class FailureLog:
             reason = error.message
         else:
             reason, self._bug = f"unexpected {type(error).__name__}", self._bug or error
-        self._counts[reason[:MAX_CHARS]] += 1
+        self._counts[reason[:MAX_LOGGED_CHARS]] += 1
         if self._clock() >= self._next:
             self.flush()
 
@@ -48,4 +48,4 @@ class FailureLog:
         total = self._counts.total()
         logger.log(level, "batch %s: %d attempts failed: %s", self._batch_id, total, reasons, exc_info=self._bug)
         self._counts.clear()
-        self._bug, self._next = None, self._clock() + INTERVAL
+        self._bug, self._next = None, self._clock() + LOG_INTERVAL

@@ -23,7 +23,7 @@ from jaxserve.errors import StorageError
 from jaxserve.store import BatchError, BatchRecord, BatchStatus, Store, Validator
 from jaxserve.store.validation import MAX_LINES
 
-STOP_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
+RUNNING_REQUESTS_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
 
 # why a request never ran, by the state of the batch: code and message
 NOT_RUN = {
@@ -146,7 +146,7 @@ class BatchJob:
         finally:
             await _cancel(execution)
             failures.flush()
-            await committer.close(STOP_SECONDS if leaving else None)
+            await committer.close(RUNNING_REQUESTS_SECONDS if leaving else None)
         return execution.done() and not execution.cancelled() and execution.result() is None
 
     async def _in_turn(self, execution: Execution) -> None:
@@ -175,7 +175,7 @@ async def _cancel(execution: asyncio.Task[None]) -> None:
     if execution.done():
         return
     execution.cancel()
-    await asyncio.wait({execution}, timeout=STOP_SECONDS)
+    await asyncio.wait({execution}, timeout=RUNNING_REQUESTS_SECONDS)
     if not execution.done():
-        logger.error("requests of a batch did not end within %.0f s of being cancelled", STOP_SECONDS)
+        logger.error("requests of a batch did not end within %.0f s of being cancelled", RUNNING_REQUESTS_SECONDS)
         execution.add_done_callback(lambda task: task.cancelled() or task.exception())  # no caller awaits this task

@@ -13,7 +13,7 @@ from pydantic import Field
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.common import Body, Part
 
-MAX_BLOCKS = 4096
+MAX_CONTENT_BLOCKS = 4096
 
 ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -37,7 +37,7 @@ class Block(Part):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[Block], Field(max_length=MAX_BLOCKS)] | None = None
+    content: str | Annotated[list[Block], Field(max_length=MAX_CONTENT_BLOCKS)] | None = None
     is_error: bool | None = None
     source: Source | str | None = None
     title: str | None = None
@@ -49,7 +49,7 @@ class Block(Part):
         return {}
 
 
-Blocks = Annotated[list[Block], Field(max_length=MAX_BLOCKS)]
+Blocks = Annotated[list[Block], Field(max_length=MAX_CONTENT_BLOCKS)]
 
 
 class InputMessage(Part):

@@ -25,7 +25,7 @@ from jaxserve.errors import InvalidSchemaError, InvalidValueError, UnsupportedPa
 from jaxserve.grammar.tools import GrammarTool
 from jaxserve.grammar.translate import schema_spec
 
-ROUTE = "/v1/messages"
+MESSAGES_ROUTE = "/v1/messages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def messages_task(body: MessagesRequest, state: ServerState) -> MessagesTask:
     budget = body.thinking.budget_tokens if body.thinking is not None and body.thinking.type == "enabled" else None
     watermark_key = reveal(state.config.server.watermark_key)
     if budget is not None and state.parsers.think_tags is None:
-        state.unknown_fields.note(ROUTE, ["thinking.budget_tokens"])
+        state.unknown_fields.note(MESSAGES_ROUTE, ["thinking.budget_tokens"])
     tools = _tool_use(body, state)
     messages = conversation(body, state, tools)
     prompt = ChatPrompt(
@@ -86,7 +86,7 @@ def count_prompt(body: CountTokensRequest, state: ServerState) -> ChatMessages:
 
 def conversation(body: CountTokensRequest, state: ServerState, tools: ToolUse) -> ChatMessages:
     """Return the conversation for the chat template. Raises a RequestError that names the block."""
-    check_blocks(body.system, body.messages, lambda kind: state.unknown_fields.note(ROUTE, [kind]))
+    check_blocks(body.system, body.messages, lambda kind: state.unknown_fields.note(MESSAGES_ROUTE, [kind]))
     make = functools.partial(
         template_messages, system_text(body.system), body.messages, system_in_middle=state.takes_late_system
     )
@@ -129,7 +129,7 @@ def _tool_use(body: CountTokensRequest, state: ServerState) -> ToolUse:
     choice = body.tool_choice
     tools = [tool for tool in body.tools or () if tool.type in (None, "custom")]
     hosted = [tool for tool in body.tools or () if tool.type not in (None, "custom")]
-    state.unknown_fields.note(ROUTE, [str(tool.type) for tool in hosted])
+    state.unknown_fields.note(MESSAGES_ROUTE, [str(tool.type) for tool in hosted])
     for number, tool in enumerate(body.tools or ()):
         if tool.name is None and tool.type in (None, "custom"):
             param = f"tools.{number}.name"

@@ -138,7 +138,7 @@ class CustomDelta(Answer):
     input: str | None = None
 
 
-class ToolCallDelta(Answer):
+class ToolCallChunk(Answer):
     index: int
     id: str | None = None
     type: str | None = None
@@ -152,7 +152,7 @@ class Delta(Answer):
     refusal: None = None
     reasoning_content: str | None
     reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+    tool_calls: list[ToolCallChunk] | None = None
     function_call: FunctionDelta | None = None
     hidden_states: list[float] | None = None
 
@@ -190,7 +190,7 @@ class CompletionChoice(Ending):
     hidden_states: list[float] | None = None
 
 
-class Completion(Answer):
+class TextCompletion(Answer):
     """Also the data of one streamed event, where usage is present only on request."""
 
     id: str

@@ -41,7 +41,7 @@ class ToolCall(Part):
     custom: CustomCall | None = None
 
 
-class Message(Part):
+class ChatMessage(Part):
     role: Role
     content: str | Annotated[list[ContentPart], Field(max_length=limits.MAX_MESSAGES)] | None = None
     name: str | None = None
@@ -109,7 +109,7 @@ class Thinking(Part):
 
 class ChatCompletionRequest(SamplingFields):
     model: str
-    messages: Annotated[list[Message], Field(max_length=limits.MAX_MESSAGES)] = Field(
+    messages: Annotated[list[ChatMessage], Field(max_length=limits.MAX_MESSAGES)] = Field(
         description="At least one, unless input_ids is given."
     )
     input_ids: limits.TokenIds | None = Field(None, description="Token ids used instead of the rendered messages.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.chat import Message, Tool
+from jaxserve.api.protocol.chat import ChatMessage, Tool
 from jaxserve.api.protocol.common import Body
 
 Texts = Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
@@ -17,7 +17,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | Texts | None = Field(None, description="A text or texts; or give messages.")
     text: str | None = Field(None, description="The same as prompt.")
-    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = Field(None, description="Default true for texts, false for messages.")
     add_generation_prompt: bool | None = Field(None, description="Default true.")

@@ -11,7 +11,7 @@ from jaxserve.api.generate.generation import PromptTask
 from jaxserve.api.generate.planner import Planner
 from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import EventStream, until_disconnect
-from jaxserve.api.protocol.answers import Completion
+from jaxserve.api.protocol.answers import TextCompletion
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.respond.completion_answer import CompletionAnswer
 from jaxserve.api.respond.completion_output import CompletionChoices
@@ -24,7 +24,7 @@ from jaxserve.api.tasks.task import TextPrompt
 router = APIRouter()
 
 
-@router.post("/v1/completions", **documented(Completion, body=CompletionRequest, events=Completion))
+@router.post("/v1/completions", **documented(TextCompletion, body=CompletionRequest, events=TextCompletion))
 async def create_completion(request: Request) -> Response:
     """Continue one or more prompts."""
     state = server_state(request)

@@ -18,7 +18,7 @@ from jaxserve.client.replica import ReplicaState
 from jaxserve.config import SECRETS
 from jaxserve.version import __version__
 
-ANSWER_SECONDS = 2.0  # that the engine has for its part of an answer
+ENGINE_STATE_SECONDS = 2.0  # that the engine has for its part of an answer
 
 router = APIRouter()
 
@@ -84,7 +84,7 @@ async def _for_admin(request: Request) -> dict[str, Any]:
     if not caller_of(request).admin:
         return {}
     try:
-        async with asyncio.timeout(ANSWER_SECONDS):
+        async with asyncio.timeout(ENGINE_STATE_SECONDS):
             waiting = await server_state(request).engine.waiting()
     except TimeoutError:  # the engine is in a long step, or hangs
         waiting = None

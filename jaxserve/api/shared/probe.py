@@ -12,7 +12,7 @@ from jaxserve.errors import NotReadyError, QueueFullError
 from jaxserve.types.sampling import SamplingParams
 
 TIMEOUT = 20.0  # seconds; as in SGLang
-POLL = 0.1
+PROBE_INTERVAL = 0.1
 STATS_AGE = 1.0  # maximum age of the engine's counters, in seconds
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -29,14 +29,14 @@ async def check_generates(engine: EngineProtocol) -> None:
     probe = asyncio.create_task(_answer(engine))
     try:
         while (seconds := time.monotonic() - started) < TIMEOUT:
-            await asyncio.wait({probe}, timeout=POLL)
+            await asyncio.wait({probe}, timeout=PROBE_INTERVAL)
             if probe.done():
                 error = probe.exception()
                 if error is None:
                     return
                 if not isinstance(error, QueueFullError):
                     raise error
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(PROBE_INTERVAL)
             if steps is None and seconds >= STATS_AGE:
                 steps = engine.stats().steps
             elif steps is not None and engine.stats().steps > steps:

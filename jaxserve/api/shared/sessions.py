@@ -21,7 +21,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.output import FinishReason
 
 MAX_SESSIONS = 4096
-MAX_TOKENS = 2**23  # tokens of all sessions together: 32 MiB
+MAX_SESSION_TOKENS = 2**23  # tokens of all sessions together: 32 MiB
 
 
 @dataclass(eq=False)
@@ -149,8 +149,8 @@ class Sessions:
         before = session.previous(wanted)
         if request_id in session.turns:
             raise InvalidValueError(f"The session has a request {request_id!r} already.", param="rid")
-        if self._num_tokens + len(prompt) > MAX_TOKENS:
-            raise QueueFullError(f"The open sessions hold {MAX_TOKENS} tokens already: close some.")
+        if self._num_tokens + len(prompt) > MAX_SESSION_TOKENS:
+            raise QueueFullError(f"The open sessions hold {MAX_SESSION_TOKENS} tokens already: close some.")
         replaced = session.after(before) if wanted.replace else []
         self._remove(replaced)
         session.used = time.monotonic()

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FIELDS = 256  # names come from clients, so their number is limited
 MAX_FILE_PIECES = 256  # uploads and downloads that wait for asyncio's threads; a connection has at most one
-MAX_FILE_BYTES = 64 * 2**20  # in them
+MAX_WAITING_FILE_BYTES = 64 * 2**20  # in them
 MAX_RENDERED_BYTES = 64 * 2**20  # of bodies that wait for each of the two template workers
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _IN_TEMPLATES = ("messages.", "tools.", "functions.")  # rendered with all their fields
@@ -116,7 +116,9 @@ class ServerState:
     bodies: BodySum = field(default_factory=lambda: BodySum([0.0]))
     body_work: WorkPool = field(default_factory=body_pool)
     template_work: SizedPools = field(default_factory=template_pools)
-    file_work: Waiting = field(default_factory=lambda: Waiting("pieces of files", MAX_FILE_PIECES, MAX_FILE_BYTES))
+    file_work: Waiting = field(
+        default_factory=lambda: Waiting("pieces of files", MAX_FILE_PIECES, MAX_WAITING_FILE_BYTES)
+    )
     live: LiveRequests = field(default_factory=LiveRequests)
     sessions: Sessions = field(default_factory=Sessions)
     seal: Seal = field(default_factory=lambda: Seal(sealing_key(None)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.protocol.chat import ChatCompletionRequest, Message, Thinking
+from jaxserve.api.protocol.chat import ChatCompletionRequest, ChatMessage, Thinking
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.constraints import constraint
 from jaxserve.api.tasks.fields import generation_mode, output_options, request_options, truncation
@@ -101,7 +101,7 @@ def _check(body: ChatCompletionRequest) -> None:
             raise UnsupportedParameterError(f"modalities: {modality!r} cannot be made.", param="modalities")
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Check what the types cannot express. Raises a RequestError that names the message."""
     for number, message in enumerate(messages):
         param = f"messages.{number}.content"
@@ -114,7 +114,7 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise InvalidValueError(f"{param} is missing.", param=param, code="missing_required_parameter")
 
 
-def _check_parts(message: Message, param: str) -> None:
+def _check_parts(message: ChatMessage, param: str) -> None:
     assert isinstance(message.content, list)
     for number, part in enumerate(message.content):
         where = f"{param}.{number}"
@@ -127,12 +127,12 @@ def _check_parts(message: Message, param: str) -> None:
             raise InvalidValueError(f"{where}.text is missing.", param=f"{where}.text")
 
 
-def template_messages(messages: Sequence[Message]) -> Callable[[], list[dict[str, Any]]]:
+def template_messages(messages: Sequence[ChatMessage]) -> Callable[[], list[dict[str, Any]]]:
     """Return a function that converts the messages for the chat template."""
     return lambda: [message.model_dump(exclude_unset=True) for message in messages]
 
 
-def last_text(messages: Sequence[Message]) -> str:
+def last_text(messages: Sequence[ChatMessage]) -> str:
     """Return the text of the last message; empty if there is none."""
     if not messages:
         return ""

@@ -32,7 +32,7 @@ from jaxserve.telemetry.merging import Families, read_families
 from jaxserve.transport.board import Board
 from jaxserve.transport.child_process import end_with_parent
 
-POLL = 0.01  # seconds between two looks whether the HTTP server has started
+READY_INTERVAL = 0.01  # seconds between two looks whether the HTTP server has started
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Worker:
         await asyncio.to_thread(check_files, self._app)
         await warm_up(self._app)
         while not self._server.started:
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(READY_INTERVAL)
         gc.collect()
         gc.freeze()
 

@@ -29,8 +29,8 @@ from jaxserve.transport.child_process import child_environment, python_command
 from jaxserve.transport.socket_directory import SocketDirectory
 
 WRITE_INTERVAL = 0.05  # seconds between two writes to the board
-ANSWER_SECONDS = 2.0  # that a worker has to answer a call
-FINISH_SECONDS = 8.0  # that a worker has to end its open answers, of which uvicorn takes 5
+WORKER_CALL_SECONDS = 2.0  # that a worker has to answer a call
+WORKER_FINISH_SECONDS = 8.0  # that a worker has to end its open answers, of which uvicorn takes 5
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Workers:
         found = await asyncio.gather(*(self._answer(call(relay)) for relay in numbers))
         return {number: answer for number, answer in zip(numbers.values(), found, strict=True) if answer is not None}
 
-    async def _answer(self, call: Awaitable[T], seconds: float | None = ANSWER_SECONDS) -> T | None:
+    async def _answer(self, call: Awaitable[T], seconds: float | None = WORKER_CALL_SECONDS) -> T | None:
         """Return the answer; None if there is none in time, or the worker has ended."""
         try:
             async with asyncio.timeout(seconds):
@@ -204,7 +204,7 @@ class Workers:
         """Wait until the workers have exited after `finish`, and kill those that do not."""
         running = [process for process in self._processes.values() if process.returncode is None]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINISH_SECONDS if self._engine.was_ready else 0):
+            async with asyncio.timeout(WORKER_FINISH_SECONDS if self._engine.was_ready else 0):
                 await asyncio.gather(*(process.wait() for process in running))
         for process in running:
             if process.returncode is None:

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class ShownPart:
     """A piece of a streamed answer. thinking: it is reasoning. kind "end": text says why the answer ended."""
 
     kind: str  # text, thinking, tool or end
@@ -33,7 +33,7 @@ class Conversation:
     messages: list[Json] = field(default_factory=list)
     settings: Json = field(default_factory=dict)
 
-    def ask(self, question: str) -> Generator[Part, None, None]:
+    def ask(self, question: str) -> Generator[ShownPart, None, None]:
         """Add a question, stream the answer and add it too, also if the reader closes the iterator early.
 
         Raises ConfigError with the server's own message if it refuses the request; the question is then removed.
@@ -50,7 +50,7 @@ class Conversation:
             else:
                 self.messages.pop()
 
-    def _stream(self) -> Iterator[Part]:
+    def _stream(self) -> Iterator[ShownPart]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": [*system, *self.messages], **self.settings, "stream": True}
         ended = False
@@ -92,8 +92,8 @@ class Conversation:
         self.system, self.settings, self.messages = (saved[key] for key in kinds)
 
 
-def parts(chunk: Json) -> Iterator[Part]:
-    """Yield the reasoning, text and tool calls of one parsed chunk, and its finish reason as a Part "end".
+def parts(chunk: Json) -> Iterator[ShownPart]:
+    """Yield the reasoning, text and tool calls of one parsed chunk, and its finish reason as a ShownPart "end".
 
     Raises ConfigError if the chunk is an error.
     """
@@ -103,12 +103,12 @@ def parts(chunk: Json) -> Iterator[Part]:
         delta = choice.get("delta", {})
         for kind, key in (("thinking", "reasoning_content"), ("text", "content")):
             if delta.get(key):
-                yield Part(kind, delta[key])
+                yield ShownPart(kind, delta[key])
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
-            yield Part("tool", (function.get("name") or "") + (function.get("arguments") or ""))
+            yield ShownPart("tool", (function.get("name") or "") + (function.get("arguments") or ""))
         if reason := choice.get("finish_reason"):
-            yield Part("end", reason)
+            yield ShownPart("end", reason)
 
 
 def error_message(reply: httpx2.Response) -> str:

@@ -12,15 +12,15 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.file_formats.zarr_array import FIX
 from jaxserve.models.loading.structure import ModelStructure
 
-MANIFEST = "jaxserve.json"
-FORMAT = 4  # version of the manifest; 3 added checksums, 4 the form of the weights
-_READ = (3, FORMAT)
+MANIFEST_NAME = "jaxserve.json"
+MANIFEST_FORMAT = 4  # version of the manifest; 3 added checksums, 4 the form of the weights
+_READ = (3, MANIFEST_FORMAT)
 _HELD = ("none", "stored", "int8", "fp8", "int4")
 MAX_REPEAT = 1024  # copies of a kv head, at most one per device
 
 
 def is_converted(directory: Path) -> bool:
-    return (directory / MANIFEST).is_file()
+    return (directory / MANIFEST_NAME).is_file()
 
 
 def manifest_of(structure: ModelStructure) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def manifest_of(structure: ModelStructure) -> dict[str, Any]:
     shapes, config = {spec.name: list(spec.shape) for spec in structure.specs}, structure.config
     found = None if config.stored_form is None else config.stored_form.found
     form = {"quantization": config.quantization, "quantized_modules": None if found is None else sorted(found)}
-    return {"format": FORMAT, "kv_repeat": config.kv_repeat, "shapes": shapes} | form
+    return {"format": MANIFEST_FORMAT, "kv_repeat": config.kv_repeat, "shapes": shapes} | form
 
 
 def held_quantization(directory: Path) -> str:
@@ -55,7 +55,7 @@ def as_converted(config: ModelConfig, directory: Path) -> ModelConfig:
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read the manifest of a converted checkpoint. Raises ModelLoadError."""
-    path = directory / MANIFEST
+    path = directory / MANIFEST_NAME
     try:
         manifest = read_object(path)
         if manifest["format"] not in _READ:

@@ -15,7 +15,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.converted import MANIFEST, manifest_of
+from jaxserve.models.loading.converted import MANIFEST_NAME, manifest_of
 from jaxserve.models.loading.file_formats.zarr_array import BUFFER
 from jaxserve.models.loading.hub import DATA_FILES
 from jaxserve.models.loading.orbax_reader import ARRAYS, READERS
@@ -41,7 +41,7 @@ def convert(model: LoadedModel, target: Path) -> None:
         checkpointer.save((target / ARRAYS).absolute(), dict(zip(names, model.leaves, strict=True)))
     # Written last: a directory without a manifest counts as incomplete.
     manifest = manifest_of(model.structure) | {"checksums": _checksums(target / ARRAYS, names)}
-    (target / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (target / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1))
 
 
 def check_target(target: Path) -> None:

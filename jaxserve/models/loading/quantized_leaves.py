@@ -20,7 +20,7 @@ from jaxserve.models.weights import ParamSpec
 Bounds = tuple[tuple[int, int], ...]
 Read = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]  # a parameter and a rectangle -> its numbers
 ReadCodes = Callable[[ParamSpec, tuple[slice, ...], int], dict[str, np.ndarray]]  # and a group -> {role: array}
-PIECE = 2**26  # bytes of float32 that are encoded at a time
+ENCODED_BYTES = 2**26  # bytes of float32 that are encoded at a time
 
 
 def by_parameter(specs: Sequence[ParamSpec]) -> list[tuple[ParamSpec, ...]]:
@@ -75,7 +75,7 @@ def _encoded(specs: Sequence[ParamSpec], bounds: Bounds, read: Read) -> dict[str
         role: empty_aligned((*inner, depth * spec.shape[-1] // wide.shape[-1]), np.dtype(spec.dtype))
         for role, spec in sizes.items()
     }
-    step = max(1, PIECE // (4 * math.prod(b - a for a, b in rest)))
+    step = max(1, ENCODED_BYTES // (4 * math.prod(b - a for a, b in rest)))
     for a in range(first, last, step):
         b = min(a + step, last)
         numbers = read(wide, (slice(a, b), *(slice(*bound) for bound in rest)))

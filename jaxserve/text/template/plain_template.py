@@ -33,8 +33,8 @@ from jaxserve.text.template.sandbox import (
 
 MAX_SOURCE = 32 * 1024  # characters; published templates have 20,000 at most
 MAX_ITEMS = 64  # of a literal
-MAX_SECONDS = 0.01
-MAX_CHARS = 16 * 1024  # of a text
+MAX_PLAIN_SECONDS = 0.01
+MAX_TEXT_CHARS = 16 * 1024  # of a text
 MAX_OUTPUT = 64 * 1024  # characters of all that is put out, also into macros
 ENTRY_CHARS = 8  # that an entry of a list or dict is counted as, where that is put out
 MAX_CONSTANT = 64  # characters of a text among the arguments of a filter that uses it for each entry or character
@@ -103,7 +103,7 @@ class PlainBudget(RenderBudget):
     """Reads the clock at every step, and counts all output."""
 
     def __init__(self) -> None:
-        super().__init__(MAX_SECONDS, MAX_CHARS)
+        super().__init__(MAX_PLAIN_SECONDS, MAX_TEXT_CHARS)
         self._output = 0
 
     def step(self) -> None:

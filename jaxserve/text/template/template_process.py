@@ -26,7 +26,7 @@ from jaxserve.transport.child_process import child_environment, python_command
 CPU_SECONDS = 3.0  # of a render, with what is around it; the render's own limit is 1 s. To compile 256 KiB takes 2 s.
 WALL_SECONDS = 15.0  # the last resort, on a machine that gives the worker too little of a processor
 MEMORY_BYTES = 1 << 30
-PIECE = 1 << 20  # bytes of a read
+TEMPLATE_READ_BYTES = 1 << 20  # bytes of a read
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class TemplateProcess:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
             with contextlib.suppress(OSError):  # a user has room for so many large pipes
-                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIECE)
+                fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, TEMPLATE_READ_BYTES)
         try:
             error = self._exchange(process, msgspec.json.encode(self._setup)).error
         except _Ended:
@@ -156,7 +156,7 @@ def _receive(pipe: int, size: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < size:
         _wait([pipe], [], deadline)
-        piece = os.read(pipe, min(PIECE, size - len(data)))
+        piece = os.read(pipe, min(TEMPLATE_READ_BYTES, size - len(data)))
         if not piece:
             raise BrokenPipeError
         data += piece

@@ -18,7 +18,7 @@ _STRING = re.compile(r"""(?P<q>'''|\"\"\"|'|")(?P<text>(?:\\.|(?!(?P=q))[^\\])*)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _SIMPLE_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v", "\n": ""}
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-MAX_DEPTH = 64
+MAX_NESTED_VALUES = 64
 MAX_CALL_CHARS = 1 << 20
 
 
@@ -138,7 +138,7 @@ class _Literals:
 
     def value(self, depth: int) -> Any:
         """Parse one literal. Raises ValueError if the text is none, or nested too deep."""
-        if depth > MAX_DEPTH:
+        if depth > MAX_NESTED_VALUES:
             raise ValueError("nested too deep")
         self._space()
         char = self.text[self.at : self.at + 1]

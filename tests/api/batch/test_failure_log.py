@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.api.batch.failure_log import INTERVAL, FailureLog
+from jaxserve.api.batch.failure_log import LOG_INTERVAL, FailureLog
 from jaxserve.errors import EngineDeadError
 from tests.api.batch.helpers import Bench, ended, input_file, submit
 
@@ -19,7 +19,7 @@ def test_sums_an_interval(caplog: pytest.LogCaptureFixture) -> None:
         failures.note(EngineDeadError("gone"))
     failures.note(KeyError("x" * 10_000))
     assert len(caplog.records) == 1
-    now += INTERVAL
+    now += LOG_INTERVAL
     failures.note(EngineDeadError("late"))
     failures.flush()
     failures.flush()

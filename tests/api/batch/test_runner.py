@@ -201,7 +201,7 @@ def test_cancel_before_validation_ends(bench: Bench) -> None:
 
 
 def test_a_handler_that_does_not_end_holds_no_cancel_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxserve.api.batch.job.STOP_SECONDS", 0.05)
+    monkeypatch.setattr("jaxserve.api.batch.job.RUNNING_REQUESTS_SECONDS", 0.05)
     release = asyncio.Event()
 
     async def stubborn() -> None:

@@ -1,8 +1,7 @@
-"""The durable state of Responses and Conversations: the official client over a real socket and a real SQLite file."""
+"""Responses that are kept, chained, referred to and deleted; whose they are; no store, a full disk, a restart."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.store import responses as response_rows
+from tests.api.conftest import LiveServer, reply_with
 from tests.store.disks import FailingDisk
 from tests.waiting import wait_until
 
-from .conftest import LiveServer, reply_with
+from .conftest import create, not_found, prompt_of, refused, wait
 
 WEATHER = {
     "type": "function",
@@ -22,58 +22,6 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-ENDED = ("completed", "failed", "cancelled", "incomplete")
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer(store=tmp_path_factory.mktemp("store")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(live: LiveServer) -> Iterator[LiveServer]:
-    script = live.link.script
-    yield live
-    live.call(live.link.hold.set)
-    live.wait(lambda: not live.link.running and live.engine.num_live == 0, "requests were left behind")
-    live.link.script, live.link.delay = script, 0.0
-    live.link.seen.clear()
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Any:
-    return server.client
-
-
-def create(client: Any, text: Any, **keys: Any) -> Any:
-    return client.responses.create(model="demo", input=text, **keys)
-
-
-def prompt_of(server: LiveServer) -> str:
-    return server.link.tokenizer.decode(server.link.seen[-1].prompt_token_ids)
-
-
-def wait(client: Any, response: Any, *until: str) -> Any:
-    def reached() -> bool:
-        return client.responses.retrieve(response.id).status in (until or ENDED)
-
-    wait_until(reached, f"{response.id} never reached {until}")
-    return client.responses.retrieve(response.id)
-
-
-def refused(call: Callable[[], Any], status: int, text: str, param: str | None = None, code: Any = ...) -> None:
-    with pytest.raises(openai.APIStatusError) as caught:
-        call()
-    assert (caught.value.status_code, caught.value.body["message"]) == (status, text)  # type: ignore[index]
-    assert param in (None, caught.value.param) and code in (..., caught.value.code)
-
-
-def not_found(response_id: str) -> str:
-    return f"Response with id '{response_id}' not found."
-
-
-# responses
 
 
 def test_a_response_is_kept_as_it_was_answered(client: Any) -> None:
@@ -214,240 +162,6 @@ def test_include_of_a_stored_response(tmp_path: Path) -> None:
         for wrong in ("include=nothing", "include[]=nothing", f"include={sealed}&stream=true"):
             answer = server.http.get(f"/v1/responses/{made.id}?{wrong}")
             assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("include"), answer.text
-
-
-# conversations
-
-
-def test_a_conversation_collects_the_turns(client: Any, server: LiveServer) -> None:
-    first = {"type": "message", "role": "user", "content": "I am Ann"}
-    made = client.conversations.create(items=[first], metadata={"topic": "x"})
-    reply_with(server, "Hello Ann")
-    answer = create(client, "Who am I?", conversation=made.id)
-    assert answer.conversation.id == made.id
-    create(client, [{"role": "user", "content": "Sure?"}], conversation={"id": made.id})
-    assert all(text in prompt_of(server) for text in ("I am Ann", "Who am I?", "Hello Ann", "Sure?"))
-    items = list(client.conversations.items.list(made.id, order="asc", limit=2))
-    texts = [item.content[0].text for item in items]
-    assert texts == ["I am Ann", "Who am I?", "Hello Ann", "Sure?", "Hello Ann"]
-    assert client.conversations.items.retrieve(items[2].id, conversation_id=made.id).id == answer.output[0].id
-    client.conversations.items.delete(items[2].id, conversation_id=made.id)
-    assert len(client.conversations.items.list(made.id).data) == 4
-    added = client.conversations.items.create(made.id, items=[{"role": "user", "content": "more"}])
-    assert added.data[0].content[0].text == "more" and added.first_id == added.last_id
-    assert client.conversations.retrieve(made.id).metadata == {"topic": "x"}
-    assert client.conversations.update(made.id, metadata={"topic": "y"}).metadata == {"topic": "y"}
-    assert client.conversations.delete(made.id).deleted
-    text = f"Conversation with id '{made.id}' not found."
-    refused(lambda: client.conversations.retrieve(made.id), 404, text)
-    refused(lambda: create(client, "x", conversation=made.id), 404, text, "conversation")
-    assert client.responses.retrieve(answer.id).status == "completed"
-
-
-def is_locked(client: Any, conversation_id: str) -> bool:
-    """Ask with a reference to no item: it is looked for only once the conversation has been locked."""
-    with pytest.raises(openai.BadRequestError) as caught:
-        create(client, [{"type": "item_reference", "id": "msg_missing"}], conversation=conversation_id)
-    return caught.value.code == "conversation_locked"
-
-
-def test_two_responses_at_once_on_one_conversation(client: Any, server: LiveServer) -> None:
-    made = client.conversations.create()
-    server.call(server.link.hold.clear)
-    for keys in ({"stream": True}, {"background": True}):
-        running = create(client, "Hello", conversation=made.id, **keys)
-        assert is_locked(client, made.id)
-        for other in ({}, {"stream": True}, {"background": True}):
-            with pytest.raises(openai.BadRequestError) as caught:
-                create(client, "Me too", conversation=made.id, **other)
-            assert (caught.value.code, caught.value.param) == ("conversation_locked", "conversation")
-        if "stream" in keys:
-            running.close()  # a client that leaves unlocks it
-            wait_until(lambda: not is_locked(client, made.id), "the conversation was not unlocked")
-    client.responses.cancel(running.id)
-    server.call(server.link.hold.set)
-    assert create(client, "Now", conversation=made.id).status == "completed"
-    assert not is_locked(client, made.id)  # and its refused request leaves no lock
-    assert create(client, "Again", conversation=made.id).status == "completed"
-
-
-def test_the_items_of_a_conversation_are_bounded(client: Any) -> None:
-    item = {"role": "user", "content": "x"}
-    with pytest.raises(openai.BadRequestError, match="items"):
-        client.conversations.create(items=[item] * 21)
-    made = client.conversations.create(items=[item] * 20)
-    for bad in ([item] * 21, []):
-        with pytest.raises(openai.BadRequestError, match="items"):
-            client.conversations.items.create(made.id, items=bad)
-
-
-def test_a_conversation_of_many_megabytes(client: Any, server: LiveServer) -> None:
-    """Its rendering passes the limits of a template: without some of its turns it does not."""
-    made = client.conversations.create()
-    for number in range(5):
-        items = [{"role": "user", "content": f"{number} " + "word " * 800_000}, {"role": "assistant", "content": "so"}]
-        client.conversations.items.create(made.id, items=items)
-    with pytest.raises(openai.BadRequestError, match="passes 16777216 characters"):
-        create(client, "x", conversation=made.id)
-    assert create(client, "And now?", conversation=made.id, truncation="auto").status == "completed"
-    assert "And now?" in prompt_of(server) and "word" not in prompt_of(server)
-    assert len(server.http.get(f"/v1/conversations/{made.id}/items?limit=100").content) > 2 * 10**7
-
-
-HOSTILE: list[tuple[Any, str]] = [
-    *((value, "items") for value in ("x", 7, True, {}, [None], ["x"], [[]])),
-    ([{}], "items.0.role"),
-    ([{"role": "user"}], "items.0.content"),
-    ([{"role": "king", "content": "x"}], "items.0.role"),
-    ([{"role": "user", "content": 7}], "items.0.content"),
-    ([{"role": "user", "content": [{"type": "nothing"}]}], "items.0.content.0.type"),
-    ([{"role": "user", "content": "x"}, {"type": "unknown"}], "items.1.type"),
-    ([{"type": "function_call", "name": "x"}], "items.0.call_id"),
-    ([{"type": "item_reference", "id": "msg_none"}], "items.0"),
-    ([{"role": "user", "content": "x", "id": "i" * 129}], "items.0.id"),
-]
-
-
-@pytest.mark.parametrize(("items", "param"), HOSTILE)
-def test_hostile_items_of_a_conversation(client: Any, server: LiveServer, items: Any, param: str) -> None:
-    made = client.conversations.create()
-    for path in ("/v1/conversations", f"/v1/conversations/{made.id}/items"):
-        answer = server.post(path, {"items": items})
-        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param), answer.text
-    assert client.conversations.items.list(made.id).data == []
-
-
-@pytest.mark.parametrize(
-    "metadata", ["x", [], {"a": 1}, {"a": "b" * 513}, {"k" * 65: "v"}, {str(n): "" for n in range(17)}]
-)
-def test_hostile_metadata_of_a_conversation(client: Any, server: LiveServer, metadata: Any) -> None:
-    made = client.conversations.create(metadata={"kept": "yes"})
-    for path in ("/v1/conversations", f"/v1/conversations/{made.id}"):
-        answer = server.post(path, {"metadata": metadata})
-        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("metadata"), answer.text
-    assert client.conversations.retrieve(made.id).metadata == {"kept": "yes"}
-
-
-@pytest.mark.parametrize("name", ["", "x" * 5000, "a/b", "é\u0000"])
-def test_hostile_ids(client: Any, server: LiveServer, name: str) -> None:
-    body = {"model": "demo", "input": "x"}
-    assert server.post("/v1/responses", body | {"previous_response_id": name}).status_code == 400
-    assert server.post("/v1/responses", body | {"conversation": name}).status_code == 404
-    reference = [{"type": "item_reference", "id": name}]
-    assert server.post("/v1/responses", body | {"input": reference}).status_code == 400
-
-
-# background
-
-
-def test_a_background_response(client: Any, server: LiveServer) -> None:
-    server.call(server.link.hold.clear)
-    made = create(client, "Hello", background=True)
-    assert (made.status, made.background, made.output) == ("queued", True, [])
-    assert wait(client, made, "in_progress").output == []
-    server.call(server.link.hold.set)
-    kept = wait(client, made)
-    assert kept.status == "completed" and kept.created_at == made.created_at
-    assert kept.output_text == create(client, "Hello").output_text
-    assert client.responses.cancel(made.id).to_dict() == kept.to_dict()
-    assert create(client, "More", previous_response_id=made.id).status == "completed"
-
-
-def test_background_requests_are_checked_at_once(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        create(client, "x", background=True, temperature=9)
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        create(client, "long " * 5000, background=True)
-
-
-def test_background_and_batches_share_the_spare_capacity(client: Any, server: LiveServer) -> None:
-    create(client, "online")
-    online = server.link.seen[-1]
-    wait(client, create(client, "later", background=True))
-    assert server.link.seen[-1].priority > online.priority
-    window = server.app.state.batches.window
-    assert window is server.app.state.responses.background._window
-    server.call(server.link.hold.clear)
-    made = [create(client, f"n{number}", background=True) for number in range(12)]
-    limit = server.app.state.batches.window._limit
-    server.wait(lambda: window.num_running == limit(window.num_running) > 0, "the window never filled")
-    server.call(server.link.hold.set)
-    assert {wait(client, each).status for each in made} == {"completed"}
-
-
-def test_cancel_and_delete_of_a_running_response(client: Any, server: LiveServer) -> None:
-    server.call(server.link.hold.clear)
-    cancelled, deleted = (create(client, "Hello", background=True) for _ in range(2))
-    for each in (cancelled, deleted):
-        wait(client, each, "in_progress")
-    for _ in range(2):
-        assert client.responses.cancel(cancelled.id).status == "cancelled"
-    client.responses.delete(deleted.id)
-    server.wait(lambda: not server.link.running, "they were not aborted")
-    server.call(server.link.hold.set)
-    assert client.responses.retrieve(cancelled.id).status == "cancelled"
-    refused(lambda: client.responses.retrieve(deleted.id), 404, not_found(deleted.id))
-
-
-def test_replay_after_every_number(client: Any, server: LiveServer) -> None:
-    live = list(create(client, "Hello", background=True, stream=True))
-    response_id = live[0].response.id
-    assert [event.sequence_number for event in live] == list(range(len(live)))
-    kinds = [event.type for event in live]
-    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
-    assert kinds[-1] == "response.completed"
-    expected = [event.to_dict() for event in live]
-    assert [event.to_dict() for event in client.responses.retrieve(response_id, stream=True)] == expected
-    for number in range(len(live)):
-        found = client.responses.retrieve(response_id, stream=True, starting_after=number)
-        assert [event.to_dict() for event in found] == expected[number + 1 :]
-    with client.responses.stream(response_id=response_id, starting_after=5) as stream:
-        assert stream.get_final_response().output_text == live[-1].response.output_text
-
-
-def test_a_client_that_leaves_can_come_back(client: Any, server: LiveServer) -> None:
-    server.call(server.link.hold.clear)
-    stream = create(client, "Hello", background=True, stream=True)
-    first = [next(stream) for _ in range(3)]
-    stream.close()
-    found: list[Any] = []
-    after = first[-1].sequence_number
-    source = client.responses.retrieve(first[0].response.id, stream=True, starting_after=after)
-    reader = threading.Thread(target=lambda: found.extend(source))
-    reader.start()
-    server.call(server.link.hold.set)
-    reader.join(60)
-    assert [event.sequence_number for event in found] == list(range(after + 1, after + 1 + len(found)))
-    assert found[-1].type == "response.completed"
-
-
-def test_a_follower_learns_of_a_cancel(client: Any, server: LiveServer) -> None:
-    server.call(server.link.hold.clear)
-    stream = create(client, "Hello", background=True, stream=True)
-    name = next(stream).response.id
-    wait(client, next(stream).response, "in_progress")
-    client.responses.cancel(name)
-    last = list(stream)[-1]
-    assert (last.type, last.response["status"]) == ("response.cancelled", "cancelled")  # of no type of the client's
-    again = list(client.responses.retrieve(name, stream=True))
-    assert again[-1].to_dict() == last.to_dict()
-
-
-def test_the_errors_of_background_responses(client: Any, server: LiveServer) -> None:
-    server.call(server.link.hold.clear)
-    made = client.conversations.create()
-    blocked = [create(client, "x", background=True) for _ in range(8)]  # more than the window
-    late = create(client, "x", background=True, stream=True, conversation=made.id)
-    name = next(late).response.id
-    client.conversations.delete(made.id)
-    server.call(server.link.hold.set)
-    last = list(late)[-1]
-    assert last.type == "response.failed" and "not found" in last.response.error.message
-    assert client.responses.retrieve(name).status == "failed"
-    assert {wait(client, each).status for each in blocked} == {"completed"}
-
-
-# batches, tenancy, no store, full disk
 
 
 def test_responses_in_a_batch(client: Any) -> None:
