@@ -21,7 +21,7 @@ from jaxserve.ops import native
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
-from tests.ops.test_quantized import test_kernels_have_the_bits_of_the_wide_numbers
+from tests.ops.test_quantized import check_bits
 
 RNG = np.random.default_rng(0)
 # Rows of x around the widths of panels, rows of w around the heights of tiles, and depths around a cache line.
@@ -262,7 +262,7 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
         test_a_bfloat16_weight_has_the_bits_of_the_float32_one(tokens)
     test_groups_have_the_bits_of_products_alone("int8", few=True)
     for kind in ("int8", "fp8", "int4", "mxfp4"):
-        test_kernels_have_the_bits_of_the_wide_numbers(kind, zeros=True)
+        check_bits(kind, True, ((25, 64, 32), (61, 192, 64)), (1, 8, 17))
     for dtype in ("int8", "float8_e4m3fn"):
         test_attention_to_pages_of_8_bits(dtype)
     test_scores_that_are_far_apart()

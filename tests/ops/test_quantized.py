@@ -1,5 +1,7 @@
 """Weights of few bits: wide numbers against an independent decoder, kernels against the wide numbers, bit by bit."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -86,11 +88,18 @@ def test_kernels_have_the_bits_of_the_wide_numbers(kind: str, zeros: bool) -> No
         if "no C compiler" in str(error):
             pytest.skip(str(error))
         raise
-    for rows, depth, group in ((1, 32, 32), (25, 64, 32), (61, 192, 64), (30, 448, 448), (23, 512, 128)):
+    check_bits(
+        kind, zeros, ((1, 32, 32), (25, 64, 32), (61, 192, 64), (30, 448, 448), (23, 512, 128)), (1, 2, 8, 16, 17, 40)
+    )
+
+
+def check_bits(kind: str, zeros: bool, sizes: Sequence[tuple[int, int, int]], counts: Sequence[int]) -> None:
+    """sizes: rows, depth and group of the weights; counts: of tokens"""
+    for rows, depth, group in sizes:
         w = quantized(kind, rows, depth, group=group, zeros=zeros)
         assert "fp" in kind or (w.zeros is not None) == zeros
         wide = w.astype(jnp.float32)
-        for tokens in (1, 2, 8, 16, 17, 40):
+        for tokens in counts:
             x = jnp.asarray(RNG.standard_normal((tokens, depth), np.float32))
             np.testing.assert_array_equal(native.matmul(x, w), native.matmul(x, wide))
             few = x[: native.FEW]
