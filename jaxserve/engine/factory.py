@@ -104,9 +104,8 @@ def build_engine(
     loaded = load(config, directory, mesh, send)
     phases.end("weights")
     send(Progress("programs", unit="programs"))
-    model = ServedModel(
-        directory, loaded, Tokenizer.from_directory(tokenizer_dir), read_pooling(directory, loaded.config)
-    )
+    tokenizer = Tokenizer.from_directory(tokenizer_dir)
+    model = ServedModel(directory, loaded, tokenizer, read_pooling(directory, loaded.config))
     check_passing(config, loaded.config, generates=model.generates)
     config = config if model.generates else config.replace(speculation={"method": "off"})
     config = config if early else config.replace(runtime={"wait_for_programs": True})
