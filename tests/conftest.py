@@ -29,9 +29,14 @@ hypothesis.settings.load_profile("tests")
 SMALL: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 # of servers with load, or whose numbers are compared: programs that come later would change the speed meanwhile
 SERVED: dict[str, Any] = SMALL | {"wait_for_programs": True}
-# two shapes of fewer programs, which are shared too: for weights of another form, and for a pool that is short of pages
-FEW_ROWS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
-FEW_PAGES: dict[str, Any] = FEW_ROWS | {"max_model_len": 512, "num_pages": 40, "wait_for_programs": True}
+# of fewer programs, which are shared too: an engine whose pool is short of pages
+FEW_PAGES: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 512,
+    "num_pages": 40,
+    "wait_for_programs": True,
+}
 
 
 TIMED = ("tests/faults/",)  # their tests load servers to the limit, and disturb each other

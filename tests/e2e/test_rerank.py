@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import jax.numpy as jnp
 import numpy as np
+import openai
 import pytest
 
 from jaxserve import Engine, SamplingParams, launch_server
@@ -48,13 +49,12 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cross_server(cross_encoder: Path, compile_cache: str) -> Iterator[RunningServer]:
+def server(cross_encoder: Path, compile_cache: str) -> Iterator[RunningServer]:
     with launch_server(str(cross_encoder), served_name="cross", compile_cache=compile_cache, **SMALL) as server:
         yield server
 
 
-def test_a_cross_encoder(cross_server: RunningServer, cross_encoder: Path) -> None:
-    server = cross_server
+def test_a_cross_encoder(server: RunningServer, cross_encoder: Path) -> None:
     query = [2, *words(QUERY), 3]
     expected = numbers(cross_encoder, [([*query, *words(text), 3], len(query)) for text in DOCUMENTS])[:, 0]
     body = {"query": QUERY, "documents": DOCUMENTS, "use_activation": False}
@@ -108,12 +108,16 @@ def test_a_rerankers_words(compile_cache: str) -> None:
     assert cached >= len(tokenizer.encode(query)) // 16 * 16
 
 
-def test_decisions_share_their_input(client: Any) -> None:
+def test_decisions_share_their_input(compile_cache: str) -> None:
     """Thirty questions about a long input compute it about once, and have the answer of a question alone."""
     text = "The cat sits on the warm windowsill and looks at the birds. " * 8
     question = {"type": "choice", "instructions": "What is it?", "choices": [{"value": "cat"}, {"value": "dog"}]}
-    made = client.decisions.create(model="demo", input=text, questions=[question] * 30)
-    alone = client.decisions.create(model="demo", input=text, questions=[question])
+    with (
+        launch_server(compile_cache=compile_cache, **SMALL) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        made = client.decisions.create(model="demo", input=text, questions=[question] * 30)  # type: ignore[list-item]
+        alone = client.decisions.create(model="demo", input=text, questions=[question])  # type: ignore[list-item]
     usage = made.usage
     assert usage.input_tokens_details.cached_tokens > 0.8 * usage.input_tokens * 29 / 30
     [first] = alone.answers

@@ -11,11 +11,11 @@ import pytest
 
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
-from tests.conftest import FEW_PAGES
+from tests.conftest import SERVED
 from tests.faults.helpers import engine_process, status
 from tests.waiting import LAST_RESORT, wait_until
 
-NUM_PAGES = FEW_PAGES["num_pages"]
+NUM_PAGES = 40
 
 
 def metric(server: RunningServer, name: str) -> float:
@@ -38,7 +38,8 @@ def ask(server: RunningServer, prompts: list[list[int]]) -> list[Any]:
 
 @pytest.mark.timeout(280)
 def test_pages_outlive_a_killed_engine_and_the_server(compile_cache: str, tmp_path: Path) -> None:
-    keys = FEW_PAGES | {"compile_cache": compile_cache, "host_memory": "64MiB", "disk": str(tmp_path / "pages")}
+    keys: dict[str, Any] = {"compile_cache": compile_cache, "num_pages": NUM_PAGES, "max_model_len": 512} | SERVED
+    keys |= {"host_memory": "64MiB", "disk": str(tmp_path / "pages")}
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 2000) for _ in range(200)] for _ in range(8)]
     with launch_server(served_name="demo", **keys) as server:
