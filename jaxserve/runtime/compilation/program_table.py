@@ -13,7 +13,7 @@ import jax
 
 
 class ProgramTable:
-    """Programs by family and size. One thread at a time may `add`; others may look for programs meanwhile."""
+    """Programs by family and size, ascending. One thread at a time may `add`; others may look for programs meanwhile."""
 
     def __init__(self, families: Mapping[str, Sequence[int]], compiled: Mapping[str, jax.stages.Compiled]) -> None:
         self.by_size: dict[str, dict[int, jax.stages.Compiled]] = {family: {} for family in families}
@@ -25,8 +25,9 @@ class ProgramTable:
         """Add the program `family[size]`. Any other name is ignored."""
         family, bracket, size = name.rstrip("]").partition("[")
         if bracket and family in self.by_size:
-            self.by_size[family] = self.by_size[family] | {int(size): program}
-            self._sizes[family] = tuple(sorted(self.by_size[family]))  # last: another thread reads it
+            by_size = self.by_size[family] | {int(size): program}
+            self.by_size[family] = dict(sorted(by_size.items()))
+            self._sizes[family] = tuple(self.by_size[family])  # last: another thread reads it
 
     def sizes(self, family: str) -> tuple[int, ...]:
         """Return the sizes that are there, ascending."""
