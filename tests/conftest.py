@@ -1,5 +1,6 @@
 """Strict JAX for every test, and the optional data that tests read from beside the repository."""
 
+import gc
 import importlib.util
 import logging
 import os
@@ -38,6 +39,9 @@ FEW_PAGES: dict[str, Any] = {
     "wait_for_programs": True,
 }
 
+
+# of the 65,530 memory regions that Linux allows a process; the programs of a small engine take 2,500
+MANY_REGIONS, TOO_MANY_REGIONS = 8_000, 25_000
 
 TIMED = ("tests/faults/",)  # their tests load servers to the limit, and disturb each other
 
@@ -149,6 +153,23 @@ def fresh_logger() -> Iterator[None]:
     yield
     logger.handlers, logger.propagate = before[:2]
     logger.setLevel(before[2])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Drop a module's compiled programs before they are too many: without memory for code XLA ends the process."""
+    yield
+    if num_regions() > MANY_REGIONS:
+        gc.collect()
+    if num_regions() > TOO_MANY_REGIONS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def num_regions() -> int:
+    """Return how many memory regions this process has; 0 where the system does not say."""
+    found = Path("/proc/self/maps")
+    return found.read_bytes().count(b"\n") if found.exists() else 0
 
 
 @pytest.fixture(scope="session", autouse=True)
