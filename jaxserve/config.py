@@ -66,6 +66,9 @@ class ModelSection(Section):
         "dtype. Others: linear layers and experts are quantised at load, to 8 bits with a scale for 128 numbers or 4 "
         "bits with one for 32; embeddings, heads, norms and routers are not.",
     )
+    quantize_head: bool = Field(
+        False, description="Quantise the output head too, with quantization: int8, fp8 or int4."
+    )
     max_model_len: Annotated[Int, Field(ge=8, le=2**26)] | None = Field(
         None, description="Context length in tokens, prompt plus output. Default: the model's."
     )

@@ -17,7 +17,7 @@ from jaxserve.cli.plan import WEIGHT_DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file
 from jaxserve.models.loading import orbax
-from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_quantization
+from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import load_model
@@ -34,7 +34,9 @@ def run(words: Sequence[str]) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)  # hides Orbax's notices
     orbax.check_target(target)  # before the checkpoint is read
     dtype = jnp.dtype(config.dtype if options.dtype == "auto" else options.dtype)
-    config = config.replace(quantization=choose_quantization(options.quantization, config, source))
+    quantization = choose_quantization(options.quantization, config, source)
+    head = choose_head(options.quantize_head, quantization, source)
+    config = config.replace(quantization=quantization, quantized_head=head)
     mesh = make_mesh(options.device, tensor=options.tensor, expert=options.expert)
     loaded = load_model(source, dtype=dtype, config=config, mesh=mesh.mesh)
     started = time.perf_counter()
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target", help="directory to create")
     parser.add_argument("--dtype", choices=("auto", *WEIGHT_DTYPES), default="auto", help="auto: the checkpoint's")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="as model.quantization")
+    parser.add_argument("--quantize-head", action="store_true", help="as model.quantize_head")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
     parser.add_argument("--tensor", type=int, default=1, help="devices that hold the weights during conversion")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_quantization
+from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
 from jaxserve.models.loading.converted import as_converted, is_converted
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hf_config import read_config_file
@@ -47,6 +47,8 @@ def run(words: Sequence[str]) -> int:
     else:
         kept = "none" if config.stored_form is None else "stored"
         config = config.replace(quantization=kept if options.quantization == "auto" else options.quantization)
+    head = choose_head(options.quantize_head, config.quantization, path.parent)
+    config = config.replace(quantized_head=head)
     dtype = jnp.dtype(options.dtype)
     if config.bidirectional:
         raise ConfigError(f"{config.architecture} is an encoder: it has no KV cache to plan")
@@ -150,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory per device (80)")
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="as model.quantization")
+    parser.add_argument("--quantize-head", action="store_true", help="as model.quantize_head")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="as cache.dtype")
     parser.add_argument(
         "--max-num-seqs",

@@ -29,7 +29,7 @@ from jaxserve.grammar.bitmask import BitmaskFiller
 from jaxserve.grammar.mask_table import mask_threads
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.chosen_form import choose_quantization
+from jaxserve.models.loading.chosen_form import choose_head, choose_quantization
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
@@ -169,7 +169,10 @@ def read_model(config: Config, directory: Path, mesh: DeviceMesh) -> tuple[Model
     model_config = read_config(directory)
     dtype, activations = _dtypes(config, model_config, directory, mesh)
     quantization = choose_quantization(config.model.quantization, model_config, directory)
-    model_config = model_config.replace(activation_dtype=activations.name, quantization=quantization)
+    head = choose_head(config.model.quantize_head, quantization, directory)
+    model_config = model_config.replace(
+        activation_dtype=activations.name, quantization=quantization, quantized_head=head
+    )
     if config.model.max_model_len is not None:
         model_config = model_config.for_context(config.model.max_model_len)
     return model_config, dtype

@@ -138,6 +138,7 @@ class ModelConfig:
     stored_form: StoredForm | None = None  # of a checkpoint's quantised weights
     # of linear layers and experts: at load; "stored": as in the checkpoint, see stored_form
     quantization: Literal["none", "stored", "int8", "int4", "fp8"] = "none"
+    quantized_head: bool = False  # at load, with the linear layers
     generation: GenerationDefaults = GenerationDefaults()
 
     @property

@@ -8,52 +8,74 @@ from __future__ import annotations
 
 import math
 from types import EllipsisType
-from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.layers import GateUpProj, Linear, QKVProj
 from jaxserve.models.moe import ExpertProj
 from jaxserve.models.stored_form import StoredForm
-from jaxserve.models.weights import Kind, Packing
+from jaxserve.models.weights import Kind, Packing, Role
 from jaxserve.ops.quantized import BLOCK, Quantized
 
 _QUANTIZED = (Linear, QKVProj, GateUpProj, ExpertProj)
 _FIX = "set model.quantization: none"
-_WIDE = ("lm_head", "score")  # not quantised at load; embeddings, norms and routers are modules of other classes
+_HEAD = "lm_head"
+_WIDE = (_HEAD, "score")  # not quantised at load; embeddings, norms and routers are modules of other classes
 _DTYPES = {"int8": jnp.int8, "int4": jnp.uint8, "fp8": jnp.float8_e4m3fn, "mxfp4": jnp.uint8}
 _LARGEST_GROUP = {"int8": 128, "int4": BLOCK, "fp8": 128, "mxfp4": BLOCK}
 
 
 class QuantizedWeight(nnx.Module):
-    """A layer's quantised weight [..., N, K]. `group`: numbers of a row that share a scale."""
+    """A layer's quantised weight [..., N, K].
 
-    def __init__(self, wide: nnx.Param, kind: Kind, group: int, *, stored: bool = False, zeros: bool = False) -> None:
+    group: numbers of a row that share a scale. ordered: whether it has an order of its inputs.
+    """
+
+    def __init__(
+        self,
+        wide: nnx.Param,
+        kind: Kind,
+        group: int,
+        *,
+        stored: bool = False,
+        zeros: bool = False,
+        ordered: bool = False,
+    ) -> None:
         *rows, depth = wide.shape
         metadata = {name: wide.get_metadata()[name] for name in ("axes", "init", "parts")}
 
-        def leaf(role: Literal["values", "scales", "zeros"], count: int, dtype: jnp.dtype) -> nnx.Param:
+        def leaf(role: Role, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
             packing = Packing(kind, group, role, wide.shape, stored)
-            return nnx.Param(jnp.zeros((*rows, count), dtype), packing=packing, **metadata)
+            axes = {"axes": (None,)} if role == "order" else {}
+            return nnx.Param(jnp.zeros(shape, dtype), packing=packing, **metadata | axes)
 
         halved, scale = kind in ("int4", "mxfp4"), jnp.uint8 if kind == "mxfp4" else jnp.float32
-        self.values = leaf("values", depth // 2 if halved else depth, jnp.dtype(_DTYPES[kind]))
-        self.scales = leaf("scales", depth // group, jnp.dtype(scale))
-        self.zeros = leaf("zeros", depth // group, jnp.dtype(jnp.float32)) if zeros else None
+        self.values = leaf("values", (*rows, depth // 2 if halved else depth), _DTYPES[kind])
+        self.scales = leaf("scales", (*rows, depth // group), scale)
+        self.zeros = leaf("zeros", (*rows, depth // group), jnp.float32) if zeros else None
+        self.order = leaf("order", (depth,), jnp.int32) if ordered else None
 
     def __getitem__(self, index: EllipsisType) -> Quantized:
-        return Quantized(self.values[...], self.scales[...], None if self.zeros is None else self.zeros[...])
+        zeros, order = (None if leaf is None else leaf[...] for leaf in (self.zeros, self.order))
+        return Quantized(self.values[...], self.scales[...], zeros, order)
 
 
-def quantize(model: nnx.Module, kind: Kind) -> None:
+def quantize(model: nnx.Module, kind: Kind, *, head: bool = False) -> None:
     """Replace the weights of linear layers and experts in a model made under `nnx.eval_shape`.
 
     A weight stays wide if K is no multiple of 32, and all heads, embeddings, norms, routers and MLA's projections do.
+    head: the output head is quantised too. Raises ModelLoadError if there is none that can be.
     """
-    for path, module in _layers(model):
-        if path[0] in _WIDE:
+    layers = _layers(model)
+    if head and not any(path[0] == _HEAD and module.weight.shape[-1] % BLOCK == 0 for path, module in layers):
+        raise ModelLoadError(
+            "the model has no output head of its own in rows of whole groups", fix="set model.quantize_head: false"
+        )
+    for path, module in layers:
+        if path[0] in _WIDE and not (head and path[0] == _HEAD):
             continue
         depth = module.weight.shape[-1]
         if depth % BLOCK == 0:
@@ -86,7 +108,9 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
             raise ModelLoadError(
                 f"{names[0]}: rows of {depth} numbers are no whole groups of {group or BLOCK}", fix=_FIX
             )
-        _replace(module, QuantizedWeight(module.weight, kind, group, stored=True, zeros=form.zeros))
+        ordered = form.permuted and not isinstance(module, ExpertProj)
+        weight = QuantizedWeight(module.weight, kind, group, stored=True, zeros=form.zeros, ordered=ordered)
+        _replace(module, weight)
 
 
 def _kind(form: StoredForm) -> Kind:

@@ -20,6 +20,7 @@ class StoredForm:
     group: numbers of a row that share a scale; None: the row.
     zeros: whether the checkpoint has them; None: the middle of the codes. zero_offset: added to those that it has.
     wide: modules that are not quantised, as regular expressions.
+    permuted: whether inputs that share a scale may be anywhere in a row (act-order), as the files say.
     rounds_activations: whether it was made for activations of 8 bits, which are not rounded here.
     found: the quantised modules, known once the files are open; then `wide` has no effect.
     """
@@ -30,6 +31,7 @@ class StoredForm:
     zeros: bool
     wide: tuple[str, ...]
     zero_offset: int = 0
+    permuted: bool = False
     rounds_activations: bool = False
     found: frozenset[str] | None = None
 

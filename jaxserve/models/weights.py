@@ -24,6 +24,7 @@ from flax import nnx
 Axes = tuple[str | None, ...]
 Init = Literal["normal", "ones", "zeros"]
 Kind = Literal["int8", "int4", "fp8", "mxfp4"]
+Role = Literal["values", "scales", "zeros", "order"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Packing:
 
     kind: Kind
     group: int
-    role: Literal["values", "scales", "zeros"]
+    role: Role
     wide: tuple[int, ...]
     stored: bool = False
 

@@ -25,7 +25,7 @@ from tests.models.test_stored_form import MODELS as INTEGERS
 
 def published(directory: Path, form: str) -> Path:
     match form:
-        case "gptq" | "awq":
+        case "gptq" | "awq" | "gptq act-order":
             stored, _ = write(random_tensors(INTEGERS["llama"]), FORMS[form])
             return write_checkpoint(directory, hf_of("llama", FORMS[form]), stored)
         case "fbgemm":
@@ -44,7 +44,7 @@ def assert_equal(got: LoadedModel, expected: LoadedModel) -> None:
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs), err_msg=spec.name)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8", "int4", "gptq", "awq", "fbgemm", "blocks", "mxfp4"])
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4", "gptq act-order", "awq", "fbgemm", "blocks", "mxfp4"])
 def test_the_same_leaves(form: str, tmp_path: Path) -> None:
     source, target = published(tmp_path / "source", form), tmp_path / "target"
     kind = form if form in ("int8", "fp8", "int4") else "stored"

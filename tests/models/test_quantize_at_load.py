@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxserve.errors import ModelLoadError
+from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.loading import orbax
+from jaxserve.models.loading.chosen_form import choose_head
 from jaxserve.models.loading.encode import encode
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, build, load_model
@@ -52,7 +53,7 @@ def widened(model: LoadedModel) -> LoadedModel:
         leaves.append(
             parts[None]
             if None in parts
-            else Quantized(parts["values"], parts["scales"], parts.get("zeros")).astype(FLOAT32)
+            else Quantized(parts["values"], parts["scales"], parts.get("zeros"), parts.get("order")).astype(FLOAT32)
         )
     return dataclasses.replace(model, structure=structure, leaves=tuple(leaves))
 
@@ -107,6 +108,33 @@ def test_rows_of_other_lengths_stay_wide(tmp_path: Path) -> None:
         packed = [spec.wide() for spec in found if spec.packing]
         assert bool(packed) == (name == "deepseek_v3")
         assert not any(spec.shape[-1] % 32 or "kv_b" in spec.name for spec in packed)
+
+
+def test_the_head_on_request(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "model", LLAMA, random_tensors(LLAMA))
+    config = read_config(directory).replace(quantization="int8", quantized_head=True)
+    got, without = load_model(directory, dtype=FLOAT32, config=config), load(directory, "int8")
+    names = [{spec.wide().name for spec in each.structure.specs if spec.packing} for each in (got, without)]
+    assert names[0] - names[1] == {"lm_head.weight"}
+    assert paged.greedy(got, PROMPT, 12, 8) == paged.greedy(widened(got), PROMPT, 12, 8)
+    orbax.convert(got, tmp_path / "converted")
+    again = load_model(tmp_path / "converted", dtype=FLOAT32)
+    assert again.structure.specs == got.structure.specs
+    tied = write_checkpoint(tmp_path / "tied", LLAMA | {"tie_word_embeddings": True}, {})
+    with pytest.raises(ModelLoadError, match="no output head of its own"):
+        build(read_config(tied).replace(quantization="int8", quantized_head=True), FLOAT32)
+
+
+def test_the_head_where_it_is_not_quantised_at_load(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "model", LLAMA, random_tensors(LLAMA))
+    assert choose_head(True, "int4", directory)
+    assert not choose_head(False, "int4", directory)
+    for held in ("none", "stored"):
+        with pytest.raises(ConfigError, match=r"model.quantize_head is for weights that are quantised at load"):
+            choose_head(True, held, directory)
+    orbax.convert(load(directory, "int8"), tmp_path / "converted")
+    with pytest.raises(ConfigError, match="whose head is not quantised"):
+        choose_head(True, "int8", tmp_path / "converted")
 
 
 def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

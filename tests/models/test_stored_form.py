@@ -57,6 +57,18 @@ def gptq(bits: int, group: int, **others: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "modules_to_not_convert": skipped} | others
 
 
+def edited(form: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Changes of the format's own keys, of a group of layers, or of the weights' scheme."""
+    groups = {
+        name: layers
+        | {key: value for key, value in changes.items() if key in layers}
+        | {"weights": layers["weights"] | {key: value for key, value in changes.items() if key in layers["weights"]}}
+        for name, layers in form.get("config_groups", {}).items()
+    }
+    own = {key: value for key, value in changes.items() if key not in str(form.get("config_groups"))}
+    return form | ({"config_groups": groups} if groups else {}) | own
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "modules_to_not_convert": ["mlp.gate."]}
 FORMS: dict[str, dict[str, Any]] = {
     "int8 channel": compressed(8, None, form="int-quantized"),
@@ -69,6 +81,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "gptq of rows": gptq(4, -1, checkpoint_format="gptq_v2"),
     "gptq 8 bits": gptq(8, 64),
     "awq": AWQ,
+    "gptq act-order": gptq(4, 32, desc_act=True, checkpoint_format="gptq_v2"),
+    "gptq act-order 8 bits": gptq(8, 64, desc_act=True),
+    "packed act-order": edited(compressed(4, 32, symmetric=False), actorder="group"),
 }
 
 
@@ -91,12 +106,16 @@ def write(tensors: Tensors, form: dict[str, Any]) -> tuple[Tensors, Tensors]:
         size = scheme["group_size"] or -1
         size = depth if size == -1 else size
         count = depth // size
+        places = np.arange(depth) // size
+        if form.get("desc_act") or scheme.get("actorder"):  # one order for the layers that share an input
+            block = base.rpartition("_proj")[0].rpartition(".")[0]
+            places = np.random.default_rng(list(block.encode())).permutation(places)
         codes = rng.integers(0, 2**bits, (rows, depth))
         scales = rng.uniform(0.01, 0.03, (rows, count)).astype(np.float16).astype(np.float32)
         has_zeros = method in ("gptq", "awq") or not scheme.get("symmetric", True)
         zeros = rng.integers(1, 2**bits, (rows, count)) if has_zeros else np.full((rows, count), middle)
         numbers = [
-            [np.float32(int(codes[r, k]) - int(zeros[r, k // size])) * scales[r, k // size] for k in range(depth)]
+            [np.float32(int(codes[r, k]) - int(zeros[r, places[k]])) * scales[r, places[k]] for k in range(depth)]
             for r in range(rows)
         ]
         plain[name] = np.array(numbers, np.float32)
@@ -124,11 +143,12 @@ def write(tensors: Tensors, form: dict[str, Any]) -> tuple[Tensors, Tensors]:
             stored |= {f"{base}weight_packed": words.view(np.int32), f"{base}weight_scale": scales}
             stored[f"{base}weight_shape"] = np.array([rows, depth])
             stored |= {f"{base}weight_zero_point": packed_zeros.view(np.int32)} if has_zeros else {}
+            stored |= {f"{base}weight_g_idx": places.astype(np.int32)} if scheme.get("actorder") else {}
         else:
             half = np.ascontiguousarray(scales.T).astype(np.float16)
             stored |= {f"{base}qweight": words.view(np.int32), f"{base}qzeros": packed_zeros.view(np.int32)}
             stored |= {f"{base}scales": half}
-            stored |= {f"{base}g_idx": (np.arange(depth) // size).astype(np.int32)} if method == "gptq" else {}
+            stored |= {f"{base}g_idx": places.astype(np.int32)} if method == "gptq" else {}
     return stored, plain
 
 
@@ -167,18 +187,6 @@ def test_fused_weights(name: str, form: str, tmp_path: Path) -> None:
     expected = load(write_checkpoint(tmp_path / "plain", MODELS[name], plain), "none")
     assert_equal_models(widened(load(directory, "stored")), expected)
     assert_equal_models(load(directory, "none"), expected)
-
-
-def edited(form: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Changes of the format's own keys, of a group of layers, or of the weights' scheme."""
-    groups = {
-        name: layers
-        | {key: value for key, value in changes.items() if key in layers}
-        | {"weights": layers["weights"] | {key: value for key, value in changes.items() if key in layers["weights"]}}
-        for name, layers in form.get("config_groups", {}).items()
-    }
-    own = {key: value for key, value in changes.items() if key not in str(form.get("config_groups"))}
-    return form | ({"config_groups": groups} if groups else {}) | own
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -231,7 +239,10 @@ def test_damaged_tensors_are_named(tmp_path: Path) -> None:
     bad = stored[f"{name}scales"].copy()
     bad[0, 0] = np.nan
     cases: list[tuple[Tensors, str]] = [
-        (stored | {f"{name}g_idx": order[::-1].copy()}, "its inputs are permuted (act-order), which is computed only"),
+        (
+            stored | {f"{name}g_idx": order[::-1].copy()},
+            "permuted (act-order), which is not computed packed for a check",
+        ),
         (stored | {f"{name}g_idx": order + 1}, "g_idx names a group that is not there"),
         (stored | {f"{name}scales": bad}, "not all scales are numbers"),
         ({key: value for key, value in stored.items() if key != f"{name}qzeros"}, f"missing: {name}qzeros"),
@@ -244,27 +255,39 @@ def test_damaged_tensors_are_named(tmp_path: Path) -> None:
         assert message in str(error.value)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_permuted_inputs_are_decoded(bits: int, tmp_path: Path) -> None:
-    """Act-order: each input has the scale and the zero of the group that g_idx names, as decoded number by number."""
-    form = gptq(bits, 32, desc_act=True, checkpoint_format="gptq_v2")
-    stored, plain = write(random_tensors(MODELS["llama"]), form)
-    assert_equal_models(load(write_checkpoint(tmp_path / "in order", hf_of("llama", form), stored), "none"),
-                        load(write_checkpoint(tmp_path / "plain", MODELS["llama"], plain), "none"))  # fmt: skip
-    rng, per, name = np.random.default_rng(4), 32 // bits, "model.layers.1.mlp.down_proj."
-    places = rng.permutation(stored[f"{name}g_idx"])
-    words, zeros = (stored[f"{name}{key}"].view(np.uint32) for key in ("qweight", "qzeros"))
-    scales, wide = stored[f"{name}scales"].astype(np.float32), np.empty_like(plain[f"{name}weight"])
-    for r in range(wide.shape[0]):
-        for k in range(wide.shape[1]):
-            code = int(words[k // per, r]) >> (k % per * bits) & 2**bits - 1
-            zero = int(zeros[places[k], r // per]) >> (r % per * bits) & 2**bits - 1
-            wide[r, k] = np.float32(code - zero) * scales[places[k], r]
-    directory = write_checkpoint(tmp_path / "stored", hf_of("llama", form), stored | {f"{name}g_idx": places})
-    expected = write_checkpoint(tmp_path / "permuted", MODELS["llama"], plain | {f"{name}weight": wide})
-    assert_equal_models(load(directory, "none"), load(expected, "none"))
-    with pytest.raises(ModelLoadError, match="its inputs are permuted"):
-        load(directory, "stored")
+ACT_ORDER = [name for name in FORMS if "act-order" in name]
+
+
+@pytest.mark.parametrize("form", ACT_ORDER)
+def test_permuted_inputs_are_sorted_by_group(form: str, tmp_path: Path) -> None:
+    """Act-order: each input has the scale and the zero of the group that g_idx names, and meets its own column."""
+    stored, plain = write(random_tensors(MODELS["packed"]), FORMS[form])
+    directory = write_checkpoint(tmp_path / "stored", hf_of("packed", FORMS[form]), stored)
+    expected = load(write_checkpoint(tmp_path / "plain", MODELS["packed"], plain), "none")
+    kept = load(directory, "stored")
+    orders = [leaf for spec, leaf in zip(kept.structure.specs, kept.leaves, strict=True) if spec.name.endswith("order")]
+    assert len(orders) == 8
+    assert not any(np.array_equal(order, np.arange(len(order))) for order in orders)
+    assert_equal_models(widened(kept), expected)
+    assert kept.structure.num_bytes == sum(leaf.nbytes for leaf in kept.leaves)
+
+
+def test_orders_that_are_not_computed_packed_are_refused_by_name(tmp_path: Path) -> None:
+    form = FORMS["gptq act-order"]
+    stored, _ = write(random_tensors(MODELS["llama"]), form)
+    up, down = "model.layers.1.mlp.up_proj.g_idx", "model.layers.1.mlp.down_proj.g_idx"
+    uneven = stored[down].copy()
+    uneven[uneven == 1] = 0
+    cases: list[tuple[str, Tensors, str]] = [
+        ("llama", stored | {up: stored[up][::-1].copy()}, "up_proj.weight have inputs in different orders"),
+        ("llama", stored | {down: uneven}, "down_proj.weight: its groups of permuted inputs differ in size"),
+        ("experts", write(random_tensors(MODELS["experts"]), form)[0], "is not computed packed for experts"),
+    ]
+    for i, (name, tensors, message) in enumerate(cases):
+        directory = write_checkpoint(tmp_path / str(i), hf_of(name, form), tensors)
+        with pytest.raises(ModelLoadError, match=message):
+            load(directory, "stored")
+        load(directory, "none")
 
 
 def test_an_integer_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.converted import held_quantization, is_converted
+from jaxserve.models.loading.converted import held_quantization, is_converted, read_manifest
 
 QUANTIZATIONS = ("auto", "none", "int8", "fp8", "int4")
 
@@ -26,6 +26,27 @@ def choose_quantization(asked: str, model: ModelConfig, directory: Path) -> str:
     if form is not None and form.is_integer:
         bits = f"{form.bits} bits ({form.method})"
         raise ConfigError(f"the checkpoint has {bits} already", fix="set model.quantization: auto")
+    return asked
+
+
+def choose_head(asked: bool, quantization: str, directory: Path) -> bool:
+    """Return ModelConfig.quantized_head. quantization: what `choose_quantization` returned.
+
+    Raises ConfigError if the head is asked for and not quantised at load.
+    """
+    if is_converted(directory):
+        held = bool(read_manifest(directory)["quantized_head"])
+        if asked and not held:
+            raise ConfigError(
+                f"{directory} is a converted checkpoint whose head is not quantised",
+                fix="name the original checkpoint, or set model.quantize_head: false",
+            )
+        return held
+    if asked and quantization in ("none", "stored"):
+        raise ConfigError(
+            "model.quantize_head is for weights that are quantised at load, and these are not",
+            fix="set model.quantization: int8, fp8 or int4",
+        )
     return asked
 
 

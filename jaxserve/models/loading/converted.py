@@ -28,6 +28,7 @@ def manifest_of(structure: ModelStructure) -> dict[str, Any]:
     shapes, config = {spec.name: list(spec.shape) for spec in structure.specs}, structure.config
     found = None if config.stored_form is None else config.stored_form.found
     form = {"quantization": config.quantization, "quantized_modules": None if found is None else sorted(found)}
+    form |= {"quantized_head": config.quantized_head}
     return {"format": MANIFEST_FORMAT, "kv_repeat": config.kv_repeat, "shapes": shapes} | form
 
 
@@ -50,7 +51,7 @@ def as_converted(config: ModelConfig, directory: Path) -> ModelConfig:
         raise ModelLoadError(f"{directory}: config.json does not describe the quantised weights", fix=FIX)
     if form is not None and modules is not None:
         form = dataclasses.replace(form, found=frozenset(modules))
-    return config.replace(quantization=held, stored_form=form)
+    return config.replace(quantization=held, quantized_head=manifest["quantized_head"], stored_form=form)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -60,9 +61,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = read_object(path)
         if manifest["format"] not in _READ:
             raise ValueError(f"it has format {str(manifest['format'])[:20]}, this version reads {_READ}")
-        manifest = {"quantization": "none", "quantized_modules": None} | manifest
+        manifest = {"quantization": "none", "quantized_modules": None, "quantized_head": False} | manifest
         if manifest["quantization"] not in _HELD or not isinstance(manifest["quantized_modules"], list | None):
             raise ValueError(f"'quantization' must be one of {', '.join(_HELD)}, and 'quantized_modules' a list")
+        if not isinstance(manifest["quantized_head"], bool):
+            raise ValueError("'quantized_head' must be true or false")
         manifest["shapes"] = {str(name): tuple(shape) for name, shape in manifest["shapes"].items()}
         if type(manifest["kv_repeat"]) is not int or not 1 <= manifest["kv_repeat"] <= MAX_REPEAT:
             raise ValueError(f"'kv_repeat' must be from 1 to {MAX_REPEAT}")

@@ -134,7 +134,7 @@ def _read_leaves(
     sizes = [reader.stored_bytes(specs[0]) for specs in parameters]
     leaves, done = [], 0
     with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
-        read = functools.partial(read_parameter, read=reader.read, codes=reader.read_codes)
+        read = functools.partial(read_parameter, read=reader.read, codes=reader.read_codes, order=reader.read_order)
         for found, size in zip(pool.map(read, parameters, placed), sizes, strict=True):
             leaves += found
             done += size
@@ -194,6 +194,8 @@ def _random_codes(key: jax.Array, spec: ParamSpec, sharding: Sharding) -> jax.Ar
     if role == "values":
         draw = jax.jit(_draw_codes, static_argnums=(1, 2), out_shardings=sharding)
         return draw(key, spec.shape, spec.dtype)
+    if role == "order":
+        return jnp.arange(spec.shape[0], dtype=spec.dtype, device=sharding)
     middle = MIDDLE if kind == "int4" else 0
     number = middle if role == "zeros" else _RANDOM_SCALES[kind]
     return jnp.full(spec.shape, number, spec.dtype, device=sharding)

@@ -27,11 +27,12 @@ from jaxserve.models.loading.quantization import (
     mxfp4_codes,
     stored_tensors,
 )
-from jaxserve.models.loading.stored_codes import is_stored, read_codes
+from jaxserve.models.loading.stored_codes import input_order, is_stored, read_codes, read_places
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import ParamSpec, Part
 
 Region = tuple[slice, ...]
+_WIDE = "set model.quantization: none"
 CHUNK = 32 * 2**20  # bytes per read
 
 
@@ -59,26 +60,43 @@ class PartReader:
     def read_codes(self, spec: ParamSpec, index: Region, group: int) -> dict[str, np.ndarray]:
         """Read the rectangle `index` of a parameter as the checkpoint has it: values, scales, maybe zeros, as leaves.
 
-        group: numbers that share a scale; those of a larger group of the checkpoint are repeated.
+        group: numbers that share a scale; those of a larger group of the checkpoint are repeated. Permuted inputs are
+        sorted by group. Raises ModelLoadError for those of experts, and where the configuration has none.
         """
         *rows, depth = (len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
         out: dict[str, np.ndarray] = {}
+        sorts = self._form is not None and self._form.permuted and "expert" not in spec.axes
         for part, place, region in _regions(spec, index):
-            for role, array in self._codes(part, region[:-1], group).items():
+            for role, array in self._codes(part, region[:-1], group, sorts).items():
                 per = part.shape[-1] // array.shape[-1]
                 if role not in out:
                     out[role] = empty_aligned((*rows, depth // per), array.dtype)
                 out[role][_shrunk(place, per)] = array[..., _shrunk(region, per)[-1]]
         return out
 
-    def _codes(self, part: Part, rows: Region, group: int) -> dict[str, np.ndarray]:
-        """Return the arrays of leaves by role, of rows of a part's view."""
+    def read_order(self, spec: ParamSpec) -> np.ndarray:
+        """Return the inputs of a parameter sorted by group, int32 [K].
+
+        Raises ModelLoadError if its parts differ in it, or groups have different sizes.
+        """
+        assert self._form is not None
+        found = [_order(part, read_places(part, self._form, self._whole), self._form) for part in spec.parts]
+        for part, order in zip(spec.parts, found, strict=True):
+            if not np.array_equal(order, found[0]):
+                why = f"{spec.parts[0].name} and {part.name} have inputs in different orders, and are computed as one"
+                raise ModelLoadError(why, fix=_WIDE)
+        return found[0]
+
+    def _codes(self, part: Part, rows: Region, group: int, sorts: bool) -> dict[str, np.ndarray]:
+        """Return the arrays of leaves by role, of rows of a part's view. sorts: permuted inputs by group."""
         assert self._form is not None
         if self._form.is_integer:
             codes = read_codes(part, self._form, self._whole)
-            if codes.places is not None:
-                why = f"{part.name}: its inputs are permuted (act-order), which is computed only with wide weights"
-                raise ModelLoadError(why, fix="set model.quantization: none")
+            if codes.places is not None and not sorts:
+                of = "experts" if self._form.permuted else "a checkpoint whose configuration does not say so"
+                why = f"{part.name}: its inputs are permuted (act-order), which is not computed packed for {of}"
+                raise ModelLoadError(why, fix=_WIDE)
+            codes = codes.in_order()
         elif part.mxfp4:
             return mxfp4_codes(*self._mxfp4(part), part, rows)
         else:
@@ -166,6 +184,16 @@ def _regions(spec: ParamSpec, index: Region) -> Iterator[tuple[Part, Region, Reg
         if all(a < b for a, b in overlap):
             place = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(overlap, bounds, strict=True))
             yield part, place, tuple(slice(a - s, b - s) for (a, b), s in zip(overlap, part.start, strict=True))
+
+
+def _order(part: Part, places: np.ndarray | None, form: StoredForm) -> np.ndarray:
+    """Return the inputs of a part sorted by group."""
+    depth = part.shape[1]
+    if places is None:
+        return np.arange(depth, dtype=np.int32)
+    if (np.bincount(places, minlength=form.num_groups(depth)) != form.group).any():
+        raise ModelLoadError(f"{part.name}: its groups of permuted inputs differ in size", fix=_WIDE)
+    return input_order(places)
 
 
 def _view(array: np.ndarray, part: Part) -> np.ndarray:

@@ -20,6 +20,7 @@ from jaxserve.models.weights import ParamSpec
 Bounds = tuple[tuple[int, int], ...]
 Read = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]  # a parameter and a rectangle -> its numbers
 ReadCodes = Callable[[ParamSpec, tuple[slice, ...], int], dict[str, np.ndarray]]  # and a group -> {role: array}
+ReadOrder = Callable[[ParamSpec], np.ndarray]  # a parameter -> its inputs sorted by group
 ENCODED_BYTES = 2**26  # bytes of float32 that are encoded at a time
 
 
@@ -30,9 +31,13 @@ def by_parameter(specs: Sequence[ParamSpec]) -> list[tuple[ParamSpec, ...]]:
 
 
 def read_parameter(
-    specs: Sequence[ParamSpec], shardings: Sequence[Sharding], read: Read, codes: ReadCodes | None = None
+    specs: Sequence[ParamSpec],
+    shardings: Sequence[Sharding],
+    read: Read,
+    codes: ReadCodes | None = None,
+    order: ReadOrder | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Make the leaves of one parameter, placed by `shardings`. codes: reads what is kept of the checkpoint."""
+    """Make the leaves of one parameter, placed by `shardings`. codes, order: read what is kept of the checkpoint."""
     encoded: dict[Bounds, dict[str, np.ndarray]] = {}
 
     def part(spec: ParamSpec, index: tuple[slice, ...] | None) -> np.ndarray:
@@ -40,6 +45,9 @@ def read_parameter(
         assert index is not None
         if spec.packing is None:
             return read(spec, index)
+        if spec.packing.role == "order":
+            assert order is not None
+            return order(spec.wide())[index]
         bounds = _wide_bounds(spec, index)
         if bounds not in encoded:
             index = tuple(slice(*bound) for bound in bounds)

@@ -23,6 +23,8 @@ _MARKS = {
     "gptq": "qweight",
     "awq": "qweight",
 }
+_G_IDX = "weight_g_idx"
+_PLACES = ("g_idx", _G_IDX)  # the group of each input, by GPTQ and by compressed-tensors
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # in an int32, of the codes of eight successive outputs
 
 
@@ -37,6 +39,12 @@ class Codes:
     scales: np.ndarray
     zeros: np.ndarray | None
     places: np.ndarray | None = None
+
+    def in_order(self) -> Codes:
+        """Return the weight with its inputs sorted by group, see `input_order`."""
+        if self.places is None:
+            return self
+        return Codes(self.values[:, input_order(self.places)], self.scales, self.zeros)
 
     def repeated(self, group: int) -> dict[str, np.ndarray]:
         """Return the arrays of leaves by role, with a scale and a zero for `group` numbers, as they are or repeated.
@@ -75,10 +83,12 @@ def code_tensors(part: Part, form: StoredForm) -> Shapes:
         case "int-quantized" | "gguf":
             found: Shapes = {"weight": ((rows, depth),), "weight_scale": ((rows, count),)}
             found |= {"weight_zero_point": ((rows, count),)} if form.zeros else {}
+            found |= {_G_IDX: ((depth,),)} if form.permuted else {}
         case "pack-quantized":
             found = {"weight_packed": ((rows, -(-depth // per)),), "weight_scale": ((rows, count),)}
             found |= {"weight_shape": ((2,),)}
             found |= {"weight_zero_point": ((-(-rows // per), count),)} if form.zeros else {}
+            found |= {_G_IDX: ((depth,),)} if form.permuted else {}
         case "gptq":
             found = {"qweight": ((depth // per, rows),), "qzeros": ((count, rows // per),), "g_idx": ((depth,),)}
             found |= {"scales": ((count, rows),)}
@@ -97,9 +107,10 @@ def code_bytes(part: Part, form: StoredForm) -> int:
 
 def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
     """Read a part. Raises ModelLoadError if scales are not finite, or an input has no group."""
-    tensors = {name.rpartition(".")[2]: read(name) for name in code_tensors(part, form)}
+    names = {name.rpartition(".")[2]: name for name in code_tensors(part, form)}
+    tensors = {kind: read(name) for kind, name in names.items() if kind not in _PLACES}
     rows, depth = part.shape
-    zeros = places = None
+    zeros, places = None, read_places(part, form, read)
     match form.method:
         case "int-quantized" | "gguf":
             values, scales = tensors["weight"], tensors["weight_scale"]
@@ -109,7 +120,6 @@ def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
             if form.zeros:
                 zeros = _unpack(tensors["weight_zero_point"].T, form.bits)[:, :rows].T
         case "gptq":
-            places = _places(part, form, tensors["g_idx"])
             values, scales = _unpack(tensors["qweight"].T, form.bits), tensors["scales"].T
             zeros = _unpack(tensors["qzeros"], form.bits).T
         case _:  # awq
@@ -145,10 +155,23 @@ def _unpack_awq(words: np.ndarray) -> np.ndarray:
     return codes[..., _AWQ_PLACES].reshape(len(words), -1)
 
 
-def _places(part: Part, form: StoredForm, g_idx: np.ndarray) -> np.ndarray | None:
-    """Return the group of each input, None if groups are successive inputs; others are act-order's."""
+def input_order(places: np.ndarray) -> np.ndarray:
+    """Return the inputs sorted by group, in their order within a group: int32 [I]. places: see `Codes`."""
+    return np.argsort(places, kind="stable").astype(np.int32)
+
+
+def read_places(part: Part, form: StoredForm, read: Read) -> np.ndarray | None:
+    """Return the group of each input, None if groups are successive inputs; others are act-order's.
+
+    Raises ModelLoadError if an input has no group.
+    """
     depth = part.shape[1]
-    if np.array_equal(g_idx, np.arange(depth) // (form.group or depth)):
+    name = next((name for name in code_tensors(part, form) if name.rpartition(".")[2] in _PLACES), None)
+    if name is None:
+        return None
+    g_idx = read(name).astype(np.int32)
+    unused = name.endswith(_G_IDX) and (g_idx == -1).all()  # as compressed-tensors writes groups in order
+    if unused or np.array_equal(g_idx, np.arange(depth) // (form.group or depth)):
         return None
     if g_idx.min() < 0 or g_idx.max() >= form.num_groups(depth):
         raise ModelLoadError(f"{part.name}: g_idx names a group that is not there", fix="download the checkpoint again")

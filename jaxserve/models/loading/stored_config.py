@@ -22,6 +22,7 @@ from jaxserve.text.regex_guard import check_pattern
 _INTEGER_FORMATS = ("int-quantized", "pack-quantized")
 _FLOAT_FORMATS = (None, "float-quantized", "naive-quantized", "dense")
 _IGNORED = ("ignore", "exclude_modules")
+_PERMUTED = ("group", "dynamic")  # the words of `actorder` for groups that are not successive inputs
 _BY = re.compile(r"\d{1,7}x\d{1,7}")
 
 
@@ -121,16 +122,16 @@ def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None
     _only(group, "targets", ["Linear"])
     _only(group, "output_activations", None)
     _only(scheme, "type", "int")
-    _only(scheme, "actorder", None, "weight", "static")
+    _only(scheme, "actorder", None, "weight", "static", *_PERMUTED)
     _only(scheme, "strategy", "channel", "group")
     _only(scheme, "symmetric", None, True, False)
     _only(found, "sparsity_config", None, {})
     size = scheme.get("group_size") if scheme["strategy"] == "group" else None
     ignored = tuple(_pattern(name) for name in _names(found, "ignore"))
     zeros = scheme.get("symmetric") is False
-    return StoredForm(
-        form, _bits(scheme, "num_bits"), _group(size), zeros, ignored, rounds_activations=_rounds_activations(found)
-    )
+    permuted = size is not None and scheme.get("actorder") in _PERMUTED
+    own = {"permuted": permuted, "rounds_activations": _rounds_activations(found)}
+    return StoredForm(form, _bits(scheme, "num_bits"), _group(size), zeros, ignored, **own)
 
 
 def _rounds_activations(found: Json) -> bool:
@@ -165,13 +166,16 @@ def _check_bound(found: Json) -> None:
 
 
 def _gptq(found: Json) -> StoredForm:
-    _only(found, "desc_act", None, False, True)  # True: whether inputs are permuted is known from the files
+    _only(found, "desc_act", None, False, True)
+    _only(found, "static_groups", None, False, True)
     _only(found, "dynamic", None, {})
     _only(found, "lm_head", None, False)
     _only(found, "checkpoint_format", None, "gptq", "gptq_v2")
     offset = 0 if found.get("checkpoint_format") == "gptq_v2" else 1
     ignored = (r"^lm_head$", *(re.escape(name) for name in _names(found, "modules_to_not_convert")))
-    return StoredForm("gptq", _bits(found, "bits"), _group(found.get("group_size")), True, ignored, offset)
+    group = _group(found.get("group_size"))
+    permuted = bool(found.get("desc_act")) and not found.get("static_groups") and group is not None
+    return StoredForm("gptq", _bits(found, "bits"), group, True, ignored, offset, permuted)
 
 
 def _awq(found: Json) -> StoredForm:

@@ -92,7 +92,7 @@ def build(config: ModelConfig, dtype: jnp.dtype) -> ModelStructure:
             assert config.stored_form is not None
             keep_stored(model, config.stored_form)
         elif config.quantization != "none":
-            quantize(model, config.quantization)
+            quantize(model, config.quantization, head=config.quantized_head)
         return model
 
     graphdef, state = nnx.split(nnx.eval_shape(make))

@@ -133,7 +133,8 @@ class NamedTensors:
         return self._held
 
     def make(self, specs: Specs, shardings: Sequence[Sharding]) -> tuple[jax.Array, ...]:
-        return read_parameter(specs, shardings, self._reader.read, self._reader.read_codes)
+        reader = self._reader
+        return read_parameter(specs, shardings, reader.read, reader.read_codes, reader.read_order)
 
 
 def _check_numbers(specs: Sequence[ParamSpec], checkpoint: Checkpoint, form: StoredForm | None) -> None:

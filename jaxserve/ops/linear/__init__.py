@@ -67,6 +67,8 @@ def linear(
     The other formulations convert a weight of another form to x's dtype first.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
+    if isinstance(w, Quantized):
+        x, w = w.meet(x)
     if native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
         y = _native(x, _matrix(w), few=not deterministic, rounded=rounded).reshape(x.shape[0], *w.shape[:-1])
     elif triton and not deterministic and isinstance(w, Quantized) and _few_bits().takes(x):

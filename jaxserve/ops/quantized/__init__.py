@@ -6,6 +6,7 @@ MXFP4 has E2M1 values, no zeros, and the exponents of its scales.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -26,11 +27,13 @@ class Quantized:
     scales: float32 [..., N, K / group]; of MXFP4 uint8: the code e is the scale 2^(e - 127),
       and e is never 255 (NaN).
     zeros: float32 [..., N, K / group]; None: the zero is MIDDLE for 4-bit integers, else 0. FP8 and MXFP4 have none.
+    order: int32 [K], which input meets each column (act-order); None: they are in order. Experts have none.
     """
 
     values: jax.Array
     scales: jax.Array
     zeros: jax.Array | None = None
+    order: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,8 +56,15 @@ class Quantized:
         return self.scales.dtype == jnp.uint8
 
     def matrix(self) -> Quantized:
-        """Return the weight with all dimensions but the last as one: values [N, K]."""
+        """Return the weight with all dimensions but the last as one: values [N, K]. It has no `order`."""
+        assert self.order is None
         return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), self)
+
+    def meet(self, x: jax.Array) -> tuple[jax.Array, Quantized]:
+        """Return x [T, K] in the order of the columns, and the weight without `order`: the product is the same."""
+        if self.order is None:
+            return x, self
+        return jnp.take(x, self.order, axis=1, mode="clip"), dataclasses.replace(self, order=None)
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
         """Return the numbers [..., N, K] in `dtype`, rounded from float32."""
@@ -66,7 +76,8 @@ class Quantized:
             grouped = grouped - self.zeros[..., None]
         elif self.packed and not self.mxfp4:
             grouped = grouped - MIDDLE
-        return (grouped * scales[..., None]).reshape(self.shape).astype(dtype)
+        wide = (grouped * scales[..., None]).reshape(self.shape).astype(dtype)
+        return wide if self.order is None else jnp.take(wide, jnp.argsort(self.order), axis=-1)
 
 
 def _unpacked(values: jax.Array) -> jax.Array:
