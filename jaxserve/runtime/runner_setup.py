@@ -183,9 +183,9 @@ def _products(loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, backe
     experts = kernels_of(config.experts, mesh.platform)
     if loaded.config.moe is not None:
         logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
-    rounded = rounded_products(config, loaded, mesh, backend)
+    rounded, sharded = rounded_products(config, loaded, mesh, backend), len(mesh.devices) > 1
     return Products(
-        config.deterministic, native_products(backend, mesh), triton_products(backend, mesh), rounded, experts
+        config.deterministic, native_products(backend, mesh), triton_products(backend), rounded, experts, sharded
     )
 
 
@@ -225,6 +225,6 @@ def rounded_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh
     return True
 
 
-def triton_products(backend: Backend, mesh: DeviceMesh) -> bool:
-    """Return whether linear layers with quantised weights are the Triton kernel, which runs on one device only."""
-    return backend.name in ("triton", "mosaic_gpu") and len(mesh.devices) == 1
+def triton_products(backend: Backend) -> bool:
+    """Return whether linear layers with quantised weights are the Triton kernel."""
+    return backend.name in ("triton", "mosaic_gpu")

@@ -50,6 +50,7 @@ def linear(
     native: bool = False,
     triton: bool = False,
     rounded: bool = False,
+    sharded: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Multiply x [T, in] by w [*out, in] transposed and add bias [*out].
@@ -63,7 +64,8 @@ def linear(
       CPU. A bfloat16 or quantised weight gives the bits of the same numbers in float32.
     rounded: with native, round the activations for weights that `native.rounds` names, which is faster.
     triton: use `few_bits` for a quantised weight and few rows of 16-bit activations, not if deterministic. The program
-      runs on one GPU.
+      runs on GPUs.
+    sharded: with triton, the program runs over several devices.
     The other formulations convert a weight of another form to x's dtype first.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -72,7 +74,8 @@ def linear(
     if native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
         y = _native(x, _matrix(w), few=not deterministic, rounded=rounded).reshape(x.shape[0], *w.shape[:-1])
     elif triton and not deterministic and isinstance(w, Quantized) and _few_bits().takes(x):
-        y = _few_bits().matmul(x, w.matrix(), out_dtype).reshape(x.shape[0], *w.shape[:-1])
+        few_bits = _few_bits("sharded_few_bits" if sharded else "few_bits")
+        y = few_bits.matmul(x, w.matrix(), out_dtype).reshape(x.shape[0], *w.shape[:-1])
     elif deterministic:
         y = _at_least_two_rows(x, w, out_dtype)
     elif x.shape[0] <= WEIGHT_FIRST_ROWS:
@@ -92,13 +95,15 @@ class Products:
     triton: bool = False
     rounded: bool = False
     experts: Literal["auto", "xla", "triton"] = "auto"  # auto: the C kernel if `native`, else XLA
+    sharded: bool = False
 
     def __call__(
         self, x: jax.Array, w: Weight, bias: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
     ) -> jax.Array:
         """See `linear`: x [T, in], w [*out, in], bias [*out] -> [T, *out]."""
         chosen = {"deterministic": self.deterministic, "native": self.native, "triton": self.triton}
-        return linear(x, w, bias, out_dtype=out_dtype, rounded=self.rounded, **chosen)
+        chosen |= {"rounded": self.rounded, "sharded": self.sharded}
+        return linear(x, w, bias, out_dtype=out_dtype, **chosen)
 
     def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | TritonExperts | None:
         """Return what multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
@@ -120,9 +125,9 @@ def _native(x: jax.Array, w: Weight, *, few: bool, rounded: bool) -> jax.Array:
     return kernels.matmul_few(x, w) if few else kernels.matmul(x, w)
 
 
-def _few_bits() -> ModuleType:
+def _few_bits(name: str = "few_bits") -> ModuleType:
     """Import the kernel for GPUs only where it is used: not every build of jax has Pallas' Triton modules."""
-    return importlib.import_module("jaxserve.ops.linear.few_bits")
+    return importlib.import_module(f"jaxserve.ops.linear.{name}")
 
 
 def _matrix(w: Weight) -> Weight:

@@ -25,7 +25,12 @@ FIX = "convert the checkpoint again with this version of jaxserve"
 _PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "dimension_separator": "."}
 MAX_CHUNKS = 65536  # of an array; `convert` writes one per device
 _DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "<f4": np.dtype("<f4"), "<f2": np.dtype("<f2")}
-_DTYPES |= {"float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn), "|i1": np.dtype("i1"), "|u1": np.dtype("u1")}
+_DTYPES |= {
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "|i1": np.dtype("i1"),
+    "|u1": np.dtype("u1"),
+    "<i4": np.dtype("<i4"),
+}
 
 
 @dataclass(frozen=True)

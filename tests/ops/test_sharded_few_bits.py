@@ -1,0 +1,65 @@
+"""The Triton kernel for few bits over several devices: interpreted on four simulated ones, against one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.ops.linear import few_bits, sharded_few_bits
+from jaxserve.ops.quantized import Quantized
+from tests.ops.test_quantized import RNG, quantized
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+DEVICES = 4
+
+
+def test_over_devices() -> None:
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.ops.test_sharded_few_bits"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def check(mesh: Mesh, kind: str, rows: P, *, zeros: bool = False) -> None:
+    """Compare the product with that of one device. rows: how the weight [N, K] is split."""
+    w = quantized(kind, 128, 512, zeros=zeros)
+    x = jnp.asarray(RNG.standard_normal((3, 512), np.float32)).astype(jnp.bfloat16)
+    want = few_bits.matmul(x, w, jnp.float32, interpret=True)
+    split = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, rows)), w)
+    whole = jax.device_put(x, NamedSharding(mesh, P()))
+
+    @jax.jit
+    def multiply(x: jax.Array, w: Quantized) -> jax.Array:
+        return sharded_few_bits.matmul(x, w, jnp.float32, interpret=True)
+
+    got = multiply(whole, split)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
+    text = multiply.lower(whole, split).compile().as_text()
+    values = f"{'u8' if w.packed else '[sf]8[e4m3fn]*'}\\[(\\d+),(\\d+)\\]"
+    sizes = {tuple(map(int, found)) for found in re.findall(values, text)}
+    assert max(n * k for n, k in sizes) <= w.values.size // DEVICES, sizes  # no device holds more of it
+    assert ("all-reduce" in text) == (rows[0] is None)
+
+
+def main() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 2, 2), ("data", "tensor", "expert"))
+    both = ("tensor", "expert")
+    check(mesh, "int4", P(both, None), zeros=True)
+    check(mesh, "int4", P(None, both))
+    check(mesh, "int8", P(None, both))
+
+
+if __name__ == "__main__":
+    main()
