@@ -104,11 +104,12 @@ def compile_for(program: Program) -> jax.stages.Compiled:
     sharding = jax.tree.leaves(program.out_shardings)[0]
     device = sharding.mesh.devices.flat[0]
     on_tpu = device.platform == "tpu"
-    # Pallas asks which device it lowers for, and would otherwise find the machine's own.
+    # Pallas asks which device it lowers for, and would otherwise find the machine's own. Kernels over several devices
+    # are lowered while the program is compiled.
     abstract = AbstractDevice(device.device_kind, getattr(device, "core_count", 1), "tpu" if on_tpu else "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
         lowered = jitted.trace(*program.args).lower(lowering_platforms=("tpu" if on_tpu else "cuda",))
-    return lowered.compile(compiler_options=dict(program.options) or None)
+        return lowered.compile(compiler_options=dict(program.options) or None)
 
 
 def _read(name: str) -> str:

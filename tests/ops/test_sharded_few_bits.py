@@ -46,7 +46,7 @@ def check(mesh: Mesh, kind: str, rows: P, *, zeros: bool = False) -> None:
 
     got = multiply(whole, split)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
-    text = multiply.lower(whole, split).compile().as_text()
+    text = str(jax.jit(multiply).lower(whole, split).compile().as_text())
     values = f"{'u8' if w.packed else '[sf]8[e4m3fn]*'}\\[(\\d+),(\\d+)\\]"
     sizes = {tuple(map(int, found)) for found in re.findall(values, text)}
     assert max(n * k for n, k in sizes) <= w.values.size // DEVICES, sizes  # no device holds more of it

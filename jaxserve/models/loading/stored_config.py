@@ -130,8 +130,8 @@ def _compressed(found: Json, block: tuple[int, int] | None) -> StoredForm | None
     ignored = tuple(_pattern(name) for name in _names(found, "ignore"))
     zeros = scheme.get("symmetric") is False
     permuted = size is not None and scheme.get("actorder") in _PERMUTED
-    own = {"permuted": permuted, "rounds_activations": _rounds_activations(found)}
-    return StoredForm(form, _bits(scheme, "num_bits"), _group(size), zeros, ignored, **own)
+    rounds, bits = _rounds_activations(found), _bits(scheme, "num_bits")
+    return StoredForm(form, bits, _group(size), zeros, ignored, permuted=permuted, rounds_activations=rounds)
 
 
 def _rounds_activations(found: Json) -> bool:

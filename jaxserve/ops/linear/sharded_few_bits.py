@@ -37,7 +37,7 @@ def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool 
     widths = [leaf.shape[1] // groups for leaf in (x, *leaves)]
     columns = [f"(g {_name(i)})" if width > 1 else "g" for i, width in enumerate(widths)]
     rule = f"t {columns[0]}, {', '.join(f'n {each}' for each in columns[1:])} -> t n"
-    sizes = {_name(i): width for i, width in enumerate(widths) if width > 1}
+    sizes: dict[str, Any] = {_name(i): width for i, width in enumerate(widths) if width > 1}
     product.def_partition(
         functools.partial(_partition, local),
         sharding_rule=rule,
