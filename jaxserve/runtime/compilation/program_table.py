@@ -13,7 +13,7 @@ import jax
 
 
 class ProgramTable:
-    """Programs by family and size, ascending. One thread at a time may `add`; others may look for programs meanwhile."""
+    """Programs by family and size, ascending. One thread at a time may `add`; others may look for programs."""
 
     def __init__(self, families: Mapping[str, Sequence[int]], compiled: Mapping[str, jax.stages.Compiled]) -> None:
         self.by_size: dict[str, dict[int, jax.stages.Compiled]] = {family: {} for family in families}
