@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from types import EllipsisType
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -45,7 +46,7 @@ class QuantizedWeight(nnx.Module):
         ordered: bool = False,
     ) -> None:
         *rows, depth = wide.shape
-        metadata = {name: wide.get_metadata()[name] for name in ("axes", "init", "parts")}
+        metadata: dict[str, Any] = {name: wide.get_metadata()[name] for name in ("axes", "init", "parts")}
 
         def leaf(role: Role, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
             packing = Packing(kind, group, role, wide.shape, stored)
