@@ -50,7 +50,7 @@ class QuantizedWeight(nnx.Module):
 
         def leaf(role: Role, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
             packing = Packing(kind, group, role, wide.shape, stored)
-            axes = {"axes": (None,)} if role == "order" else {}
+            axes: dict[str, Any] = {"axes": (None,)} if role == "order" else {}
             return nnx.Param(jnp.zeros(shape, dtype), packing=packing, **metadata | axes)
 
         halved, scale = kind in ("int4", "mxfp4"), jnp.uint8 if kind == "mxfp4" else jnp.float32
