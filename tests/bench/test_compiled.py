@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.compiled import reading, table
+from benchmarks.compiled.programs import FAMILIES
 
 THUNKS = """\
 000: kCommandBuffer [source       | next=075 (1)]
@@ -36,18 +37,26 @@ def test_a_decode_step_is_one_graph() -> None:
         assert spilled <= (140 if name == "DeepSeek-V3 extend[512]" else 0), name  # 64 heads and 512 columns at once
 
 
+# programs that need more than the memory of one chip, 16 and 32 GB, for products of every row with every expert
+TOO_LARGE = {"v5e": ("Qwen3-235B-A22B", "gpt-oss-120b", "DeepSeek-V3"), "v6e": ("DeepSeek-V3",)}
+
+
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_a_tpu_holds_its_caches_in_place(chip: str) -> None:
     programs = table.load(chip)["programs"]
-    assert {"Llama-3.1-8B decode[1]", "Llama-3.1-8B in int8 decode[1]"} <= set(programs)
-    if chip == "v6e":
-        families = {f"{name} decode[64]" for name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Mixtral-8x7B", "Gemma-2-9B")}
-        assert families | {"Llama-3.1-8B extend[512]"} <= set(programs)
+    assert {f"{name} decode[64]" for name in FAMILIES} <= set(programs)
+    assert {f"Llama-3.1-8B {rest}" for rest in ("decode[1]", "in int8 decode[1]", "extend[512]")} <= set(programs)
     for name, found in programs.items():
+        if name.split()[0] in TOO_LARGE[chip]:
+            assert "RESOURCE_EXHAUSTED" in found["error"], name
+            continue
         assert "error" not in found, name
         assert found["pallas_calls"] >= 2 and not found["caches_not_in_place"], name
-        # Not mended: XLA keeps scales in another order than the kernel reads, and copies those of each layer twice.
-        assert found["cache_copies"] <= (4 if "int8 pages" in name else 0), name
+        # Not mended: XLA keeps scales in another order than the kernel reads, and copies those of each layer twice. It
+        # copies the cache of heads of 64 numbers three times a layer, and that of a single head once.
+        known = {"Llama-3.1-8B with int8 pages": 4, "gpt-oss-120b": 6, "Gemma-3-1B": 2}
+        copies = {f"{model} decode[64]": count for model, count in known.items()}
+        assert found["cache_copies"] <= copies.get(name, 0), name
 
 
 def test_a_layer_is_ten_kernels_by_cublas() -> None:
