@@ -59,11 +59,12 @@ def query_blocks(rows: Rows, num_tokens: int, block: int, min_tokens: int) -> Qu
     return QueryBlocks(row, first, live)
 
 
-def tokens_of_long_rows(rows: Rows, num_tokens: int, min_tokens: int) -> jax.Array:
-    """Return bool [T]: whether each token belongs to a row of at least `min_tokens` tokens."""
+def row_of_tokens(rows: Rows, num_tokens: int) -> jax.Array:
+    """Return int32 [T]: the row of each token, R for a token of no row."""
+    num_rows = rows.q_len.shape[0]
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     inside = (token >= rows.start[None]) & (token < (rows.start + rows.q_len)[None])
-    return jnp.any(inside & (rows.q_len >= min_tokens)[None], axis=1)
+    return jnp.min(jnp.where(inside, jnp.arange(num_rows, dtype=jnp.int32)[None], num_rows), axis=1)
 
 
 def attend_ragged(
@@ -72,9 +73,10 @@ def attend_ragged(
     decode: Callable[[jax.Array, jax.Array], jax.Array],
     extend: Callable[[jax.Array, Rows], jax.Array],
 ) -> jax.Array:
-    """Attend q [T, N, D] -> [T, N, D]: rows of one token by `decode`, rows of several by `extend`.
+    """Attend q [T, N, D] -> [T, N, D]: rows of one token by `decode`, rows of several by `extend`. Zeros elsewhere.
 
-    decode: (q [R, N, D], kv_lens int32 [R]) -> [R, N, D]. extend: (q [T, N, D], rows) -> [T, N, D].
+    decode: (q [R, N, D], kv_lens int32 [R]) -> [R, N, D]. extend: (q [T, N, D], rows) -> [T, N, D], of which only the
+    tokens of rows of several are read. Both results become one in a single pass.
     """
     rows = rows_of(metadata)
     kv_lens = jnp.where(rows.q_len == 1, rows.kv_len, 0)
@@ -82,4 +84,7 @@ def attend_ragged(
         return decode(q, kv_lens)
     out = extend(q, rows)
     single = decode(q.at[rows.start].get(mode="clip"), kv_lens)
-    return out.at[jnp.where(rows.q_len == 1, rows.start, q.shape[0])].set(single, mode="drop")
+    row = row_of_tokens(rows, q.shape[0])
+    q_len = rows.q_len.at[row].get(mode="fill", fill_value=0)
+    own = single.at[jnp.where(q_len == 1, row, len(single))].get(mode="fill", fill_value=0)
+    return jnp.where((q_len > 1)[:, None, None], out, own)

@@ -27,7 +27,6 @@ from jaxserve.ops.paged_attention.ragged import (
     Rows,
     attend_ragged,
     query_blocks,
-    tokens_of_long_rows,
 )
 from jaxserve.ops.paged_attention.scaled_pages import Pages, stored
 
@@ -138,7 +137,7 @@ def _attend_last_tokens(layer: _Layer, q: jax.Array, kv_lens: jax.Array) -> jax.
 
 
 def _attend_long_rows(layer: _Layer, q: jax.Array, rows: Rows) -> jax.Array:
-    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Zeros for all other rows."""
+    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Undefined for all others."""
     num_tokens, heads, head_dim = q.shape
     kv_heads = layer.spec.num_kv_heads
     group = heads // kv_heads
@@ -152,8 +151,7 @@ def _attend_long_rows(layer: _Layer, q: jax.Array, rows: Rows) -> jax.Array:
     by_block = by_block.transpose(0, 2, 1, 3, 4).reshape(-1, kv_heads, block * group, head_dim)
     out = _attend_blocks(layer, by_block, blocks, rows.kv_len, group).reshape(-1, kv_heads, block, group, head_dim)
     out = out.transpose(0, 2, 1, 3, 4).reshape(-1, heads, head_dim)
-    out = out.at[_place_in_blocks(cut, rows, num_tokens, block)].get(mode="clip")
-    return jnp.where(tokens_of_long_rows(rows, num_tokens, 2)[:, None, None], out, jnp.zeros_like(out))
+    return out.at[_place_in_blocks(cut, rows, num_tokens, block)].get(mode="clip")
 
 
 def _place_in_blocks(cut: QueryBlocks, rows: Rows, num_tokens: int, block: int) -> jax.Array:

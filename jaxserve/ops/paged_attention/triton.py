@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as plt
 
 from jaxserve.ops.paged_attention import triton_heads, triton_latent
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout, ProjectedHeads
-from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks, tokens_of_long_rows
+from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.split_kv import PROGRAMS, Layer, join_splits, num_splits
 from jaxserve.ops.paged_attention.triton_latent import LatentTuning
@@ -133,7 +133,7 @@ def _attend_last_tokens(
 
 
 def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool) -> jax.Array:
-    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Zeros for all other rows."""
+    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Undefined for all others."""
     num_tokens, heads, head_dim = q.shape
     kv_heads, pages = layer.spec.num_kv_heads, jax.tree.leaves(layer.tokens)
     group = heads // kv_heads
@@ -166,8 +166,7 @@ def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonT
     out, lse = out.reshape(q.shape), lse.reshape(num_tokens, heads)
     if layer.sinks is not None:
         out = join_splits(out[:, None], lse[:, None], layer.sinks).astype(q.dtype)
-    # Memory that no block wrote is uninitialised.
-    return jnp.where(tokens_of_long_rows(rows, num_tokens, 2)[:, None, None], out, jnp.zeros_like(out))
+    return out
 
 
 def _of_head(pages: list[jax.Array]) -> list[pl.BlockSpec]:

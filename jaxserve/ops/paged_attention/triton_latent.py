@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxserve.ops.paged_attention.base import AttentionSpec
-from jaxserve.ops.paged_attention.ragged import Rows, query_blocks, tokens_of_long_rows
+from jaxserve.ops.paged_attention.ragged import Rows, query_blocks
 from jaxserve.ops.paged_attention.scaled_pages import is_scaled
 from jaxserve.ops.paged_attention.split_kv import Layer, join_splits, num_splits
 from jaxserve.ops.paged_attention.triton_parts import Scales, Softmax, add_tile, empty, finish, join, places
@@ -138,7 +138,7 @@ def attend_last_tokens(
 
 
 def attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: LatentTuning, interpret: bool) -> jax.Array:
-    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, columns]. Zeros for all other rows."""
+    """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, columns]. Undefined for all others."""
     num_tokens, heads, _ = q.shape
     sizes = _sizes(layer, heads, tuning)
     blocks = query_blocks(rows, num_tokens, sizes.tokens, min_tokens=2)
@@ -157,8 +157,7 @@ def attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: LatentTu
     )(*inputs)
     if layer.sinks is not None:
         out = join_splits(out[:, None], lse[:, None], layer.sinks).astype(q.dtype)
-    # Memory that no block wrote is uninitialised.
-    return jnp.where(tokens_of_long_rows(rows, num_tokens, 2)[:, None, None], out, jnp.zeros_like(out))
+    return out
 
 
 def _add(state: Softmax, q: list[jax.Array], pages, place: jax.Array, sizes: _Sizes, seen) -> Softmax:

@@ -119,7 +119,7 @@ def _attend_blocks(layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
     """Attend the rows of two or more tokens in blocks of at most QUERY_BLOCK tokens: q float32 [T, N, D] -> the same.
 
     A block that ends after its row writes zeros there. Blocks are written in the order of their tokens, so those
-    zeros are overwritten by the next row's block, or by `attend_ragged`.
+    zeros are overwritten by the next row's block, or not read by `attend_ragged`.
     """
     tokens = q.shape[0]
     block = min(QUERY_BLOCK, tokens)
