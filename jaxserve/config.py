@@ -374,7 +374,8 @@ def _explain(error: ValidationError) -> str:
         if detail["type"] == "extra_forbidden" and len(where) <= 2:
             reasons[f"unknown key {key}{suggestion(key, [*known_keys(), *Config.model_fields])}"] = []
             continue
-        reasons.setdefault(key, []).append(detail["msg"].removeprefix("Value error, ").removeprefix("Input "))
+        word = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").partition(", unable to parse")[0]
+        reasons.setdefault(key, []).append(word)
         if rest and rest[0] not in (*SECRETS, *_LISTS):
             shown[key] = f", not {detail['input']!r:.80}"
     lines = (

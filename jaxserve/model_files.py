@@ -83,7 +83,8 @@ def read_json(path: Path) -> Any:
     except RecursionError:
         raise ModelLoadError(f"{path} cannot be read, it is nested too deep") from None
     except ValueError as error:
-        raise ModelLoadError(f"{path} cannot be read, it is not valid JSON: {error}") from error
+        fix = "download the checkpoint again"
+        raise ModelLoadError(f"{path} cannot be read, it is not valid JSON: {error}", fix=fix) from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def run(words: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"ok": not bad, "findings": [asdict(finding) for finding in found]}, indent=2))
     else:
-        print(f"\n{bad} of {len(found)} findings must be mended" if bad else f"\nall {len(found)} checks can serve")
+        print(f"\n{bad or 'none'} of {len(found)} findings must be mended")
     return 1 if bad else 0
 
 

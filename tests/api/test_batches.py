@@ -1,6 +1,7 @@
 """The Batch API as the official client uses it, through the real routes and an engine whose tokens are known."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -166,6 +167,10 @@ def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:
     live.link.delay = 0.002
     batch = create(client, [chat_line(number) for number in range(5000)])
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 10, "ten lines are done")
+    text = live.http.get("/metrics").text
+    assert "jaxserve:batches_requests 5000.0" in text
+    finished = re.search(r"^jaxserve:batches_requests_finished (\S+)", text, re.M)
+    assert finished is not None and 10 <= float(finished[1]) < 5000
     assert client.batches.cancel(batch.id).status == "cancelling"
     client.files.delete(batch.input_file_id)
     batch = wait(client, batch)
@@ -176,6 +181,7 @@ def test_cancel_5000_midway(client: Any, live: LiveServer) -> None:
     assert len(output) + len(errors) == 5000
     assert {line["error"]["code"] for line in errors if line["response"] is None} == {"batch_cancelled"}
     assert client.batches.cancel(batch.id).status == "cancelled"
+    wait_until(lambda: "jaxserve:batches_requests 0.0" in live.http.get("/metrics").text, "no batch runs")
 
 
 def test_5000_lines(client: Any) -> None:

@@ -17,7 +17,9 @@ import tarfile
 import tempfile
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -48,13 +50,13 @@ def check_files(folder: Path) -> None:
     )
 
 
-def check_server(environment: Path) -> None:
-    """Start the server from a directory of its own, with empty caches, and ask it."""
+def check_server(environment: Path, more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Start the server from a directory of its own, with empty caches, and ask it. more: variables of the server"""
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as folder, Path(folder, "log").open("w+") as log:
         environ = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
-        environ |= {"HOME": folder, "PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1"}
+        environ |= {"HOME": folder, "PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1", **more}
         command = [str(environment / "bin" / "jaxserve"), "launch", "--port", url.rpartition(":")[2]]
         start = time.monotonic()
         server = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log)

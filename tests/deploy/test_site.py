@@ -1,7 +1,12 @@
-"""The site of the docs: every page is in it, and links between folders become its links."""
+"""The site of the docs: every page is in it, links between folders become its links, and it is built."""
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import yaml
 
 from docgen.site import PAGES as SITE_PAGES
@@ -23,3 +28,13 @@ def test_links_of_the_site() -> None:
         "[a](index.md#b) [c](d.md) [e](https://r/jaxserve/config.py) [f](#g) [h](https://i)"
     )
     assert site_links("[a](docs/chat.md#b) [c](SECURITY.md)", ".", "x") == "[a](chat.md#b) [c](SECURITY.md)"
+
+
+@pytest.mark.skipif(find_spec("material") is None, reason="needs mkdocs-material, of the extra test")
+def test_the_site_is_built_and_its_links_hold(tmp_path: Path) -> None:
+    """With --quiet, --strict would count no warning."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "jaxserve doctor" in (tmp_path / "site" / "doctor" / "index.html").read_text(encoding="utf-8")

@@ -81,7 +81,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        result = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        result = self.send(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, userGesture=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 

@@ -43,6 +43,8 @@ def behind_prefix(server: str, prefix: str) -> Iterator[str]:
     with client, ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{proxy.server_port}{prefix}"
-        proxy.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{proxy.server_port}{prefix}"
+        finally:
+            proxy.shutdown()
+            thread.join()

@@ -16,6 +16,7 @@ from jaxserve.api.http.page_paths import PAGE_FILES
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
 from tests.api.conftest import LiveServer, reply_with
+from tests.api.test_batches import chat_line
 from tests.api.test_tools import CALL, WEATHER
 from tests.e2e.browser import ENDED, LAST, Browser, ask, open_page
 from tests.e2e.prefix_proxy import behind_prefix
@@ -122,16 +123,90 @@ def test_behind_a_prefix(server: LiveServer, browser: Browser) -> None:
         browser.wait(f"{ENDED} === 1")
         assert browser.run("document.querySelector('.assistant .body').innerText") == "under a prefix"
         browser.run("location.hash = 'live'")
-        browser.wait("document.querySelectorAll('polyline')[7]?.getAttribute('points')")
+        browser.wait("[...document.querySelectorAll('polyline')].at(-1)?.getAttribute('points')")
+        browser.send("Page.navigate", url="about:blank")
+    assert browser.complaints == []
+
+
+def stored(browser: Browser) -> Any:
+    """The texts of the conversations that the browser keeps."""
+    talks = json.loads(browser.run("localStorage.getItem('jaxserve.talks')"))
+    return [[message["content"] for message in talk["messages"]] for talk in talks]
+
+
+def test_regenerate_edit_and_copy(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    open_page(browser, server.url)
+    reply_with(server, "```\none\n```")
+    ask(browser, "A")
+    browser.wait(f"{ENDED} === 1")
+    browser.send("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    browser.press("Copy", "document.querySelector('.code')")
+    browser.wait("document.querySelector('.code button').textContent === 'Copied'")
+    assert browser.run("navigator.clipboard.readText()") == "one"
+    reply_with(server, "two")
+    browser.press("Regenerate", LAST)
+    browser.wait(f"{ENDED} === 1 && {LAST}.querySelector('.body').innerText === 'two'")
+    assert stored(browser) == [["A", "two"]]
+    browser.press("Edit", "document.querySelector('.user')")
+    assert browser.run("document.querySelectorAll('.message').length") == 0
+    enter = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r", "modifiers": 8}  # with Shift
+    browser.send("Input.dispatchKeyEvent", type="keyDown", **enter)
+    browser.type("B")
+    browser.picture(tmp_path / "edit.png")
+    browser.type("\n")
+    browser.wait(f"{ENDED} === 1")
+    assert stored(browser) == [["A\nB", "two"]]
+    assert browser.complaints == []
+
+
+def test_the_settings_are_sent(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
+    browser.open(f"{server.url}/", width=390, dark=True)
+    browser.press("Settings")
+    values = {"system": "Be brief.", "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 3}
+    for name, value in values.items():
+        browser.run(f"document.getElementById('{name}').value = {json.dumps(value)}")
+    browser.picture(tmp_path / "settings_narrow.png")
+    browser.press("Close")
+    browser.open(f"{server.url}/?again")  # they are kept
+    browser.wait("document.getElementById('models').value === 'demo'")
+    ask(browser, "A")
+    browser.wait(f"{ENDED} === 1")
+    sent = server.link.seen[-1]
+    assert "Be brief." in server.link.tokenizer.decode(sent.prompt_token_ids)
+    found = sent.params
+    assert (found.temperature, found.top_p, found.max_tokens, found.seed) == (0.5, 0.9, 7, 3)
+    assert browser.run(f"{LAST}.querySelector('.dim').innerText") == "ended: the limit of tokens is reached"
+    assert browser.complaints == []
+
+
+def test_a_batch_in_progress_is_shown_and_cancelled(browser: Browser, tmp_path: Path) -> None:
+    lines = [chat_line(number) for number in range(40)]
+    (tmp_path / "work.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with LiveServer(store=tmp_path / "store") as server:
+        server.link.delay = 0.01
+        open_page(browser, server.url)
+        browser.run("location.hash = 'files'")
+        browser.choose_file("#upload", tmp_path / "work.jsonl")
+        table = "document.getElementById('batch-table')"
+        browser.wait("document.getElementById('file-table').innerText.includes('work.jsonl')")
+        browser.press("Start batch")
+        browser.wait(f"{table}.querySelector('progress')?.value > 1")
+        server.call(server.link.hold.clear)
+        browser.picture(tmp_path / "batch.png")
+        browser.run("location.hash = 'live'")
+        plot = "[...document.querySelectorAll('figure')].find((each) => each.textContent.startsWith('Batch progress'))"
+        browser.wait(f"/^[1-9]/.test({plot}?.querySelector('b').textContent)")
+        browser.picture(tmp_path / "live_batch.png")
+        browser.run("location.hash = 'files'")
+        browser.press("Cancel", table)
+        browser.wait(f"{table}.innerText.includes('cancelled')")
+        assert not server.call(lambda: list(server.link.running))
+        browser.picture(tmp_path / "cancelled.png")
         browser.send("Page.navigate", url="about:blank")
     assert browser.complaints == []
 
 
 def test_branches_and_deletion(server: LiveServer, browser: Browser, tmp_path: Path) -> None:
-    def stored() -> Any:
-        talks = json.loads(browser.run("localStorage.getItem('jaxserve.talks')"))
-        return [[message["content"] for message in talk["messages"]] for talk in talks]
-
     open_page(browser, server.url)
     reply_with(server, "one")
     ask(browser, "A")
@@ -140,12 +215,12 @@ def test_branches_and_deletion(server: LiveServer, browser: Browser, tmp_path: P
     reply_with(server, "two")
     browser.press("Ask again", LAST)
     browser.wait(f"{ENDED} === 1")
-    assert stored() == [["A", "two"], ["A", "one"]]
+    assert stored(browser) == [["A", "two"], ["A", "one"]]
     begin(server, browser, "never")
     browser.run("document.querySelector('#talks .here button:last-child').click()")
     server.wait(lambda: not server.link.running, "the answer to a deleted conversation is aborted")
     browser.open(f"{server.url}/?again", width=390)
-    assert stored() == [["A", "one"]]
+    assert stored(browser) == [["A", "one"]]
     browser.run("document.getElementById('menu').click()")
     browser.picture(tmp_path / "menu.png")
     assert browser.complaints == []
@@ -154,7 +229,7 @@ def test_branches_and_deletion(server: LiveServer, browser: Browser, tmp_path: P
 def test_a_key(keyed: LiveServer, browser: Browser, tmp_path: Path) -> None:
     reply_with(keyed, "Hello.")
     browser.open(f"{keyed.url}/")
-    browser.wait("document.getElementById('notice').textContent.includes('Set the API key')")
+    browser.wait("document.getElementById('notice').textContent === 'The server needs an API key. Set it in Settings.'")
     browser.picture(tmp_path / "key.png")
     ask(browser, "Hello?")
     browser.wait(f"{ENDED} === 0")

@@ -26,7 +26,7 @@ def test_a_chat(server: RunningServer, browser: Browser, tmp_path: Path) -> None
 def test_the_live_page_and_a_batch(server: RunningServer, browser: Browser, tmp_path: Path) -> None:
     open_page(browser, server.url)
     browser.run("location.hash = 'live'")
-    browser.wait("document.querySelectorAll('polyline')[7]?.getAttribute('points')")
+    browser.wait("[...document.querySelectorAll('polyline')].at(-1)?.getAttribute('points')")
     browser.run("document.getElementById('question').value = 'Tell me a long story.'")
     browser.run("document.getElementById('ask').requestSubmit()")
     browser.wait("/,2( |$)/.test(document.querySelector('polyline').getAttribute('points'))")  # a peak in tokens/s

@@ -18,6 +18,7 @@ import yaml
 
 from jaxserve import Engine, SamplingParams
 from tests.api.fakes import DEMO
+from tests.e2e.browser import ENDED, Browser, ask
 from tests.faults.launched import Launched
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import CASES
@@ -207,6 +208,34 @@ def test_a_model_without_requests_is_unloaded(front: Front, client: openai.OpenA
     front.wait_for("third", "unloaded")
     wait_until(lambda: len(front.api.children()) == children - 1, "its process is gone")
     assert front.is_in("demo", "loaded") and "failed" not in front.models()["third"]
+
+
+def test_the_page_shows_a_load_and_the_files_of_the_chosen_model(
+    front: Front, client: openai.OpenAI, browser: Browser, tmp_path: Path
+) -> None:
+    front.wait_for("third", "unloaded")
+    browser.open(f"{front.url}/")
+    browser.wait("document.getElementById('models').value === 'demo'")
+    assert browser.run("[...document.getElementById('models').options].map((each) => each.value).join()") == (
+        "demo,qwen,alias,third"
+    )
+    browser.run("document.getElementById('models').value = 'third'")
+    browser.run("document.getElementById('temperature').value = 0")
+    ask(browser, "What is the capital of France?")
+    browser.wait("document.getElementById('notice').textContent.startsWith('third is loading')")
+    browser.picture(tmp_path / "model_loading.png")
+    browser.wait(f"{ENDED} === 1")
+    assert "Paris" in browser.run("document.querySelector('.assistant .body').innerText")
+    browser.wait("document.getElementById('notice').hidden")
+    (tmp_path / "own.jsonl").write_text("{}\n")
+    browser.run("location.hash = 'files'")
+    browser.choose_file("#upload", tmp_path / "own.jsonl")
+    browser.wait("document.getElementById('file-table').innerText.includes('own.jsonl')")
+    assert "own.jsonl" in [each.filename for each in client.files.list(extra_query={"model": "third"})]
+    assert "own.jsonl" not in [each.filename for each in client.files.list()]
+    browser.press("Delete", "document.getElementById('file-table')")
+    browser.wait("!document.getElementById('file-table').innerText.includes('own.jsonl')")
+    assert browser.complaints == []
 
 
 def test_a_client_that_leaves_ends_its_request(front: Front, client: openai.OpenAI) -> None:

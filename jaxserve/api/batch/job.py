@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxserve.api.batch.batch_request import READY_POLL, Handlers, RequestRunner, unexecuted_line
@@ -20,7 +20,7 @@ from jaxserve.api.batch.failure_log import FailureLog
 from jaxserve.api.batch.pause import StoragePause
 from jaxserve.api.batch.window import Window
 from jaxserve.errors import StorageError
-from jaxserve.store import BatchError, BatchRecord, BatchStatus, Store, Validator
+from jaxserve.store import BatchError, BatchRecord, BatchStatus, LineResult, Store, Validator
 from jaxserve.store.validation import MAX_LINES
 
 RUNNING_REQUESTS_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
@@ -75,6 +75,8 @@ class BatchJob:
         self._turn = turn
         self._settings = settings
         self._stop = asyncio.Event()
+        self.total = 0  # requests; 0 until they begin to run
+        self.finished = 0  # of them, durably
         self.pause = StoragePause(f"batch {batch_id}", settings.retry_delay)
         self._stages = {
             BatchStatus.VALIDATING: self._validate,
@@ -134,7 +136,8 @@ class BatchJob:
         """Run the remaining batch requests; return whether all have finished. Finished results are durable."""
         settings = self._settings
         left = Input(self._store.input_path(batch), settings.max_line_bytes, await self._store.finished_lines(batch.id))
-        committer = Committer(functools.partial(self._store.add_results, batch.id), self.pause)
+        self.total, self.finished = batch.total, len(left.finished)
+        committer = Committer(self._save, self.pause)
         failures = FailureLog(batch.id)
         handler = self._handlers[batch.endpoint]
         runner = RequestRunner(handler, settings.ready, failures, settings.retry_delay, batch.owner)
@@ -148,6 +151,10 @@ class BatchJob:
             failures.flush()
             await committer.close(RUNNING_REQUESTS_SECONDS if leaving else None)
         return execution.done() and not execution.cancelled() and execution.result() is None
+
+    async def _save(self, results: Sequence[LineResult]) -> None:
+        await self._store.add_results(self._id, results)
+        self.finished += len(results)
 
     async def _in_turn(self, execution: Execution) -> None:
         async with self._turn:

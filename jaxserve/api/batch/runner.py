@@ -74,6 +74,11 @@ class BatchRunner:
     def num_paused(self) -> int:
         return sum(job.pause.error is not None for job in self._jobs.values())
 
+    def progress(self) -> tuple[int, int]:
+        """Return how many requests of the batches that run are finished, and how many they have."""
+        jobs = self._jobs.values()
+        return sum(job.finished for job in jobs), sum(job.total for job in jobs)
+
     def _add(self, batch_id: str) -> None:
         job = BatchJob(batch_id, self.store, self.handlers, self.window, self._turn, self._settings)
         self._jobs[batch_id] = job

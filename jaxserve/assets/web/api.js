@@ -22,11 +22,17 @@ export async function call(path, options = {}) {
   }
   if (!reply.ok) {
     const body = await reply.json().catch(() => null);
-    const hint = reply.status === 401 ? " Set the API key in Settings." : "";
-    const text = (body?.error?.message ?? `The server answers ${reply.status}.`) + hint;
+    const said = body?.error?.message ?? `The server answers ${reply.status}.`;
+    const text = reply.status !== 401 ? said : key ? "The API key is wrong. Set it in Settings." : "The server needs an API key. Set it in Settings.";
     throw Object.assign(new Error(text), { status: reply.status });
   }
   return reply;
+}
+
+// Returns what a model does that is not loaded: only a server of several models says so. "" for one that is loaded.
+export async function stateOf(model) {
+  const { status } = await (await call(`v1/models/${encodeURIComponent(model)}`)).json();
+  return !status || status.value === "loaded" ? "" : `${status.value}${status.progress ? ` (${status.progress})` : ""}`;
 }
 
 // Yields the chunks of a streamed answer. Throws if the stream ends before its last event.

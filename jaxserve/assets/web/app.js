@@ -13,6 +13,7 @@ let close = null;
 function show() {
   const name = location.hash.slice(1) in TABS ? location.hash.slice(1) : "chat";
   for (const tab of Object.keys(TABS)) byId(tab).hidden = tab !== name;
+  byId("menu").hidden = name !== "chat";
   for (const link of document.querySelectorAll("nav a")) link.classList.toggle("here", link.hash === `#${name}`);
   close?.();
   notice("");

@@ -1,6 +1,6 @@
 // The chat: asks, shows the stream, and keeps the conversation.
 
-import { stream } from "./api.js";
+import { stateOf, stream } from "./api.js";
 import { addCall, callNode, sentForm } from "./calls.js";
 import { render } from "./markdown.js";
 import { button, byId, copyButton, download, folded, made, notice } from "./page.js";
@@ -119,8 +119,12 @@ async function answerFrom(index) {
     fill(node, message);
     if (follows) list.scrollTop = list.scrollHeight;
   };
+  let begun = false;
   try {
-    for await (const chunk of stream(requestBody(asked), abort.signal)) {
+    const body = requestBody(asked);
+    tellLoading(body.model, () => !begun && running === abort);
+    for await (const chunk of stream(body, abort.signal)) {
+      begun = true;
       add(message, chunk);
       // A long text takes longer to draw, so it is drawn less often.
       due ||= setTimeout(draw, Math.min(1000, 40 + message.content.length / 100));
@@ -136,6 +140,20 @@ async function answerFrom(index) {
   if (running === abort) running = null;
   keep(own);
   if (talk === own) show();
+}
+
+// While an answer has not begun, says once a second whether its model is being loaded.
+async function tellLoading(model, isWaiting) {
+  let told = false;
+  for (;;) {
+    await new Promise((done) => setTimeout(done, 1000));
+    if (!isWaiting()) break;
+    const state = await stateOf(model).catch(() => "");
+    if (!isWaiting()) break;
+    if (state) notice(`${model} is ${state}.`, false);
+    told ||= state !== "";
+  }
+  if (told) notice("");
 }
 
 function add(message, chunk) {

@@ -3,24 +3,29 @@
 import { call } from "./api.js";
 import { button, byId, download, made, notice } from "./page.js";
 
+// Where several models are served, each has files of its own, which are asked for by the model of Settings.
+const address = (path) => {
+  const { length, value } = byId("models");
+  return length > 1 ? `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(value)}` : path;
+};
 const run = (action) => () => action().then(refresh).catch((error) => notice(error.message));
 const json = async (path, options) => (await call(path, options)).json();
 const row = (name, ...cells) => made("tr", {}, ...cells.map((cell) => made(name, {}, cell)));
 const when = (seconds) => new Date(1000 * seconds).toLocaleString();
 
 async function save(id, name) {
-  download(name, await (await call(`v1/files/${encodeURIComponent(id)}/content`)).blob());
+  download(name, await (await call(address(`v1/files/${encodeURIComponent(id)}/content`))).blob());
 }
 
 function start(file) {
   const body = JSON.stringify({ input_file_id: file.id, endpoint: "/v1/chat/completions", completion_window: "24h" });
-  return call("v1/batches", { method: "POST", headers: { "Content-Type": "application/json" }, body });
+  return call(address("v1/batches"), { method: "POST", headers: { "Content-Type": "application/json" }, body });
 }
 
 function fileRow(file) {
   const actions = [button("Download", run(() => save(file.id, file.filename)))];
   if (file.purpose === "batch") actions.push(button("Start batch", run(() => start(file))));
-  actions.push(button("Delete", run(() => call(`v1/files/${encodeURIComponent(file.id)}`, { method: "DELETE" }))));
+  actions.push(button("Delete", run(() => call(address(`v1/files/${encodeURIComponent(file.id)}`), { method: "DELETE" }))));
   return row("td", file.filename, file.purpose, `${file.bytes} B`, when(file.created_at), made("div", { className: "row" }, ...actions));
 }
 
@@ -30,7 +35,7 @@ function batchRow(batch) {
   if (batch.output_file_id) actions.push(button("Output", run(() => save(batch.output_file_id, `${batch.id}.jsonl`))));
   if (batch.error_file_id) actions.push(button("Errors", run(() => save(batch.error_file_id, `${batch.id}.errors.jsonl`))));
   if (["validating", "in_progress"].includes(batch.status)) {
-    actions.push(button("Cancel", run(() => call(`v1/batches/${encodeURIComponent(batch.id)}/cancel`, { method: "POST" }))));
+    actions.push(button("Cancel", run(() => call(address(`v1/batches/${encodeURIComponent(batch.id)}/cancel`), { method: "POST" }))));
   }
   const done = made("progress", { max: Math.max(total, 1), value: completed + failed });
   const counts = made("span", {}, done, ` ${completed} of ${total}${failed ? `, ${failed} failed` : ""}`);
@@ -38,7 +43,7 @@ function batchRow(batch) {
 }
 
 async function refresh() {
-  const [files, batches] = await Promise.all([json("v1/files?limit=100"), json("v1/batches?limit=100")]);
+  const [files, batches] = await Promise.all([json(address("v1/files?limit=100")), json(address("v1/batches?limit=100"))]);
   byId("file-table").replaceChildren(row("th", "Name", "Purpose", "Size", "Made", ""), ...files.data.map(fileRow));
   byId("batch-table").replaceChildren(row("th", "Batch", "Status", "Requests", "Made", ""), ...batches.data.map(batchRow));
 }
@@ -51,7 +56,7 @@ async function upload(event) {
   form.append("file", file);
   byId("uploading").textContent = `${file.name} is sent ...`;
   try {
-    await call("v1/files", { method: "POST", body: form });
+    await call(address("v1/files"), { method: "POST", body: form });
     notice("");
     await refresh();
   } catch (error) {
@@ -66,7 +71,8 @@ export function openFiles() {
   let ended = false;
   async function tick() {
     if (ended) return;
-    await refresh().catch((error) => ended || notice(error.message));
+    // A tab that nobody sees asks for nothing, so that the model can be unloaded when it is idle.
+    if (!document.hidden) await refresh().catch((error) => ended || notice(error.message));
     setTimeout(tick, 2000);
   }
   tick();

@@ -11,15 +11,18 @@ const PLOTS = [
   ["Time to first token", firstToken, (value) => `${(1000 * value).toFixed(0)} ms`],
   ["Running", (now) => sum(now, "jaxserve:num_requests_running"), String],
   ["Queue", (now) => sum(now, "jaxserve:num_requests_waiting"), String],
-  ["KV pages in use", (now) => 100 * sum(now, "jaxserve:kv_cache_usage"), (value) => `${value.toFixed(1)} %`],
+  ["KV pages in use", (now) => 100 * (now.get("max jaxserve:kv_cache_usage") ?? 0), (value) => `${value.toFixed(1)} %`],
   ["Prefix hits", hits, (value) => `${value.toFixed(0)} %`],
+  ["Batch progress", batchProgress, (value) => `${value.toFixed(0)} %`],
   ["Memory of the API process", (now) => sum(now, "process_resident_memory_bytes") / 2 ** 20, (value) => `${value.toFixed(0)} MiB`],
 ];
 
+// The sum of each metric over its labels, and with "max " before the name the largest: shares of several models do not add.
 export function parse(text) {
   const found = new Map();
   for (const [, name, value] of text.matchAll(/^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)/gm)) {
     found.set(name, (found.get(name) ?? 0) + Number(value));
+    found.set(`max ${name}`, Math.max(found.get(`max ${name}`) ?? -Infinity, Number(value)));
   }
   return found;
 }
@@ -36,6 +39,12 @@ function hits(now, before) {
   const grown = (name) => sum(now, name) - sum(before, name);
   const asked = grown("jaxserve:prompt_tokens_total");
   return asked > 0 ? (100 * grown("jaxserve:cached_tokens_total")) / asked : null;
+}
+
+// Of the batches that run; null where none does.
+function batchProgress(now) {
+  const requests = sum(now, "jaxserve:batches_requests");
+  return requests > 0 ? (100 * sum(now, "jaxserve:batches_requests_finished")) / requests : null;
 }
 
 function plot(title) {

@@ -18,9 +18,9 @@ export const button = (text, action) => {
   return node;
 };
 
-// The clipboard's own interface is absent from pages that came over plain HTTP from another machine.
+// The clipboard's own interface is absent from pages that came over plain HTTP from another machine, and may be denied.
 async function copy(text) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  if (await navigator.clipboard?.writeText(text).then(() => true, () => false)) return;
   const area = made("textarea", { value: text });
   document.body.append(area);
   area.select();

@@ -76,7 +76,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}", fix="check --config") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {_yaml_problem(error)}") from None
     if tree is None:
