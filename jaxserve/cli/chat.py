@@ -30,17 +30,25 @@ _STOP_SECONDS = 30.0
 def run(words: Sequence[str]) -> int:
     """Run the command `chat`. Raises ConfigError if no server answers or starts."""
     options, rest = _parser().parse_known_args(words)
-    if rest and options.url is not None:
-        raise ConfigError(f"unknown argument {rest[0]}", fix="flags of launch need a server that chat starts: no --url")
+    name = None if options.url is None else _only_name(rest)
     with _server(options, rest) as url:
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         with httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(600, connect=10)) as http:
             served = _served(http, url)
-            named = options.model if options.url is not None and options.model else served[0]
-            talk = Conversation(http, named, system=options.system)
+            talk = Conversation(http, name or served[0], system=options.system)
             if sys.stdin.isatty():
                 return ChatShell(talk, Console(soft_wrap=False)).run()
             return _answer_all(talk)
+
+
+def _only_name(words: Sequence[str]) -> str | None:
+    """Return the model's name for a running server, or None if there is none. Raises ConfigError for anything else."""
+    for index, word in enumerate(words):
+        if index or word.startswith("-"):
+            raise ConfigError(
+                f"unknown argument {word}", fix="flags of launch need a server that chat starts: no --url"
+            )
+    return words[0] if words else None
 
 
 def _answer_all(talk: Conversation) -> int:
@@ -67,13 +75,15 @@ def _served(http: httpx2.Client, url: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _server(options: argparse.Namespace, flags: Sequence[str]) -> Iterator[str]:
-    """Yield the address of the server: the running one, or one that lives as long as this context."""
+def _server(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
+    """Yield the address of the server: the running one, or one that lives as long as this context.
+
+    words: model and flags of the one that is started; launch knows which word is a flag's value
+    """
     if options.url is not None:
         yield options.url
         return
-    model = [options.model] if options.model else []
-    command = python_command("jaxserve", "launch", *model, "--port", "0", "--logging.level", "warning", *flags)
+    command = python_command("jaxserve", "launch", "--port", "0", "--logging.level", "warning", *words)
     # A session of its own: Ctrl-C is for the answer, not for the server.
     process = subprocess.Popen(
         command,
@@ -106,9 +116,12 @@ def _ready_url(process: subprocess.Popen[str]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "jaxserve chat", description=__doc__, allow_abbrev=False, epilog="Other flags are those of jaxserve launch."
+        "jaxserve chat",
+        usage="jaxserve chat [MODEL] [--url URL] [--api-key KEY] [--system TEXT] [flags of jaxserve launch]",
+        description=__doc__,
+        epilog="MODEL is a hub id or a directory; with --url it is a name that the server serves.",
+        allow_abbrev=False,
     )
-    parser.add_argument("model", nargs="?", help="hub id or directory; with --url a name that the server serves")
     parser.add_argument("--url", type=root_url, help="of a running server, with or without /v1")
     key = os.environ.get("JAXSERVE_SERVER__API_KEY") or os.environ.get("OPENAI_API_KEY")
     parser.add_argument("--api-key", default=key, help="default: JAXSERVE_SERVER__API_KEY or OPENAI_API_KEY")

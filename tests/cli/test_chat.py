@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -105,12 +106,30 @@ def test_a_pipe_gets_the_answer_alone(server: RunningServer) -> None:
     assert done.stdout.endswith("\n") and not done.stdout.endswith("\n\n")
 
 
+def test_without_an_address_a_server_is_started_and_ended(compile_cache: str, tmp_path: Path) -> None:
+    environ = {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, "HF_HUB_OFFLINE": "1"}
+    few = ("--store.path", str(tmp_path), "--max-num-seqs", "64", "--max-num-batched-tokens", "256")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxserve", "chat", *few],
+        input=QUESTION,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=LAST_RESORT,
+        check=False,
+    )
+    assert done.returncode == 0 and "Paris" in done.stdout, done.stderr
+    left = [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in (each.info["cmdline"] or ())]
+    assert left == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--api-key", "wrong"), "--api-key"),
         (("--api-key", "secret", "--max-num-seqs", "4"), "unknown argument --max-num-seqs"),
         (("nothing", "--api-key", "secret"), "nothing"),
+        (("demo", "other", "--api-key", "secret"), "unknown argument other"),
     ],
 )
 def test_what_is_refused_is_one_line(server: RunningServer, words: tuple[str, ...], said: str) -> None:

@@ -2,8 +2,8 @@
 
     python tests/deploy/supply.py ENVIRONMENT BILL AUDIT
 
-BILL: written by `cyclonedx-py environment`. AUDIT: written by `pip-audit --format json`, which writes nothing if it does
-not reach its database. Run by `.ci/package`. Needs nothing but Python, and imports nothing of the repository.
+BILL: written by `cyclonedx-py environment`. AUDIT: written by `pip-audit --format json`, which writes nothing if its
+database is not reached. Run by `.ci/package`. Needs nothing but Python, and imports nothing of the repository.
 """
 
 from __future__ import annotations

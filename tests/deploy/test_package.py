@@ -4,6 +4,7 @@ The requirements are those of this environment. `.ci/package` installs them anew
 """
 
 import json
+import os
 import subprocess
 import sys
 import venv
@@ -20,13 +21,15 @@ ROOT = Path(__file__).parents[2]
 BUILD = """
 import sys
 from setuptools import build_meta
-build_meta.build_sdist(sys.argv[1])
-build_meta.build_wheel(sys.argv[1])
+folder = sys.argv[1]  # which the calls change
+build_meta.build_sdist(folder)
+build_meta.build_wheel(folder)
 """
 
 
 def run(*words: str | Path, where: Path) -> str:
-    done = subprocess.run([*map(str, words)], cwd=where, capture_output=True, text=True, check=False)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which names this checkout
+    done = subprocess.run([*map(str, words)], cwd=where, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -48,7 +51,7 @@ def test_the_wheel_serves_from_an_environment_of_its_own(tmp_path: Path, compile
     check_files(built)
     venv.create(environment, with_pip=False)
     [wheel], python = built.glob("*.whl"), environment / "bin" / "python"
-    install = ("install", "-q", "--no-deps", "--no-index", "--disable-pip-version-check", wheel)
+    install = ("install", "-q", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", wheel)
     run(sys.executable, "-m", "pip", "--python", python, *install, where=tmp_path)
     [packages] = environment.glob("lib/python3*/site-packages")
     requirements = [path for path in sys.path if path.endswith("site-packages")]  # the files *.pth in them are not read
@@ -56,7 +59,10 @@ def test_the_wheel_serves_from_an_environment_of_its_own(tmp_path: Path, compile
     found = run(python, "-c", "import jaxserve; print(jaxserve.__file__)", where=tmp_path)
     assert Path(found.strip()).is_relative_to(environment)
     limits = {f"JAXSERVE_SCHEDULER__{name.upper()}": str(value) for name, value in SMALL.items()}
-    check_server(environment, {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, **limits})
+    kernels = os.environ.get(
+        "XDG_CACHE_HOME", str(Path.home() / ".cache")
+    )  # compiled C kernels, as other tests find them
+    check_server(environment, {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, "XDG_CACHE_HOME": kernels, **limits})
 
 
 def written(path: Path, value: object) -> Path:
