@@ -59,9 +59,7 @@ def test_the_wheel_serves_from_an_environment_of_its_own(tmp_path: Path, compile
     found = run(python, "-c", "import jaxserve; print(jaxserve.__file__)", where=tmp_path)
     assert Path(found.strip()).is_relative_to(environment)
     limits = {f"JAXSERVE_SCHEDULER__{name.upper()}": str(value) for name, value in SMALL.items()}
-    kernels = os.environ.get(
-        "XDG_CACHE_HOME", str(Path.home() / ".cache")
-    )  # compiled C kernels, as other tests find them
+    kernels = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # of the C kernels
     check_server(environment, {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, "XDG_CACHE_HOME": kernels, **limits})
 
 
