@@ -72,8 +72,9 @@ def measure(flags: list[str], cache: Path) -> tuple[float, float, float, float, 
             assert _get("/v1/completions", body) is not None
             answered, in_all = time.monotonic() - began, _processor_seconds(process.pid)
             assert process.stdout is not None
-            card = next((line for line in process.stdout if line.startswith("start ")), "")
-            return ready, answered, spent, in_all, card.removeprefix("start").strip()
+            card = "".join(iter(process.stdout.readline, "\n"))
+            phases = " ".join(card[card.index("\nstart ") :].split()[1:])
+            return ready, answered, spent, in_all, phases
         finally:
             process.send_signal(signal.SIGTERM)
 

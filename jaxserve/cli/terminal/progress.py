@@ -6,6 +6,7 @@ everything can be copied.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -38,7 +39,7 @@ class StartProgress:
 
     def __init__(self, *, terminal: bool | None = None, began: float | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._began = self._ended = time.monotonic() if began is None else began
+        self._ended = time.monotonic() if began is None else began
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
         self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
         self._bar = Progress(
@@ -89,11 +90,6 @@ class StartProgress:
         self._ended = time.monotonic()
         self.seconds[phase] = self._ended - self._started
 
-    @property
-    def total(self) -> float:
-        """Seconds from the beginning of the first phase to the end of the last."""
-        return self._ended - self._began
-
     def _amount(self) -> str:
         last = self._last
         if last.unit == "bytes" and last.done:
@@ -102,13 +98,10 @@ class StartProgress:
         return f"{last.done}/{last.total}" if last.total else ""
 
 
-def ready_card(
-    info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float] | None = None, total: float = 0.0
-) -> str:
+def ready_card(info: EngineInfo, url: str, *, api_key: bool, seconds: Mapping[str, float] | None = None) -> str:
     """Return the ready card: URL, model, device, memory, durations, a curl command, and how to start agents.
 
-    seconds: of each phase of the start
-    total: seconds from the command on
+    seconds: of each phase of the start, from the command on
     """
     rows = {
         "URL": f"{url}/v1",
@@ -118,12 +111,19 @@ def ready_card(
         "requests": _requests(info),
     }
     if seconds:
-        phases = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
-        rows["start"] = "\n".ljust(LABEL + 1).join(textwrap.wrap(f"{total:.1f} s: {phases}", WIDTH - LABEL))
+        rows["start"] = "\n".ljust(LABEL + 1).join(textwrap.wrap(_phases(seconds), WIDTH - LABEL))
     shown = [f"{name:{LABEL}}{text}" for name, text in rows.items()]
     agents = agent_lines(info, url, api_key=api_key)
     examples = ["", curl_example(info, url, api_key=api_key), *(["", *agents] if agents else [])]
     return "\n".join([*shown, *examples])
+
+
+def _phases(seconds: Mapping[str, float]) -> str:
+    """Return the time of all phases and of each, in tenths of a second that add up: differences of rounded ends."""
+    ends = [0.0, *(round(end, 1) for end in itertools.accumulate(seconds.values()))]
+    tenths = [end - begin for begin, end in itertools.pairwise(ends)]
+    parts = [f"{name} {value:.1f}" for name, value in zip(seconds, tenths, strict=True) if value > 0.05]
+    return f"{ends[-1]:.1f} s: {', '.join(parts)}"
 
 
 def _devices(devices: list[str]) -> str:
@@ -176,7 +176,7 @@ def curl_example(info: EngineInfo, url: str, *, api_key: bool) -> str:
 
 def show_ready(info: EngineInfo, url: str, *, api_key: bool, progress: StartProgress) -> None:
     """Print the ready card."""
-    card = ready_card(info, url, api_key=api_key, seconds=progress.seconds, total=progress.total)
+    card = ready_card(info, url, api_key=api_key, seconds=progress.seconds)
     print(f"jaxserve is ready\n{card}", flush=True)
 
 
