@@ -17,7 +17,7 @@ import signal
 import socket
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvloop
@@ -82,7 +82,7 @@ def open_store(section: StoreSection) -> tuple[Store | None, str]:
 
 
 class Launch:
-    """One run of the server. make_link: makes the connection to the engine; None: to a child process."""
+    """One run of the server. make_link: makes the connection to each engine; None: to child processes."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Launch:
         listener: socket.socket,
         *,
         quiet: bool = False,
-        make_link: Callable[[Config], EngineLink] | None = None,
+        make_link: Callable[[Config], EngineLink | Sequence[EngineLink]] | None = None,
     ) -> None:
         check_certificates(config.server)
         self._quiet = quiet

@@ -10,7 +10,7 @@ import contextlib
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxserve.client.link import EngineLink
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, JaxserveError
 
-MakeLink = Callable[[Config], EngineLink]
+MakeLink = Callable[[Config], EngineLink | Sequence[EngineLink]]  # several: one of each replica
 
 START_TIMEOUT = 600.0  # seconds; a cold compile of a large model takes minutes
 

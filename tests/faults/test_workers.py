@@ -15,7 +15,7 @@ import httpx2
 import psutil
 import pytest
 
-from jaxserve.client.link import ProcessLink
+from jaxserve.client.link import process_links
 from jaxserve.config import Config
 from jaxserve.library.serving import RunningServer, launch_server
 from jaxserve.types.sampling import SamplingParams
@@ -23,6 +23,7 @@ from tests.fakes import alone
 from tests.faults.fake_engine import SEGFAULT
 from tests.waiting import LAST_RESORT, wait_until
 
+ENGINE = "tests.faults.fake_engine"
 ADMIN, CLIENT = "the-admin-key", "the-client-key"
 KEYS = [
     {"name": "narrow", "value": "narrow-key", "max_running": 1, "max_queued": 1},
@@ -34,10 +35,11 @@ LONG: dict[str, Any] = {**GREEDY, "max_tokens": LENGTH, "ignore_eos": True, "str
 
 
 @contextlib.contextmanager
-def launched(directory: Path, **section: Any) -> Iterator[RunningServer]:
+def launched(directory: Path, replicas: int = 1, **section: Any) -> Iterator[RunningServer]:
     keys = {"port": 0, "workers": 2, "api_key": CLIENT, "admin_api_key": ADMIN, "keys": KEYS} | section
-    config = Config.parse({"server": keys, "store": {"path": str(directory)}, "runtime": {"random_seed": 3}})
-    with launch_server(config=config, make_link=lambda config: ProcessLink(config, "tests.faults.fake_engine")) as it:
+    rest = {"store": {"path": str(directory)}, "runtime": {"random_seed": 3}, "mesh": {"replicas": replicas}}
+    config = Config.parse({"server": keys, **rest})
+    with launch_server(config=config, make_link=lambda config: process_links(config, ENGINE)) as it:
         yield it
 
 
@@ -334,7 +336,7 @@ def test_a_killed_worker_ends_its_own_requests_only(server: RunningServer) -> No
 def test_the_engines_death_ends_no_request_of_any_worker(server: RunningServer) -> None:
     streams = on_both(server, 3)
     restarts = server.launch.engine.restarts
-    children("tests.faults.fake_engine")[0].kill()
+    children(ENGINE)[0].kill()
     assert all(stream.is_whole for stream in streams)
     assert server.launch.engine.restarts == restarts + 1
     idle(server)
