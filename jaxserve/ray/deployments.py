@@ -3,14 +3,14 @@
     Serve's proxy -> Ingress: reads the body -> PrefixRouter -> Engine: the FastAPI application, an engine process
 
 A replica of the engine's deployment is one engine with its supervisor. If the engine's process dies, the replica stays
-and its requests are replayed, as under `jaxserve launch`.
+and its requests are replayed, as under `jaxserve launch`. An engine over several hosts has more actors (group.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -29,6 +29,7 @@ from jaxserve.cli.options.settings import load_config
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.errors import EngineDeadError, NotReadyError, QueueFullError
 from jaxserve.log import configure_logging
+from jaxserve.ray.group import Group
 from jaxserve.ray.metric_export import MetricExport
 from jaxserve.ray.relay import BodyReader, Parts, RelayedAnswer, RelayedRequest, ReplicaLostError, run_app
 from jaxserve.ray.settings import RaySettings
@@ -39,25 +40,35 @@ NO_STORE = "Under Ray Serve there is no store: what one replica stored would be 
 def application(args: Mapping[str, Any]) -> Any:
     """Build the application. Raises ConfigError."""
     settings = RaySettings.parse(args, os.environ)
-    engines = serve.deployment(**settings.engine)(EngineReplica).bind(settings.words, settings.log_engine_metrics)
+    replica = serve.deployment(**settings.engine)(EngineReplica)
+    engines = replica.bind(settings.words, settings.log_engine_metrics, settings.followers)
     reader = BodyReader(settings.max_body_bytes, settings.config.server.body_timeout)
     return serve.deployment(**settings.ingress)(Ingress).bind(engines, reader)
 
 
 class EngineReplica:
-    """One engine and its application. words: flags of `jaxserve launch`; this process's environment is read too"""
+    """One engine and its application. words: flags of `jaxserve launch`; this process's environment is read too
 
-    async def __init__(self, words: tuple[str, ...], log_engine_metrics: bool) -> None:
+    followers: options of the actor of each further host of the engine
+    """
+
+    async def __init__(
+        self, words: tuple[str, ...], log_engine_metrics: bool, followers: Sequence[dict[str, Any]]
+    ) -> None:
         """Return when requests are answered without delay. Raises ConfigError if the engine cannot start."""
         config = load_config(words, os.environ)
         configure_logging(config.logging)
         self._drain_timeout = config.server.drain_timeout
         self._stack = AsyncExitStack()
+        self._group = await asyncio.to_thread(Group, words, config, followers) if followers else None
+        if self._group is not None:
+            self._stack.callback(self._group.close)
+            config = self._group.config
         self._engine = AsyncEngine(config)
         self._stack.push_async_callback(self._engine.stop)
         try:
             self._app = create_app(self._engine, config, no_store=NO_STORE)
-            await self._engine.start()
+            await (self._engine.start() if self._group is None else self._group.start(self._engine.start()))
             await asyncio.to_thread(check_files, self._app)
             await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
             await warm_up(self._app)
@@ -86,6 +97,8 @@ class EngineReplica:
         phase = self._engine.status.phase
         if phase == "dead" or (phase == "ready" and not self._engine.alive):
             raise EngineDeadError(f"the engine is {phase}: {self._engine.status.detail or 'no heartbeat'}")
+        if self._group is not None and self._group.failure is not None:
+            raise EngineDeadError(self._group.failure)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Called by Ray's controller every second; PrefixRouter reads it."""

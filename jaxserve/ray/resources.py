@@ -1,7 +1,7 @@
 """What a replica takes of the cluster: CPUs, devices, and the placement group that keeps them together.
 
-One process drives all devices of an engine, so a replica is one actor with all of them in one bundle. Ray is not
-imported here.
+One process drives all devices that an engine has on a host, so each host is one actor with one bundle: the replica in
+the first one, followers in the others (group.py). Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -19,39 +19,62 @@ TYPE_AMOUNT = 0.001  # of accelerator_type:X, as Ray itself asks for it
 _DEVICES = {"gpu": "GPU", "tpu": "TPU"}
 
 
+def num_hosts(model: Mapping[str, Any], config: Config) -> int:
+    """Return the number of hosts of an engine: mesh.hosts, or the number of bundles. Raises ConfigError."""
+    group = model.get("placement_group_config")
+    bundles = group.get("bundles") if isinstance(group, dict) else None
+    given = len(bundles) if isinstance(bundles, list) and bundles else config.mesh.hosts
+    if config.mesh.hosts not in (1, given):
+        raise ConfigError(f"placement_group_config: {given} bundles, and mesh.hosts is {config.mesh.hosts}")
+    return given
+
+
 def resource_options(model: Mapping[str, Any], config: Config, kind: str) -> dict[str, Any]:
-    """Return ray_actor_options and the placement group of an engine's deployment. Raises ConfigError."""
+    """Return ray_actor_options and the placement group of an engine's deployment. Raises ConfigError.
+
+    config: with the number of hosts
+    """
     actor = dict((model.get("deployment_config") or {}).get("ray_actor_options") or {})
     if model.get("runtime_env") is not None:
         actor.setdefault("runtime_env", model["runtime_env"])
-    count = config.mesh.tensor * config.mesh.expert
+    hosts = config.mesh.hosts
+    count, rest = divmod(config.mesh.tensor * config.mesh.expert, hosts)
+    if rest:
+        raise ConfigError(
+            f"mesh: {count * hosts + rest} devices on {hosts} hosts", fix="take the same number of each host"
+        )
     group = model.get("placement_group_config")
     accelerator = model.get("accelerator_type")
     if accelerator is not None and kind == "cpu":
         raise ConfigError(f"accelerator_type: {accelerator} is no type of CPU", fix="leave it out")
-    if group is None:
-        actor = _device_options(kind, count) | actor
+    if group is None and hosts == 1:
+        actor = _actor_options(_device_bundle(kind, count)) | actor
         if accelerator is not None:
             actor.setdefault("accelerator_type", accelerator)
         return {"ray_actor_options": actor}
-    bundle = _bundle(group, kind, count)
+    bundles = [_device_bundle(kind, count)] * hosts if group is None else _bundles(group, kind, count, hosts)
     if accelerator is not None:
-        bundle.setdefault(f"accelerator_type:{accelerator}", TYPE_AMOUNT)
+        bundles = [{f"accelerator_type:{accelerator}": TYPE_AMOUNT} | bundle for bundle in bundles]
     return {
-        "ray_actor_options": _actor_options(bundle) | actor,
-        "placement_group_bundles": [bundle],
-        "placement_group_strategy": group.get("strategy", "PACK"),
+        "ray_actor_options": _actor_options(bundles[0]) | actor,
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": (group or {}).get("strategy", "PACK"),
     }
 
 
-def _device_options(kind: str, count: int) -> dict[str, Any]:
-    if kind == "gpu":
-        return {"num_cpus": 1, "num_gpus": count}
-    return {"num_cpus": 1, "resources": {"TPU": count}} if kind == "tpu" else {"num_cpus": 1}
+def follower_options(engine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of the actor of each host but the first. engine: options of the deployment"""
+    shared = {name: value for name, value in engine["ray_actor_options"].items() if name == "runtime_env"}
+    return [_actor_options(bundle) | shared for bundle in engine.get("placement_group_bundles", ())[1:]]
 
 
-def _bundle(group: Any, kind: str, count: int) -> dict[str, float]:
-    """Return the resources of one engine. bundle_per_worker is one device's share, as in `ray.serve.llm`."""
+def _device_bundle(kind: str, count: int) -> dict[str, float]:
+    device = _DEVICES.get(kind)
+    return {"CPU": 1} if device is None else {"CPU": 1, device: count}
+
+
+def _bundles(group: Any, kind: str, count: int, hosts: int) -> list[dict[str, float]]:
+    """Return the resources of each host. bundle_per_worker is one device's share, as in `ray.serve.llm`."""
     if not isinstance(group, dict) or set(group) - {"bundles", "bundle_per_worker", "strategy"}:
         raise ConfigError("placement_group_config: its keys are bundles or bundle_per_worker, and strategy")
     if ("bundles" in group) == ("bundle_per_worker" in group):
@@ -59,27 +82,19 @@ def _bundle(group: Any, kind: str, count: int) -> dict[str, float]:
     if group.get("strategy", "PACK") not in STRATEGIES:
         raise ConfigError(f"placement_group_config: strategy must be one of {', '.join(STRATEGIES)}")
     if "bundle_per_worker" in group:
-        bundle = {name: amount * count for name, amount in group["bundle_per_worker"].items()}
+        bundles = [{name: amount * count for name, amount in group["bundle_per_worker"].items()}] * hosts
+    elif isinstance(group["bundles"], list) and group["bundles"]:
+        bundles = [dict(bundle) for bundle in group["bundles"]]
     else:
-        bundle = _only(group["bundles"])
-    device = _DEVICES.get(kind)
-    if device is not None and bundle.get(device, 0) != count:
-        raise ConfigError(
-            f"placement_group_config: the bundle has {bundle.get(device, 0):g} {device}, and the mesh takes {count}",
-            fix=f"write {device}: {count}, or set tensor_parallel_size",
-        )
-    return bundle
-
-
-def _only(bundles: Any) -> dict[str, float]:
-    if not isinstance(bundles, list) or not bundles:
         raise ConfigError("placement_group_config: bundles must be a list")
-    if len(bundles) > 1:
-        raise ConfigError(
-            f"placement_group_config: {len(bundles)} bundles, and an engine under Ray Serve runs on one host",
-            fix="write one bundle with all devices of the engine",
-        )
-    return dict(bundles[0])
+    device = _DEVICES.get(kind)
+    for bundle in bundles:
+        if device is not None and bundle.get(device, 0) != count:
+            raise ConfigError(
+                f"placement_group_config: a bundle has {bundle.get(device, 0):g} {device}, and the mesh takes {count}",
+                fix=f"write {device}: {count} for each host, or set tensor_parallel_size",
+            )
+    return bundles
 
 
 def _actor_options(bundle: Mapping[str, float]) -> dict[str, Any]:

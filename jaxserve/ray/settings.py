@@ -22,8 +22,9 @@ from jaxserve.api.shared.body_cost import BodyLimits
 from jaxserve.cli.options.flags import parse_flags
 from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config, suggestion
+from jaxserve.engine.hosts.agreement import check_hosts
 from jaxserve.errors import ConfigError
-from jaxserve.ray.resources import KINDS, resource_options
+from jaxserve.ray.resources import KINDS, follower_options, num_hosts, resource_options
 
 ROUTER = "jaxserve.ray.router:PrefixRouter"
 STATS_SECONDS = 1.0  # between two readings of a replica's load
@@ -59,6 +60,10 @@ _NOT_HERE = {
     "server.workers": "ingress_deployment_config: {num_replicas: N}",
     "mesh.replicas": "deployment_config: {num_replicas: N}, or its autoscaling_config",
     "models.served": "one application for each model",
+    **dict.fromkeys(("mesh.cluster", "mesh.host_rank"), "placement_group_config: {bundles: [...]}, one for each host"),
+    **dict.fromkeys(
+        ("mesh.leader_address", "mesh.leader_port", "mesh.group_key_file"), "nothing: each replica has its own"
+    ),
     "store.path": "nothing: files and batches of one replica would be unknown to the others",
 }
 
@@ -68,13 +73,14 @@ class RaySettings:
     """What one application consists of.
 
     words: flags of `jaxserve launch`, with which each replica reads its own environment
-    engine, ingress: options of the two deployments
+    engine, ingress: options of the two deployments. followers: options of the actor of each host but the first
     """
 
     words: tuple[str, ...]
     config: Config
     engine: dict[str, Any]
     ingress: dict[str, Any]
+    followers: list[dict[str, Any]]
     log_engine_metrics: bool
 
     @classmethod
@@ -91,13 +97,16 @@ class RaySettings:
         words = _words(model)
         config = load_config(words, environ)
         kind = _kind(model, config)
-        words += ["--mesh.device", kind]
+        words += ["--mesh.device", kind, "--mesh.hosts", str(num_hosts(model, config))]
         config = load_config(words, environ)
+        check_hosts(config)
+        engine = _engine_options(model, config, kind)
         return cls(
             words=tuple(words),
             config=config,
-            engine=_engine_options(model, config, kind),
+            engine=engine,
             ingress=_ingress_options(_section(args, "ingress_deployment_config"), config),
+            followers=follower_options(engine),
             log_engine_metrics=_flag(model, "log_engine_metrics"),
         )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -96,7 +97,8 @@ class Front(Launched):
 def front(qwen: Path, compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     directory = tmp_path_factory.mktemp("front")
     own = directory / "qwen.yaml"
-    own.write_text(yaml.safe_dump({"model": {"path": str(qwen), "served_name": ["alias"]}}))
+    model = {"path": str(qwen), "served_name": ["alias"]}
+    own.write_text(yaml.safe_dump({"model": model, "mesh": {"replicas": min(2, len(os.sched_getaffinity(0)))}}))
     entries = [
         {"name": "demo", "load": "start"},
         {"name": "qwen", "load": "start", "config": str(own)},

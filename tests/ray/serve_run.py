@@ -76,11 +76,12 @@ class ServeRun:
 
 
 @contextlib.contextmanager
-def serve_run(port: int, **deployment: Any) -> Iterator[ServeRun]:
-    """Start configs/ray.yaml with other keys of deployment_config; end every process at the end."""
+def serve_run(port: int, model_keys: dict[str, Any] | None = None, **deployment: Any) -> Iterator[ServeRun]:
+    """Start configs/ray.yaml with other keys of the model and of deployment_config; end every process at the end."""
     said = yaml.safe_load((ROOT / "configs" / "ray.yaml").read_text(encoding="utf-8"))
     said["http_options"]["port"] = port
     model = said["applications"][0]["args"]["llm_configs"][0]
+    model |= model_keys or {}
     model["deployment_config"] = {"ray_actor_options": {"num_cpus": 0.5}, **deployment}
     directory = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # a socket's path has at most 107 characters
     config, log = directory / "serve.yaml", directory / "serve.log"

@@ -95,6 +95,32 @@ def test_a_replica_is_one_actor_with_all_devices_in_one_bundle(group: dict[str, 
     }
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"placement_group_config": {"bundles": [{"GPU": 2, "CPU": 3}, {"GPU": 2, "CPU": 3}]}},
+        {"placement_group_config": {"bundle_per_worker": {"GPU": 1, "CPU": 1.5}}, "mesh": {"hosts": 2}},
+    ],
+)
+def test_a_bundle_for_each_host(keys: dict[str, Any]) -> None:
+    group = {**keys["placement_group_config"], "strategy": "STRICT_SPREAD"}
+    kwargs = {"tensor_parallel_size": 4} | {name: value for name, value in keys.items() if name == "mesh"}
+    model = {"placement_group_config": group, "runtime_env": {"env_vars": {"A": "b"}}}
+    settings = parsed({**model, "engine_kwargs": kwargs})
+    assert settings.config.mesh.hosts == 2 and "--mesh.hosts" in settings.words
+    assert settings.engine["placement_group_bundles"] == [{"GPU": 2, "CPU": 3}] * 2
+    assert settings.engine["placement_group_strategy"] == "STRICT_SPREAD"
+    actor = {"num_cpus": 3, "num_gpus": 2, "runtime_env": {"env_vars": {"A": "b"}}}
+    assert settings.engine["ray_actor_options"] == actor and settings.followers == [actor]
+
+
+def test_hosts_without_a_placement_group_get_one() -> None:
+    kwargs = {"tensor_parallel_size": 4, "nnodes": 2, "max_num_seqs": 4}
+    settings = parsed({"accelerator_type": "L4", "engine_kwargs": kwargs})
+    assert settings.engine["placement_group_bundles"] == [{"accelerator_type:L4": 0.001, "CPU": 1, "GPU": 2}] * 2
+    assert settings.followers == [{"num_cpus": 1, "num_gpus": 2, "resources": {"accelerator_type:L4": 0.001}}]
+
+
 def test_chips_of_a_tpu_are_a_resource() -> None:
     model = {"accelerator_config": {"kind": "tpu"}, "engine_kwargs": {"tensor_parallel_size": 4}}
     assert parsed(model).engine["ray_actor_options"] == {"num_cpus": 1, "resources": {"TPU": 4}}
@@ -124,8 +150,13 @@ def test_options_of_the_ingress() -> None:
         ({"accelerator_config": {"kind": "npu"}}, "kind must be one of cpu, gpu, tpu"),
         ({**CPU, "engine_kwargs": {"mesh": {"device": "gpu"}}}, "cpu and mesh.device gpu differ"),
         ({**CPU, "accelerator_type": "H100"}, "H100 is no type of CPU"),
-        ({"placement_group_config": {"bundles": [{"GPU": 1}, {"GPU": 1}]}}, "2 bundles, .* one host"),
+        ({"placement_group_config": {"bundles": [{"GPU": 1}, {"GPU": 1}]}}, "mesh: 1 devices on 2 hosts"),
+        ({"placement_group_config": {"bundles": []}}, "bundles must be a list"),
         ({"placement_group_config": {"bundles": [{"GPU": 2}]}}, "has 2 GPU, and the mesh takes 1"),
+        ({"placement_group_config": {"bundles": [{}] * 2}, "engine_kwargs": {"nnodes": 3}}, "2 bundles, .* is 3"),
+        ({"engine_kwargs": {"nnodes": 2, "tp": 2, "cache": {"host_memory": "1GB"}}}, "cache.host_memory does not work"),
+        ({"engine_kwargs": {"node_rank": 1}}, "mesh.host_rank is not jaxserve's under Ray Serve"),
+        ({"engine_kwargs": {"master_addr": "a"}}, "mesh.leader_address is not jaxserve's under Ray Serve"),
         ({"placement_group_config": {"bundles": [{"GPU": 1}], "strategy": "X"}}, "strategy must be one of"),
         ({"log_engine_metrics": "yes"}, "must be true or false"),
     ],
