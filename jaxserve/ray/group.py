@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
+from ray import kill, remote  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from ray.util import (  # pyright: ignore[reportMissingImports]
     get_current_placement_group,
@@ -79,7 +79,7 @@ class Group:
         self._actors: list[Any] = []
         for rank, resources in enumerate(options, 1):
             place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
-            actor = ray.remote(FollowerActor).options(**resources, **FOR_EVER, scheduling_strategy=place)
+            actor = remote(FollowerActor).options(**resources, **FOR_EVER, scheduling_strategy=place)
             self._actors.append(actor.remote(words, rank, leader, key))
         self._ends = [actor.follow.remote() for actor in self._actors]
         self._failures: list[asyncio.Task[str]] = []
@@ -104,7 +104,7 @@ class Group:
         for task in self._failures:
             task.cancel()
         for actor in self._actors:
-            ray.kill(actor)
+            kill(actor)
         self._directory.cleanup()
 
 

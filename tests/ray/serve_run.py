@@ -23,6 +23,8 @@ from tests.faults.client import Answer, post
 
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 400.0
+# Ray kills a proxy that is not there after 5 s three times, which it is not on a busy machine
+SLOW = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120"}
 ENGINES = "ray::ServeReplica:jaxserve:JaxserveEngine"
 INGRESS = "ray::ServeReplica:jaxserve:JaxserveIngress"
 CONTROLLER = "ray::ServeController"
@@ -86,7 +88,7 @@ def serve_run(port: int, model_keys: dict[str, Any] | None = None, **deployment:
     directory = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # a socket's path has at most 107 characters
     config, log = directory / "serve.yaml", directory / "serve.log"
     config.write_text(yaml.safe_dump(said))
-    own = {"RAY_TMPDIR": str(directory), "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    own = {"RAY_TMPDIR": str(directory), "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"} | SLOW
     command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(config)]
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -103,7 +105,9 @@ def serve_run(port: int, model_keys: dict[str, Any] | None = None, **deployment:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Let Serve shut down, then kill what is left of the processes that it started."""
-    known = psutil.Process(process.pid).children(recursive=True)
+    known: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it could not start
+        known = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(60)
