@@ -1,11 +1,12 @@
 """Measure evicted pages in the memory of the host and in a file: a working set of three times the pages of the device.
 
-    python -m benchmarks.host_tier DIR [--prompts 24] [--tokens 512]
+    python -m benchmarks.host_tier DIR [--prompts 24] [--tokens 512] [--streams 0]
 
 The model of DIR (benchmarks.make_model) gets the prompts one after the other, each pass in another order, and writes
 one token to each. Prints for each pass the median time to the first token, the share of prompt tokens from the cache,
 and the tokens that were computed. `restarted` is a new engine with the file of the one before. `distinct` are prompts
-that never come again: what keeping their pages costs.
+that never come again: what keeping their pages costs. With --streams so many streams run beside the second pass of
+`host` instead of all this, and the seconds between their tokens are printed.
 """
 
 from __future__ import annotations
@@ -50,6 +51,34 @@ def run(name: str, served: Engine, texts: list[list[int]], seed: int) -> None:
     print(f"{name:28} {median:8.1f} ms  {hits:6.1%} hits  {computed:7} computed  {whole:6.2f} s", flush=True)
 
 
+def beside(options: argparse.Namespace, texts: list[list[int]]) -> None:
+    """Print the times of steps of running streams: alone, and while each prompt's pages are loaded."""
+    served = engine(options, host_memory=options.memory)
+    run("host, pass 1", served, texts, 1)
+    params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
+    for stream in range(options.streams):
+        served.add_request([1000 + stream] * PAGE, params)
+    steps: dict[str, list[float]] = {"alone": [], "beside": []}
+    for text in texts:
+        measure(served, steps["alone"], 30)
+        served.add_request(text, ONE_TOKEN)
+        measure(served, steps["beside"], 30)
+    for name, seconds in steps.items():
+        median, last = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+        print(f"{name:8} median {1e3 * median:6.1f} ms  p99 {1e3 * last:6.1f} ms  longest {1e3 * max(seconds):6.1f} ms")
+    loaded = served.core.stats().details["host_pages_loaded"]
+    print(f"{loaded} pages loaded, {served.core.stats().computed_prompt_tokens} prompt tokens computed")
+    served.runner.close()
+
+
+def measure(served: Engine, seconds: list[float], count: int) -> None:
+    """Make steps and append the seconds of each."""
+    for _ in range(count):
+        began = time.perf_counter()
+        served.step()
+        seconds.append(time.perf_counter() - began)
+
+
 def main() -> None:
     """Measure without the tier, with it, and with a file, and print a line for each pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,8 +86,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--memory", default="2GiB", help="of the host")
+    parser.add_argument("--streams", type=int, default=0)
     options = parser.parse_args()
     texts = prompts(options, 0)
+    if options.streams:
+        return beside(options, texts)
     with tempfile.TemporaryDirectory() as directory:
         tiers = {"device": {}, "host": {"host_memory": options.memory}}
         tiers["file"] = tiers["host"] | {"disk": directory}

@@ -48,6 +48,11 @@ class HostTier:
         """Pages that the tier holds."""
         return len(self._slots)
 
+    @property
+    def num_new_loads(self) -> int:
+        """Pages that the next step loads so far."""
+        return sum(move.kind == "load" for move in self._moves)
+
     def restore(self, slots: Iterable[int], checked: deque[tuple[int, bytes | None]]) -> None:
         """Take over the copies of an earlier process. Call it before any other method.
 

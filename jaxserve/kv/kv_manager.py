@@ -22,6 +22,9 @@ from jaxserve.types.request import Request
 from jaxserve.types.scheduler_config import SchedulerConfig
 from jaxserve.types.step import PageMove
 
+# Pages that waiting requests load in a step while others run: one program's, and 128 MiB of Llama-3.1-8B.
+MAX_LOADED = 64
+
 
 class KVManager:
     """Slots and pages of one engine. With `prefix_cache` off the cache stays empty.
@@ -134,7 +137,7 @@ class KVManager:
         if stored:
             node = self._load(request, node, stored, pages)
             pages = pages[node.depth - total :]
-        request.cache_node = node
+        request.cache_node, request.num_loaded_ahead = node, 0
         request.slot = self._slots.pop()
         request.page_ids = node.page_ids + pages
         request.page_capacity = total * self.page_size
@@ -158,6 +161,27 @@ class KVManager:
         new, duplicates = self.cache.insert(node, request.token_ids(begin, end), page_ids[:count], node.depth + count)
         assert not duplicates, "the match was not the longest"
         return new
+
+    def load_ahead(self, request: Request, node: Node) -> bool:
+        """Load the first pages of those that `take` would load, if they are too many for one step.
+
+        `node` is the result of a fresh `match`, and there is room for the request. Returns whether the request should
+        wait for a later step. The pages are cached and not locked: the next `match` finds them unless they were evicted.
+        """
+        if self.host is None or node.depth < request.num_loaded_ahead:  # some were evicted: load all at once
+            return False
+        self.cache.lock(node)
+        stored = self._find_stored(request, node)
+        most = max(0, MAX_LOADED - self.host.num_new_loads)
+        waits = len(stored) > most
+        if waits and most:
+            pages = self.allocate(most)  # may overwrite some of those that were found
+            first, node = node.depth, self._load(request, node, stored, pages)
+            self.pool.free(pages[node.depth - first :])
+            waits = node.depth > first
+            request.num_loaded_ahead = node.depth
+        self.cache.unlock(node)
+        return waits
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` pages and evict cached pages if needed. Raises ValueError if fewer are available."""

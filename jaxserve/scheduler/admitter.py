@@ -139,6 +139,9 @@ class Admitter:
             self._refusals.note(request, WaitReason.PAGES if has_slot else WaitReason.SLOT)
             self._make_room(request, missing)
             return False
+        if self._running and self._kv.load_ahead(request, node):
+            self._refusals.note(request, WaitReason.LOADING)
+            return False
         self._take(request, node, -missing[-1] // self._kv.page_size)
         return True
 

@@ -59,6 +59,7 @@ class Request:
     first_token: float | None = None  # time.monotonic() when the first token was read
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission, in the first engine
     num_preemptions: int = 0
+    num_loaded_ahead: int = 0  # pages of its prefix that were cached after the last KVManager.load_ahead
 
     # held while it runs, and after its end until the last step that contains it has been read
     slot: int | None = None

@@ -12,6 +12,7 @@ class WaitReason(enum.StrEnum):
     ISOLATION = "requests are tried one by one to find the one that makes the device fail"
     ONLINE_FIRST = "it is a batch request, and online requests run first"
     SHARED_PREFIX = "another request computes the prefix that it shares"
+    LOADING = "its pages are being loaded from the memory of the host"
     LAST_STEP = "the step that it ran in before it was preempted is not read yet"
     SLOT = "a free slot (scheduler.max_num_seqs)"
     KEY_LIMIT = "other requests of its API key to end (max_running of the key)"
