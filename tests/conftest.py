@@ -30,7 +30,9 @@ hypothesis.settings.load_profile("tests")
 SMALL: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 # of servers with load, or whose numbers are compared: programs that come later would change the speed meanwhile
 SERVED: dict[str, Any] = SMALL | {"wait_for_programs": True}
-# of fewer programs, which are shared too: an engine whose pool is short of pages
+# the fewest programs, which are shared too: what one row at a time shows
+ONE_ROW: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+# of few programs, which are shared too: an engine whose pool is short of pages
 FEW_PAGES: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,

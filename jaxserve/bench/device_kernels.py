@@ -269,7 +269,7 @@ def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]],
     cache = normal(6, *heads.cache_shape(backend, num_pages))
     # One program makes many calls, because one takes microseconds, over more bytes than the device's own cache holds.
     caches = [cache, *(cache + 0 for _ in range(1 if bench.tiny else min(7, COLD_BYTES // cache.nbytes)))]
-    calls = 2 if bench.tiny else 32
+    calls = 1 if bench.tiny else 32
 
     def chain(q: jax.Array, caches: list[jax.Array], metadata: AttentionMetadata) -> jax.Array:
         """Call attention `calls` times, each on the output [T, N, D] of the last call."""

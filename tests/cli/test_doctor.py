@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxserve.cli.doctor import host_findings
 from jaxserve.config import Config
 from tests.waiting import LAST_RESORT
@@ -32,8 +34,14 @@ def doctor(home: Path, *words: str, **environ: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_sound_machine(tmp_path: Path) -> None:
-    code, stdout = doctor(tmp_path, "--json", "--port", "0")
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home in which the C kernels are compiled once."""
+    return tmp_path_factory.mktemp("home")
+
+
+def test_a_sound_machine(sound: Path) -> None:
+    code, stdout = doctor(sound, "--json", "--port", "0")
     report = json.loads(stdout)
     found = {(finding["check"], finding["text"].partition(":")[0]) for finding in report["findings"]}
     assert code == 0 and report["ok"], stdout
@@ -70,8 +78,8 @@ def test_faults_are_lines_and_the_exit_code(tmp_path: Path) -> None:
     assert lines[-1] == f"3 of {len(lines) - 2} findings must be mended"
 
 
-def test_a_wrong_flag_does_not_end_the_other_checks(tmp_path: Path) -> None:
-    code, stdout = doctor(tmp_path, "someone/some-model", "--prot", "0")
+def test_a_wrong_flag_does_not_end_the_other_checks(sound: Path) -> None:
+    code, stdout = doctor(sound, "someone/some-model", "--prot", "0")
     assert code == 1
     assert "bad  config    unknown flag --prot, did you mean --port?" in stdout
     assert "ok   numbers   sums" in stdout

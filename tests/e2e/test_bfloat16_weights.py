@@ -5,8 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve import Engine, SamplingParams
+from tests.conftest import FEW_PAGES
 
-SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # few programs to compile
 PROMPTS = [
     "Once upon a time",
     "The capital of France is",
@@ -23,7 +23,7 @@ PARAMS = [
 
 def answers(compile_cache: str, **options: Any) -> tuple[list[Any], int]:
     """Return what the engine generates, alone and several at once, and the bytes of its weights."""
-    with Engine(compile_cache=compile_cache, **SMALL | options) as engine:
+    with Engine(compile_cache=compile_cache, **FEW_PAGES | options) as engine:
         found = []
         for params in PARAMS:
             rows = [*engine.generate(PROMPTS[0], params), *engine.generate(PROMPTS, params)]

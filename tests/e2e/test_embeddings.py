@@ -10,12 +10,12 @@ import openai
 import pytest
 
 from jaxserve import Engine, SamplingParams, launch_server
-from jaxserve.library.dense import dense_embedding
 from jaxserve.library.serving import RunningServer
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.pooling import read_pooling
-from tests.conftest import SMALL
+from tests.conftest import ONE_ROW, SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_modules, write_words
+from tests.models.dense import dense_embedding
 from tests.models.families import CASES, ENCODERS, SENTENCES, VOCAB
 
 GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
@@ -62,7 +62,7 @@ def test_a_decoder_published_for_embeddings(tmp_path: Path) -> None:
     bare = {name.removeprefix("model."): tensor for name, tensor in full.items() if name != "lm_head.weight"}
     write_words(write_checkpoint(tmp_path, hf, bare), VOCAB)
     write_modules(tmp_path, ["Transformer", "Pooling", "Normalize"], {"pooling_mode_lasttoken": True})
-    engine = Engine(str(tmp_path), compile_cache=None, max_num_seqs=2, max_num_batched_tokens=16, num_pages=64)
+    engine = Engine(str(tmp_path), compile_cache=None, num_pages=64, **ONE_ROW)
     assert (engine.info.is_embedding, engine.info.embedding_size) == (True, 32)
     texts = [[4, 5, 6], list(range(4, 64))]
     found = engine.generate(texts, SamplingParams(embed=True))
@@ -114,8 +114,9 @@ def test_what_an_encoder_refuses(encoder: Any) -> None:
 
 def test_the_real_minilm_is_served(minilm: Path, compile_cache: str) -> None:
     golden = np.load(GOLDENS / "minilm.npz")["embeddings"]
+    sizes = SMALL | {"max_num_seqs": 1}  # of rows the tiny encoder has more
     with (
-        launch_server(str(minilm), served_name="minilm", compile_cache=compile_cache, **SMALL) as server,
+        launch_server(str(minilm), served_name="minilm", compile_cache=compile_cache, **sizes) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         got = embed(client, "minilm", list(SENTENCES))

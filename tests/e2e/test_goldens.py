@@ -7,14 +7,15 @@ import httpx2
 import pytest
 
 from jaxserve import launch_server
-from tests.conftest import SharedData
+from tests.conftest import ONE_ROW, SharedData
 from tests.waiting import LAST_RESORT
 
 # as small as serves the goldens: these programs are compiled for this test alone
-TINY: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 512}
+TINY: dict[str, Any] = ONE_ROW | {"max_model_len": 512}
 
 
-@pytest.mark.parametrize("name", ["stories260K-hf", "stories260K-as-qwen2-hf"])
+# tests/models/test_llama.py holds the other form to the same goldens, without a server
+@pytest.mark.parametrize("name", ["stories260K-hf", pytest.param("stories260K-as-qwen2-hf", marks=pytest.mark.slow)])
 def test_greedy_tokens_and_logprobs(shared_data: SharedData, compile_cache: str, name: str) -> None:
     cases = json.loads((shared_data / "golden/generation/stories260K.greedy.json").read_text())["cases"]
     model = shared_data / f"models/{name}"

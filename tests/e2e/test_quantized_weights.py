@@ -16,10 +16,10 @@ from jaxserve import Engine, SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.quantized_leaves import by_parameter
 from jaxserve.ops.quantized import Quantized
+from tests.conftest import FEW_PAGES
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import ENCODERS
 
-SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # few programs to compile
 PROMPTS = ["Once upon a time", "A dog and a cat went to the sea. They", "a"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24, logprobs=3),
@@ -37,14 +37,14 @@ def answers(engine: Engine) -> list[Any]:
 # the kernels of each kind are held to the wide numbers by tests/ops; int4 has the most parts
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "fp8")), "int4"])
 def test_tokens_are_those_of_the_wide_numbers(kind: str, compile_cache: str) -> None:
-    with Engine(compile_cache=compile_cache, quantization=kind, **SMALL) as engine:
+    with Engine(compile_cache=compile_cache, quantization=kind, **FEW_PAGES) as engine:
         found, specs, leaves = answers(engine), engine.runner.structure.specs, iter(engine.runner.leaves)
         wide = []
         for parts in by_parameter(specs):
             held = {spec.packing and spec.packing.role: next(leaves) for spec in parts}
             plain = held[None] if None in held else Quantized(held["values"], held["scales"])
             wide.append(plain.astype(jnp.float32))
-    with Engine(compile_cache=compile_cache, dtype="float32", **SMALL) as engine:
+    with Engine(compile_cache=compile_cache, dtype="float32", **FEW_PAGES) as engine:
         engine.update_weights(wide)
         assert answers(engine) == found
 
@@ -69,7 +69,9 @@ def test_tokens_of_an_fp8_checkpoint_are_those_of_its_decoded_numbers(tmp_path: 
     model = str(fp8_demo(tmp_path / "fp8"))
     found, sizes = [], []
     for quantization in ("auto", "fp8", "none"):
-        with Engine(model, compile_cache=compile_cache, dtype="float32", quantization=quantization, **SMALL) as engine:
+        with Engine(
+            model, compile_cache=compile_cache, dtype="float32", quantization=quantization, **FEW_PAGES
+        ) as engine:
             found.append(answers(engine))
             sizes.append(engine.runner.structure.num_bytes)
     assert found[0] == found[1] == found[2]

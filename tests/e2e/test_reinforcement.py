@@ -15,6 +15,7 @@ import pytest
 from examples.reinforce import Step, plot, train
 from examples.tunix_rollout import EngineRollout
 from jaxserve import Engine
+from tests.conftest import FEW_PAGES
 
 BOUND = 1e-4  # between log-probabilities of the sampler and of the plain forward pass
 
@@ -48,7 +49,7 @@ def test_it_learns_and_two_runs_with_one_seed_give_one_curve(compile_cache: str,
 
 @pytest.fixture(scope="module")
 def rollout(compile_cache: str) -> Iterator[EngineRollout]:
-    with Engine(compile_cache=compile_cache, max_num_seqs=8, max_num_batched_tokens=32) as engine:
+    with Engine(compile_cache=compile_cache, **FEW_PAGES) as engine:
         yield EngineRollout(engine, pad=2036)
 
 

@@ -20,8 +20,8 @@ from jaxserve import Engine, SamplingParams
 from jaxserve.errors import InvalidValueError, ModelLoadError, ServerError
 from jaxserve.types.output import FinishReason
 from tests.api.fakes import DEMO
+from tests.conftest import FEW_PAGES
 
-SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # few programs to compile
 PROMPTS = ["Once upon a time", "A dog and a cat went to the sea. They", "a"]
 LONG = "The cat saw a red ball near the old house, and she ran to the garden. " * 4
 PARAMS = [
@@ -49,7 +49,7 @@ def answers(engine: Engine) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def engine(compile_cache: str) -> Iterator[Engine]:
-    with Engine(compile_cache=compile_cache, **SMALL) as engine:
+    with Engine(compile_cache=compile_cache, **FEW_PAGES) as engine:
         yield engine
 
 
@@ -64,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, compile_cache: str) -> list[Any]:
     """The answers of an engine that starts with the new weights."""
-    with Engine(str(checkpoint), compile_cache=compile_cache, **SMALL) as engine:
+    with Engine(str(checkpoint), compile_cache=compile_cache, **FEW_PAGES) as engine:
         return answers(engine)
 
 

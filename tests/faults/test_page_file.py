@@ -11,11 +11,11 @@ import pytest
 
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
-from tests.conftest import SERVED
+from tests.conftest import FEW_PAGES
 from tests.faults.helpers import engine_process, status
 from tests.waiting import LAST_RESORT, wait_until
 
-NUM_PAGES = 40
+NUM_PAGES = FEW_PAGES["num_pages"]
 
 
 def metric(server: RunningServer, name: str) -> float:
@@ -38,7 +38,7 @@ def ask(server: RunningServer, prompts: list[list[int]]) -> list[Any]:
 
 @pytest.mark.timeout(280)
 def test_pages_outlive_a_killed_engine_and_the_server(compile_cache: str, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"compile_cache": compile_cache, "num_pages": NUM_PAGES, "max_model_len": 512} | SERVED
+    keys: dict[str, Any] = {"compile_cache": compile_cache} | FEW_PAGES
     keys |= {"host_memory": "64MiB", "disk": str(tmp_path / "pages")}
     rng = random.Random(1)
     prompts = [[rng.randrange(300, 2000) for _ in range(200)] for _ in range(8)]

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save, save_file
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
 from tests.api.fakes import DEMO
-from tests.conftest import SERVED
+from tests.conftest import FEW_PAGES
 from tests.faults.helpers import engine_process, tensors
 from tests.waiting import LAST_RESORT, wait_until
 
@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving(model: Path, compile_cache: str, **keys: Any) -> Iterator[RunningServer]:
-    keys = {"compile_cache": compile_cache, "admin_api_key": "root", **SERVED} | keys
+    keys = {"compile_cache": compile_cache, "admin_api_key": "root", **FEW_PAGES} | keys
     with launch_server(str(model), served_name="demo", **keys) as running:
         yield running
 
@@ -145,7 +145,7 @@ def test_a_failed_update_leaves_the_old_weights(server: RunningServer, originals
 
 def stream(server: RunningServer, number: int, lines: list[dict[str, Any]], n: int = 1) -> None:
     """Take `n` long answers, with the versions of the weights at their ends."""
-    body = {"model": "demo", "prompt": PROMPTS[number % 3], "max_tokens": 150, "ignore_eos": True, "n": n}
+    body = {"model": "demo", "prompt": PROMPTS[number % 3], "max_tokens": 100, "ignore_eos": True, "n": n}
     with client(server) as http:
         lines.append(http.post("/v1/completions", json=body | {"return_weight_versions": True}).json())
 
@@ -157,9 +157,9 @@ def test_two_updates_at_once_under_load(server: RunningServer, expected: list[An
     updated = threading.Event()
 
     def stream_until_updated(number: int) -> None:
-        stream(server, number, lines, n=12)  # so many that an update comes while they run
+        stream(server, number, lines, n=4)  # so many that an update comes while they run
         while not updated.is_set():
-            stream(server, number, lines, n=12)
+            stream(server, number, lines, n=4)
 
     with ThreadPoolExecutor(9) as pool:
         requests = [pool.submit(stream_until_updated, number) for number in range(5)]
@@ -175,7 +175,7 @@ def test_two_updates_at_once_under_load(server: RunningServer, expected: list[An
             updated.set()
         for each in requests:
             each.result()
-    assert len(lines) >= 5 and all(line["usage"]["completion_tokens"] == 12 * 150 for line in lines)
+    assert len(lines) >= 5 and all(line["usage"]["completion_tokens"] == 4 * 100 for line in lines)
     versions = [choice["weight_versions"] for line in lines for choice in line["choices"]]
     assert any(len(crossed) > 1 for crossed in versions), {tuple(crossed) for crossed in versions}
     post(server, "/update_weights_from_disk", json={"model_path": "one"})
@@ -217,7 +217,7 @@ def test_a_new_engine_is_paused_and_asleep_as_the_old_one_was(server: RunningSer
         assert lines == []
         post(server, going_on)
         waiting.join(LAST_RESORT)
-        assert lines[0]["usage"]["completion_tokens"] == 150
+        assert lines[0]["usage"]["completion_tokens"] == 100
     assert answers(server)[0] == originals
 
 

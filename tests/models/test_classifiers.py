@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.library.dense import dense_scores
 from jaxserve.models.loading.hf_config import from_hf, read_config
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.pooling import is_embedder, read_pooling
@@ -17,6 +16,7 @@ from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
 from tests.models.checkpoints import write_checkpoint
+from tests.models.dense import dense_scores
 from tests.models.families import CLASSIFIERS, PAIR_SECOND, tensors_of
 from tests.runtime.conftest import CONFIG
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.library.dense import dense_embedding, dense_hidden
 from jaxserve.models.encoder import Texts
 from jaxserve.models.loading.hf_config import from_hf
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.structure import LoadedModel
 from jaxserve.models.pooling import Kind, PoolingConfig, pool, read_pooling
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_modules
+from tests.models.dense import dense_embedding, dense_hidden
 from tests.models.families import CASES, ENCODERS, tensors_of
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -39,14 +39,13 @@ def test_bert_equals_transformers(bert: LoadedModel) -> None:
 
 def test_rows_of_a_batch_do_not_see_each_other_nor_padding(bert: LoadedModel) -> None:
     encoder = jax.jit(lambda ids, lengths: bert.structure.bind_encoder(bert.leaves)(Texts(ids, lengths)))
-    embedding = jax.jit(dense_embedding, static_argnums=(0, 1))
     texts = [[5, 9, 4], [7], [8, 8, 30, 2, 11], []]
     ids = jnp.asarray([text + [50] * (8 - len(text)) for text in texts], jnp.int32)
     lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
     pooling = PoolingConfig("mean")
     together = pool(encoder(ids, lengths), lengths, pooling)
     for row, text in enumerate(texts[:3]):
-        alone = embedding(bert.structure, pooling, bert.leaves, jnp.asarray(text, jnp.int32))
+        alone = dense_embedding(bert.structure, pooling, bert.leaves, jnp.asarray(text, jnp.int32))
         assert jnp.allclose(together[row], alone, atol=1e-5)
     assert not together[3].any()
 

@@ -24,6 +24,7 @@ from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build
 from jaxserve.models.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxserve.runtime.model_runner import ModelRunner
+from tests.conftest import ONE_ROW
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES
@@ -202,9 +203,8 @@ def test_it_is_served(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((demo / name).read_bytes())
     hf = LLAMA | {"vocab_size": 2048, "tie_word_embeddings": True, "num_hidden_layers": 1}
     write_gguf(tmp_path / "tiny-Q8_0.gguf", hf, random_tensors(hf), "Q8_0")
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     built = build_engine(
-        Config.of(str(tmp_path / "tiny-Q8_0.gguf"), device="cpu", max_model_len=32, **sizes), lambda _: None
+        Config.of(str(tmp_path / "tiny-Q8_0.gguf"), device="cpu", max_model_len=32, **ONE_ROW), lambda _: None
     )
     assert built.info.served_names == ["tiny-Q8_0"]
     assert built.info.eos_token_ids == [2]

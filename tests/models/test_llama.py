@@ -3,13 +3,12 @@
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.library.dense import dense_logits
 from jaxserve.models.loading.loader import LoadedModel, load_model
+from tests.models.dense import dense_logits
 
 MODELS = [
     "stories260K-hf",
@@ -19,11 +18,8 @@ MODELS = [
 ]
 
 
-FORWARD = jax.jit(dense_logits, static_argnums=0)
-
-
 def run(model: LoadedModel, ids: list[int]) -> np.ndarray:
-    return np.asarray(FORWARD(model.structure, model.leaves, jnp.asarray(ids, jnp.int32)))
+    return np.asarray(dense_logits(model.structure, model.leaves, jnp.asarray(ids, jnp.int32)))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.library.dense import dense_logits
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
+from tests.models.dense import dense_logits
 
 CONFIG = RunnerConfig(
     max_num_seqs=8,
@@ -68,12 +66,11 @@ def runner(tiny_model: LoadedModel, make_runner: Callable[..., ModelRunner]) -> 
 @pytest.fixture(scope="session")
 def dense(tiny_model: LoadedModel) -> Callable[[list[int]], np.ndarray]:
     """tokens -> float32 logits [len, V], by the model's plain forward, padded to one shape."""
-    forward = jax.jit(functools.partial(dense_logits, tiny_model.structure))
 
     def logits(tokens: list[int]) -> np.ndarray:
         padded = np.zeros(128, np.int32)
         padded[: len(tokens)] = tokens
-        return np.asarray(forward(tiny_model.leaves, jnp.asarray(padded)))[: len(tokens)]
+        return np.asarray(dense_logits(tiny_model.structure, tiny_model.leaves, jnp.asarray(padded)))[: len(tokens)]
 
     return logits
 

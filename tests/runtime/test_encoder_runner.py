@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.library.dense import dense_embedding
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.pooling import PoolingConfig
 from jaxserve.runtime.compilation.buckets import EncodeBuckets
@@ -17,6 +16,7 @@ from jaxserve.runtime.encoder_runner import EncoderRunner, longest_text
 from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.types.step import RowStatus, ScheduledRow, SchedulerOutput
 from tests.models.checkpoints import random_tensors, write_checkpoint
+from tests.models.dense import dense_embedding
 from tests.models.families import ENCODERS, VOCAB
 from tests.runtime.conftest import CONFIG
 

@@ -55,7 +55,7 @@ Seen = tuple[list[int], list[TokenLogprobs], object]
     scope="module", params=[pytest.param(False, marks=pytest.mark.slow), True], ids=["fast", "deterministic"]
 )
 def speculating(request: pytest.FixtureRequest, tiny_model: LoadedModel, make_runner: MakeRunner) -> ModelRunner:
-    return make_runner(tiny_model, deterministic=request.param, max_drafts=DRAFTS)
+    return make_runner(tiny_model, deterministic=request.param, max_drafts=DRAFTS, max_num_batched_tokens=16)
 
 
 def make_core(runner: ModelRunner, drafter: Drafter | None, **changes: object) -> EngineCore:
@@ -64,7 +64,7 @@ def make_core(runner: ModelRunner, drafter: Drafter | None, **changes: object) -
         "num_pages": 2048,
         "page_size": 8,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": 32,
+        "max_num_batched_tokens": 16,
         "max_model_len": 128,
         "max_drafts": DRAFTS,
         "verify_sizes": runner.buckets.verify,
