@@ -114,7 +114,7 @@ def test_what_an_encoder_refuses(encoder: Any) -> None:
 
 def test_the_real_minilm_is_served(minilm: Path, compile_cache: str) -> None:
     golden = np.load(GOLDENS / "minilm.npz")["embeddings"]
-    sizes = SMALL | {"max_num_seqs": 1}  # of rows the tiny encoder has more
+    sizes: dict[str, Any] = SMALL | {"max_num_seqs": 1}  # of rows the tiny encoder has more
     with (
         launch_server(str(minilm), served_name="minilm", compile_cache=compile_cache, **sizes) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,

@@ -238,7 +238,8 @@ def main(family: str, directory: Path) -> None:
     """Serve two kv heads, or one latent head, on two devices: each has its heads' scales, or all of them."""
     mesh = make_mesh("cpu", tensor=2)
     model = tiny(family, directory / family, mesh)
-    config = RunnerConfig(**SIZES | {"max_num_seqs": 1}, cache_dtype=INT8)
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}
+    config = RunnerConfig(cache_dtype=INT8, **sizes)
     runner = ModelRunner(model, config, mesh)
     for leaf in jax.tree.leaves(runner.caches):
         assert leaf.addressable_shards[0].data.size * {"llama3": 2, "deepseek_v3": 1}[family] == leaf.size
