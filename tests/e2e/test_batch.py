@@ -12,7 +12,6 @@ import pytest
 
 from jaxserve import launch_server
 from jaxserve.library.serving import RunningServer
-from tests.conftest import FEW_PAGES
 from tests.waiting import LAST_RESORT, wait_until
 
 QUESTIONS = [f"What is the capital of {country}?" for country in ("France", "Japan", "Italy", "Spain", "Peru")]
@@ -64,8 +63,9 @@ def done(client: openai.OpenAI, batch_id: str) -> int:
 
 @pytest.fixture(scope="module")
 def short_of_pages(compile_cache: str) -> Iterator[RunningServer]:
-    """A server whose pool holds two of the answers that it would like to write four of at once."""
-    with launch_server(compile_cache=compile_cache, new_token_ratio=0.05, **FEW_PAGES) as running:
+    """A server whose pool holds one of the answers that it would like to write sixteen of at once."""
+    sizes: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "num_pages": 34}
+    with launch_server(compile_cache=compile_cache, new_token_ratio=0.05, wait_for_programs=True, **sizes) as running:
         yield running
 
 
