@@ -15,6 +15,7 @@ import jaxserve
 from jaxserve.api.http.page_paths import PAGE_FILES
 from jaxserve.config import Config
 from jaxserve.errors import EngineDeadError
+from jaxserve.types.sampling import SamplingParams
 from tests.api.conftest import LiveServer, reply_with
 from tests.api.test_batches import chat_line
 from tests.api.test_tools import CALL, WEATHER
@@ -179,11 +180,22 @@ def test_the_settings_are_sent(server: LiveServer, browser: Browser, tmp_path: P
     assert browser.complaints == []
 
 
+def hold_after(server: LiveServer, count: int) -> None:
+    """Let the engine make no token once it has been sent `count` requests, however long the browser takes to look."""
+
+    def script(prompt: list[int], params: SamplingParams) -> str:
+        if len(server.link.seen) >= count:
+            server.link.hold.clear()
+        return "An answer."
+
+    server.link.script = script
+
+
 def test_a_batch_in_progress_is_shown_and_cancelled(browser: Browser, tmp_path: Path) -> None:
     lines = [chat_line(number) for number in range(40)]
     (tmp_path / "work.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with LiveServer(store=tmp_path / "store") as server:
-        server.link.delay = 0.01
+        hold_after(server, 20)
         open_page(browser, server.url)
         browser.run("location.hash = 'files'")
         browser.choose_file("#upload", tmp_path / "work.jsonl")
@@ -191,7 +203,6 @@ def test_a_batch_in_progress_is_shown_and_cancelled(browser: Browser, tmp_path: 
         browser.wait("document.getElementById('file-table').innerText.includes('work.jsonl')")
         browser.press("Start batch")
         browser.wait(f"{table}.querySelector('progress')?.value > 1")
-        server.call(server.link.hold.clear)
         browser.picture(tmp_path / "batch.png")
         browser.run("location.hash = 'live'")
         plot = "[...document.querySelectorAll('figure')].find((each) => each.textContent.startsWith('Batch progress'))"
