@@ -19,13 +19,13 @@ import yaml
 
 from jaxserve import Engine, SamplingParams
 from tests.api.fakes import DEMO
+from tests.conftest import ONE_ROW
 from tests.e2e.browser import ENDED, Browser, ask
 from tests.faults.launched import Launched
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import CASES
 from tests.waiting import LAST_RESORT, wait_until
 
-FEW: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}  # few programs to compile
 PROMPT, TOKENS = "A dog and a cat went to the sea", 24
 ADMIN = {"Authorization": "Bearer the-admin-key"}
 
@@ -47,7 +47,7 @@ def expected(qwen: Path, compile_cache: str) -> dict[str, list[int]]:
     """The tokens of each model served alone."""
     found = {}
     for name, path in (("demo", None), ("qwen", str(qwen))):
-        with Engine(path, compile_cache=compile_cache, **FEW) as engine:
+        with Engine(path, compile_cache=compile_cache, **ONE_ROW) as engine:
             [[answer]] = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=TOKENS))
             found[name] = answer.token_ids
     return found | {"third": found["demo"]}
@@ -64,7 +64,7 @@ class Front(Launched):
         }
         path = directory / "models.yaml"
         path.write_text(yaml.safe_dump(tree))
-        super().__init__(cache, directory, config=str(path), **FEW)
+        super().__init__(cache, directory, config=str(path), **ONE_ROW)
 
     def models(self) -> dict[str, dict[str, Any]]:
         data = httpx2.get(f"{self.url}/v1/models", timeout=LAST_RESORT).json()["data"]
