@@ -33,7 +33,7 @@ from jaxserve.models.weights import ParamSpec, Part
 
 Region = tuple[slice, ...]
 _WIDE = "set model.quantization: none"
-CHUNK = 32 * 2**20  # bytes per read
+CHUNK = 4 * 2**20  # bytes per read, by each of four threads
 
 
 class PartReader:
