@@ -166,7 +166,7 @@ class KVManager:
         """Load the first pages of those that `take` would load, if they are too many for one step.
 
         `node` is the result of a fresh `match`, and there is room for the request. Returns whether the request should
-        wait for a later step. The pages are cached and not locked: the next `match` finds them if they are still there.
+        wait for a later step. The pages are cached and not locked: the next `match` finds those that were not evicted.
         """
         if self.host is None or node.depth < request.num_loaded_ahead:  # some were evicted: load all at once
             return False

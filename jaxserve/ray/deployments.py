@@ -59,25 +59,25 @@ class EngineReplica:
         config = load_config(words, os.environ)
         configure_logging(config.logging)
         self._drain_timeout = config.server.drain_timeout
-        self._stack = AsyncExitStack()
+        stack = self._stack = AsyncExitStack()  # Ray may end this replica, and so take the attribute, at any await
         self._group = await asyncio.to_thread(Group, words, config, followers) if followers else None
         if self._group is not None:
-            self._stack.callback(self._group.close)
+            stack.callback(self._group.close)
             config = self._group.config
         self._engine = AsyncEngine(config)
-        self._stack.push_async_callback(self._engine.stop)
+        stack.push_async_callback(self._engine.stop)
         try:
             self._app = create_app(self._engine, config, no_store=NO_STORE)
             await (self._engine.start() if self._group is None else self._group.start(self._engine.start()))
             await asyncio.to_thread(check_files, self._app)
-            await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
+            await stack.enter_async_context(self._app.router.lifespan_context(self._app))
             await warm_up(self._app)
         except BaseException:
-            await self._stack.aclose()
+            await stack.aclose()
             raise
         if log_engine_metrics:
             export = MetricExport(self._app.state.server.metrics.registry)
-            self._stack.callback(asyncio.create_task(export.run()).cancel)
+            stack.callback(asyncio.create_task(export.run()).cancel)
 
     async def answer(self, request: RelayedRequest) -> Parts:
         """Yield the application's answer, as lists of ASGI messages."""
