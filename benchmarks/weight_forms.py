@@ -3,12 +3,14 @@
     python -m benchmarks.weight_forms --rows 1 8 32 128
 
 Each form multiplies the same rows by the same numbers. The weights of a form are larger than the caches. The result has
-the median of each form's milliseconds and its ratio to float32 over the same turns.
+the median of each form's milliseconds and its ratio to float32 over the same turns. "int8 rounded" is int8 with rows
+that are rounded too (`runtime.cpu_products: rounded`), on processors that have the instructions.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from jaxserve.models.loading.encode import encode
 from jaxserve.ops import native
-from jaxserve.ops.linear import linear
+from jaxserve.ops.linear import Weight, linear
 from jaxserve.ops.quantized import Quantized
 
 SHAPE, COUNT = (8192, 2048), 4  # 268 MB in float32
@@ -34,21 +36,30 @@ def weights(form: str) -> list[jax.Array] | list[Quantized]:
 
 
 FORMS = ("float32", "bfloat16", "int8", "fp8", "int4")
+ROUNDED = ("bfloat16", "int8", "int4")
 
 
 def milliseconds(rows: int, turns: int) -> dict[str, np.ndarray]:
     """Return the time of all products with x [rows, K], for each form [turns]."""
     x = jax.random.normal(jax.random.key(0), (rows, SHAPE[1]), jnp.float32)
-    multiply = jax.jit(lambda x, ws: [linear(x, w, native=True) for w in ws])
-    cases = {form: weights(form) for form in FORMS}
-    times: dict[str, list[float]] = {form: [] for form in FORMS}
+
+    @functools.partial(jax.jit, static_argnames="rounded")
+    def multiply(x: jax.Array, ws: list[Weight], *, rounded: bool) -> list[jax.Array]:
+        """x [rows, K], ws [N, K] each -> [rows, N] each"""
+        return [linear(x, w, native=True, rounded=rounded) for w in ws]
+
+    held = {form: weights(form) for form in FORMS}
+    cases = {form: (form, False) for form in FORMS}
+    if native.can_round():
+        cases |= {f"{form} rounded": (form, True) for form in ROUNDED}
+    times: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(turns + 1):
-        for form, ws in cases.items():
+        for name, (form, rounded) in cases.items():
             began = time.perf_counter()
-            jax.block_until_ready(multiply(x, ws))
+            jax.block_until_ready(multiply(x, held[form], rounded=rounded))
             if turn:  # the first compiles
-                times[form].append((time.perf_counter() - began) * 1e3)
-    return {form: np.array(found) for form, found in times.items()}
+                times[name].append((time.perf_counter() - began) * 1e3)
+    return {name: np.array(found) for name, found in times.items()}
 
 
 def main() -> None:
@@ -62,7 +73,7 @@ def main() -> None:
         times = milliseconds(rows, options.turns)
         for form, found in times.items():
             ratio = np.median(times["float32"] / found)
-            print(f"{rows:4d} rows  {form:9s} {np.median(found):8.2f} ms  best {found.min():8.2f}  x {ratio:.2f}")
+            print(f"{rows:4d} rows  {form:16s} {np.median(found):8.2f} ms  best {found.min():8.2f}  x {ratio:.2f}")
 
 
 if __name__ == "__main__":

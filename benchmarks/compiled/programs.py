@@ -82,7 +82,7 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
         yield from _named(LLAMA, llama.decode(rows))
     yield from _named(LLAMA, llama.decode_hidden(128), llama.extend(2048), llama.extend(8192), llama.head_sample(64))
     by_cublas = [_by_cublas(llama.decode(rows)) for rows in (8, 128, 512)]
-    yield from _named(f"{LLAMA} by cuBLASLt", *by_cublas)
+    yield from _named(f"{LLAMA} by cuBLASLt", *by_cublas, _by_cublas(llama.extend(2048)))
     yield from _named(f"{LLAMA} on mosaic_gpu", make_set(LLAMA, target, attention="mosaic_gpu").decode(128))
     for pages in ("int8", "fp8"):
         scaled = make_set(LLAMA, target, pages=pages)

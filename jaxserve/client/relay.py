@@ -208,6 +208,6 @@ class Relays:
         relay.tell(self._engine.located, info, EngineState(status.phase, status.detail))
 
 
-def _is_known(info: EngineInfo, told: EngineInfo | None) -> bool:
-    """Return whether a worker that was told `told` knows these properties: all but the measured rows, for batches."""
-    return told is not None and info == msgspec.structs.replace(told, useful_rows=info.useful_rows)
+def _is_known(info: EngineInfo, sent: EngineInfo | None) -> bool:
+    """Return whether a worker that was sent `sent` knows these properties: all but the measured rows, for batches."""
+    return sent is not None and info == msgspec.structs.replace(sent, useful_rows=info.useful_rows)

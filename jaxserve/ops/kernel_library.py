@@ -51,7 +51,7 @@ def build(directory: Path, flags: Sequence[str] = FLAGS) -> Path:
 
 
 def compile_ahead() -> None:
-    """Compile the library into the user's cache, if it is not there. What prevents that is told by who needs it."""
+    """Compile the library into the user's cache, if it is not there. Errors are left to the call that needs it."""
     with (
         contextlib.suppress(ConfigError, OSError),
         tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch,

@@ -49,7 +49,7 @@ class PrefixHolders(Generic[Key]):
                 self.drop(key)
 
     def drop(self, key: Key) -> None:
-        """Remove a key, whoever has it."""
+        """Remove a key from all replicas that have it."""
         self._holders.pop(key, None)
 
     def forget(self, replica: int) -> None:

@@ -97,7 +97,7 @@ class ModelRunner:
         self.late = LateCompilation(self._programs.rest() if config.early else (), store, self._take)
         self.pages = PageTransfer(self._programs.transfers, plan.num_pages, self.compiled)
         words = self._programs.shapes.mask_words
-        self._verification = Verification(self._by_size.get("verify", {}), config.max_num_seqs, words)
+        self._verification = Verification(self._table, config.max_num_seqs, words)
         self._allocate()
         self.page = self._programs.exported_pages(1)
         self.host = HostPool(self.pages, self.page, plan.num_host_pages, config.page_file)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import numpy as np
 
-from jaxserve.runtime.compilation.buckets import fit, verify_rows
+from jaxserve.runtime.compilation.buckets import verify_rows
+from jaxserve.runtime.compilation.program_table import ProgramTable
 from jaxserve.runtime.programs import Leaves
 from jaxserve.runtime.sampling.logprobs import unpack_logprobs
 from jaxserve.runtime.sampling.slots import SlotState
@@ -19,16 +20,16 @@ Finish = Callable[[np.ndarray | None, Collection[int]], Verified]
 
 
 class Verification:
-    """The programs `verify[T]` by size. num_slots: slot of padding rows. num_words: of a row's token mask."""
+    """The programs `verify[T]` of a table. num_slots: slot of padding rows. num_words: of a row's token mask."""
 
-    def __init__(self, programs: Mapping[int, jax.stages.Compiled], num_slots: int, num_words: int) -> None:
+    def __init__(self, programs: ProgramTable, num_slots: int, num_words: int) -> None:
         self._programs = programs
         self._num_slots = num_slots
         self._num_words = num_words
 
     def bucket(self, output: SchedulerOutput) -> int:
         """Return the size of the program that a step needs. Raises ValueError if it is too large."""
-        return fit(tuple(self._programs), max(output.num_tokens + output.num_drafts, 2 * len(output.rows)))
+        return self._programs.fit("verify", max(output.num_tokens + output.num_drafts, 2 * len(output.rows)))
 
     def run(
         self,
@@ -48,7 +49,7 @@ class Verification:
             given, bitmask = bitmask, np.zeros((bucket, self._num_words), np.int32)
             bitmask[: len(given)] = given
         packed = step_input.pack_verify(rows, (bucket, verify_rows(bucket)), self._num_slots, late, masked=masked)
-        return self._programs[bucket](*arrays, packed, bitmask)
+        return self._programs.by_size["verify"][bucket](*arrays, packed, bitmask)
 
 
 class VerifyStep:

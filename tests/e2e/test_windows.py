@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine.core import CoreOptions, EngineCore
 from jaxserve.engine.factory import _scheduler_config
-from jaxserve.library.dense import dense_logits
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.kv_cache import group_window
 from jaxserve.runtime.mesh import make_mesh
@@ -31,6 +29,7 @@ from jaxserve.types.window_size import WindowSize
 from tests.fakes import make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint
+from tests.models.dense import dense_logits
 
 GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 WINDOW, PAGE, LONGEST = 12, 4, 128
@@ -110,12 +109,11 @@ def tokens_of(core: EngineCore, prompts: dict[str, list[int]]) -> dict[str, list
 def expected(served: Served) -> dict[str, list[int]]:
     """Of each prompt alone, without the cache: held to the model's logits over the whole sequence, with no pages."""
     found: dict[str, list[int]] = {}
-    dense = jax.jit(dense_logits, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
     for name, prompt in served.crowd.items():
         found |= tokens_of(served.core(prefix_cache=False), {name: prompt})
         ids = np.zeros(LONGEST, np.int32)
         ids[: len(prompt) + NEW] = prompt + found[name]
-        logits = np.asarray(dense(served.model.structure, served.model.leaves, jnp.asarray(ids)))
+        logits = np.asarray(dense_logits(served.model.structure, served.model.leaves, jnp.asarray(ids)))
         assert logits[len(prompt) - 1 : len(prompt) + NEW - 1].argmax(axis=1).tolist() == found[name]
     return found
 

@@ -12,19 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxserve.library.dense import dense_logits
 from jaxserve.models.config import LatentConfig, ModelConfig, MoEConfig
 from jaxserve.models.loading.hf_config import from_hf, read_config
 from jaxserve.models.loading.loader import LoadedModel, build, load_model
 from jaxserve.models.rope import LongRopeScaling, RopeConfig, YarnScaling
 from tests.models import paged
 from tests.models.checkpoints import write_checkpoint
+from tests.models.dense import dense_logits
 from tests.models.families import CASES, NUM_PROMPT, tensors_of
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -58,15 +57,10 @@ def goldens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Golden]
     return golden
 
 
-# one program a structure: models that differ in their weights alone share it. Compiled without optimisation, which
-# takes half the time at these sizes
-FORWARD = jax.jit(dense_logits, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def run(model: LoadedModel, golden: Golden) -> np.ndarray:
-    """Logits [T, V] of the prompt and of transformers' greedy tokens behind it."""
+    """Logits [T, V] of the prompt and of transformers' greedy tokens behind it, by one program a structure."""
     ids = jnp.asarray([*golden.ids, *golden.greedy], jnp.int32)
-    return np.asarray(FORWARD(model.structure, model.leaves, ids))
+    return np.asarray(dense_logits(model.structure, model.leaves, ids))
 
 
 def served(golden: Golden) -> ModelConfig:

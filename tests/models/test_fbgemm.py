@@ -15,8 +15,9 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import build
 from tests.models.checkpoints import random_tensors, write_checkpoint
+from tests.models.dense import dense_logits
 from tests.models.test_quantize_at_load import load
-from tests.models.test_stored_floats import E4M3, FLOAT32, FORWARD, MODELS, PROMPT, Tensors, num_kept
+from tests.models.test_stored_floats import E4M3, FLOAT32, MODELS, PROMPT, Tensors, num_kept
 
 # As Meta publishes Llama 3.1 405B: the layers' MLPs but the first one's, and no attention.
 WIDE = [
@@ -59,7 +60,9 @@ def test_logits_are_those_of_weights_decoded_here(tmp_path: Path, caplog: pytest
     assert "activations of 8 bits, which are not rounded" in caplog.text
     expected = load(write_checkpoint(tmp_path / "plain", MODELS["llama"], plain), "none")
     assert num_kept(kept) == 2  # gate and up are one
-    got, wanted = (np.asarray(FORWARD(model.structure, model.leaves, jnp.array(PROMPT))) for model in (kept, expected))
+    got, wanted = (
+        np.asarray(dense_logits(model.structure, model.leaves, jnp.array(PROMPT))) for model in (kept, expected)
+    )
     np.testing.assert_array_equal(got, wanted)
     planned = build(read_config(tmp_path / "fbgemm").replace(quantization="stored"), FLOAT32)
     assert [spec.name for spec in planned.specs] == [spec.name for spec in kept.structure.specs]

@@ -71,7 +71,7 @@ _CLUSTERS: Mapping[str, tuple[str, Callable[[Environment], tuple[int, int, str]]
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name of SLURM's list of nodes, such as node[001-004,9],login1."""
+    """Return the first name of SLURM's list of nodes, such as node[001-004,9],login1. Raises ConfigError."""
     match = re.fullmatch(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?(?:,.*)?", nodes)
     if match is None:
         raise ConfigError(f"mesh.cluster slurm: {nodes!r} is no list of nodes", fix="set mesh.leader_address")

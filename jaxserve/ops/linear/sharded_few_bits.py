@@ -28,7 +28,7 @@ def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool 
     leaves, form = jax.tree.flatten(w)
 
     def local(x: jax.Array, *leaves: jax.Array) -> jax.Array:
-        """Multiply what one device holds."""
+        """Multiply what one device holds: x [T, its K], leaves [its N, ...] -> [T, its N]."""
         return few_bits.matmul(x, jax.tree.unflatten(form, leaves), out_dtype, interpret=interpret)
 
     product = custom_partitioning(local)

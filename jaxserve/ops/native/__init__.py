@@ -104,7 +104,7 @@ def rounds(w: Weight) -> bool:
 
 
 def matmul_rounded(x: jax.Array, w: Weight, *, few: bool = False) -> jax.Array:
-    """Do `matmul` with each row of x rounded first, twice as fast and more.
+    """Do `matmul` with each row of x float32 [T, K] rounded first -> float32 [T, N], twice as fast and more.
 
     For a bfloat16 weight x is rounded to bfloat16. For one in 8 or 4 bits it is rounded to 8 bits, with a scale for
     each group of at most 128 numbers. The caller has checked `rounds` and `can_round`. few: faster for up to FEW rows,

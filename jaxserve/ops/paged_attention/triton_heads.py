@@ -120,7 +120,7 @@ class _Turn(NamedTuple):
 
     @classmethod
     def of(cls, column: jax.Array, half: int, interleaved: bool) -> _Turn:
-        """half: pairs of columns. The columns behind the pairs are their own partners."""
+        """column: int32 [D]. half: pairs of columns. The columns behind the pairs are their own partners."""
         rotated = column < 2 * half
         if interleaved:
             first = column % 2 == 0
