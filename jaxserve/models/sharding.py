@@ -42,16 +42,23 @@ def for_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ModelConfig:
 def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of a parameter. Raises ModelLoadError if a dimension cannot be split evenly."""
     if not _divides(spec, "vocab", mesh):  # split the hidden size instead of the vocabulary
-        return _named(("tensor" if axis == "embed" else None for axis in spec.axes), mesh)
+        hidden = tuple("tensor" if axis == "embed" else None for axis in spec.axes)
+        _check(spec, "embed", mesh.shape.get("tensor", 1), "model.quantize_head: false")
+        return _named(hidden, mesh)
     for axis in filter(None, spec.axes):
-        if not _divides(spec, axis, mesh):
-            size = spec.shape[spec.axes.index(axis)]
-            other = ", or model.quantization: none" if spec.packing else ""
-            raise ModelLoadError(
-                f"{spec.name}: {axis} of {size} cannot be split over {_count(axis, mesh)} devices",
-                fix=f"choose other mesh.tensor and mesh.expert{other}",
-            )
+        _check(spec, axis, _count(axis, mesh), "model.quantization: none")
     return _named((_present(axis, mesh) or None for axis in spec.axes), mesh)
+
+
+def _check(spec: ParamSpec, axis: str, devices: int, wide: str) -> None:
+    """Raise ModelLoadError if a logical axis cannot be split evenly. wide: the setting that keeps the weight wide."""
+    size = spec.shape[spec.axes.index(axis)]
+    if size % devices:
+        other = f", or {wide}" if spec.packing else ""
+        raise ModelLoadError(
+            f"{spec.name}: {axis} of {size} cannot be split over {devices} devices",
+            fix=f"choose other mesh.tensor and mesh.expert{other}",
+        )
 
 
 def vocab_axes(size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

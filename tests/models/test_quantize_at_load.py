@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.loading import orbax
@@ -24,6 +24,7 @@ from jaxserve.models.loading.encode import encode
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, build, load_model
 from jaxserve.models.loading.quantized_leaves import by_parameter
+from jaxserve.models.sharding import param_sharding
 from jaxserve.ops.quantized import Quantized
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
@@ -125,6 +126,17 @@ def test_the_head_on_request(tmp_path: Path) -> None:
         build(read_config(tied).replace(quantization="int8", quantized_head=True), FLOAT32)
 
 
+def test_a_head_whose_groups_cannot_be_split(tmp_path: Path) -> None:
+    """The vocabulary of 97 cannot be split, and neither can rows of two groups over four devices."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 97}))
+    config = read_config(tmp_path).replace(quantization="int8", quantized_head=True)
+    scales = next(spec for spec in build(config, FLOAT32).specs if spec.name == "lm_head.weight.scales")
+    with pytest.raises(ModelLoadError, match="embed of 2 cannot be split over 4 devices") as refusal:
+        param_sharding(scales, AbstractMesh((4,), ("tensor",)))
+    assert "model.quantize_head: false" in str(refusal.value.fix)
+    assert param_sharding(scales, AbstractMesh((2,), ("tensor",))).spec == PartitionSpec(None, "tensor")
+
+
 def test_the_head_where_it_is_not_quantised_at_load(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", LLAMA, random_tensors(LLAMA))
     assert choose_head(True, "int4", directory)
@@ -186,6 +198,13 @@ def main(directory: Path) -> None:
         assert paged.greedy(several, PROMPT, 8, 8) == paged.greedy(one, PROMPT, 8, 8)
     with pytest.raises(ModelLoadError, match=r"down_proj.weight.scales: ffn of 3 cannot be split over 2 devices"):
         load(directory / "llama", "int8", devices(2, 1))
+    odd = LLAMA | {"vocab_size": 97}
+    config = read_config(write_checkpoint(directory / "odd", odd, random_tensors(odd)))
+    config = config.replace(quantization="int4", quantized_head=True)
+    one, several = (
+        load_model(directory / "odd", dtype=FLOAT32, config=config, mesh=mesh) for mesh in (None, devices(2, 1))
+    )
+    assert paged.greedy(several, PROMPT, 8, 8) == paged.greedy(one, PROMPT, 8, 8)
 
 
 if __name__ == "__main__":
