@@ -22,13 +22,13 @@ from typing import Any, Unpack
 import msgspec
 
 from jaxserve.client.generate_options import GenerateOptions
-from jaxserve.client.link import EngineLink, process_links
+from jaxserve.client.processes.link import EngineLink, process_links
+from jaxserve.client.processes.roles import Roles
+from jaxserve.client.processes.supervisor import EngineStatus
 from jaxserve.client.queue_limit import Load, check_queue
-from jaxserve.client.replica import Replica, ReplicaState
-from jaxserve.client.replica_set import ReplicaSet
-from jaxserve.client.roles import Roles
-from jaxserve.client.sequence_table import LiveSequence, Outbox, SequenceTable
-from jaxserve.client.supervisor import EngineStatus
+from jaxserve.client.replicas.replica import Replica, ReplicaState
+from jaxserve.client.replicas.replica_set import ReplicaSet
+from jaxserve.client.sequences.sequence_table import LiveSequence, Outbox, SequenceTable
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, NotReadyError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, make_stops

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.engine_calls import EngineCalls
-from jaxserve.client.sequence_table import LiveSequence
+from jaxserve.client.replicas.engine_calls import EngineCalls
+from jaxserve.client.sequences.sequence_table import LiveSequence
 from jaxserve.errors import EngineDeadError, HTTPError
 from jaxserve.transport.frame_stream import FrameStream
 from jaxserve.types.messages import (

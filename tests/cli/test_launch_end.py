@@ -17,7 +17,7 @@ import pytest
 from jaxserve.cli import main
 from jaxserve.cli.launch import Launch
 from jaxserve.cli.serving.listening import bind, check_certificates
-from jaxserve.client import supervisor
+from jaxserve.client.processes import supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.types.output import FinishReason

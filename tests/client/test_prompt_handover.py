@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
-from jaxserve.client.roles import check_roles
+from jaxserve.client.processes.roles import check_roles
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.text.output.sequence_text import RequestOutput

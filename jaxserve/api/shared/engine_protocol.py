@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, Unpack
 
 from jaxserve.client.generate_options import GenerateOptions
-from jaxserve.client.replica import ReplicaState
+from jaxserve.client.replicas.replica import ReplicaState
 from jaxserve.config import Config
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer

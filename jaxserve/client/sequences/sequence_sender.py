@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from jaxserve.client.process_fault_isolator import ProcessFaultIsolator
-from jaxserve.client.sequence_table import LiveSequence, ReplicaShare, SequenceTable
-from jaxserve.client.supervisor import Death
+from jaxserve.client.processes.supervisor import Death
+from jaxserve.client.sequences.process_fault_isolator import ProcessFaultIsolator
+from jaxserve.client.sequences.sequence_table import LiveSequence, ReplicaShare, SequenceTable
 from jaxserve.errors import HTTPError, ServerError
 from jaxserve.types.fault_isolator import DeviceFaultError
 from jaxserve.types.messages import Abort, Add, ToEngine

@@ -12,8 +12,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from jaxserve.client.replica import Replica
-from jaxserve.client.roles import Role, Roles, ends_with_prompt
+from jaxserve.client.processes.roles import Role, Roles, ends_with_prompt
+from jaxserve.client.replicas.replica import Replica
 from jaxserve.routing.router import Router
 from jaxserve.types.page_keys import TOKEN_BYTES
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, EngineRequest

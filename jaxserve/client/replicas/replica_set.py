@@ -19,17 +19,17 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxserve.client.control_record import ControlRecord
-from jaxserve.client.link import EngineLink
-from jaxserve.client.prompt_handover import PromptHandover
-from jaxserve.client.replica import Replica, ReplicaEvents, ReplicaState
-from jaxserve.client.replica_calls import call_all, changes_weights
-from jaxserve.client.replica_choice import ReplicaChoice, prompt_bytes
-from jaxserve.client.replica_summary import joined_info, joined_stats, joined_status
-from jaxserve.client.roles import Roles
-from jaxserve.client.sequence_sender import SERVED
-from jaxserve.client.sequence_table import NOWHERE, LiveSequence, SequenceTable
-from jaxserve.client.supervisor import Death, EngineStatus
+from jaxserve.client.processes.link import EngineLink
+from jaxserve.client.processes.roles import Roles
+from jaxserve.client.processes.supervisor import Death, EngineStatus
+from jaxserve.client.replicas.control_record import ControlRecord
+from jaxserve.client.replicas.prompt_handover import PromptHandover
+from jaxserve.client.replicas.replica import Replica, ReplicaEvents, ReplicaState
+from jaxserve.client.replicas.replica_calls import call_all, changes_weights
+from jaxserve.client.replicas.replica_choice import ReplicaChoice, prompt_bytes
+from jaxserve.client.replicas.replica_summary import joined_info, joined_stats, joined_status
+from jaxserve.client.sequences.sequence_sender import SERVED
+from jaxserve.client.sequences.sequence_table import NOWHERE, LiveSequence, SequenceTable
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, ServerError
 from jaxserve.routing.router import Router
 from jaxserve.types.messages import (

@@ -14,8 +14,8 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from jaxserve.client.device_share import DeviceShare, device_shares, replica_config
-from jaxserve.client.roles import check_roles
+from jaxserve.client.processes.device_share import DeviceShare, device_shares, replica_config
+from jaxserve.client.processes.roles import check_roles
 from jaxserve.config import Config
 from jaxserve.device_platform import platform_of
 from jaxserve.errors import EngineDeadError

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 
-from jaxserve.client.link import ProcessLink
+from jaxserve.client.processes.link import ProcessLink
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.types.messages import Failed, Progress

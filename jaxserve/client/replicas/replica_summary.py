@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.client.supervisor import EngineStatus
+from jaxserve.client.processes.supervisor import EngineStatus
 from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.messages import EngineInfo, EngineStats
 

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxserve.client.engine_calls import EngineCalls
-from jaxserve.client.link import EngineLink
-from jaxserve.client.roles import Role
-from jaxserve.client.sequence_sender import SequenceSender
-from jaxserve.client.sequence_table import LiveSequence, ReplicaShare, SequenceTable
-from jaxserve.client.supervisor import Death, EngineStatus, Supervisor
+from jaxserve.client.processes.link import EngineLink
+from jaxserve.client.processes.roles import Role
+from jaxserve.client.processes.supervisor import Death, EngineStatus, Supervisor
+from jaxserve.client.replicas.engine_calls import EngineCalls
+from jaxserve.client.sequences.sequence_sender import SequenceSender
+from jaxserve.client.sequences.sequence_table import LiveSequence, ReplicaShare, SequenceTable
 from jaxserve.errors import EngineDeadError, HTTPError
 from jaxserve.routing.router import ReplicaLoad
 from jaxserve.types.messages import EngineInfo, EngineStats, FromEngine, RequestRefused

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.client.replica import Replica
-from jaxserve.client.replica_summary import joined_result
+from jaxserve.client.replicas.replica import Replica
+from jaxserve.client.replicas.replica_summary import joined_result
 from jaxserve.errors import EngineDeadError, HTTPError, NotReadyError, ServerError
 
 READS = ("state", "waiting", "read_weights")  # they change nothing, so engines that are down are left out

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxserve.client.link import EngineLink
-from jaxserve.client.watchdog import LOOK_INTERVAL, Watchdog
+from jaxserve.client.processes.link import EngineLink
+from jaxserve.client.processes.watchdog import LOOK_INTERVAL, Watchdog
 from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.types.messages import EngineInfo, EngineState, Failed, FromEngine, Progress, Ready, RequestRefused
 

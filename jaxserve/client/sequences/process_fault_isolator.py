@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jaxserve.client.sequence_table import LiveSequence
+from jaxserve.client.sequences.sequence_table import LiveSequence
 from jaxserve.types.fault_isolator import FaultIsolator
 
 
