@@ -16,7 +16,7 @@ from random import Random
 import msgspec
 import numpy as np
 
-from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.types.extras import StepExtras
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request

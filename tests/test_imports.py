@@ -45,6 +45,7 @@ ORDER = (
     "jaxserve.runtime",
     "jaxserve.runtime.numerics",
     "jaxserve.engine.hosts",
+    "jaxserve.engine.core",
     "jaxserve.engine",
     "jaxserve.client.processes",
     "jaxserve.client.sequences",

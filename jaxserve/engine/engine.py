@@ -18,11 +18,11 @@ from typing import Any, Self
 import msgspec
 
 from jaxserve.config import Config
-from jaxserve.engine.core import EngineCore, StepError
-from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.core.engine_control import EngineControl
+from jaxserve.engine.core.engine_core import EngineCore, StepError
+from jaxserve.engine.core.page_handover import PageHandover
+from jaxserve.engine.core.serving_state import Mode
 from jaxserve.engine.factory import build_engine
-from jaxserve.engine.page_handover import PageHandover
-from jaxserve.engine.serving_state import Mode
 from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer

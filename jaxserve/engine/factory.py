@@ -15,14 +15,14 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from jaxserve.config import Config, SpeculationSection
-from jaxserve.engine.core import CoreOptions, EngineCore
-from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.core.engine_control import EngineControl
+from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core.late_start import LateStart
+from jaxserve.engine.core.page_handover import PageHandover, check_passing
 from jaxserve.engine.engine_info import CPU_SHARE, ServedModel, engine_info
 from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.hosts.joining import lead
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
-from jaxserve.engine.late_start import LateStart
-from jaxserve.engine.page_handover import PageHandover, check_passing
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.grammar.bitmask import BitmaskFiller

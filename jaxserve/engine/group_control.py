@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.engine_control import EngineControl
+from jaxserve.engine.core.engine_control import EngineControl
+from jaxserve.engine.core.serving_state import Mode
 from jaxserve.engine.hosts.leading import Leader
-from jaxserve.engine.serving_state import Mode
 
 PART_BYTES = 32 * 2**20  # of a file of weights in one frame
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from jaxserve.engine.compiling import Prepare
-from jaxserve.engine.core import EngineCore, StepError
-from jaxserve.engine.engine_control import EngineControl
-from jaxserve.engine.late_start import LateStart
+from jaxserve.engine.core.compiling import Prepare
+from jaxserve.engine.core.engine_control import EngineControl
+from jaxserve.engine.core.engine_core import EngineCore, StepError
+from jaxserve.engine.core.late_start import LateStart
+from jaxserve.engine.core.page_handover import PageHandover
 from jaxserve.engine.output_groups import OutputGroups
-from jaxserve.engine.page_handover import PageHandover
 from jaxserve.engine.request_log import log_received, log_turn
 from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError

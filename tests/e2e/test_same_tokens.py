@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve import Engine, SamplingParams
-from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import EngineRequest
 from jaxserve.types.scheduler_config import SchedulerConfig

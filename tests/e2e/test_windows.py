@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import Config
-from jaxserve.engine.core import CoreOptions, EngineCore
+from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.factory import _scheduler_config
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.kv_cache import group_window

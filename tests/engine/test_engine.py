@@ -9,7 +9,7 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine import engine as engine_module
 from jaxserve.engine import factory
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core.engine_core import EngineCore
 from jaxserve.engine.engine import Completion, TextEngine
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError, ServerError

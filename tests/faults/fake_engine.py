@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxserve.config import Config
 from jaxserve.engine.child import Send, main
-from jaxserve.engine.core import CoreOptions, EngineCore
-from jaxserve.engine.page_handover import PageHandover
+from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
+from jaxserve.engine.core.page_handover import PageHandover
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located

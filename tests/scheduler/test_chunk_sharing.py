@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core.engine_core import EngineCore
 from jaxserve.kv.window_group import WindowGroup
 from jaxserve.types.output import FinishReason
 from jaxserve.types.request import Request

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from jaxserve.engine.core import EngineCore
+from jaxserve.engine.core.engine_core import EngineCore
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.warm_up import WarmUp
 from jaxserve.types.step_times import StepTimes

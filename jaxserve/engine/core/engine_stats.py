@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxserve.engine.compiling import CompilingRequests
-from jaxserve.engine.serving_state import ServingState
+from jaxserve.engine.core.compiling import CompilingRequests
+from jaxserve.engine.core.serving_state import ServingState
 from jaxserve.scheduler.scheduler_stats import SchedulerStats
 from jaxserve.types.messages import EngineStats
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 
-from jaxserve.engine.core import EngineCore
-from jaxserve.engine.serving_state import Mode, Tag
+from jaxserve.engine.core.engine_core import EngineCore
+from jaxserve.engine.core.serving_state import Mode, Tag
 from jaxserve.errors import InvalidValueError, JaxserveError, ServerError, WeightsLostError
 from jaxserve.models.loading.checkpoint import Checkpoint
 from jaxserve.models.loading.file_formats.safetensors_file import read_contents

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.engine.compiling import CompilingRequests, Prepare
-from jaxserve.engine.engine_stats import engine_stats
-from jaxserve.engine.request_factory import MakeMatcher, RequestFactory, make_mask
-from jaxserve.engine.serving_state import ServingState
+from jaxserve.engine.core.compiling import CompilingRequests, Prepare
+from jaxserve.engine.core.engine_stats import engine_stats
+from jaxserve.engine.core.request_factory import MakeMatcher, RequestFactory, make_mask
+from jaxserve.engine.core.serving_state import ServingState
 from jaxserve.errors import HTTPError, InvalidValueError, JaxserveError
 from jaxserve.grammar.mask_table import FillRows, MaskTable
 from jaxserve.grammar.token_mask import TokenMask
