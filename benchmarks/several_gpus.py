@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 
 from benchmarks.compiled.programs import LLAMA, make_set
-from jaxserve.runtime.target import compile_for, make_target
+from jaxserve.runtime.saved_programs.target import compile_for, make_target
 
 MIB = 2**20
 _KERNEL = re.compile(r"\b(all-reduce|all-gather|all-to-all|custom-call|fusion)(?:-start)?\(")

@@ -44,6 +44,8 @@ ORDER = (
     "jaxserve.runtime.pages",
     "jaxserve.runtime",
     "jaxserve.runtime.numerics",
+    "jaxserve.runtime.saved_programs",
+    "jaxserve.runtime.weight_updates",
     "jaxserve.engine.hosts",
     "jaxserve.engine.core",
     "jaxserve.engine",

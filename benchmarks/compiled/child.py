@@ -17,7 +17,7 @@ from benchmarks.compiled.programs import all_programs, tpu_programs
 from benchmarks.compiled.reading import Reading, read, read_tpu
 from benchmarks.compiled.table import CHIPS
 from jaxserve.runtime.compilation.compiler import Program
-from jaxserve.runtime.target import compile_for, make_target
+from jaxserve.runtime.saved_programs.target import compile_for, make_target
 
 
 def main(dumps: Path, wanted: str, chip: str) -> None:

@@ -19,7 +19,6 @@ from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
 from jaxserve.models.pooling import read_pooling
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.runtime import memory
-from jaxserve.runtime.bundle import TUNED, UNTUNED, BundleWriter, settings_of
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import Program, Progress, compile_all, compiler_options
 from jaxserve.runtime.fingerprint import fingerprint
@@ -27,7 +26,8 @@ from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.numerics.numeric_check import check_place, numeric_programs, serving_cases
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import RunnerSetup
-from jaxserve.runtime.target import DevicelessProgram, Target, make_target
+from jaxserve.runtime.saved_programs.bundle import TUNED, UNTUNED, BundleWriter, settings_of
+from jaxserve.runtime.saved_programs.target import DevicelessProgram, Target, make_target
 
 
 @dataclass(frozen=True)

@@ -37,19 +37,19 @@ from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.stored_config import read_quantization
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
-from jaxserve.runtime.bundle import UNTUNED, Bundle
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import CompileCounter, Store
-from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.numerics.numeric_check import check_numbers
 from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
-from jaxserve.runtime.program_store import open_store
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from jaxserve.runtime.runner_setup import native_products, rounded_products
+from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle
+from jaxserve.runtime.saved_programs.program_store import open_store
+from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.text.tokenizer import Tokenizer

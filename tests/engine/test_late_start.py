@@ -12,8 +12,8 @@ from jaxserve.models.loading.hf_config import read_config
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.compilation.late_compilation import num_threads
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.program_store import ProgramStore
 from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.runtime.saved_programs.program_store import ProgramStore
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.step_times import StepTimes
 

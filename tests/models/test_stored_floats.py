@@ -19,7 +19,7 @@ from jaxserve.models.loading import orbax
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, build, inspect, load_model
 from jaxserve.models.loading.weight_sources import directory_source, source_of
-from jaxserve.runtime.device_weights import DeviceWeights
+from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.dense import dense_logits

@@ -14,8 +14,8 @@ from jaxserve.engine.bundle_maker import make_bundle
 from jaxserve.engine.factory import build_engine
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.bundle import MANIFEST
-from jaxserve.runtime.target import make_target
+from jaxserve.runtime.saved_programs.bundle import MANIFEST
+from jaxserve.runtime.saved_programs.target import make_target
 
 LIMITS: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
 

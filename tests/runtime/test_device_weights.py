@@ -16,10 +16,10 @@ from jaxserve.errors import ConflictError, InvalidValueError, ModelLoadError, We
 from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.weight_sources import directory_source, source_of
-from jaxserve.runtime import tensor_of
 from jaxserve.runtime.compilation.compiler import CompileCounter
-from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.weight_updates import tensor_of
+from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES, ENCODERS
 

@@ -16,11 +16,11 @@ from jaxserve.cache_directory import CacheDirectoryError
 from jaxserve.errors import ConfigError
 from jaxserve.runtime import fingerprint as fingerprints
 from jaxserve.runtime.compilation.compiler import CompileCounter, Program, compile_all
-from jaxserve.runtime.executable import ProgramFormatError, load, serialize
 from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
-from jaxserve.runtime.program_store import ProgramStore, decode, encode, open_store, program_key
 from jaxserve.runtime.sampling.sampler import Sampled
+from jaxserve.runtime.saved_programs.executable import ProgramFormatError, load, serialize
+from jaxserve.runtime.saved_programs.program_store import ProgramStore, decode, encode, open_store, program_key
 
 
 @pytest.fixture(scope="module")

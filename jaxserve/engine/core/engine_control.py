@@ -19,7 +19,7 @@ from jaxserve.models.loading.checkpoint import Checkpoint
 from jaxserve.models.loading.file_formats.safetensors_file import read_contents
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, directory_source, source_of
-from jaxserve.runtime.device_weights import Place, Tick
+from jaxserve.runtime.weight_updates.device_weights import Place, Tick
 
 MAX_LABEL = 128  # characters
 TAGS: tuple[Tag, ...] = get_args(Tag)

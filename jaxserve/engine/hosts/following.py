@@ -15,9 +15,9 @@ from jaxserve.errors import ConfigError, ServerError
 from jaxserve.models.loading.checkpoint import Checkpoint
 from jaxserve.models.loading.file_formats.safetensors_file import read_contents
 from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, directory_source
-from jaxserve.runtime.device_weights import DeviceWeights
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
 from jaxserve.transport.group.follower import FollowerEnd
 from jaxserve.types.group import (
     Done,

@@ -16,9 +16,9 @@ import numpy as np
 from jaxserve.errors import InvalidValueError, ServerError
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.loading.weight_sources import WeightSource
-from jaxserve.runtime.device_weights import DeviceWeights, Place, Tick
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.weight_updates.device_weights import DeviceWeights, Place, Tick
 from jaxserve.transport.group.leader import LeaderEnd
 from jaxserve.types.group import Done, Execute, Operation, PlanOffer, Sample, Stop, WarmedUp, WarmRun
 from jaxserve.types.step import SampledTokens, SchedulerOutput, StepHandle

@@ -21,11 +21,11 @@ from jaxserve.cache_directory import CacheDirectoryError, opened
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.runtime.compilation.compiler import Program
-from jaxserve.runtime.executable import ProgramFormatError, load, serialize
 from jaxserve.runtime.fingerprint import check_same, describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.program_store import decode, encode, program_key, read_code, write_code
 from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.runtime.saved_programs.executable import ProgramFormatError, load, serialize
+from jaxserve.runtime.saved_programs.program_store import decode, encode, program_key, read_code, write_code
 
 MANIFEST = "manifest.json"
 TUNED = "on the device"

@@ -24,9 +24,9 @@ import msgspec
 from jaxserve.cache_directory import CacheDirectoryError, opened
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.compilation.compiler import Program
-from jaxserve.runtime.executable import ProgramFormatError, StoredProgram, load, serialize
 from jaxserve.runtime.fingerprint import describe, fingerprint
 from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.saved_programs.executable import ProgramFormatError, StoredProgram, load, serialize
 
 SUFFIX = ".program"
 MAGIC = b"jaxserve program 1\n"

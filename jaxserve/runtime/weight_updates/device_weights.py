@@ -18,7 +18,7 @@ from jaxserve.errors import ConflictError, WeightsLostError
 from jaxserve.models.loading.quantized_leaves import by_parameter
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.loading.weight_sources import Specs, WeightSource
-from jaxserve.runtime.tensor_of import tensor_of
+from jaxserve.runtime.weight_updates.tensor_of import tensor_of
 
 Leaves = tuple[jax.Array, ...]
 Tick = Callable[[], None]  # called after each parameter, so that a long call is seen to make progress
