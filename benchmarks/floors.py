@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import build
 from jaxserve.ops import native
 

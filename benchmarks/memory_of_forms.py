@@ -22,7 +22,7 @@ import psutil
 
 from jaxserve import Engine
 from jaxserve.config import Config
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.structure import build
 

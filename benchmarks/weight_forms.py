@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models.loading.encode import encode
+from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Weight, linear
 from jaxserve.ops.quantized import Quantized

@@ -26,7 +26,7 @@ families.__path__.append(sys.argv[1])
 
 import jax.numpy as jnp
 
-from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.structure import build
 from tests.models.families import CASES
 

@@ -37,6 +37,8 @@ ORDER = (
     "jaxserve.models",
     "jaxserve.models.families",
     "jaxserve.models.loading.file_formats",
+    "jaxserve.models.loading.config",
+    "jaxserve.models.loading.quantized",
     "jaxserve.models.loading",
     "jaxserve.runtime.compilation",
     "jaxserve.runtime.sampling",

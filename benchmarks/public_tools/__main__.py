@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxserve.errors import JaxserveError
 from jaxserve.library.dense import dense_logits
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import load_model
 
 TOLERANCE = 1e-4

@@ -19,9 +19,9 @@ from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.chosen_form import QUANTIZATIONS, choose_head, choose_quantization
+from jaxserve.models.loading.config.hf_config import read_config_file
 from jaxserve.models.loading.converted import as_converted, is_converted
 from jaxserve.models.loading.file_formats.gguf_model import config_file
-from jaxserve.models.loading.hf_config import read_config_file
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build

@@ -30,11 +30,11 @@ from jaxserve.grammar.mask_table import mask_threads
 from jaxserve.grammar.matcher import MatcherFactory
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.chosen_form import choose_head, choose_quantization
+from jaxserve.models.loading.config.hf_config import read_config
+from jaxserve.models.loading.config.stored_config import read_quantization
 from jaxserve.models.loading.file_formats.gguf_model import config_file
-from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import LoadedModel, load_model
-from jaxserve.models.loading.stored_config import read_quantization
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache

@@ -19,7 +19,7 @@ from jaxserve.bench.device_kernels import published_machine
 from jaxserve.bench.device_linear import SECTIONS as LINEAR
 from jaxserve.bench.device_rows import Bench, Options, Reporter, Results, Row
 from jaxserve.bench.device_steps import SECTIONS as STEPS
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import build
 from jaxserve.ops.paged_attention import get_backend
 

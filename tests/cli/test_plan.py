@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.cli.main import main
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build

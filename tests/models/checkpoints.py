@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 from safetensors.numpy import save_file
 
-from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.loader import build
 
 TINY_LLAMA: dict[str, Any] = {

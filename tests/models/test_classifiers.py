@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.hf_config import from_hf, read_config
+from jaxserve.models.loading.config.hf_config import from_hf, read_config
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.pooling import is_embedder, read_pooling
 from jaxserve.runtime.encoder_runner import EncoderRunner

@@ -13,7 +13,7 @@ from jaxserve.cli.main import main
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.loading import orbax
 from jaxserve.models.loading.chosen_form import choose_quantization
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, inspect, load_model
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.test_fbgemm import FBGEMM, fbgemm

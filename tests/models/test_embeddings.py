@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.encoder import Texts
-from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.loader import load_model
 from jaxserve.models.loading.structure import LoadedModel
 from jaxserve.models.pooling import Kind, PoolingConfig, pool, read_pooling

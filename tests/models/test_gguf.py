@@ -17,7 +17,7 @@ from jaxserve.config import Config
 from jaxserve.engine.engine_info import served_names
 from jaxserve.engine.factory import build_engine
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import inspect, load_model
 from jaxserve.models.loading.published_size import published_size

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import GenerationDefaults
-from jaxserve.models.loading.hf_config import from_hf, read_config, read_config_file
+from jaxserve.models.loading.config.hf_config import from_hf, read_config, read_config_file
 from jaxserve.models.rope import Llama3Scaling, LongRopeScaling
 from tests.models.checkpoints import TINY_LLAMA
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from jaxserve.models.loading import orbax
-from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.loader import build, load_model
 from tests.models.checkpoints import TINY_LLAMA, write_sharded
 

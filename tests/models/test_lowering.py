@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.loader import build
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.ops.linear import Products

@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading import orbax
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, build, inspect, load_model
 from jaxserve.models.loading.weight_sources import directory_source, source_of
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights

@@ -14,7 +14,7 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine.factory import build_engine
 from jaxserve.errors import ConfigError, ModelLoadError
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import build, load_model
 from jaxserve.models.loading.published_size import published_size
 from tests.models import paged

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.layers import GatedActivation
-from jaxserve.models.loading.encode import encode
+from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops.linear import TritonExperts
 from jaxserve.ops.moe import ExpertWeights, moe
 from jaxserve.ops.moe.choices import kernels_of

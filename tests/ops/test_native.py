@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve.cache_directory import opened
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.encode import encode
+from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import kernel_library as builder
 from jaxserve.ops import native
 from jaxserve.ops.linear import linear

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.encode import encode, pack
+from jaxserve.models.loading.quantized.encode import encode, pack
 from jaxserve.ops import native
 from jaxserve.ops.linear import linear
 from jaxserve.ops.moe import ExpertWeights, moe

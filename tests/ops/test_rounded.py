@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
-from jaxserve.models.loading.encode import encode
+from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
 from jaxserve.ops.native import Weight

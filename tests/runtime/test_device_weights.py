@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConflictError, InvalidValueError, ModelLoadError, WeightsLostError
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.loading.weight_sources import directory_source, source_of
 from jaxserve.runtime.compilation.compiler import CompileCounter

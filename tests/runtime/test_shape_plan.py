@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.models.loading.hf_config import from_hf
+from jaxserve.models.loading.config.hf_config import from_hf
 from jaxserve.models.loading.loader import build
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 from tests.conftest import SharedData

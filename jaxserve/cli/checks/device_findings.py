@@ -14,7 +14,7 @@ from jaxserve.engine.factory import locate
 from jaxserve.errors import ConfigError
 from jaxserve.model_directory import local_directory
 from jaxserve.model_files import check_directory
-from jaxserve.models.loading.hf_config import read_config
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import inspect
 from jaxserve.ops.paged_attention import backend_names, get_backend
 from jaxserve.runtime.compilation.compiler import compiler_options

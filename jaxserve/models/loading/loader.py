@@ -24,12 +24,12 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint, Shapes, open_checkpoint
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.converted import as_converted, is_converted
-from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.orbax_reader import READERS, read_leaves
 from jaxserve.models.loading.part_reader import PartReader
 from jaxserve.models.loading.quantization import fp8_modules, stored_tensors
-from jaxserve.models.loading.quantized_leaves import by_parameter, read_parameter
+from jaxserve.models.loading.quantized.quantized_leaves import by_parameter, read_parameter
 from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.weights import ParamSpec

@@ -27,7 +27,7 @@ from jaxserve.models.loading.quantization import (
     mxfp4_codes,
     stored_tensors,
 )
-from jaxserve.models.loading.stored_codes import input_order, is_stored, read_codes, read_places
+from jaxserve.models.loading.quantized.stored_codes import input_order, is_stored, read_codes, read_places
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import ParamSpec, Part
 

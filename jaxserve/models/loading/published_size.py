@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.quantization import MXFP4_GROUP
-from jaxserve.models.loading.stored_codes import code_bytes
+from jaxserve.models.loading.quantized.stored_codes import code_bytes
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.weights import Part
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import Tensor
-from jaxserve.models.loading.stored_codes import Codes, code_tensors, is_stored
+from jaxserve.models.loading.quantized.stored_codes import Codes, code_tensors, is_stored
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import Part
 

@@ -21,14 +21,14 @@ from jax.sharding import Sharding
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import Checkpoint, Misfits, open_checkpoint
+from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.file_formats.safetensors_file import copy_converted, empty_aligned
 from jaxserve.models.loading.held_tensor import HeldTensor
-from jaxserve.models.loading.hf_config import read_config
 from jaxserve.models.loading.loader import check_complete
 from jaxserve.models.loading.part_reader import PartReader
 from jaxserve.models.loading.quantization import E4M3, stored_tensors
-from jaxserve.models.loading.quantized_leaves import by_parameter, read_parameter
+from jaxserve.models.loading.quantized.quantized_leaves import by_parameter, read_parameter
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import ParamSpec

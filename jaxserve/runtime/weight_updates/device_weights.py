@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxserve.errors import ConflictError, WeightsLostError
-from jaxserve.models.loading.quantized_leaves import by_parameter
+from jaxserve.models.loading.quantized.quantized_leaves import by_parameter
 from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.models.loading.weight_sources import Specs, WeightSource
 from jaxserve.runtime.weight_updates.tensor_of import tensor_of

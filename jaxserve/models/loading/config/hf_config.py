@@ -26,8 +26,8 @@ from jaxserve.models.hf_keys import (
     rope_config,
     shown,
 )
+from jaxserve.models.loading.config.stored_config import compressed_block, read_quantization_beside, read_stored_form
 from jaxserve.models.loading.file_formats.gguf_model import config_file, published_config
-from jaxserve.models.loading.stored_config import compressed_block, read_quantization_beside, read_stored_form
 from jaxserve.models.rope import LongRopeScaling, RopeConfig
 
 T = TypeVar("T")

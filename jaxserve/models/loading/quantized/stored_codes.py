@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models.loading.encode import pack
+from jaxserve.models.loading.quantized.encode import pack
 from jaxserve.models.stored_form import StoredForm
 from jaxserve.models.weights import Part
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxserve.models.loading.encode import encode
 from jaxserve.models.loading.file_formats.safetensors_file import empty_aligned
+from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.models.weights import ParamSpec
 
 Bounds = tuple[tuple[int, int], ...]
