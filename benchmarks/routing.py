@@ -33,7 +33,7 @@ from jaxserve.kv.kv_manager import KVManager
 from jaxserve.routing.router import ReplicaLoad, Router
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 
 PAGE_SIZE = 16  # tokens
 SLOTS = 256  # of each engine

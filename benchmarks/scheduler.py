@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from jaxserve.types.step import SampledTokens, SchedulerOutput
 
 ROWS = (1, 16, 64, 256, 1024, 2048)

@@ -44,7 +44,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.step_times import StepTimes
+from jaxserve.types.scheduling.step_times import StepTimes
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 1000  # of the other file, at most

@@ -21,7 +21,7 @@ from jaxserve.types.extras import StepExtras
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest, SamplingParams
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from jaxserve.types.step import PageTableUpdate, RowStatus, SampledTokens, ScheduledRow, SchedulerOutput, SlotInit
 
 VOCAB = 97

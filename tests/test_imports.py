@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent / "jaxserve"
 ORDER = (
     "jaxserve",  # the ground: errors, configuration, logging; `__init__` and `__main__` are apart
     "jaxserve.types",
+    "jaxserve.types.scheduling",
     "jaxserve.transport",
     "jaxserve.routing",
     "jaxserve.transport.group",

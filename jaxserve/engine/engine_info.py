@@ -14,7 +14,7 @@ from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import EngineInfo
-from jaxserve.types.step_times import StepTimes
+from jaxserve.types.scheduling.step_times import StepTimes
 
 DEMO_NAME = "demo"
 # On a CPU at most this share of the saturating number of rows is kept busy with batch requests, because each of them

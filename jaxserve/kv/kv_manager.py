@@ -19,7 +19,7 @@ from jaxserve.kv.radix_cache import Node, RadixCache
 from jaxserve.kv.window_group import WindowGroup
 from jaxserve.types.output import FinishReason
 from jaxserve.types.request import Request
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from jaxserve.types.step import PageMove
 
 # Pages that waiting requests load in a step while others run: one program's, and 128 MiB of Llama-3.1-8B.

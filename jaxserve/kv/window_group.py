@@ -22,7 +22,7 @@ from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node
 from jaxserve.kv.window_index import WindowIndex
 from jaxserve.types.request import Request
-from jaxserve.types.window_size import WindowSize
+from jaxserve.types.scheduling.window_size import WindowSize
 
 
 @dataclass(slots=True, eq=False)

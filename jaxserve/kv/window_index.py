@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node
-from jaxserve.types.window_size import WindowSize
+from jaxserve.types.scheduling.window_size import WindowSize
 
 
 class WindowIndex:

@@ -18,7 +18,7 @@ import psutil
 
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.types.window_size import WindowSize
+from jaxserve.types.scheduling.window_size import WindowSize
 
 MIB = 2**20
 CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pages take this or as much as the weights, whichever is more

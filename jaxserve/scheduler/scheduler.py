@@ -45,7 +45,7 @@ from jaxserve.scheduler.waiting.waiting_queue import WaitingQueue
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from jaxserve.types.step import RowStatus, SampledTokens, ScheduledRow, SchedulerOutput
 
 logger = logging.getLogger(__name__)

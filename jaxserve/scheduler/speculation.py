@@ -15,7 +15,7 @@ from jaxserve.speculation.allotment import DraftRecord, allot
 from jaxserve.speculation.drafter import Drafter, DraftMasks
 from jaxserve.types.draft_counters import DraftCounters
 from jaxserve.types.request import Request
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from jaxserve.types.step import SchedulerOutput
 
 

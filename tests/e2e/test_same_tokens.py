@@ -13,7 +13,7 @@ from jaxserve import Engine, SamplingParams
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import EngineRequest
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from tests.conftest import SMALL, SharedData
 
 CROWD = 64

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes, split_pool
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.types.window_size import WindowSize
+from jaxserve.types.scheduling.window_size import WindowSize
 
 GIB = 2**30
 SIZES = Sizes(

@@ -19,7 +19,7 @@ from jaxserve.speculation.ngram import NGramDrafter
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.output import TokenLogprobs
 from jaxserve.types.sampling import EngineRequest, GrammarSpec
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from tests.fake_grammar import CountingMatcher
 from tests.fakes import OracleDrafter, Transcripts, make_request, run_all
 from tests.models.checkpoints import random_tensors, write_checkpoint

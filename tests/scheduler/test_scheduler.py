@@ -8,7 +8,7 @@ from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.types.output import FinishReason
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import SamplingParams
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from jaxserve.types.step import ScheduledRow, SchedulerOutput
 from tests.fakes import VOCAB, FakeRunner, FakeStep, Transcripts, alone, make_core, make_request, run_all, small_config
 

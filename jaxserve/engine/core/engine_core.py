@@ -35,7 +35,7 @@ from jaxserve.types.messages import EngineStats, WaitingRequest
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from jaxserve.types.step import Runner, SchedulerOutput, StepHandle
 
 logger = logging.getLogger(__name__)

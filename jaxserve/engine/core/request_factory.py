@@ -14,7 +14,7 @@ from jaxserve.scheduler.stopping import check_allowed
 from jaxserve.types.extras import MAX_LOGPROB_IDS
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import MAX_LOGIT_BIAS, EngineRequest, GrammarSpec, SamplingParams
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 
 MakeMatcher = Callable[[GrammarSpec], Matcher]
 

@@ -21,8 +21,8 @@ from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights, Place, Tick
 from jaxserve.transport.group.leader import LeaderEnd
 from jaxserve.types.group import Done, Execute, Operation, PlanOffer, Sample, Stop, WarmedUp, WarmRun
+from jaxserve.types.scheduling.step_times import StepTimes
 from jaxserve.types.step import SampledTokens, SchedulerOutput, StepHandle
-from jaxserve.types.step_times import StepTimes
 
 PLAN_LIMIT = 3600.0  # seconds that the slowest host may take to read the weights, and again to compile
 OPERATION_LIMIT = 600.0  # seconds that a follower may take for a call that is no step

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from jaxserve.types.request import Request, RequestStatus
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
-from jaxserve.types.scheduler_config import SchedulerConfig
+from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 
 _Entry = tuple[int, float, int, Request]
 

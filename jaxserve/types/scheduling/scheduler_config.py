@@ -7,8 +7,8 @@ from typing import Literal
 
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
-from jaxserve.types.step_times import UNTIMED, StepTimes
-from jaxserve.types.window_size import WindowSize
+from jaxserve.types.scheduling.step_times import UNTIMED, StepTimes
+from jaxserve.types.scheduling.window_size import WindowSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
