@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, Secret, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-from jaxserve.config_cache import CacheSection
-from jaxserve.config_keys import ApiKey, ApiKeys, check_distinct
-from jaxserve.config_mesh import MeshSection
-from jaxserve.config_models import ModelsSection
-from jaxserve.config_types import (
+from jaxserve.config_sections.cache import CacheSection
+from jaxserve.config_sections.keys import ApiKey, ApiKeys, check_distinct
+from jaxserve.config_sections.mesh import MeshSection
+from jaxserve.config_sections.models import ModelsSection
+from jaxserve.config_sections.value_types import (
     WEEK,
     Auto,
     DirPath,

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent / "jaxserve"
 
 # The rooms in the order of their imports: a file imports from its own folder and from folders above it in this list.
 ORDER = (
+    "jaxserve.config_sections",
     "jaxserve",  # the ground: errors, configuration, logging; `__init__` and `__main__` are apart
     "jaxserve.types",
     "jaxserve.types.scheduling",
@@ -35,6 +36,7 @@ ORDER = (
     "jaxserve.ops.linear",
     "jaxserve.ops.moe",
     "jaxserve.ops.paged_attention",
+    "jaxserve.ops.paged_attention.triton",
     "jaxserve.models",
     "jaxserve.models.families",
     "jaxserve.models.loading.file_formats",

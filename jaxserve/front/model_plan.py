@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxserve.config import Config
-from jaxserve.config_models import ModelEntry
+from jaxserve.config_sections.models import ModelEntry
 from jaxserve.errors import ModelNotFoundError
 
 

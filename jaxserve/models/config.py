@@ -1,7 +1,7 @@
 """The configuration of a model, as frozen data: dimensions and features that modules, loader and runtime read.
 
-Owns ModelConfig and its parts. `loading.hf_config` makes one from a published config.json. Only that file and the
-families know Hugging Face's keys.
+Owns ModelConfig and its parts. `loading.config.hf_config` makes one from a published config.json. Only that file and
+the families know Hugging Face's keys.
 """
 
 from __future__ import annotations

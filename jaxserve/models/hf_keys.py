@@ -1,6 +1,6 @@
 """Readers of config.json keys that several families share: checked numbers, the rotation, the sliding windows.
 
-`loading.hf_config` reads the common keys with them, and each family its own.
+`loading.config.hf_config` reads the common keys with them, and each family its own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import pytest
 from jaxserve.api.shared.key_usage import KeyLimitError, KeyUsage, KeyUsages
 from jaxserve.api.shared.process_group import MAIN, GroupKeeper, ProcessGroup, num_columns
 from jaxserve.client.queue_limit import Load
-from jaxserve.config_keys import ApiKey
+from jaxserve.config_sections.keys import ApiKey
 from jaxserve.errors import QueueFullError
 from jaxserve.telemetry.merging import Families, counted, merge_families
 from jaxserve.transport.board import Board

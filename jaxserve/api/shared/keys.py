@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from jaxserve.config import ServerSection
-from jaxserve.config_keys import DEFAULT_KEY, digest_of
+from jaxserve.config_sections.keys import DEFAULT_KEY, digest_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from jaxserve.config_types import FilePath, Int, Seconds, Section, Text
+from jaxserve.config_sections.value_types import FilePath, Int, Seconds, Section, Text
 
 DEFAULT_PORT = 29500
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
-from jaxserve.config_types import Key, json_list, reveal
+from jaxserve.config_sections.value_types import Key, json_list, reveal
 
 DEFAULT_KEY = "default"  # the name of server.api_key
 MAX_KEYS = 256  # each request is compared with all of them

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from jaxserve.config_types import WEEK, Float, Int, Seconds, Section, Text, json_list
+from jaxserve.config_sections.value_types import WEEK, Float, Int, Seconds, Section, Text, json_list
 
 MAX_MODELS = 64
 OWN_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")  # what each model may set for itself

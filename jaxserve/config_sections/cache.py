@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from jaxserve.config_types import Auto, Bytes, DirPath, Float, Int, Section
+from jaxserve.config_sections.value_types import Auto, Bytes, DirPath, Float, Int, Section
 
 
 class CacheSection(Section):
