@@ -19,7 +19,7 @@ _SOURCES = (
     "jaxserve/models/families/*.py",
     "jaxserve/ops/linear/*.py",
     "jaxserve/ops/moe/*.py",
-    "jaxserve/ops/paged_attention/*.py",
+    "jaxserve/ops/paged_attention/**/*.py",
     "jaxserve/ops/quantized/*.py",
     "jaxserve/runtime/compilation/buckets.py",
     "jaxserve/runtime/compilation/compiler.py",

@@ -22,7 +22,7 @@ from jaxserve.bench.device_rows import Bench, Row
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, get_backend
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend, MosaicTuning
 from jaxserve.ops.paged_attention.tpu import TpuBackend
-from jaxserve.ops.paged_attention.triton import TritonBackend, TritonTuning
+from jaxserve.ops.paged_attention.triton.backend import TritonBackend, TritonTuning
 from jaxserve.ops.paged_attention.xla import XlaBackend
 
 TOLERANCE = 2e-2  # relative error of bfloat16 attention

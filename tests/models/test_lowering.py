@@ -18,7 +18,7 @@ from jaxserve.models.loading.structure import ModelStructure
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionSpec, Backend
 from jaxserve.ops.paged_attention.tpu import TpuBackend
-from jaxserve.ops.paged_attention.triton import TritonBackend
+from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling.slots import state_shapes

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.tpu import TpuBackend
-from jaxserve.ops.paged_attention.triton import TritonBackend
+from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from tests.ops.attention_cases import Case, empty_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

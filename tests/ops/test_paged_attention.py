@@ -20,8 +20,8 @@ from jaxserve.ops.paged_attention.native import NativeBackend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.tpu import TpuBackend, TpuTuning
-from jaxserve.ops.paged_attention.triton import TritonBackend, TritonTuning
-from jaxserve.ops.paged_attention.triton_latent import LatentTuning
+from jaxserve.ops.paged_attention.triton.backend import TritonBackend, TritonTuning
+from jaxserve.ops.paged_attention.triton.latent import LatentTuning
 from jaxserve.ops.paged_attention.xla import XlaBackend
 from tests.ops.attention_cases import Case, empty_cache, expected, filled_cache, make_batch, run
 
@@ -217,7 +217,7 @@ def test_auto_takes_the_best_of_the_platform(platform: str, name: str) -> None:
 
 
 def test_auto_goes_on_where_a_kernel_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jaxserve.ops.paged_attention.triton", None)
+    monkeypatch.setitem(sys.modules, "jaxserve.ops.paged_attention.triton.backend", None)
     assert get_backend("auto", "gpu").name == "xla"
     with pytest.raises(ConfigError, match="'triton' cannot be loaded with this jax"):
         get_backend("triton", "gpu")
@@ -225,7 +225,7 @@ def test_auto_goes_on_where_a_kernel_cannot_be_loaded(monkeypatch: pytest.Monkey
 
 def test_mosaic_needs_no_triton_module_of_pallas(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is deprecated, and a jax without it must do."""
-    for name in [name for name in sys.modules if re.fullmatch(r"jaxserve\.ops\..*(triton\w*|mosaic_gpu|moe)", name)]:
+    for name in [name for name in sys.modules if re.fullmatch(r"jaxserve\.ops\..*(triton[\w.]*|mosaic_gpu|moe)", name)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     monkeypatch.delattr("jax.experimental.pallas.triton")

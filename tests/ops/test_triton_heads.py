@@ -16,8 +16,8 @@ from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backe
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.sharded import write_and_attend
-from jaxserve.ops.paged_attention.triton import TritonBackend
-from jaxserve.ops.paged_attention.triton_heads import write_heads
+from jaxserve.ops.paged_attention.triton.backend import TritonBackend
+from jaxserve.ops.paged_attention.triton.heads import write_heads
 from tests.models.families import CASES as CASES_OF_MODELS
 
 PAGES, PAGE = 3, 4

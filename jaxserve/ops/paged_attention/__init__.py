@@ -18,7 +18,7 @@ _BACKENDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "reference": ("reference", "ReferenceBackend", ()),
     "xla": ("xla", "XlaBackend", ()),
     "native": ("native", "NativeBackend", ("cpu",)),
-    "triton": ("triton", "TritonBackend", ("gpu",)),
+    "triton": ("triton.backend", "TritonBackend", ("gpu",)),
     "mosaic_gpu": ("mosaic_gpu", "MosaicGpuBackend", ("gpu",)),
     "tpu": ("tpu", "TpuBackend", ("tpu",)),
 }

@@ -24,13 +24,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jaxserve.ops.paged_attention import triton_heads, triton_latent
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout, ProjectedHeads
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.split_kv import PROGRAMS, Layer, join_splits, num_splits
-from jaxserve.ops.paged_attention.triton_latent import LatentTuning
-from jaxserve.ops.paged_attention.triton_parts import Scales, Softmax, add_tile, empty, finish, join, places
+from jaxserve.ops.paged_attention.triton import heads as heads_kernel
+from jaxserve.ops.paged_attention.triton import latent as latent_kernels
+from jaxserve.ops.paged_attention.triton.latent import LatentTuning
+from jaxserve.ops.paged_attention.triton.parts import Scales, Softmax, add_tile, empty, finish, join, places
 from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, dot, index_grid, load, mask_of, padded
 
 
@@ -85,13 +86,13 @@ class TritonBackend(InterleavedLayout):
         self, heads: ProjectedHeads, cache: jax.Array, slot_mapping: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """See `WritesHeads`: slot_mapping int32 [T] -> q [T, N, D], cache [P, page_size, 2 * KH, D]."""
-        return triton_heads.write_heads(heads, cache, slot_mapping, interpret=self.interpret)
+        return heads_kernel.write_heads(heads, cache, slot_mapping, interpret=self.interpret)
 
     def _attend_latent(self, q: jax.Array, layer: Layer, metadata: AttentionMetadata) -> jax.Array:
         """Attend q [T, N, D] to latent pages -> [T, N, columns]."""
         options = {"tuning": self.latent, "interpret": self.interpret}
-        decode = functools.partial(triton_latent.attend_last_tokens, layer, **options)
-        return attend_ragged(q, metadata, decode, functools.partial(triton_latent.attend_long_rows, layer, **options))
+        decode = functools.partial(latent_kernels.attend_last_tokens, layer, **options)
+        return attend_ragged(q, metadata, decode, functools.partial(latent_kernels.attend_long_rows, layer, **options))
 
 
 def _attend_last_tokens(

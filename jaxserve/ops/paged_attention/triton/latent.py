@@ -26,7 +26,7 @@ from jaxserve.ops.paged_attention.base import AttentionSpec
 from jaxserve.ops.paged_attention.ragged import Rows, query_blocks
 from jaxserve.ops.paged_attention.scaled_pages import is_scaled
 from jaxserve.ops.paged_attention.split_kv import Layer, join_splits, num_splits
-from jaxserve.ops.paged_attention.triton_parts import Scales, Softmax, add_tile, empty, finish, join, places
+from jaxserve.ops.paged_attention.triton.parts import Scales, Softmax, add_tile, empty, finish, join, places
 from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, dot, index_grid, load, mask_of, padded
 
 
