@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.scheduler import decoding_scheduler, fake_tokens
 from jaxserve.transport.group.follower import FollowerEnd, connect
 from jaxserve.transport.group.leader import LeaderEnd
-from jaxserve.types.group import Execute, Hello, Message, Sample, Stop, encode
+from jaxserve.types.group import Execute, Hello, LeaderEnds, Message, Sample, encode
 from jaxserve.types.step import SchedulerOutput
 
 KEY = b"a key of this measurement"
@@ -54,7 +54,7 @@ def follow(port: int, rank: int, num_hosts: int) -> None:
     """Receive until the leader stops, then write the times at which the messages were there, as float64."""
     end = FollowerEnd(connect(("127.0.0.1", port), KEY, lambda _: None), Hello(rank, num_hosts, {}, {}), _fail)
     times = array("d")
-    while not isinstance(end.receive(), Stop):
+    while not isinstance(end.receive(), LeaderEnds):
         times.append(time.monotonic())
     end.close()
     sys.stdout.buffer.write(times.tobytes())
@@ -92,7 +92,7 @@ def measure(messages: Sequence[Message], num_hosts: int) -> tuple[list[float], l
             end.send(message)
             sent.append((began, time.monotonic()))
             time.sleep(PAUSE)
-        end.send(Stop())
+        end.send(LeaderEnds())
         arrived = np.array([np.frombuffer(process.communicate(timeout=60)[0]) for process in processes])
         end.close()
     begun = np.array([began for began, _ in sent])

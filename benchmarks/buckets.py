@@ -23,7 +23,7 @@ from jaxserve.runtime.warm_up import WarmUp
 
 
 class Timing:
-    """A Store that has nothing and times each compilation. seconds: wall time and processor time by program"""
+    """A ProgramStorage that has nothing and times each compilation. seconds: wall time and processor time by program"""
 
     def __init__(self, threads: int) -> None:
         self.seconds: dict[str, tuple[float, float]] = {}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.device_kernels import DTYPE, TOLERANCE, Heads, clock, normal, rates, time_grid
+from jaxserve.bench.device_kernels import DTYPE, TOLERANCE, HeadSizes, clock, normal, rates, time_grid
 from jaxserve.bench.device_rows import Bench, Row
 from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import TritonExperts
@@ -138,9 +138,9 @@ def latent(bench: Bench) -> None:
         "prefill 2048": [(2048, 2048)],
         "chunk 512 at 4096": [(512, 4096)],
     }
-    shapes = {"128 heads ": Heads(1, 128, 576, values=512), "16 heads ": Heads(1, 16, 576, values=512)}
+    shapes = {"128 heads ": HeadSizes(1, 128, 576, values=512), "16 heads ": HeadSizes(1, 16, 576, values=512)}
     if bench.tiny:
-        grid, shapes = {"mixed": [(1, 20), (9, 20)]}, {"": Heads(1, 4, 40, values=32)}
+        grid, shapes = {"mixed": [(1, 20), (9, 20)]}, {"": HeadSizes(1, 4, 40, values=32)}
     for shape, heads in shapes.items():
         time_grid(bench, grid, heads, shape)
 

@@ -31,7 +31,7 @@ COLD_BYTES = 160 << 20  # more than the second-level cache of an H200 holds
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSizes:
     """The sizes of a layer's attention."""
 
     kv_heads: int = 8
@@ -144,7 +144,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return draw()
 
 
-def batch(rows: Sequence[tuple[int, int]], heads: Heads) -> tuple[jax.Array, AttentionMetadata, int]:
+def batch(rows: Sequence[tuple[int, int]], heads: HeadSizes) -> tuple[jax.Array, AttentionMetadata, int]:
     """Return q [T, N, D], metadata and the number of pages of a batch of rows (q_len, kv_len). Pages are in random
     order.
     """
@@ -190,15 +190,15 @@ def numerics(bench: Bench) -> None:
     if bench.tiny:
         edges, mixed = [(1, 5), (1, 17)], [(1, 20), (3, 9)]
     shapes = {
-        "llama": Heads(2, 2, 32) if bench.tiny else Heads(),
-        "group-1": Heads(4, 1, 64),
-        "group-7": Heads(2, 7, 64),
-        "group-8-window": Heads(1, 8, 64, window=40, soft_cap=20.0),
-        "head-80": Heads(2, 2, 80),
-        "head-96": Heads(2, 1, 96),
-        "head-256": Heads(2, 2, 256),
-        "latent-128-heads": Heads(1, 128, 576, values=512),
-        "latent-16-heads": Heads(1, 16, 576, values=512),
+        "llama": HeadSizes(2, 2, 32) if bench.tiny else HeadSizes(),
+        "group-1": HeadSizes(4, 1, 64),
+        "group-7": HeadSizes(2, 7, 64),
+        "group-8-window": HeadSizes(1, 8, 64, window=40, soft_cap=20.0),
+        "head-80": HeadSizes(2, 2, 80),
+        "head-96": HeadSizes(2, 1, 96),
+        "head-256": HeadSizes(2, 2, 256),
+        "latent-128-heads": HeadSizes(1, 128, 576, values=512),
+        "latent-16-heads": HeadSizes(1, 16, 576, values=512),
     }
     for shape, heads in list(shapes.items())[: 1 if bench.tiny else None]:
         for kind, rows in {"decode": edges, "mixed": mixed}.items():
@@ -206,7 +206,7 @@ def numerics(bench: Bench) -> None:
                 bench.cell(f"{name} {shape} {kind}", 8, functools.partial(_compare, backend, rows, heads))
 
 
-def _compare(backend: Backend, rows: list[tuple[int, int]], heads: Heads) -> Row:
+def _compare(backend: Backend, rows: list[tuple[int, int]], heads: HeadSizes) -> Row:
     q, metadata, num_pages = batch(rows, heads)
     context = normal(4, num_pages * heads.page_size, heads.kv_heads, heads.head_dim)
     values = context if heads.latent else normal(5, *context.shape)
@@ -250,13 +250,13 @@ def attention(bench: Bench) -> None:
         "chunk 512 at 4096": [(512, 4096)],
         "mixed 64 x 600 + chunk 448": [(1, 600)] * 64 + [(448, 448)],
     }
-    heads = Heads()
+    heads = HeadSizes()
     if bench.tiny:
-        grid, heads = {"decode 2 x 40": [(1, 40)] * 2, "prefill 20": [(20, 20)]}, Heads(2, 2, 32)
+        grid, heads = {"decode 2 x 40": [(1, 40)] * 2, "prefill 20": [(20, 20)]}, HeadSizes(2, 2, 32)
     time_grid(bench, grid, heads, "")
 
 
-def time_grid(bench: Bench, grid: dict[str, list[tuple[int, int]]], heads: Heads, prefix: str) -> None:
+def time_grid(bench: Bench, grid: dict[str, list[tuple[int, int]]], heads: HeadSizes, prefix: str) -> None:
     """Time attention over a grid of batches, rows (q_len, kv_len) by name, for every kernel. prefix: of the cells."""
     for name, rows in grid.items():
         for kernel, backend in kernels(bench).items():
@@ -264,7 +264,7 @@ def time_grid(bench: Bench, grid: dict[str, list[tuple[int, int]]], heads: Heads
             bench.cell(f"{kernel} {prefix}{name}", 12, cell)
 
 
-def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]], heads: Heads) -> Row:
+def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]], heads: HeadSizes) -> Row:
     q, metadata, num_pages = batch(rows, heads)
     cache = normal(6, *heads.cache_shape(backend, num_pages))
     # One program makes many calls, because one takes microseconds, over more bytes than the device's own cache holds.
@@ -301,9 +301,9 @@ def rates(bench: Bench, seconds: float, num_bytes: float, operations: float) -> 
 def tune(bench: Bench) -> None:
     """Time decode attention over the kernels' tuning parameters."""
     cells = {"32 x 4096": (32, 4096), "100 x 305": (100, 305), "1 x 4096": (1, 4096)}
-    heads = Heads()
+    heads = HeadSizes()
     if bench.tiny:
-        cells, heads = {"2 x 40": (2, 40)}, Heads(2, 2, 32)
+        cells, heads = {"2 x 40": (2, 40)}, HeadSizes(2, 2, 32)
     for cell, (count, context) in cells.items():
         for name, backend in _variants(bench).items():
             rows = [(1, context)] * count
@@ -333,13 +333,13 @@ def _variants(bench: Bench) -> dict[str, Backend]:
 
 def write(bench: Bench) -> None:
     """Time the write of one layer's K and V, and check that it is in place."""
-    heads = Heads(2, 2, 32) if bench.tiny else Heads()
+    heads = HeadSizes(2, 2, 32) if bench.tiny else HeadSizes()
     for count in (2,) if bench.tiny else (1, 100, 500, 2048):
         for kernel, backend in kernels(bench).items():
             bench.cell(f"{kernel} {count} tokens", 8, functools.partial(_time_write, bench, backend, count, heads))
 
 
-def _time_write(bench: Bench, backend: Backend, count: int, heads: Heads) -> Row:
+def _time_write(bench: Bench, backend: Backend, count: int, heads: HeadSizes) -> Row:
     num_pages = 64 if bench.tiny else 20_000
     shape = backend.cache_shape(num_pages, heads.page_size, heads.kv_heads, heads.head_dim)
     cache = jnp.zeros(shape, DTYPE)

@@ -38,7 +38,7 @@ from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache
-from jaxserve.runtime.compilation.compiler import CompileCounter, Store
+from jaxserve.runtime.compilation.compiler import CompileCounter, ProgramStorage
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
@@ -216,7 +216,7 @@ def make_runner(
         name = pages_name(config, resolved, loaded, mesh, loaded.directory)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
     backend = None if loaded.config.bidirectional else get_backend(resolved.attention, mesh.platform)
-    store: Store | None = None
+    store: ProgramStorage | None = None
     several = config.mesh.hosts > 1  # the programs of several processes are kept by JAX's own cache only
     if config.runtime.bundle is not None:
         if several:

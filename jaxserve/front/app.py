@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from jaxserve.api.errors.responses import install_error_handlers
 from jaxserve.api.http.middleware import Authentication, BodyLimit, RequestContext
 from jaxserve.api.routes import page
-from jaxserve.api.shared.body_cost import BodyLimits, BodySum
+from jaxserve.api.shared.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum
 from jaxserve.config import Config
 from jaxserve.front import routes
 from jaxserve.front.forwarder import Forwarder
@@ -20,8 +20,6 @@ from jaxserve.front.residents import Residents
 from jaxserve.telemetry.merging import Families, FamilyCollector, MetricFamily, merge_families, read_families
 from jaxserve.telemetry.metrics import Metrics
 from jaxserve.telemetry.tracing import NoTracing
-
-LONGEST_CONTEXT = 2**21  # tokens; a body is read here before the context of its model is known
 
 
 def create_front(residents: Residents, config: Config) -> FastAPI:

@@ -19,7 +19,7 @@ from jaxserve.ops.moe import ExpertWeights, moe
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-class Router(KeepsChoices):
+class ExpertRouter(KeepsChoices):
     """The router: weight [E, D], and a bias [E] or a score correction [E] if the config's router has one."""
 
     def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
@@ -174,7 +174,7 @@ class MoEBlock(nnx.Module):
     """The weighted sum of the chosen experts, plus the shared expert if there is one. Names of most checkpoints."""
 
     def __init__(self, config: ModelConfig, moe_config: MoEConfig, dtype: jnp.dtype) -> None:
-        self.gate = Router(config, moe_config, dtype)
+        self.gate = ExpertRouter(config, moe_config, dtype)
         self.experts = Experts(config, moe_config, dtype)
         self.shared_experts = MLP(config, dtype, moe_config.shared_ffn) if moe_config.shared_ffn else None
 

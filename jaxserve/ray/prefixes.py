@@ -16,7 +16,7 @@ import msgspec
 from jaxserve.routing.prefix_index import PrefixHolders
 from jaxserve.routing.router import MAX_RATIO, MAX_SPREAD
 
-BLOCK = 64  # bytes of text, about a page of 16 tokens
+BLOCK_BYTES = 64  # bytes of text, about a page of 16 tokens
 MAX_PROMPT = 128 * 1024  # bytes of a prompt that are compared
 MAX_BLOCKS = 128 * 1024  # that are remembered: 8 MiB of text
 
@@ -48,14 +48,14 @@ def prompt_blocks(body: bytes) -> list[int]:
         return []
     text = b"\0".join(bytes(getattr(found, name)) for name in _Prompt.__struct_fields__)
     name, names = 0, []
-    for start in range(0, min(len(text), MAX_PROMPT) - BLOCK + 1, BLOCK):
-        name = hash((name, text[start : start + BLOCK]))
+    for start in range(0, min(len(text), MAX_PROMPT) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        name = hash((name, text[start : start + BLOCK_BYTES]))
         names.append(name)
     return names
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaLoad:
+class RayReplicaLoad:
     """is_ready: whether its engine accepts requests. num_requests: that run or wait there"""
 
     is_ready: bool
@@ -74,7 +74,7 @@ class RoutingRule:
     imbalanced_ratio: float = MAX_RATIO
     match_rate_threshold: float = 0.5
 
-    def rank(self, loads: Mapping[str, ReplicaLoad], matched: Mapping[str, int], num_blocks: int) -> list[str]:
+    def rank(self, loads: Mapping[str, RayReplicaLoad], matched: Mapping[str, int], num_blocks: int) -> list[str]:
         """Order the replicas, best first. matched: leading blocks of the prompt that each of them has seen
 
         Among equals the order of `loads` stays.

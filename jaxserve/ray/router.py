@@ -14,7 +14,7 @@ from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
     RunningReplica,
 )
 
-from jaxserve.ray.prefixes import MAX_BLOCKS, PrefixMap, ReplicaLoad, RoutingRule, prompt_blocks
+from jaxserve.ray.prefixes import MAX_BLOCKS, PrefixMap, RayReplicaLoad, RoutingRule, prompt_blocks
 from jaxserve.ray.relay import RelayedRequest
 
 
@@ -40,11 +40,11 @@ class PrefixRouter(RequestRouter):
         matched = self._prefixes.matched(blocks, by_name)
         return [[by_name[name]] for name in self._rule.rank(loads, matched, len(blocks))]
 
-    def _load(self, replica: RunningReplica) -> ReplicaLoad:
+    def _load(self, replica: RunningReplica) -> RayReplicaLoad:
         """What this router has sent there, or what the replica counted itself, if that is more."""
         own = self.replica_queue_len_cache.get(replica.replica_id) or 0
         said: dict[str, Any] = replica.routing_stats or {}
-        return ReplicaLoad(bool(said.get("is_ready", True)), max(own, int(said.get("num_requests", 0))))
+        return RayReplicaLoad(bool(said.get("is_ready", True)), max(own, int(said.get("num_requests", 0))))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         name = _name(replica_id)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api.shared.body_cost import BodyLimits
+from jaxserve.api.shared.body_cost import LONGEST_CONTEXT, BodyLimits
 from jaxserve.cli.options.flags import parse_flags
 from jaxserve.cli.options.settings import load_config
 from jaxserve.config import Config, suggestion
@@ -32,7 +32,6 @@ STOP_SECONDS = 15.0  # that an engine has to end after its requests have ended
 SPARE = 1.25  # requests that a replica accepts, as a multiple of those that run at once
 FULL = 0.75  # of max_num_seqs: the requests for each replica at which replicas are added
 INGRESS_REQUESTS = 10_000  # that wait or are answered in one ingress; the engines limit what runs
-LONGEST_CONTEXT = 2**21  # tokens; a body is read before the context of its model is known
 
 _APP_KEYS = ("llm_configs", "ingress_deployment_config")
 _MODEL_KEYS = (

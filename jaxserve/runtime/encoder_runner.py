@@ -26,8 +26,8 @@ from jaxserve.runtime.compilation.buckets import EncodeBuckets
 from jaxserve.runtime.compilation.compiler import (
     CompileCounter,
     Program,
+    ProgramStorage,
     Progress,
-    Store,
     compile_all,
     compiler_options,
 )
@@ -57,7 +57,7 @@ class EncoderRunner:
         mesh: DeviceMesh,
         *,
         progress: Progress | None = None,
-        store: Store | None = None,
+        store: ProgramStorage | None = None,
     ) -> None:
         started = time.perf_counter()
         if store is None and config.compile_cache is not None:

@@ -24,7 +24,13 @@ import numpy as np
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime import memory
 from jaxserve.runtime.compilation import program_cache
-from jaxserve.runtime.compilation.compiler import CompileCounter, Progress, Store, compile_all, compiler_options
+from jaxserve.runtime.compilation.compiler import (
+    CompileCounter,
+    ProgramStorage,
+    Progress,
+    compile_all,
+    compiler_options,
+)
 from jaxserve.runtime.compilation.late_compilation import LateCompilation
 from jaxserve.runtime.compilation.program_table import ProgramTable
 from jaxserve.runtime.extra_outputs import ExtraOutputs
@@ -73,7 +79,7 @@ class ModelRunner:
         normalize_embeddings: bool = True,
         progress: Progress | None = None,
         agree: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
-        store: Store | None = None,
+        store: ProgramStorage | None = None,
     ) -> None:
         started = time.perf_counter()
         if store is None and config.compile_cache is not None:

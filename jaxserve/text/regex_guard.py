@@ -21,7 +21,7 @@ _COMMENT = re.compile(r"\?[a-z-]+\)")  # (?i): switches for what follows
 
 
 @dataclass
-class _Part:
+class _Branches:
     """What an alternation holds: the most repeats of one branch, and whether there are several branches."""
 
     repeats: int = 0
@@ -38,14 +38,14 @@ def check_pattern(pattern: str) -> None:
         raise ValueError("its parentheses do not match")
 
 
-def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Part]:
+def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
     """Reads up to the closing parenthesis or the end."""
     if depth > MAX_NESTED_GROUPS:
         raise ValueError("it is nested too deep")
-    whole, branch = _Part(), _Part()
+    whole, branch = _Branches(), _Branches()
     while position < len(pattern) and pattern[position] != ")":
         if pattern[position] == "|":
-            whole.repeats, branch = max(whole.repeats, branch.repeats), _Part()
+            whole.repeats, branch = max(whole.repeats, branch.repeats), _Branches()
             whole.branches += 1
             position += 1
             continue
@@ -58,7 +58,7 @@ def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Part]:
     return position, whole
 
 
-def _add(branch: _Part, inner: _Part, least: int, endless: bool) -> None:
+def _add(branch: _Branches, inner: _Branches, least: int, endless: bool) -> None:
     if endless and (inner.repeats or inner.branches > 1):
         raise ValueError("it repeats a group that has a repeat or a choice in it")
     if inner.repeats or endless:
@@ -71,26 +71,26 @@ def _add(branch: _Part, inner: _Part, least: int, endless: bool) -> None:
         raise ValueError(f"more than {MAX_REPEATS} repeats stand in a row, or text that must match behind them")
 
 
-def _atom(pattern: str, position: int, depth: int) -> tuple[int, _Part]:
+def _atom(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
     """One character, class, escape or group."""
     match pattern[position]:
         case "\\":
             found = _ESCAPE.match(pattern, position)
             if found is None or found[0][1] in "123456789kg":
                 raise ValueError("it refers back to a group")
-            return found.end(), _Part()
+            return found.end(), _Branches()
         case "[":
-            return _class_end(pattern, position), _Part()
+            return _class_end(pattern, position), _Branches()
         case "(":
             switches = _COMMENT.match(pattern, position + 1)
             if switches is not None:
-                return switches.end(), _Part()
+                return switches.end(), _Branches()
             prefix = _PREFIX.match(pattern, position + 1)
             position, inner = _alternation(pattern, prefix.end() if prefix else position + 1, depth + 1)
             if position >= len(pattern):
                 raise ValueError("its parentheses do not match")
             return position + 1, inner
-    return position + 1, _Part()
+    return position + 1, _Branches()
 
 
 def _class_end(pattern: str, position: int) -> int:

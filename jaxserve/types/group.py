@@ -121,11 +121,11 @@ class Done(Message, frozen=True):
     error: str | None = None
 
 
-class Stop(Message, frozen=True):
+class LeaderEnds(Message, frozen=True):
     """The leader ends as it was asked to."""
 
 
-ToFollower = Welcome | Rejected | PlanOffer | Beat | WarmRun | WarmedUp | Execute | Sample | Operation | Stop
+ToFollower = Welcome | Rejected | PlanOffer | Beat | WarmRun | WarmedUp | Execute | Sample | Operation | LeaderEnds
 ToLeader = Hello | PlanOffer | HostFailed | Beat | Done
 
 _to_follower: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower)

@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Mapping
 
-from jaxserve.ray.prefixes import BLOCK, MAX_PROMPT, PrefixMap, ReplicaLoad, RoutingRule, prompt_blocks
+from jaxserve.ray.prefixes import BLOCK_BYTES, MAX_PROMPT, PrefixMap, RayReplicaLoad, RoutingRule, prompt_blocks
 
 NAMES = ("a", "b", "c")
 
@@ -13,8 +13,8 @@ def body(**fields: object) -> bytes:
     return json.dumps({"model": "demo", **fields}).encode()
 
 
-def loads(*requests: int) -> dict[str, ReplicaLoad]:
-    return {name: ReplicaLoad(True, count) for name, count in zip(NAMES, requests, strict=False)}
+def loads(*requests: int) -> dict[str, RayReplicaLoad]:
+    return {name: RayReplicaLoad(True, count) for name, count in zip(NAMES, requests, strict=False)}
 
 
 def chat(*texts: str) -> bytes:
@@ -39,7 +39,7 @@ def test_what_names_a_prompt() -> None:
         assert not set(prompt_blocks(other)) & set(prompt_blocks(same[0]))
     for none in (b"", b"[]", b"{", b"\xff", body(), b"[" * 100_000):
         assert prompt_blocks(none) == []
-    assert len(prompt_blocks(body(prompt="x" * 2 * MAX_PROMPT))) == MAX_PROMPT // BLOCK
+    assert len(prompt_blocks(body(prompt="x" * 2 * MAX_PROMPT))) == MAX_PROMPT // BLOCK_BYTES
 
 
 def test_a_known_prefix_decides() -> None:
@@ -60,7 +60,7 @@ def test_an_uneven_load_decides_alone() -> None:
 
 
 def test_an_engine_that_starts_again_comes_last() -> None:
-    busy = loads(0, 5) | {"a": ReplicaLoad(False, 0)}
+    busy = loads(0, 5) | {"a": RayReplicaLoad(False, 0)}
     assert RoutingRule().rank(busy, {"a": 10}, 10) == ["b", "a"]
 
 
@@ -103,8 +103,8 @@ def test_chats_stay_and_spread() -> None:
     hits = 0
     for chat_id, turn in turns:
         blocks = prompt_blocks(chat(*(f"{chat_id} {each} " + "z" * 200 for each in range(turn + 1))))
-        order: Mapping[str, ReplicaLoad] = {
-            name: ReplicaLoad(True, draw.randrange(4)) for name in sorted(NAMES, key=lambda name: routed[name])
+        order: Mapping[str, RayReplicaLoad] = {
+            name: RayReplicaLoad(True, draw.randrange(4)) for name in sorted(NAMES, key=lambda name: routed[name])
         }
         best = rule.rank(order, seen.matched(blocks, NAMES), len(blocks))[0]
         seen.add(blocks, best)

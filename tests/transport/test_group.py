@@ -11,7 +11,7 @@ from jaxserve.transport.group import leader as leader_module
 from jaxserve.transport.group.connection import Connection, GroupConnectionError
 from jaxserve.transport.group.follower import FollowerEnd, connect
 from jaxserve.transport.group.leader import HostLostError, LeaderEnd
-from jaxserve.types.group import Done, Hello, Operation, Rejected, Stop, WarmRun, encode
+from jaxserve.types.group import Done, Hello, LeaderEnds, Operation, Rejected, WarmRun, encode
 from tests.waiting import LAST_RESORT, wait_until
 
 KEY = b"a secret of the group"
@@ -174,8 +174,8 @@ def test_a_host_that_starts_again_takes_its_own_place(make: Callable[..., Joined
     wait_until(lambda: group.followers_lost, "the first one is closed")
     group.join(2)
     group.end.gather(LAST_RESORT)
-    group.end.send(Stop())
-    assert again.receive() == Stop()
+    group.end.send(LeaderEnds())
+    assert again.receive() == LeaderEnds()
 
 
 def test_a_host_that_cannot_be_in_the_group_is_told_why(make: Callable[..., Joined]) -> None:
@@ -190,8 +190,8 @@ def test_strangers_do_not_keep_the_group_from_forming(make: Callable[..., Joined
     loud.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
     follower = group.join(1)
     group.end.gather(LAST_RESORT)
-    group.end.send(Stop())
-    assert follower.receive() == Stop()
+    group.end.send(LeaderEnds())
+    assert follower.receive() == LeaderEnds()
     for each in (*silent, loud):
         each.close()
 

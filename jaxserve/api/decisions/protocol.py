@@ -8,7 +8,7 @@ from pydantic import Field
 
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.answers import Answer
-from jaxserve.api.protocol.common import Body, Part
+from jaxserve.api.protocol.common import Body, NestedObject
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -17,7 +17,7 @@ MAX_VALUES_OF_JSON = 10_000
 MAX_BYTES_OF_JSON = 256 * 1024
 
 
-class DecisionPart(Part):
+class DecisionPart(NestedObject):
     """A part of a message, an output or a question; `type` decides which field is read."""
 
     type: Literal["input_text", "input_image", "input_json", "output_text", "refusal"]
@@ -34,7 +34,7 @@ class DecisionPart(Part):
 DecisionParts = Annotated[list[DecisionPart], Field(max_length=limits.MAX_MESSAGES)]
 
 
-class DecisionItem(Part):
+class DecisionItem(NestedObject):
     """A message, a call, or the output of a call; `type` decides which fields are read."""
 
     type: Literal["message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"] = (
@@ -53,17 +53,17 @@ class DecisionItem(Part):
     phase: str | None = Field(None, description="Ignored.")
 
 
-class DecisionChoice(Part):
+class DecisionChoice(NestedObject):
     value: str | bool
     description: str | None = None
 
 
-class DecisionLevel(Part):
+class DecisionLevel(NestedObject):
     label: str
     description: str | None = None
 
 
-class DecisionQuestion(Part):
+class DecisionQuestion(NestedObject):
     """A question about the input; `type` decides which fields are read."""
 
     type: Literal["predicate", "choice", "score"]
@@ -77,7 +77,7 @@ class DecisionQuestion(Part):
     )
 
 
-class PromptCacheOptions(Part):
+class PromptCacheOptions(NestedObject):
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["30m"] | None = None
 

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jaxserve.api.errors.families import OLLAMA_PREFIX
 from jaxserve.api.errors.responses import ClientDisconnected, from_validation
-from jaxserve.api.protocol.common import UNSUPPORTED, Body, Part
+from jaxserve.api.protocol.common import UNSUPPORTED, Body, NestedObject
 from jaxserve.api.shared.body_cost import is_large
 from jaxserve.api.shared.state import server_state
 from jaxserve.errors import InvalidValueError, RequestError, UnsupportedParameterError
@@ -111,11 +111,11 @@ def _unknown_inside(body: BaseModel, prefix: str = "") -> Iterator[str]:
         if isinstance(value, _PLAIN):
             continue
         parts = value if isinstance(value, list) else [value]
-        if not (parts and isinstance(parts[0], Part)):
+        if not (parts and isinstance(parts[0], NestedObject)):
             continue
         path = f"{prefix}{name}."
         for part in parts:
-            if not isinstance(part, Part):
+            if not isinstance(part, NestedObject):
                 continue
             if unknown := part.unknown_fields:
                 some = itertools.islice(unknown.items(), MAX_UNKNOWN)

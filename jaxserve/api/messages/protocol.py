@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.common import Body, Part
+from jaxserve.api.protocol.common import Body, NestedObject
 
 MAX_CONTENT_BLOCKS = 4096
 
 ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class Source(Part):
+class Source(NestedObject):
     """Where an image or a document comes from."""
 
     type: str
@@ -27,7 +27,7 @@ class Source(Part):
     content: Any = None
 
 
-class Block(Part):
+class Block(NestedObject):
     """A part of a message; `type` decides which fields are read."""
 
     type: str
@@ -52,12 +52,12 @@ class Block(Part):
 Blocks = Annotated[list[Block], Field(max_length=MAX_CONTENT_BLOCKS)]
 
 
-class InputMessage(Part):
+class InputMessage(NestedObject):
     role: Literal["user", "assistant", "system"]
     content: str | Blocks
 
 
-class MessageTool(Part):
+class MessageTool(NestedObject):
     """A tool of the client. Tools that Anthropic hosts have another `type`; they are not offered."""
 
     name: ToolName | None = Field(None, description="Required of a tool of the client.")
@@ -72,24 +72,24 @@ class MessageTool(Part):
         return {}
 
 
-class MessageToolChoice(Part):
+class MessageToolChoice(NestedObject):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(Part):
+class ThinkingConfig(NestedObject):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: limits.TokenCount | None = Field(None, description="Reasoning is ended after this many tokens.")
     display: str | None = Field(None, description="omitted: the thinking blocks have no text.")
 
 
-class OutputFormat(Part):
+class OutputFormat(NestedObject):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Part):
+class OutputConfig(NestedObject):
     effort: str | None = Field(None, description="Passed to the chat template as reasoning_effort.")
     format: OutputFormat | None = Field(None, description="The answer must match the schema.")
 

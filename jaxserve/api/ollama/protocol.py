@@ -12,13 +12,13 @@ from pydantic import Field
 
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.chat import Tool
-from jaxserve.api.protocol.common import Body, Part
+from jaxserve.api.protocol.common import Body, NestedObject
 
 KeepAlive = str | Annotated[float, Field(allow_inf_nan=False)]
 Images = Annotated[list[str], Field(max_length=limits.MAX_MESSAGES)]
 
 
-class OllamaOptions(Part):
+class OllamaOptions(NestedObject):
     """Sampling. Absent fields take the model's defaults, as on the other routes."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = Field(
@@ -36,17 +36,17 @@ class OllamaOptions(Part):
     num_ctx: int | None = Field(None, description="Ignored: the context length is the server's.")
 
 
-class OllamaFunction(Part):
+class OllamaFunction(NestedObject):
     name: limits.FunctionName
     arguments: dict[str, Any] | None = None
 
 
-class OllamaCall(Part):
+class OllamaCall(NestedObject):
     id: str | None = None
     function: OllamaFunction
 
 
-class OllamaMessage(Part):
+class OllamaMessage(NestedObject):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = Field(None, description="The reasoning of an assistant's message.")

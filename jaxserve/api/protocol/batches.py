@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxserve.api.protocol.answers import Answer
-from jaxserve.api.protocol.common import Body, Part
+from jaxserve.api.protocol.common import Body, NestedObject
 from jaxserve.store import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
@@ -24,7 +24,7 @@ MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
 
-class OutputExpiresAfter(Part):
+class OutputExpiresAfter(NestedObject):
     """Counted from the creation of the output file, not of the batch."""
 
     anchor: Literal["created_at"]

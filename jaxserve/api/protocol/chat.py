@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.common import Part, SamplingFields
+from jaxserve.api.protocol.common import NestedObject, SamplingFields
 
 Role = Annotated[
     Literal["developer", "system", "user", "assistant", "tool", "function", "latest_reminder", "root"],
@@ -15,7 +15,7 @@ Role = Annotated[
 ]
 
 
-class ContentPart(Part):
+class ContentPart(NestedObject):
     """A part of a message. The model decides which types are accepted; text always is."""
 
     type: str
@@ -23,17 +23,17 @@ class ContentPart(Part):
     refusal: str | None = None
 
 
-class CalledFunction(Part):
+class CalledFunction(NestedObject):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class CustomCall(Part):
+class CustomCall(NestedObject):
     name: str
     input: str
 
 
-class ToolCall(Part):
+class ToolCall(NestedObject):
     id: str | None = None
     index: int | None = Field(None, description="Ignored; clients that collect a stream send it back.")
     type: Literal["function", "custom"] | None = None
@@ -41,7 +41,7 @@ class ToolCall(Part):
     custom: CustomCall | None = None
 
 
-class ChatMessage(Part):
+class ChatMessage(NestedObject):
     role: Role
     content: str | Annotated[list[ContentPart], Field(max_length=limits.MAX_MESSAGES)] | None = None
     name: str | None = None
@@ -53,57 +53,57 @@ class ChatMessage(Part):
     function_call: CalledFunction | None = None
 
 
-class FunctionDefinition(Part):
+class FunctionDefinition(NestedObject):
     name: limits.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class CustomGrammar(Part):
+class CustomGrammar(NestedObject):
     syntax: Literal["lark", "regex"]
     definition: str
 
 
-class CustomFormat(Part):
+class CustomFormat(NestedObject):
     type: Literal["text", "grammar"]
     grammar: CustomGrammar | None = None
 
 
-class CustomDefinition(Part):
+class CustomDefinition(NestedObject):
     name: limits.FunctionName
     description: str | None = None
     format: CustomFormat | None = None
 
 
-class Tool(Part):
+class Tool(NestedObject):
     type: str
     function: FunctionDefinition | None = None
     custom: CustomDefinition | None = None
 
 
-class NamedTool(Part):
+class NamedTool(NestedObject):
     name: str
 
 
-class AllowedTools(Part):
+class AllowedTools(NestedObject):
     mode: Literal["auto", "required"]
     tools: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_TOOLS)]
 
 
-class ToolChoice(Part):
+class ToolChoice(NestedObject):
     type: Literal["function", "custom", "allowed_tools"]
     function: NamedTool | None = None
     custom: NamedTool | None = None
     allowed_tools: AllowedTools | None = None
 
 
-class Reasoning(Part):
+class Reasoning(NestedObject):
     effort: str | None = None
     enabled: bool | None = None
 
 
-class Thinking(Part):
+class Thinking(NestedObject):
     type: Literal["enabled", "disabled", "adaptive"]
 
 

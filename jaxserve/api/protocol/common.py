@@ -88,7 +88,7 @@ class Body(_Strict):
         self._size = size
 
 
-class Part(_Strict):
+class NestedObject(_Strict):
     """A nested object."""
 
     @property
@@ -96,7 +96,7 @@ class Part(_Strict):
         return self.model_extra or {}
 
 
-class StreamOptions(Part):
+class StreamOptions(NestedObject):
     include_usage: bool | None = Field(None, description="End with a chunk that holds the usage.")
     continuous_usage_stats: bool | None = Field(
         None, description="Usage so far in every chunk, unless `include_usage` is false."
@@ -104,7 +104,7 @@ class StreamOptions(Part):
     include_obfuscation: bool | None = Field(None, description="Accepted and ignored: no padding is sent.")
 
 
-class StructuredOutputs(Part):
+class StructuredOutputs(NestedObject):
     """vLLM's form of a constraint; exactly one is given."""
 
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
@@ -115,14 +115,14 @@ class StructuredOutputs(Part):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class JsonSchemaFormat(Part):
+class JsonSchemaFormat(NestedObject):
     name: str | None = Field(None, max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Part):
+class ResponseFormat(NestedObject):
     """OpenAI's form. A schema beside the type is accepted too; a json_object with a schema must match it."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -139,7 +139,7 @@ class ResponseFormat(Part):
         return {} if self.type == "structural_tag" else super().unknown_fields
 
 
-class RepetitionDetection(Part):
+class RepetitionDetection(NestedObject):
     """End an output if its last tokens repeat one pattern of up to max_pattern_size tokens min_count (2) times."""
 
     max_pattern_size: int | None = Field(None, ge=0, le=256)
@@ -147,7 +147,7 @@ class RepetitionDetection(Part):
     min_count: int | None = Field(None, ge=2, le=256)
 
 
-class SessionParams(Part):
+class SessionParams(NestedObject):
     """Continue an open session: the prompt and output of its request `rid` are put before the body's own tokens."""
 
     id: limits.Identifier = Field(description="Id of the session.")

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.common import Body, Part, SessionParams
+from jaxserve.api.protocol.common import Body, NestedObject, SessionParams
 
 
-class NativeSampling(Part):
+class NativeSampling(NestedObject):
     """`sampling_params` of /generate. Absent fields take the model's defaults, as on the other routes."""
 
     max_new_tokens: limits.TokenCountOrZero | None = Field(None, description="Default 128.")

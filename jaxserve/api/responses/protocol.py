@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxserve.api.protocol import limits
-from jaxserve.api.protocol.common import CommonFields, Part, StructuredOutputs
+from jaxserve.api.protocol.common import CommonFields, NestedObject, StructuredOutputs
 
 MAX_INPUT_ITEMS = 8192  # a turn of an agent is a call, its output and reasoning
 MAX_ITEM_PARTS = 4096
@@ -27,7 +27,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=128)]
 ToolText = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class ItemPart(Part):
+class ItemPart(NestedObject):
     """A part of a message, of a reasoning or of a call's output; `type` decides which fields are read."""
 
     type: str
@@ -43,7 +43,7 @@ class ItemPart(Part):
 ItemParts = Annotated[list[ItemPart], Field(max_length=MAX_ITEM_PARTS)]
 
 
-class InputItem(Part):
+class InputItem(NestedObject):
     """An item of a conversation; `type` decides which fields are read, and an item with a role is a message."""
 
     type: str | None = None
@@ -65,13 +65,13 @@ class InputItem(Part):
         return {}
 
 
-class ToolInputFormat(Part):
+class ToolInputFormat(NestedObject):
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
 
 
-class ResponseTool(Part):
+class ResponseTool(NestedObject):
     """A function, a custom tool or a namespace of both. Tools of other types are not offered."""
 
     type: str
@@ -88,7 +88,7 @@ class ResponseTool(Part):
         return {}
 
 
-class ResponseToolChoice(Part):
+class ResponseToolChoice(NestedObject):
     """A named tool, or the tools that may be called. A hosted tool here is refused."""
 
     type: str
@@ -103,7 +103,7 @@ class ResponseToolChoice(Part):
         return {}
 
 
-class TextFormat(Part):
+class TextFormat(NestedObject):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=64)
     description: str | None = None
@@ -111,12 +111,12 @@ class TextFormat(Part):
     strict: bool | None = None
 
 
-class TextConfig(Part):
+class TextConfig(NestedObject):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Passed to the chat template.")
 
 
-class ReasoningConfig(Part):
+class ReasoningConfig(NestedObject):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="none turns reasoning off; others are passed to the chat template as reasoning_effort."
     )
@@ -125,11 +125,11 @@ class ReasoningConfig(Part):
     context: Literal["auto", "current_turn", "all_turns"] | None = Field(None, description="Ignored.")
 
 
-class ConversationName(Part):
+class ConversationName(NestedObject):
     id: str
 
 
-class ResponseStreamOptions(Part):
+class ResponseStreamOptions(NestedObject):
     include_obfuscation: bool | None = Field(None, description="Ignored: no padding is sent.")
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from jaxserve.api.protocol import limits
 from jaxserve.api.protocol.answers import Answer, EmbeddingUsage
-from jaxserve.api.protocol.common import Body, Part
+from jaxserve.api.protocol.common import Body, NestedObject
 from jaxserve.api.protocol.completions import Prompt
 
 Texts = Annotated[list[str], Field(max_length=limits.MAX_PROMPTS)]
@@ -41,7 +41,7 @@ class PairFields(ScoringFields):
     max_tokens_per_doc: limits.TokenCount | None = Field(None, description="Cut each document to this many tokens.")
 
 
-class RerankDocument(Part):
+class RerankDocument(NestedObject):
     text: str
 
 

@@ -17,6 +17,7 @@ MAX_BODY_BYTES = 64 * 2**20  # the most that it gives; also the limit of a batch
 BYTES_A_TOKEN = 32  # bytes per token of context: escaped text of any script, with the tools around it
 MIN_SUM_BYTES = 512 * 2**20  # of all bodies in memory
 BODIES_IN_SUM = 8  # as a multiple of the largest body
+LONGEST_CONTEXT = 2**21  # tokens; for a body that is read before the context of its model is known
 
 OBJECTS = 16_384  # to validate one takes 0.8 us in a call that holds the lock; with names they are a third of all
 STRUCTURES = 40_000  # 4,096 messages with a part each, or 1,024 tools with a schema of 38

@@ -36,7 +36,7 @@ _LENGTH = 4  # bytes of the header's length, little-endian
 _MAX_HEADER = 64 * 2**20  # bytes
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _PagesHeader(msgspec.Struct, frozen=True):
     """form: of model, weights and pages. tokens: int32, little-endian; those of the pages. checksums: one a page"""
 
     form: str
@@ -90,7 +90,7 @@ class PageHandover:
         num_tokens = node.depth * kv.page_size
         tokens = np.asarray(token_ids[:num_tokens], "<i4").tobytes()
         version = self._core.serving.version
-        header = _Header(self._form, version, namespace, tokens, _checksums(rows))
+        header = _PagesHeader(self._form, version, namespace, tokens, _checksums(rows))
         try:
             _write(path, msgspec.msgpack.encode(header), rows)
         except OSError as error:
@@ -132,11 +132,11 @@ class PageHandover:
         self._core.settle()
         return kv
 
-    def _opened(self, path: str) -> tuple[_Header, np.ndarray]:
+    def _opened(self, path: str) -> tuple[_PagesHeader, np.ndarray]:
         """Return the header of a file, checked, and the bytes of its pages, uint8 [n]."""
         try:
             data = _mapped(path)
-            header = msgspec.msgpack.decode(data[_LENGTH : _end_of_header(data)].tobytes(), type=_Header)
+            header = msgspec.msgpack.decode(data[_LENGTH : _end_of_header(data)].tobytes(), type=_PagesHeader)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise InvalidValueError(f"{path} has no pages: {error}", param="path") from None
         if (header.form, header.version) != (self._form, self._core.serving.version):
@@ -147,7 +147,7 @@ class PageHandover:
             raise InvalidValueError(f"{path} is damaged", param="path")
         return header, data
 
-    def _rows(self, path: str, header: _Header, data: np.ndarray, first: int, most: int | None) -> np.ndarray:
+    def _rows(self, path: str, header: _PagesHeader, data: np.ndarray, first: int, most: int | None) -> np.ndarray:
         """Return pages from `first` on, at most `most`, uint8 [n, bytes of a page]. Raises InvalidValueError."""
         checksums = header.checksums[first:] if most is None else header.checksums[first : first + most]
         # a copy, because the file may change after it was checked

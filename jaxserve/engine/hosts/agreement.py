@@ -16,7 +16,7 @@ from jaxserve.version import __version__
 
 MIN_KEY = 16  # characters
 # Sections that decide what the programs are, so that all hosts take the leader's.
-SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")
+AGREED_SECTIONS = ("model", "mesh", "cache", "scheduler", "runtime", "speculation")
 # What each host has for itself.
 LOCAL = (
     "mesh.cluster",
@@ -91,7 +91,7 @@ def check_hosts(config: Config) -> None:
 
 def settings(config: Config) -> dict[str, Any]:
     """Return the keys that this host's command changes from their defaults and that the leader's must equal."""
-    tree = config.model_dump(mode="json", exclude_defaults=True, include=set(SECTIONS))
+    tree = config.model_dump(mode="json", exclude_defaults=True, include=set(AGREED_SECTIONS))
     named = {f"{section}.{name}": value for section, keys in tree.items() for name, value in keys.items()}
     return {key: value for key, value in named.items() if key not in LOCAL}
 
@@ -112,7 +112,7 @@ def objection(config: Config, follower: Hello) -> str | None:
     for name, version in sorted(follower.versions.items()):
         if version != own.get(name):
             return f"the leader has {name} {own.get(name)}, and host {follower.rank} {version}"
-    tree = config.model_dump(mode="json", include=set(SECTIONS))
+    tree = config.model_dump(mode="json", include=set(AGREED_SECTIONS))
     for key, value in sorted(follower.settings.items()):
         section, _, name = key.partition(".")
         if (leaders := tree.get(section, {}).get(name)) != value:
@@ -122,7 +122,7 @@ def objection(config: Config, follower: Hello) -> str | None:
 
 def for_followers(config: Config) -> str:
     """Return the leader's configuration as JSON, without what each host has for itself."""
-    tree = config.model_dump(mode="json", exclude_defaults=True, include=set(SECTIONS))
+    tree = config.model_dump(mode="json", exclude_defaults=True, include=set(AGREED_SECTIONS))
     for key in LOCAL:
         section, _, name = key.partition(".")
         if key != "model.path":
@@ -136,7 +136,9 @@ def followed(own: Config, leaders: str) -> Config:
     leaders: from `for_followers`. A follower without a model.path takes the leader's.
     """
     tree: dict[str, dict[str, Any]] = json.loads(leaders)
-    mine: Mapping[str, Mapping[str, Any]] = own.model_dump(mode="json", exclude_defaults=True, include=set(SECTIONS))
+    mine: Mapping[str, Mapping[str, Any]] = own.model_dump(
+        mode="json", exclude_defaults=True, include=set(AGREED_SECTIONS)
+    )
     for key in LOCAL:
         section, _, name = key.partition(".")
         if name in mine.get(section, {}):

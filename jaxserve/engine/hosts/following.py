@@ -22,12 +22,12 @@ from jaxserve.transport.group.follower import FollowerEnd
 from jaxserve.types.group import (
     Done,
     Execute,
+    LeaderEnds,
     Message,
     Operation,
     PlanOffer,
     Rejected,
     Sample,
-    Stop,
     ToFollower,
     WarmedUp,
     WarmRun,
@@ -77,7 +77,7 @@ class Follower:
 
     def run(self) -> None:
         """Make the leader's calls until it stops. Raises whatever a step raises, which ends the group."""
-        while not isinstance(message := self._end.receive(), Stop):
+        while not isinstance(message := self._end.receive(), LeaderEnds):
             self._make(message)
 
     def _make(self, message: ToFollower) -> None:

@@ -6,7 +6,7 @@ import jax
 from jax._src import distributed
 
 CONNECT_LIMIT = 120  # seconds that the processes wait for each other
-HEARTBEAT_LIMIT = 60  # seconds; a group's own connections notice a lost host sooner
+JAX_HEARTBEAT_LIMIT = 60  # seconds; a group's own connections notice a lost host sooner
 
 
 def join_devices(coordinator: str, rank: int, num_hosts: int) -> None:
@@ -22,7 +22,7 @@ def join_devices(coordinator: str, rank: int, num_hosts: int) -> None:
         rank,
         cluster_detection_method="deactivate",
         initialization_timeout=CONNECT_LIMIT,
-        heartbeat_timeout_seconds=HEARTBEAT_LIMIT,
+        heartbeat_timeout_seconds=JAX_HEARTBEAT_LIMIT,
         coordinator_bind_address=coordinator,
     )
 

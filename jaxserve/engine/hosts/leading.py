@@ -20,7 +20,7 @@ from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights, Place, Tick
 from jaxserve.transport.group.leader import LeaderEnd
-from jaxserve.types.group import Done, Execute, Operation, PlanOffer, Sample, Stop, WarmedUp, WarmRun
+from jaxserve.types.group import Done, Execute, LeaderEnds, Operation, PlanOffer, Sample, WarmedUp, WarmRun
 from jaxserve.types.scheduling.step_times import StepTimes
 from jaxserve.types.step import SampledTokens, SchedulerOutput, StepHandle
 
@@ -61,7 +61,7 @@ class Leader:
 
     def stop(self) -> None:
         """Let the followers end, as this host does."""
-        self.end.send(Stop())
+        self.end.send(LeaderEnds())
         self.end.close()
 
     @contextmanager

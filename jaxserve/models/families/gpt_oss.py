@@ -13,7 +13,7 @@ from jaxserve.models.decoder import CausalLM, Layer, PreNormLayer
 from jaxserve.models.family import Family
 from jaxserve.models.hf_keys import Json, boolean, head_dim_or, integer, number, optional_integer, windows_by_type
 from jaxserve.models.layers import Attention
-from jaxserve.models.moe import Experts, Router
+from jaxserve.models.moe import ExpertRouter, Experts
 from jaxserve.ops.linear import Products
 
 
@@ -22,7 +22,7 @@ class GptOssMLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         assert config.moe is not None
-        self.router = Router(config, config.moe, dtype)
+        self.router = ExpertRouter(config, config.moe, dtype)
         self.experts = Experts(config, config.moe, dtype)
 
     def __call__(self, x: jax.Array, linear: Products) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxserve.models.decoder import CausalLM, Layer
 from jaxserve.models.family import Family
 from jaxserve.models.hf_keys import Json, optional_integer, window_everywhere
 from jaxserve.models.layers import AttendFn, Attention, Cache, RMSNorm, RopeTable
-from jaxserve.models.moe import Experts, Router
+from jaxserve.models.moe import ExpertRouter, Experts
 from jaxserve.ops.linear import Products
 
 
@@ -22,7 +22,7 @@ class MixtralMoE(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         assert config.moe is not None
-        self.gate = Router(config, config.moe, dtype)
+        self.gate = ExpertRouter(config, config.moe, dtype)
         self.experts = Experts(config, config.moe, dtype, names=("w1", "w3", "w2"))
 
     def __call__(self, x: jax.Array, linear: Products) -> jax.Array:

@@ -28,7 +28,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, InterleavedLayout
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
 from jaxserve.ops.paged_attention.scaled_pages import Pages
-from jaxserve.ops.paged_attention.split_kv import LOG2E, PROGRAMS, Layer, join_splits, num_splits
+from jaxserve.ops.paged_attention.split_kv import LOG2E, PROGRAMS, LayerPages, join_splits, num_splits
 
 ROWS = 64  # rows of a wgmma
 HEAD_ALIGN = 8  # rows of q in shared memory are padded to a multiple of this
@@ -89,7 +89,7 @@ class MosaicGpuBackend(InterleavedLayout):
         """See `Backend.attend`: q [T, N, D] -> [T, N, D], 16-bit. Raises ConfigError for dtypes it cannot take."""
         _require(q.dtype == cache.dtype and q.dtype.itemsize == 2, f"16 bit activations and cache, not {q.dtype}")
         _require(q.shape[1] <= spec.num_kv_heads * ROWS, f"at most {ROWS} query heads a kv head")
-        layer = Layer(cache, metadata.page_table, spec, sinks)
+        layer = LayerPages(cache, metadata.page_table, spec, sinks)
         decode = functools.partial(_attend_last_tokens, self, layer)
         extend = functools.partial(_attend_long_rows, self, layer)
         return attend_ragged(q, metadata, decode, extend)
@@ -108,7 +108,7 @@ class _Blocks(NamedTuple):
     end: jax.Array  # 0 if unused
 
 
-def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
+def _attend_last_tokens(backend: MosaicGpuBackend, layer: LayerPages, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
     """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, D]. Zeros if kv_len is 0."""
     rows = q.shape[0]
     tuning, longest = backend.tuning, layer.page_table.shape[1] * layer.cache.shape[1]
@@ -117,7 +117,7 @@ def _attend_last_tokens(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, k
     return _attend_blocks(backend, layer, q[:, None], blocks, splits)[:, 0]
 
 
-def _attend_long_rows(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
+def _attend_long_rows(backend: MosaicGpuBackend, layer: LayerPages, q: jax.Array, rows: Rows) -> jax.Array:
     """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Zeros for all other rows."""
     num_tokens, heads, _ = q.shape
     size = ROWS // (heads // layer.spec.num_kv_heads)
@@ -131,7 +131,9 @@ def _attend_long_rows(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, row
     return jnp.zeros_like(q).at[jnp.where(mine, token, num_tokens)].set(out, mode="drop")
 
 
-def _attend_blocks(backend: MosaicGpuBackend, layer: Layer, q: jax.Array, blocks: _Blocks, splits: int) -> jax.Array:
+def _attend_blocks(
+    backend: MosaicGpuBackend, layer: LayerPages, q: jax.Array, blocks: _Blocks, splits: int
+) -> jax.Array:
     """Attend blocks q [B, tokens of a block, N, D] -> the same shape. Zeros for unused blocks."""
     num_blocks, size, heads, head_dim = q.shape
     kv_heads, page_size = layer.spec.num_kv_heads, layer.cache.shape[1]

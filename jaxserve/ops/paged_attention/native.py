@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxserve.ops import native
 from jaxserve.ops.paged_attention.xla import XlaBackend
-from jaxserve.ops.paged_attention.xla_tiles import Layer
+from jaxserve.ops.paged_attention.xla_tiles import TiledLayer
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class NativeBackend(XlaBackend):
     def __post_init__(self) -> None:
         native.load()
 
-    def decode(self, layer: Layer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
+    def decode(self, layer: TiledLayer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
         """Attend rows of one token: q float32 [R, N, D], scaled; kv_lens int32 [R] -> float32 [R, N, D].
 
         Falls back to XLA for head sizes and cache dtypes that the kernel does not take.

@@ -21,7 +21,7 @@ PROGRAMS = 528  # that should fill a GPU: four for each of an H200's 132 multipr
 _MAX_SPLITS = 16
 
 
-class Layer(NamedTuple):
+class LayerPages(NamedTuple):
     """The inputs of both kernels."""
 
     cache: Pages  # [P, page_size, 2 * KH, D]

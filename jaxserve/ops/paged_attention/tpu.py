@@ -120,7 +120,7 @@ class _Layer(NamedTuple):
     interpret: bool
 
 
-class _Blocks(NamedTuple):
+class _QueryBlocks(NamedTuple):
     """The row and position of each of B blocks of queries, int32 [B]. Prefetched scalars of the kernel."""
 
     row: jax.Array
@@ -131,7 +131,7 @@ class _Blocks(NamedTuple):
 def _attend_last_tokens(layer: _Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
     """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, D]. Zeros if kv_len is 0."""
     rows, heads, head_dim = q.shape
-    blocks = _Blocks(jnp.arange(rows, dtype=jnp.int32), kv_lens - 1, kv_lens)
+    blocks = _QueryBlocks(jnp.arange(rows, dtype=jnp.int32), kv_lens - 1, kv_lens)
     grouped = q.reshape(rows, layer.spec.num_kv_heads, -1, head_dim)
     return _attend_blocks(layer, grouped, blocks, kv_lens, grouped.shape[2]).reshape(rows, heads, head_dim)
 
@@ -145,7 +145,7 @@ def _attend_long_rows(layer: _Layer, q: jax.Array, rows: Rows) -> jax.Array:
     cut = query_blocks(rows, num_tokens, block, min_tokens=2)
     position = rows.kv_len[cut.row] - rows.q_len[cut.row] + cut.first
     end = jnp.minimum(rows.kv_len[cut.row], position + block)
-    blocks = _Blocks(cut.row, position, jnp.where(cut.live, end, 0))
+    blocks = _QueryBlocks(cut.row, position, jnp.where(cut.live, end, 0))
     token = (rows.start[cut.row] + cut.first)[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
     by_block = q.at[token].get(mode="clip").reshape(-1, block, kv_heads, group, head_dim)
     by_block = by_block.transpose(0, 2, 1, 3, 4).reshape(-1, kv_heads, block * group, head_dim)
@@ -162,7 +162,7 @@ def _place_in_blocks(cut: QueryBlocks, rows: Rows, num_tokens: int, block: int) 
     return index * block + token - start[index]
 
 
-def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _Blocks, kv_lens: jax.Array, group: int) -> jax.Array:
+def _attend_blocks(layer: _Layer, q: jax.Array, blocks: _QueryBlocks, kv_lens: jax.Array, group: int) -> jax.Array:
     """Attend blocks q [B, KH, M, D] -> the same shape. Zeros for unused blocks.
 
     M = query tokens x heads of a group, tokens first.
@@ -290,7 +290,7 @@ def _kernel(
             v = jnp.where(live, v, jnp.zeros_like(v))  # 0 * NaN is NaN: the page may hold another request's NaN
             k_scale, v_scale = scales(slot, 0, head), scales(slot, kept - 1, head)
             v_scale = None if v_scale is None else jnp.where(scaled, v_scale, 0.0)
-            tile_of_head = _Tile(k, v, k_scale, v_scale, seen)
+            tile_of_head = _HeadTile(k, v, k_scale, v_scale, seen)
             _add_head(head, q_ref[head], tile_of_head, spec, values_ref, top_ref, total_ref)
 
     @pl.when(begin < stop)
@@ -306,7 +306,7 @@ def _kernel(
         out_ref[head] = (values_ref[head] / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
 
 
-class _Tile(NamedTuple):
+class _HeadTile(NamedTuple):
     """A tile of one kv head: K and V [tile, D], their scales float32 [1, tile] or None, what is seen bool [M, tile]."""
 
     k: jax.Array
@@ -316,7 +316,7 @@ class _Tile(NamedTuple):
     seen: jax.Array
 
 
-def _add_head(head: int, q, tile: _Tile, spec: AttentionSpec, values_ref, top_ref, total_ref) -> None:
+def _add_head(head: int, q, tile: _HeadTile, spec: AttentionSpec, values_ref, top_ref, total_ref) -> None:
     """Add one tile of one kv head to its softmax: q [M, D]. Scales multiply scores and weights, not K and V."""
     k, v, seen = tile.k.astype(q.dtype), tile.v.astype(q.dtype), tile.seen
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None

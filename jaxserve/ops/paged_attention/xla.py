@@ -24,8 +24,8 @@ from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_block
 from jaxserve.ops.paged_attention.scaled_pages import Pages, stored
 from jaxserve.ops.paged_attention.xla_decode import attend_each_alone, attend_single_tokens
 from jaxserve.ops.paged_attention.xla_tiles import (
-    Layer,
     Softmax,
+    TiledLayer,
     begin,
     first_tile,
     read_tiles,
@@ -77,13 +77,15 @@ class XlaBackend:
     ) -> jax.Array:
         """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
         heads, head_dim = q.shape[1:]
-        layer = Layer(cache, metadata.page_table, spec, sinks, heads, head_dim, whole_pages(QUERY_TILE, cache.shape[2]))
+        layer = TiledLayer(
+            cache, metadata.page_table, spec, sinks, heads, head_dim, whole_pages(QUERY_TILE, cache.shape[2])
+        )
         scaled = q.astype(jnp.float32) * spec.scale
         decode = partial(self.decode, layer, alone=metadata.alone)
         extend = partial(_attend_blocks, layer)
         return attend_ragged(scaled, metadata, decode, extend).astype(q.dtype)
 
-    def decode(self, layer: Layer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
+    def decode(self, layer: TiledLayer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
         """Attend rows of one token: q float32 [R, N, D], scaled; kv_lens int32 [R] -> float32 [R, N, D].
 
         A row whose kv_len is 0 gives zeros. alone: batch-invariant, see `AttentionMetadata.alone`.
@@ -115,7 +117,7 @@ class XlaBackend:
         return jax.tree.map(put, cache, pages)
 
 
-def _attend_blocks(layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
+def _attend_blocks(layer: TiledLayer, q: jax.Array, rows: Rows) -> jax.Array:
     """Attend the rows of two or more tokens in blocks of at most QUERY_BLOCK tokens: q float32 [T, N, D] -> the same.
 
     A block that ends after its row writes zeros there. Blocks are written in the order of their tokens, so those
@@ -139,7 +141,7 @@ def _attend_blocks(layer: Layer, q: jax.Array, rows: Rows) -> jax.Array:
 
 
 def _attend_block(
-    layer: Layer, q: jax.Array, row: jax.Array, first: jax.Array, q_len: jax.Array, kv_len: jax.Array
+    layer: TiledLayer, q: jax.Array, row: jax.Array, first: jax.Array, q_len: jax.Array, kv_len: jax.Array
 ) -> jax.Array:
     """Attend q [B, N, D], the tokens from `first` on of a row of q_len tokens. Zeros after the row's end."""
     block, heads, head_dim = q.shape

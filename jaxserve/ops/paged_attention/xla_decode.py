@@ -19,8 +19,8 @@ from jax import lax
 
 from jaxserve.ops.paged_attention.base import MASKED
 from jaxserve.ops.paged_attention.xla_tiles import (
-    Layer,
     Softmax,
+    TiledLayer,
     begin,
     capped,
     first_tile,
@@ -37,7 +37,7 @@ MANY_TILES, FEW_TILES = 16, 4
 ALONE_TILE, ALONE_SHORT = 256, 64
 
 
-def attend_single_tokens(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
+def attend_single_tokens(layer: TiledLayer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
     """Attend q float32 [R, N, D], one token per row at position kv_len - 1 -> float32 [R, N, D].
 
     kv_lens: int32 [R]. A row whose kv_len is 0 gives zeros.
@@ -76,7 +76,7 @@ class _Work(NamedTuple):
     rank: jax.Array
 
 
-def _work_list(layer: Layer, kv_lens: jax.Array) -> _Work:
+def _work_list(layer: TiledLayer, kv_lens: jax.Array) -> _Work:
     first = first_tile(layer, kv_lens - 1)
     count = jnp.where(kv_lens > 0, (kv_lens + layer.tile - 1) // layer.tile - first, 0)
     ends = jnp.cumsum(count)
@@ -85,7 +85,7 @@ def _work_list(layer: Layer, kv_lens: jax.Array) -> _Work:
 
 
 def _add_tiles(
-    layer: Layer, queries: jax.Array, kv_lens: jax.Array, work: _Work, size: int, done: jax.Array, state: Softmax
+    layer: TiledLayer, queries: jax.Array, kv_lens: jax.Array, work: _Work, size: int, done: jax.Array, state: Softmax
 ) -> Softmax:
     """Return the softmax of all rows, by rank, with the list's entries [done, done + size) added."""
     place = done + jnp.arange(size, dtype=jnp.int32)
@@ -104,7 +104,7 @@ def _add_tiles(
     return Softmax(*(lax.dynamic_update_slice_in_dim(part, new, first, axis=0) for part, new in pairs))
 
 
-def _attend_tiles(layer: Layer, queries: jax.Array, seen: jax.Array, kv: tuple[jax.Array, jax.Array]) -> Softmax:
+def _attend_tiles(layer: TiledLayer, queries: jax.Array, seen: jax.Array, kv: tuple[jax.Array, jax.Array]) -> Softmax:
     """Compute each tile's softmax over its own tokens.
 
     queries [W, N, KH * D], seen bool [W, tile], K and V [W, tile, KH * D].
@@ -139,7 +139,7 @@ def _merge(rows: Softmax, tiles: Softmax, row_of: jax.Array, live: jax.Array) ->
     return Softmax(top, total, rows.values * fade[:, :, None] + sums[:, :, 1:])
 
 
-def attend_each_alone(layer: Layer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
+def attend_each_alone(layer: TiledLayer, q: jax.Array, kv_lens: jax.Array) -> jax.Array:
     """Do `attend_single_tokens` in a loop over the rows, so that no row's sums depend on the other rows.
 
     q: float32 [R, N, D]; kv_lens: int32 [R] -> float32 [R, N, D].

@@ -14,7 +14,7 @@ from jaxserve.ops.paged_attention.base import MASKED, AttentionSpec
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 
-class Layer(NamedTuple):
+class TiledLayer(NamedTuple):
     """The loop-invariant inputs of one layer's attention."""
 
     cache: Pages  # [P, 2, page_size, KH * D], or [P, 1, ...] if V is K
@@ -40,7 +40,7 @@ def whole_pages(tokens: int, page_size: int) -> int:
 
 
 def read_tiles(
-    layer: Layer, row: jax.Array, tile: jax.Array, size: int, kv_len: jax.Array
+    layer: TiledLayer, row: jax.Array, tile: jax.Array, size: int, kv_len: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Read K and V of the first `size` tokens of each tile -> two float32 [*S, size, KH * D].
 
@@ -64,14 +64,14 @@ def read_tiles(
     return k, half(1) if count == 2 else k
 
 
-def first_tile(layer: Layer, position: jax.Array) -> jax.Array:
+def first_tile(layer: TiledLayer, position: jax.Array) -> jax.Array:
     """Return the first tile that a query at `position` sees, int32 [*S]; position int32 [*S]."""
     if layer.spec.sliding_window is None:
         return jnp.zeros_like(position)
     return jnp.maximum(position - layer.spec.sliding_window + 1, 0) // layer.tile
 
 
-def sees(layer: Layer, column: jax.Array, position: jax.Array) -> jax.Array:
+def sees(layer: TiledLayer, column: jax.Array, position: jax.Array) -> jax.Array:
     """Return whether the query at `position` sees the token at `column`, int32 [*S] each -> bool [*S]."""
     seen = column <= position
     if layer.spec.sliding_window is not None:
@@ -79,7 +79,7 @@ def sees(layer: Layer, column: jax.Array, position: jax.Array) -> jax.Array:
     return seen
 
 
-def begin(layer: Layer, tokens: int, values_shape: tuple[int, ...]) -> Softmax:
+def begin(layer: TiledLayer, tokens: int, values_shape: tuple[int, ...]) -> Softmax:
     """Return the softmax before any tile. Sinks are already in it: each is a score whose value is zero."""
     rows = tokens * layer.num_heads
     if layer.sinks is None:
@@ -89,14 +89,14 @@ def begin(layer: Layer, tokens: int, values_shape: tuple[int, ...]) -> Softmax:
     return Softmax(top, total, jnp.zeros(values_shape, jnp.float32))
 
 
-def capped(layer: Layer, scores: jax.Array) -> jax.Array:
+def capped(layer: TiledLayer, scores: jax.Array) -> jax.Array:
     """Apply the layer's soft cap, if it has one, to float32 scores [...]."""
     cap = layer.spec.soft_cap
     return scores if cap is None else jnp.tanh(scores / cap) * cap
 
 
 def weigh(
-    layer: Layer, state: Softmax, scores: jax.Array, seen: jax.Array
+    layer: TiledLayer, state: Softmax, scores: jax.Array, seen: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Add scores float32 [M, tile] to the softmax; seen bool [M, tile].
 

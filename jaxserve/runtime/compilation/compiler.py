@@ -117,7 +117,7 @@ class CompileCounter:
         self.close()
 
 
-class Store(Protocol):
+class ProgramStorage(Protocol):
     """A place of compiled programs."""
 
     def find(self, program: Program) -> jax.stages.Compiled | None:
@@ -138,7 +138,7 @@ class _CacheHits(threading.local):
         self.found = self.found or event == _HIT_EVENT
 
 
-def obtain(program: Program, store: Store | None) -> jax.stages.Compiled:
+def obtain(program: Program, store: ProgramStorage | None) -> jax.stages.Compiled:
     """Load a program from the store, or compile it and keep it there."""
     if store is None or program.identity is None:
         return program.compile()
@@ -160,7 +160,7 @@ def compile_all(
     *,
     workers: int | None = None,
     progress: Progress | None = None,
-    store: Store | None = None,
+    store: ProgramStorage | None = None,
 ) -> dict[str, jax.stages.Compiled]:
     """Compile in a thread pool, largest first, and share the results in the cache. The first error stops the rest.
 

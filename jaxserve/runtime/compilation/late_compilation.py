@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from jaxserve.runtime.compilation import program_cache
-from jaxserve.runtime.compilation.compiler import Program, Store, obtain
+from jaxserve.runtime.compilation.compiler import Program, ProgramStorage, obtain
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,10 @@ class LateCompilation:
     """
 
     def __init__(
-        self, programs: Sequence[Program], store: Store | None, take: Callable[[str, jax.stages.Compiled], None]
+        self,
+        programs: Sequence[Program],
+        store: ProgramStorage | None,
+        take: Callable[[str, jax.stages.Compiled], None],
     ) -> None:
         """take: called with the name of a program and itself, in a thread, one call at a time"""
         self.total = len(programs)

@@ -19,7 +19,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend
-from jaxserve.runtime.compilation.compiler import Program, Store, compile_all, compiler_options
+from jaxserve.runtime.compilation.compiler import Program, ProgramStorage, compile_all, compiler_options
 from jaxserve.runtime.mesh import AXES, DeviceMesh
 from jaxserve.runtime.numerics.numeric_cases import (
     NumericCase,
@@ -79,7 +79,7 @@ def check_numbers(
     deterministic: bool,
     of_experts: str | None = None,
     rounded: bool = False,
-    store: Store | None = None,
+    store: ProgramStorage | None = None,
 ) -> None:
     """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. Arguments: `serving_cases`.
 
@@ -101,7 +101,7 @@ def wrong_numbers(
     options: Mapping[str, bool | str],
     *,
     workers: int | None = None,
-    store: Store | None = None,
+    store: ProgramStorage | None = None,
 ) -> list[str]:
     """Compile and run the cases on a device and describe each that differs from what is expected."""
     place = check_place(device)

@@ -59,7 +59,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Bundle:
-    """An opened bundle (implements compiler.Store). Raises ConfigError in place of compiling."""
+    """An opened bundle (implements compiler.ProgramStorage). Raises ConfigError in place of compiling."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -124,7 +124,7 @@ class Bundle:
 
 
 class BundleWriter:
-    """Writes a bundle (implements compiler.Store: finds nothing, keeps everything). Threads may share it."""
+    """Writes a bundle (implements compiler.ProgramStorage: finds nothing, keeps everything). Threads may share it."""
 
     def __init__(self, directory: Path, made_for: Mapping[str, str]) -> None:
         """Make the directory, for this user only. Raises ConfigError if it is not empty, or others could write it."""

@@ -52,7 +52,7 @@ class ProgramStore:
         self._fingerprint = fingerprint(mesh)
 
     def find(self, program: Program) -> jax.stages.Compiled | None:
-        """See compiler.Store."""
+        """See compiler.ProgramStorage."""
         name = f"{program_key(program, self._fingerprint)}{SUFFIX}"
         try:
             with opened(self._directory) as held:
@@ -67,7 +67,7 @@ class ProgramStore:
             return None
 
     def keep(self, program: Program, compiled: jax.stages.Compiled) -> None:
-        """See compiler.Store."""
+        """See compiler.ProgramStorage."""
         name = f"{program_key(program, self._fingerprint)}{SUFFIX}"
         try:
             with opened(self._directory) as held:

@@ -27,11 +27,11 @@ from jax.experimental.pallas import triton as plt
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, InterleavedLayout, ProjectedHeads
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
 from jaxserve.ops.paged_attention.scaled_pages import Pages
-from jaxserve.ops.paged_attention.split_kv import PROGRAMS, Layer, join_splits, num_splits
+from jaxserve.ops.paged_attention.split_kv import PROGRAMS, LayerPages, join_splits, num_splits
 from jaxserve.ops.paged_attention.triton import heads as heads_kernel
 from jaxserve.ops.paged_attention.triton import latent as latent_kernels
 from jaxserve.ops.paged_attention.triton.latent import LatentTuning
-from jaxserve.ops.paged_attention.triton.parts import Scales, Softmax, add_tile, empty, finish, join, places
+from jaxserve.ops.paged_attention.triton.parts import Base2Softmax, Scales, add_tile, empty, finish, join, places
 from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, dot, index_grid, load, mask_of, padded
 
 
@@ -75,7 +75,7 @@ class TritonBackend(InterleavedLayout):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """See `Backend.attend`: q [T, N, D] -> [T, N, D]."""
-        layer = Layer(cache, metadata.page_table, spec, sinks)
+        layer = LayerPages(cache, metadata.page_table, spec, sinks)
         if cache.shape[2] == spec.num_kv_heads == 1:
             return self._attend_latent(q, layer, metadata)
         decode = functools.partial(_attend_last_tokens, layer, tuning=self.tuning, interpret=self.interpret)
@@ -88,7 +88,7 @@ class TritonBackend(InterleavedLayout):
         """See `WritesHeads`: slot_mapping int32 [T] -> q [T, N, D], cache [P, page_size, 2 * KH, D]."""
         return heads_kernel.write_heads(heads, cache, slot_mapping, interpret=self.interpret)
 
-    def _attend_latent(self, q: jax.Array, layer: Layer, metadata: AttentionMetadata) -> jax.Array:
+    def _attend_latent(self, q: jax.Array, layer: LayerPages, metadata: AttentionMetadata) -> jax.Array:
         """Attend q [T, N, D] to latent pages -> [T, N, columns]."""
         options = {"tuning": self.latent, "interpret": self.interpret}
         decode = functools.partial(latent_kernels.attend_last_tokens, layer, **options)
@@ -96,7 +96,7 @@ class TritonBackend(InterleavedLayout):
 
 
 def _attend_last_tokens(
-    layer: Layer, q: jax.Array, kv_lens: jax.Array, *, tuning: TritonTuning, interpret: bool
+    layer: LayerPages, q: jax.Array, kv_lens: jax.Array, *, tuning: TritonTuning, interpret: bool
 ) -> jax.Array:
     """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, D]. Zeros if kv_len is 0."""
     rows, heads, head_dim = q.shape
@@ -133,7 +133,9 @@ def _attend_last_tokens(
     return join_splits(out.reshape(rows, 1, heads, -1), lse.reshape(rows, 1, heads), layer.sinks).astype(q.dtype)
 
 
-def _attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool) -> jax.Array:
+def _attend_long_rows(
+    layer: LayerPages, q: jax.Array, rows: Rows, *, tuning: TritonTuning, interpret: bool
+) -> jax.Array:
     """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, D]. Undefined for all others."""
     num_tokens, heads, head_dim = q.shape
     kv_heads, pages = layer.spec.num_kv_heads, jax.tree.leaves(layer.tokens)
@@ -183,7 +185,7 @@ class _Tile(NamedTuple):
     scales: Scales
 
 
-def _add(state: Softmax, q: jax.Array, tile: _Tile, spec: AttentionSpec, seen) -> Softmax:
+def _add(state: Base2Softmax, q: jax.Array, tile: _Tile, spec: AttentionSpec, seen) -> Base2Softmax:
     """Add one tile of context: q [M, D]; `seen` bool [M or 1, tile], None if all is seen."""
     k, v = tile.k.astype(q.dtype), tile.v.astype(q.dtype)
     return add_tile(state, dot(q, k, (1, 1)), (v,), tile.scales, spec, seen)
@@ -224,7 +226,7 @@ def _decode_kernel(
     share = pl.cdiv(last - first, splits)  # tiles per split
     begin = first + pl.program_id(2) * share
 
-    def step(index: jax.Array, state: Softmax) -> Softmax:
+    def step(index: jax.Array, state: Base2Softmax) -> Base2Softmax:
         """Add tile `index`, an int32 [], to the softmax."""
         token = index * tile + jnp.arange(tile, dtype=jnp.int32)
         seen = (token < kv_len) & (token >= oldest)
@@ -266,7 +268,7 @@ def _extend_kernel(
         query = position + jnp.arange(q.shape[0], dtype=jnp.int32) // heads.shape[0]
         oldest = 0 if spec.sliding_window is None else jnp.maximum(position - spec.sliding_window + 1, 0)
 
-        def step(index: jax.Array, state: Softmax, masked: bool) -> Softmax:
+        def step(index: jax.Array, state: Base2Softmax, masked: bool) -> Base2Softmax:
             """Add tile `index`, an int32 [], to the softmax; masked: some queries do not see all of it."""
             context = index * tile + jnp.arange(tile, dtype=jnp.int32)
             ends = (oldest, kv_len - 1)

@@ -25,8 +25,8 @@ from jax.experimental.pallas import triton as plt
 from jaxserve.ops.paged_attention.base import AttentionSpec
 from jaxserve.ops.paged_attention.ragged import Rows, query_blocks
 from jaxserve.ops.paged_attention.scaled_pages import is_scaled
-from jaxserve.ops.paged_attention.split_kv import Layer, join_splits, num_splits
-from jaxserve.ops.paged_attention.triton.parts import Scales, Softmax, add_tile, empty, finish, join, places
+from jaxserve.ops.paged_attention.split_kv import LayerPages, join_splits, num_splits
+from jaxserve.ops.paged_attention.triton.parts import Base2Softmax, Scales, add_tile, empty, finish, join, places
 from jaxserve.ops.triton_arrays import TENSOR_CORE_ROWS, dot, index_grid, load, mask_of, padded
 
 
@@ -82,14 +82,14 @@ class _Sizes(NamedTuple):
         return self.head_dim if len(self.value_parts) == len(self.parts) else 1 << (self.head_dim.bit_length() - 1)
 
 
-def _sizes(layer: Layer, heads: int, tuning: LatentTuning) -> _Sizes:
+def _sizes(layer: LayerPages, heads: int, tuning: LatentTuning) -> _Sizes:
     _, page_size, _, head_dim = layer.cache.shape
     rows = tuning.scaled_rows if is_scaled(layer.cache.dtype) else tuning.rows
     block = max(TENSOR_CORE_ROWS, min(rows, pl.next_power_of_2(heads)))
     return _Sizes(layer.spec, page_size, head_dim, tuning.tile, block, max(1, rows // block))
 
 
-def _flat(layer: Layer) -> list[jax.Array]:
+def _flat(layer: LayerPages) -> list[jax.Array]:
     """Return the rows of all pages [tokens, D], and of 8-bit ones their scales [tokens]."""
     values, *scales = jax.tree.leaves(layer.tokens)
     return [values.reshape(values.shape[0], -1), *(x.reshape(-1) for x in scales)]
@@ -101,7 +101,7 @@ def _whole(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[pl.BlockS
 
 
 def attend_last_tokens(
-    layer: Layer, q: jax.Array, kv_lens: jax.Array, *, tuning: LatentTuning, interpret: bool
+    layer: LayerPages, q: jax.Array, kv_lens: jax.Array, *, tuning: LatentTuning, interpret: bool
 ) -> jax.Array:
     """Attend q [R, N, D], the token at kv_len - 1 of each row -> [R, N, columns]. Zeros if kv_len is 0."""
     rows, heads, head_dim = q.shape
@@ -137,7 +137,9 @@ def attend_last_tokens(
     return join(*by_head, layer.sinks, q.dtype, interpret=interpret).reshape(rows, heads, columns)
 
 
-def attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: LatentTuning, interpret: bool) -> jax.Array:
+def attend_long_rows(
+    layer: LayerPages, q: jax.Array, rows: Rows, *, tuning: LatentTuning, interpret: bool
+) -> jax.Array:
     """Attend the rows of two or more tokens: q [T, N, D] -> [T, N, columns]. Undefined for all others."""
     num_tokens, heads, _ = q.shape
     sizes = _sizes(layer, heads, tuning)
@@ -160,7 +162,7 @@ def attend_long_rows(layer: Layer, q: jax.Array, rows: Rows, *, tuning: LatentTu
     return out
 
 
-def _add(state: Softmax, q: list[jax.Array], pages, place: jax.Array, sizes: _Sizes, seen) -> Softmax:
+def _add(state: Base2Softmax, q: list[jax.Array], pages, place: jax.Array, sizes: _Sizes, seen) -> Base2Softmax:
     """Add one tile of context: q in parts [M, columns], place int32 [tile], see `places`; seen: see `add_tile`."""
     values, *scales = pages
     rows = [
@@ -171,7 +173,7 @@ def _add(state: Softmax, q: list[jax.Array], pages, place: jax.Array, sizes: _Si
     return add_tile(state, scores, tuple(rows[: len(sizes.value_parts)]), Scales(scale, scale), sizes.spec, seen)
 
 
-def _start(rows: int, sizes: _Sizes) -> Softmax:
+def _start(rows: int, sizes: _Sizes) -> Base2Softmax:
     return empty(rows, *(part.columns.shape[0] for part in sizes.value_parts))
 
 
@@ -194,7 +196,7 @@ def _decode_kernel(
     share = pl.cdiv(last - first, splits)  # tiles per split
     begin = first + pl.program_id(2) * share
 
-    def step(index: jax.Array, state: Softmax) -> Softmax:
+    def step(index: jax.Array, state: Base2Softmax) -> Base2Softmax:
         """Add tile `index`, an int32 [], to the softmax."""
         token = index * sizes.tile + jnp.arange(sizes.tile, dtype=jnp.int32)
         seen = (token < kv_len) & (token >= oldest)
@@ -235,7 +237,7 @@ def _extend_kernel(
         query = kv_len - q_len + token
         oldest = 0 if window is None else jnp.maximum(position - window + 1, 0)
 
-        def step(index: jax.Array, state: Softmax) -> Softmax:
+        def step(index: jax.Array, state: Base2Softmax) -> Base2Softmax:
             """Add tile `index`, an int32 [], to the softmax."""
             context = index * sizes.tile + jnp.arange(sizes.tile, dtype=jnp.int32)
             where = places(lambda page: table_ref[row, page], context, sizes.page_size, (oldest, kv_len - 1))

@@ -30,7 +30,7 @@ def places(
     return table(lax.div(token, page_size)) * page_size + lax.rem(token, page_size)
 
 
-class Softmax(NamedTuple):
+class Base2Softmax(NamedTuple):
     """An online softmax over M rows in base 2: weighted sums of values, maximum [M], denominator [M].
 
     The sums are arrays [M, columns], one for each part of the columns.
@@ -41,13 +41,13 @@ class Softmax(NamedTuple):
     total: jax.Array
 
 
-def empty(rows: int, *columns: int) -> Softmax:
+def empty(rows: int, *columns: int) -> Base2Softmax:
     """Return the softmax over nothing of `rows` rows, with values in parts of so many columns."""
     values = tuple(jnp.zeros((rows, part), jnp.float32) for part in columns)
-    return Softmax(values, jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32))
+    return Base2Softmax(values, jnp.full((rows,), MASKED, jnp.float32), jnp.zeros((rows,), jnp.float32))
 
 
-def finish(state: Softmax) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def finish(state: Base2Softmax) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Return the outputs [M, columns], zeros for a row that saw nothing, and the base-2 log-sum-exp [M]."""
     total = jnp.maximum(state.total, 1e-30)
     return tuple(values / total[:, None] for values in state.values), state.top + jnp.log2(total)
@@ -61,8 +61,8 @@ class Scales(NamedTuple):
 
 
 def add_tile(
-    state: Softmax, scores: jax.Array, values: tuple[jax.Array, ...], scales: Scales, spec: AttentionSpec, seen
-) -> Softmax:
+    state: Base2Softmax, scores: jax.Array, values: tuple[jax.Array, ...], scales: Scales, spec: AttentionSpec, seen
+) -> Base2Softmax:
     """Add one tile of context: products of queries and keys float32 [M, tile], values in parts [tile, columns].
 
     seen: bool [M or 1, tile]; None if all is seen. Scales multiply the scores and the weights, which are fewer numbers
@@ -86,7 +86,7 @@ def add_tile(
         old * fade[:, None] + dot(scaled.astype(v.dtype), v, (1, 0))
         for old, v in zip(state.values, values, strict=True)
     )
-    return Softmax(sums, top, state.total * fade + jnp.sum(weights, axis=1))
+    return Base2Softmax(sums, top, state.total * fade + jnp.sum(weights, axis=1))
 
 
 def join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None, dtype: jnp.dtype, *, interpret: bool) -> jax.Array:
