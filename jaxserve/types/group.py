@@ -109,7 +109,7 @@ class Sample(Message, frozen=True):
 
 
 class Operation(Message, frozen=True):
-    """A rarer call, which the follower answers with Done. name: a method of `engine.hosts.operations.Operations`."""
+    """A rarer call, which the follower answers with Done. name: a method of `engine.hosts.following.Operations`."""
 
     name: str
     args: dict[str, Any] = {}
