@@ -20,6 +20,7 @@ from jaxserve.models.choices import KeepsChoices, take_choices
 from jaxserve.models.config import AttentionLayer, ModelConfig
 from jaxserve.models.layers import MLP, AttendFn, Attention, Cache, Embed, Linear, RMSNorm, RopeTable
 from jaxserve.models.rope import RopeConfig, rope_table
+from jaxserve.models.sharding import depth_axes
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads
 
@@ -200,7 +201,7 @@ class CausalLM(nnx.Module):
         linear: Products = Products(),
     ) -> tuple[jax.Array, tuple[Cache, ...]]:
         """Run token_ids and positions int32 [T] -> (hidden [T, D] after the final norm, caches per layer)."""
-        return self.model(self.embed(token_ids), positions, caches, attend, linear)
+        return self.model(linear.whole(self.embed(token_ids)), positions, caches, attend, linear)
 
     def embed(self, token_ids: jax.Array) -> jax.Array:
         """Embed token_ids int32 [T] -> [T, D], the input of the first layer."""
@@ -211,7 +212,8 @@ class CausalLM(nnx.Module):
     def logits(self, hidden: jax.Array, linear: Products = Products()) -> jax.Array:
         """Compute the logits of hidden [R, D] -> float32 [R, V]."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        logits = linear(hidden, head.weight[...], out_dtype=jnp.float32)
+        weight = head.weight[...]
+        logits = linear(hidden, weight, out_dtype=jnp.float32, split=depth_axes(("vocab", "embed"), weight))
         cap = self.config.logit_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

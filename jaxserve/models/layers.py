@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.rope import apply_rope
+from jaxserve.models.sharding import depth_axes
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import Heads, ProjectedHeads
@@ -87,9 +88,12 @@ class Linear(nnx.Module):
     ) -> None:
         self.weight = param(size, axes, dtype)
         self.bias = param(size[:1], axes[:1], dtype, init="zeros") if bias else None
+        self.axes = axes
 
     def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
-        return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+        weight = self.weight[...]
+        bias = None if self.bias is None else self.bias[...]
+        return linear(x, weight, bias, split=depth_axes(self.axes, weight))
 
     def in_float32(self, x: jax.Array, linear: Products) -> jax.Array:
         """Apply the layer to x [R, I] in float32 -> [R, O].
@@ -164,7 +168,7 @@ class Attention(nnx.Module):
         """Attend x [T, D] with the rotary table of its positions -> (out [T, D], cache)."""
         y = self.qkv_proj(x, linear)
         q, k, v = y[:, :, :-2].reshape(x.shape[0], -1, y.shape[3]), y[:, :, -2], y[:, :, -1]
-        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        q, k = self._normed(q, self.q_norm, linear), self._normed(k, self.k_norm, linear)
         if rope is not None:
             q, k = apply_rope(q, rope, self.interleaved), apply_rope(k, rope, self.interleaved)
         heads = Heads(q, k, v, self._projected(y, rope))
@@ -181,11 +185,11 @@ class Attention(nnx.Module):
             eps, offset = self.q_norm.eps, self.q_norm.offset
         return ProjectedHeads(rows, norms, eps, offset, rope, self.interleaved)
 
-    def _normed(self, heads: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    def _normed(self, heads: jax.Array, norm: RMSNorm | None, linear: Products) -> jax.Array:
         if norm is None:
             return heads
         if self.norm_all_heads:
-            return norm(heads.reshape(heads.shape[0], -1)).reshape(heads.shape)
+            return linear.whole(heads.reshape(heads.shape[0], -1), norm).reshape(heads.shape)
         return norm(heads)
 
 

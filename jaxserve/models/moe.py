@@ -133,7 +133,7 @@ class Experts(nnx.Module):
             None if down.bias is None else down.bias[...],
         )
         product = linear.of_experts(x.dtype, experts.gate_up, experts.down)
-        return moe(x, ids, weights, experts, self.activation, product)
+        return moe(x, ids, weights, experts, self.activation, product, in_order=linear.in_order)
 
 
 def _gate_up_parts(count: int, ffn: int, model: int, names: tuple[str, str, str]) -> tuple[Part, ...]:

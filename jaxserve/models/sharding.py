@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from types import MappingProxyType
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.weights import ParamSpec
+from jaxserve.models.weights import Axes, ParamSpec
+from jaxserve.ops.native import Weight
 
 # Logical axis of a parameter -> mesh axes that split it. An axis that is not here is never split.
 RULES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
@@ -59,6 +61,17 @@ def _check(spec: ParamSpec, axis: str, devices: int, wide: str) -> None:
             f"{spec.name}: {axis} of {size} cannot be split over {devices} devices",
             fix=f"choose other mesh.tensor and mesh.expert{other}",
         )
+
+
+def depth_axes(axes: Axes, weight: Weight) -> tuple[str, ...]:
+    """Return the mesh axes that split the last dimension of a weight with logical `axes`: products add up over them.
+
+    weight: of a program that is being traced. None on one device.
+    """
+    mesh = jax.typeof(jax.tree.leaves(weight)[0]).sharding.mesh
+    if axes[0] == "vocab" and not vocab_axes(weight.shape[0], mesh):  # see `param_sharding`
+        return tuple(name for name in ("tensor",) if mesh.shape.get(name, 1) > 1)
+    return _present(axes[-1], mesh)
 
 
 def vocab_axes(size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

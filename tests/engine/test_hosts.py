@@ -100,12 +100,6 @@ def test_what_does_not_work_over_hosts_is_refused_by_name(name: str, sections: d
         check_hosts(config(**sections))
 
 
-def test_sums_of_more_than_two_devices_are_not_deterministic_over_hosts() -> None:
-    check_hosts(config(runtime={"deterministic": True}))
-    with pytest.raises(ConfigError, match=r"runtime.deterministic over several hosts works with two devices"):
-        check_hosts(config(mesh=HOSTS | {"tensor": 4}, runtime={"deterministic": True}))
-
-
 def test_the_address_may_have_the_port() -> None:
     assert config().mesh.leader == ("127.0.0.1", 29500)
     assert config(mesh=HOSTS | {"leader_address": "node-0:77"}).mesh.leader == ("node-0", 77)

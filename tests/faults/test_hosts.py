@@ -115,18 +115,51 @@ def test_tokens_of_four_devices_are_those_of_one(compile_cache: str, tmp_path: P
         check_tokens(group, expected)
 
 
-def test_log_probabilities_are_bitwise_equal_alone_and_under_load(group: Group) -> None:
+async def logprobs_alone_and_under_load(group: Group) -> list[dict[str, Any]]:
+    """The log-probabilities of sampled tokens, of a request alone and beside five others."""
     drawn = body(1) | {"temperature": 1, "seed": 5, "logprobs": True, "top_logprobs": 3, "max_tokens": 20}
+    async with client_of(group) as client:
+        alone = await ask(client, drawn)
+        others = [asyncio.create_task(ask(client, body(index) | {"max_tokens": 25})) for index in range(5)]
+        beside = await ask(client, drawn)
+        await asyncio.gather(*others)
+    return [alone["logprobs"], beside["logprobs"]]
 
-    async def run() -> list[dict[str, Any]]:
-        async with client_of(group) as client:
-            alone = await ask(client, drawn)
-            others = [asyncio.create_task(ask(client, body(index) | {"max_tokens": 25})) for index in range(5)]
-            return [alone, await ask(client, drawn), *await asyncio.gather(*others)]
 
-    alone, beside, *_ = asyncio.run(run())
-    assert beside["logprobs"] == alone["logprobs"]
-    assert len(alone["logprobs"]["content"]) == 20
+def test_log_probabilities_are_bitwise_equal_alone_and_under_load(group: Group) -> None:
+    alone, beside = asyncio.run(logprobs_alone_and_under_load(group))
+    assert beside == alone
+    assert len(alone["content"]) == 20
+
+
+async def logprobs_of_a_load(group: Group) -> list[dict[str, Any]]:
+    """The log-probabilities of all answers to a load with grammars, preemption and an abort."""
+    async with client_of(group) as client:
+        leaving = asyncio.create_task(ask(client, body(0) | {"max_tokens": 150}))
+        await until(lambda: group.leader.state().running, "it runs")
+        leaving.cancel()
+        several = {"logprobs": True, "top_logprobs": 5}
+        asked = [asyncio.create_task(ask(client, body(index) | several)) for index in range(COUNT // 2)]
+        await until(lambda: group.leader.state().running == COUNT // 2, "all slots are taken")
+        asked += [asyncio.create_task(ask(client, body(index) | several)) for index in range(COUNT // 2, COUNT)]
+        return [choice["logprobs"] for choice in await asyncio.gather(*asked)]
+
+
+@pytest.mark.slow
+def test_four_devices_are_bitwise_equal_between_runs_and_loads(
+    compile_cache: str, tmp_path: Path, expected: list[str]
+) -> None:
+    """In deterministic mode, where sums over devices have one order. Each run has processes of its own."""
+    runs = []
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with Group(compile_cache, directory, 2, **{"runtime.deterministic": True}) as group:
+            check_tokens(group, expected)
+            runs.append([*asyncio.run(logprobs_alone_and_under_load(group)), *asyncio.run(logprobs_of_a_load(group))])
+            assert group.leader.stats()["jaxserve:priority_preemptions"] > 0
+    assert runs[0] == runs[1]
+    assert runs[0][0] == runs[0][1], "alone and under load"
 
 
 @pytest.mark.parametrize("host", ["follower", "leader"])

@@ -44,13 +44,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": CASES["qwen3_moe"],
     "gpt_oss": CASES["gpt_oss"],
     "deepseek_v3": CASES["deepseek_v3"],
+    # norms over all heads, and a vocabulary that cannot be split
+    "olmo2": CASES["olmo2"] | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 97},
 }
 TIMEOUT = {"short": 280, "long": 1500}  # seconds; a machine may be busy with other things
 Run = tuple[str, int, int]  # model, devices of the tensor axis, of the expert axis
-# whose tokens are compared with one device's, through the whole engine or by the model alone; the long form by hand
+# whose tokens are compared with one device's, through the whole engine, also in deterministic mode, or by the model
+# alone; the long form by hand
 SHORT: dict[str, list[Run]] = {
     "engine": [("llama", 4, 1)],
-    "model": [("llama", 8, 1), ("qwen3_moe", 2, 2), ("deepseek_v3", 2, 2)],
+    "deterministic": [("olmo2", 4, 1), ("deepseek_v3", 2, 2)],
+    "model": [("llama", 8, 1), ("qwen3_moe", 2, 2)],
 }
 LONG: dict[str, list[Run]] = {
     "engine": [
@@ -60,6 +64,14 @@ LONG: dict[str, list[Run]] = {
         *(("qwen3_moe", 1, expert) for expert in (1, 2, 4)),
         ("gpt_oss", 2, 2),
         *(("deepseek_v3", 2, expert) for expert in (2, 4)),
+    ],
+    "deterministic": [
+        ("llama", 8, 1),
+        ("odd_vocab", 2, 2),
+        ("packed", 4, 1),
+        ("qwen3_moe", 1, 4),
+        ("gpt_oss", 2, 2),
+        ("deepseek_v3", 2, 4),
     ],
     "model": [],
 }
@@ -81,24 +93,32 @@ def on_devices(folder: Path, runs: dict[str, list[Run]]) -> dict[str, Any]:
         directory = write_checkpoint(folder / name, MODELS[name], random_tensors(MODELS[name]))
         write_words(directory, MODELS[name]["vocab_size"])
         one[name] = paged.greedy(load_model(directory, dtype=FLOAT32), prompt, 12, 8)
-    tokens, programs = {}, {}
+    tokens, programs, sums = {}, {}, {}
     for name, tensor, expert in runs["engine"]:
         many, programs[name, tensor] = through_engine(folder / name, tensor, expert, prompt)
         tokens[f"{name}-{tensor}-{expert}"] = one[name], many
+    for name, tensor, expert in runs["deterministic"]:
+        run = f"{name}-{tensor}-{expert} deterministic"
+        many, texts = through_engine(folder / name, tensor, expert, prompt, deterministic=True)
+        tokens[run], sums[run] = (one[name], many), {program: summed(text) for program, text in texts.items()}
     for name, tensor, expert in runs["model"]:
         sharded = load_model(folder / name, dtype=FLOAT32, mesh=device_mesh(tensor, expert))
         tokens[f"{name}-{tensor}-{expert} alone"] = one[name], paged.greedy(sharded, prompt, 12, 8)
     return {
         "tokens": tokens,
         "programs": programs.get(("llama", 4), {}),
+        "sums": sums,
         "converted": converted_equal(folder / "llama", folder / "converted"),
     }
 
 
-def through_engine(directory: Path, tensor: int, expert: int, prompt: list[int]) -> tuple[list[int], dict[str, str]]:
-    """Greedy tokens by scheduler, pages, prefill in chunks and sampler; and the text of the programs that sample."""
+def through_engine(
+    directory: Path, tensor: int, expert: int, prompt: list[int], *, deterministic: bool = False
+) -> tuple[list[int], dict[str, str]]:
+    """Greedy tokens by scheduler, pages, prefill in chunks and sampler; and the text of the programs."""
     engine = Engine(
         str(directory),
+        deterministic=deterministic,
         tensor=tensor,
         expert=expert,
         device="cpu",
@@ -108,8 +128,7 @@ def through_engine(directory: Path, tensor: int, expert: int, prompt: list[int])
         num_pages=8,
     )
     [[answer]] = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
-    sampling = ("decode[1]", "head_sample[1]", "prompt_logprobs")
-    return answer.token_ids, {name: engine.runner.compiled[name].as_text() for name in sampling}
+    return answer.token_ids, {name: program.as_text() for name, program in engine.runner.compiled.items()}
 
 
 def converted_equal(source: Path, target: Path) -> dict[str, bool]:
@@ -146,6 +165,8 @@ def test_on_eight_devices(form: str, tmp_path: Path) -> None:
     result = run_on_devices(tmp_path, form)
     for name, (one, many) in result["tokens"].items():
         assert one == many and len(set(one)) > 3, name
+    for name, programs in result["sums"].items():
+        check_sums(name, programs)
     assert all(result["converted"].values()), result["converted"]
     if form == "short":
         check_decode(result["programs"]["decode[1]"])
@@ -163,6 +184,22 @@ def collectives(program: str) -> dict[str, list[tuple[int, ...]]]:
         for dims in re.findall(r"\w+\[([\d,]*)\]", results):
             found.setdefault(name, []).append(tuple(map(int, filter(None, dims.split(",")))))
     return found
+
+
+def summed(program: str) -> int:
+    """How many numbers that are not integers an all-reduce or a reduce-scatter of a program's text adds up."""
+    return len(re.findall(r"= [^=]*\b(?:bf16|f16|f32)\[[^=]* (?:all-reduce|reduce-scatter)(?:-start)?\(", program))
+
+
+def check_sums(name: str, programs: dict[str, int]) -> None:
+    """In deterministic mode no sum over devices is left to a collective, whose order of addition is not fixed.
+
+    Except the lookup in a split table of embeddings: one device has the row, and the others add zeros.
+    """
+    split = MODELS[name.partition("-")[0]].get("vocab_size", 96) % 2 == 0
+    steps = {program: count for program, count in programs.items() if program.startswith("extend")}
+    assert len(steps) > 1 and set(steps.values()) == {int(split)}, (name, steps)
+    assert not any(count for program, count in programs.items() if program not in steps), (name, programs)
 
 
 def check_decode(program: str) -> None:

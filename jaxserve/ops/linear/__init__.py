@@ -17,11 +17,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.ops import native as kernels
 from jaxserve.ops.native import Weight
 from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.sums import on_each, sum_in_order
 
 GroupedProduct = Callable[[jax.Array, Weight, jax.Array], jax.Array]  # rows [T, in], w [E, out, in], sizes [E]
 
@@ -97,13 +99,36 @@ class Products:
     experts: Literal["auto", "xla", "triton"] = "auto"  # auto: the C kernel if `native`, else XLA
     sharded: bool = False
 
+    @property
+    def in_order(self) -> bool:
+        """Whether sums over devices must be in the order of the devices."""
+        return self.deterministic and self.sharded
+
     def __call__(
-        self, x: jax.Array, w: Weight, bias: jax.Array | None = None, *, out_dtype: DTypeLike | None = None
+        self,
+        x: jax.Array,
+        w: Weight,
+        bias: jax.Array | None = None,
+        *,
+        out_dtype: DTypeLike | None = None,
+        split: tuple[str, ...] = (),
     ) -> jax.Array:
-        """See `linear`: x [T, in], w [*out, in], bias [*out] -> [T, *out]."""
+        """See `linear`: x [T, in], w [*out, in], bias [*out] -> [T, *out].
+
+        split: the mesh axes that split `in`. The compiler knows them too, and adds over them unless `in_order`.
+        """
+        if self.in_order and split:
+            return _added_in_order(x, w, bias, x.dtype if out_dtype is None else out_dtype, split)
         chosen = {"deterministic": self.deterministic, "native": self.native, "triton": self.triton}
         chosen |= {"rounded": self.rounded, "sharded": self.sharded}
         return linear(x, w, bias, out_dtype=out_dtype, **chosen)
+
+    def whole(self, x: jax.Array, function: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+        """Return function(x) for x [...]; if `in_order`, every device computes it from all of x.
+
+        For what sums over an axis that may be split.
+        """
+        return on_each(function, x) if self.in_order else function(x)
 
     def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | TritonExperts | None:
         """Return what multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
@@ -115,6 +140,26 @@ class Products:
         if not self.native or self.experts == "xla" or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
             return None
         return partial(kernels.matmul_grouped, few=not self.deterministic)
+
+
+def _added_in_order(
+    x: jax.Array, w: Weight, bias: jax.Array | None, out_dtype: DTypeLike, split: tuple[str, ...]
+) -> jax.Array:
+    """Multiply x [T, in] by w [out, in], `in` split over mesh axes, and add in the order of the devices.
+
+    The parts are float32 and rounded once. Returns [T, out] in `out_dtype`, on every device.
+    """
+    if isinstance(w, Quantized):
+        x, w = w.meet(x)
+    mesh = jax.typeof(jax.tree.leaves(w)[0]).sharding.mesh
+    cut = PartitionSpec(None, split)
+
+    def local(x: jax.Array, w: Weight) -> jax.Array:
+        """Multiply what one device holds, x [T, its in] and w [out, its in], and add to the others' -> [T, out]."""
+        return sum_in_order(linear(x, w, deterministic=True, out_dtype=jnp.float32), split)
+
+    y = jax.shard_map(local, mesh=mesh, in_specs=(cut, cut), out_specs=PartitionSpec(), check_vma=False)(x, w)
+    return y.astype(out_dtype) if bias is None else y.astype(out_dtype) + bias.astype(out_dtype)[None]
 
 
 def _native(x: jax.Array, w: Weight, *, few: bool, rounded: bool) -> jax.Array:

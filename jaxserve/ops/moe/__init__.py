@@ -27,6 +27,7 @@ from jaxserve.ops.linear import GroupedProduct, TritonExperts
 from jaxserve.ops.moe.choices import Choices
 from jaxserve.ops.moe.experts import Activation, ExpertWeights
 from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.sums import sum_in_order
 
 ChoicesFunction = Callable[[jax.Array, Choices, ExpertWeights], jax.Array]  # x [T, D] -> weighted [M, D]
 RowsFunction = Callable[[jax.Array, jax.Array, ExpertWeights], jax.Array]  # sorted rows [M, D], sizes [E] -> [M, D]
@@ -39,6 +40,8 @@ def moe(
     experts: ExpertWeights,
     activation: Activation,
     product: GroupedProduct | TritonExperts | None = None,
+    *,
+    in_order: bool = False,
 ) -> jax.Array:
     """Return the weighted sum of each token's experts: sum over k of weight * down(activation(gate(x), up(x))).
 
@@ -46,6 +49,7 @@ def moe(
     product: multiplies rows sorted by expert, on one device; or the choice of the Triton kernels; None: XLA does.
     If the weights are sharded over the mesh axes "expert" or "tensor", it runs under shard_map: experts are split
     over "expert", F over "tensor", every device has all tokens, and one all-reduce ends it.
+    in_order: add over devices in their order instead, see `ops.sums`.
     """
     mesh = jax.typeof(jax.tree.leaves(experts.down)[0]).sharding.mesh
     axes = tuple(name for name in ("expert", "tensor") if mesh.shape.get(name, 1) > 1)
@@ -53,7 +57,8 @@ def moe(
         return _local(x, expert_ids, expert_weights, experts, _choices_function(activation, product), 0)
     spec = _specs(experts, axes)
     triton = product if isinstance(product, TritonExperts) else None
-    body = partial(_sharded, activation=activation, axes=axes, product=triton)
+    add = sum_in_order if in_order else lax.psum
+    body = partial(_sharded, activation=activation, axes=axes, product=triton, add=add)
     whole = PartitionSpec()
     return jax.shard_map(body, mesh=mesh, in_specs=(whole, whole, whole, spec), out_specs=whole, check_vma=False)(
         x, expert_ids, expert_weights, experts
@@ -80,12 +85,13 @@ def _sharded(
     activation: Activation,
     axes: tuple[str, ...],
     product: TritonExperts | None,
+    add: Callable[[jax.Array, tuple[str, ...]], jax.Array],
 ) -> jax.Array:
     first = lax.axis_index("expert") * experts.down.shape[0] if "expert" in axes else 0
     if "tensor" in axes and experts.down_bias is not None:  # added once: every device of the axis would add it
         bias = jnp.where(lax.axis_index("tensor") == 0, experts.down_bias, jnp.zeros_like(experts.down_bias))
         experts = ExpertWeights(experts.gate_up, experts.down, experts.gate_up_bias, bias)
-    return lax.psum(_local(x, expert_ids, expert_weights, experts, _choices_function(activation, product), first), axes)
+    return add(_local(x, expert_ids, expert_weights, experts, _choices_function(activation, product), first), axes)
 
 
 def _choices_function(activation: Activation, product: GroupedProduct | TritonExperts | None) -> ChoicesFunction:
