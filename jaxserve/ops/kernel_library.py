@@ -27,7 +27,14 @@ from jaxserve.cache_directory import OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "native"
-SOURCES = ("matmul_rounded.c", "matmul_few.c", "paged_attention.c", "matmul.c", "matmul_grouped.c")  # the longest first
+SOURCES = (  # the longest to compile first
+    "matmul_rounded_few.c",
+    "matmul_rounded.c",
+    "matmul_few.c",
+    "paged_attention.c",
+    "matmul.c",
+    "matmul_grouped.c",
+)
 # -Wno-psabi: vectors wider than the processor's registers are passed only between functions of one file.
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 COMPILE_SECONDS = 120.0  # timeout; a file takes at most two seconds

@@ -107,11 +107,11 @@ def matmul_rounded(x: jax.Array, w: Weight, *, few: bool = False) -> jax.Array:
     """Do `matmul` with each row of x float32 [T, K] rounded first -> float32 [T, N], twice as fast and more.
 
     For a bfloat16 weight x is rounded to bfloat16. For one in 8 or 4 bits it is rounded to 8 bits, with a scale for
-    each group of at most 128 numbers. The caller has checked `rounds` and `can_round`. few: faster for up to FEW rows,
+    each group of at most 128 numbers. The caller has checked `rounds` and `can_round`. few: for up to FEW rows faster,
     with sums in another order.
     """
     assert rounds(w)
-    return _product(_ROUNDED_FEW if few else _ROUNDED, x, w)
+    return _product(_ROUNDED_FEW if few and x.shape[0] <= FEW else _ROUNDED, x, w)
 
 
 def matmul_grouped(x: jax.Array, w: Weight, sizes: jax.Array, *, few: bool) -> jax.Array:

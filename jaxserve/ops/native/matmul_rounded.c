@@ -6,9 +6,8 @@
 // word of each row of w is broadcast. Products of 8 bits are of w without its sign: 128 is added to INT8, and the
 // sum of x times what was added is what the integers start from. Integers are summed exactly in a group, and the groups
 // in order in float32, so that a row's result has the same bits alone and among others.
-#include "weights.h"
+#include "rounded.h"
 
-#include <math.h>
 #include <string.h>
 
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
@@ -21,11 +20,6 @@ enum {
   PIECES = 8,           // of all rows of w for each thread
   LINE = 16,            // words in a cache line
   AT_ONCE = 512,        // tokens packed at a time
-  ROUNDED_GROUP = 128,  // numbers of a row of x that share a scale, at most
-  FEW_BYTES = 4,        // tokens up to which widening the bytes of w costs less than tiles for 8 tokens
-  LINES = 3,            // rows of w that meet a few tokens at a time, at most
-  FEW_PIECES = 4,       // of all rows of w for each thread, for few tokens
-  AHEAD = 16384,        // bytes: as in matmul_few.c
 };
 
 typedef struct {
@@ -44,11 +38,6 @@ INLINE int64_t panel_width(const Product* p, int64_t token) {
   return left > 16 ? WIDE : left > 8 ? 16 : 8;
 }
 
-// 16 numbers of x, or as many as there are, zeros behind them.
-INLINE __m512 numbers_at(const float* x, int64_t count) {
-  return _mm512_maskz_loadu_ps((__mmask16)(count >= 16 ? 0xffff : (1 << count) - 1), x);
-}
-
 static void pack_pairs(const Product* p, int64_t token, int64_t live, int64_t width) {
   uint32_t* panel = p->packed + token * p->words;
   for (int64_t t = 0; t < width; t++)
@@ -61,27 +50,6 @@ static void pack_pairs(const Product* p, int64_t token, int64_t live, int64_t wi
       }
       for (int64_t i = 0; i < count; i++) panel[(word + i) * width + t] = pairs[i];
     }
-}
-
-// Rounds a group of x to bytes `out`. Its sum is that of the bytes. The scale is NaN if x has a number that is none.
-INLINE void round_group(const float* x, int64_t group, int8_t* out, float* scale, int32_t* sum) {
-  __m512 most = _mm512_setzero_ps();
-  __mmask16 sound = 0xffff;
-  for (int64_t k = 0; k < group; k += 16) {
-    __m512 some = _mm512_abs_ps(_mm512_loadu_ps(x + k));
-    most = _mm512_max_ps(most, some);
-    sound &= _mm512_cmp_ps_mask(some, _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
-  }
-  float largest = _mm512_reduce_max_ps(most);
-  __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? 127 / largest : 0);
-  __m512i total = _mm512_setzero_si512();
-  for (int64_t k = 0; k < group; k += 16) {
-    __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + k), inverse));
-    total = _mm512_add_epi32(total, whole);
-    _mm_storeu_si128((__m128i*)(out + k), _mm512_cvtsepi32_epi8(whole));
-  }
-  *sum = _mm512_reduce_add_epi32(total);
-  *scale = sound == 0xffff ? largest / 127 : NAN;
 }
 
 static void pack_bytes(const Product* p, int64_t token, int64_t live, int64_t width) {
@@ -285,81 +253,14 @@ static void multiply(void* job, int64_t first, int64_t last) {
   free(unpacked);
 }
 
-// The products of `tokens` rows of x, rounded to pairs of bfloat16, with `lines` rows of w, `apart` from one another.
-INLINE void few_pairs(const Product* p, int64_t row, int64_t last, int64_t apart, int tokens, int lines) {
-  __m512 sums[LINES][FEW];
-  const char* rows[LINES];
-  int64_t numbers[LINES], words = p->words;
-  UNROLL for (int l = 0; l < lines; l++) {
-    numbers[l] = min(row + l * apart, last - 1);
-    rows[l] = place(&p->w, BFLOAT16, numbers[l], 0);
-    UNROLL for (int t = 0; t < tokens; t++) sums[l][t] = _mm512_setzero_ps();
-  }
-  for (int64_t k = 0; k < words; k += LINE) {
-    __mmask16 there = (__mmask16)(words - k >= LINE ? 0xffff : (1 << (words - k)) - 1);
-    __m512i w[LINES];
-    UNROLL for (int l = 0; l < lines; l++) {
-      if (tokens > 1) __builtin_prefetch(rows[l] + 4 * k + AHEAD, 0, 2);
-      w[l] = _mm512_maskz_loadu_epi32(there, rows[l] + 4 * k);
-    }
-    UNROLL for (int t = 0; t < tokens; t++) {
-      __m512i x = _mm512_maskz_loadu_epi32(there, p->packed + min(t, p->tokens - 1) * words + k);
-      UNROLL for (int l = 0; l < lines; l++) {
-        sums[l][t] = PAIRS_16(sums[l][t], x, w[l]);
-        IN_REGISTER(sums[l][t]);
-      }
-    }
-  }
-  UNROLL for (int l = 0; l < lines; l++)
-    for (int t = 0; t < min(tokens, p->tokens); t++)
-      p->y[t * p->w.rows + numbers[l]] = _mm512_reduce_add_ps(sums[l][t]);
-}
-
-#define FEW_PAIRS(TOKENS, LINES_)                                                                        \
-  {                                                                                                      \
-    int64_t apart = (last - first + LINES_ - 1) / LINES_;                                                \
-    for (int64_t row = first; row < first + apart; row++) few_pairs(p, row, last, apart, TOKENS, LINES_); \
-  }
-static void multiply_few_pairs(void* job, int64_t first, int64_t last) {
-  const Product* p = job;
-  if (p->tokens > 4) FEW_PAIRS(FEW, LINES)
-  else if (p->tokens > 2) FEW_PAIRS(4, 2)
-  else if (p->tokens > 1) FEW_PAIRS(2, 2)
-  else FEW_PAIRS(1, 2)
-}
-
-// x as rows of pairs of bfloat16, or as float32 numbers of 8 bits times their scale.
-static void round_rows(const Product* p, float* out) {
-  int8_t bytes[ROUNDED_GROUP];
-  for (int64_t k = 0; p->w.form == BFLOAT16 && k < p->tokens * p->w.depth; k += 16) {
-    int64_t count = min(16, p->tokens * p->w.depth - k);
-    __m256i halves = (__m256i)_mm512_cvtneps_pbh(numbers_at(p->x + k, count));
-    _mm256_mask_storeu_epi32((uint16_t*)out + k, (__mmask8)((1 << count / 2) - 1), halves);
-  }
-  for (int64_t k = 0; p->w.form != BFLOAT16 && k < p->tokens * p->w.depth; k += p->group) {
-    float scale;
-    int32_t sum;
-    round_group(p->x + k, p->group, bytes, &scale, &sum);
-    for (int64_t i = 0; i < p->group; i++) out[k + i] = bytes[i] * scale;
-  }
-}
-
-// The numbers of x that share a scale: a divisor of w's group.
-static int64_t group_of(const Weight* w) {
-  int64_t group = ROUNDED_GROUP;
-  while (w->group % group != 0) group -= BLOCK;
-  return group;
-}
-
-static XLA_FFI_Error* multiply_rounded(XLA_FFI_CallFrame* frame, bool few) {
+EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) {
   if (answered_metadata(frame)) return NULL;
   XLA_FFI_Buffer* x = argument(frame, 0);
   Weight w = weight(frame, 0);
   bool pairs = w.form == BFLOAT16, failed = false;
   int64_t tokens = x->dims[0], room = min(tokens, AT_ONCE) + WIDE, words = w.depth / (pairs ? 2 : 4);
   int64_t group = pairs ? 0 : group_of(&w), groups = pairs ? 0 : w.depth / group;
-  few &= tokens <= (pairs ? FEW : FEW_BYTES);
-  float* memory = scratch(few ? tokens * w.depth : room * (words + 2 * groups));
+  float* memory = scratch(room * (words + 2 * groups));
   if (memory == NULL) return out_of_memory(frame);
   for (int64_t token = 0; token < tokens; token += AT_ONCE) {
     int64_t count = min(tokens - token, AT_ONCE), panels = (count + WIDE - 1) / WIDE;
@@ -367,32 +268,22 @@ static XLA_FFI_Error* multiply_rounded(XLA_FFI_CallFrame* frame, bool few) {
                  .scales = memory + room * words, .sums = (int32_t*)memory + room * (words + groups),
                  .y = (float*)result(frame, 0)->data + token * w.rows,
                  .tokens = count, .words = words, .group = group, .groups = groups};
-    if (few) {
-      round_rows(&p, memory);
-      int64_t piece = rows_in_piece(frame, w.rows, FEW_PIECES, words / 2);
-      if (pairs) parallel_for(frame, w.rows, piece, multiply_few_pairs, &p);
-      else multiply_few(frame, w, memory, p.y, count);
-    } else {
-      int64_t pieces = rows_in_piece(frame, (w.rows + GROUP - 1) / GROUP, PIECES, panels * GROUP * words);
-      parallel_for(frame, panels, 1, pack, &p);
-      parallel_for(frame, w.rows, pieces * GROUP, multiply, &p);
-    }
+    int64_t pieces = rows_in_piece(frame, (w.rows + GROUP - 1) / GROUP, PIECES, panels * GROUP * words);
+    parallel_for(frame, panels, 1, pack, &p);
+    parallel_for(frame, w.rows, pieces * GROUP, multiply, &p);
     failed |= p.failed;
   }
   free(memory);
   return failed ? out_of_memory(frame) : NULL;
 }
 
-EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) { return multiply_rounded(frame, false); }
-EXPORT XLA_FFI_Error* jaxserve_matmul_rounded_few(XLA_FFI_CallFrame* frame) { return multiply_rounded(frame, true); }
-
 EXPORT int32_t jaxserve_rounds(void) { return 1; }
 #else
 
 // Not called: the server refuses to start.
-static XLA_FFI_Error* none(XLA_FFI_CallFrame* frame) { return answered_metadata(frame) ? NULL : out_of_memory(frame); }
-EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) { return none(frame); }
-EXPORT XLA_FFI_Error* jaxserve_matmul_rounded_few(XLA_FFI_CallFrame* frame) { return none(frame); }
+EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) {
+  return answered_metadata(frame) ? NULL : out_of_memory(frame);
+}
 
 EXPORT int32_t jaxserve_rounds(void) { return 0; }
 #endif
