@@ -21,7 +21,7 @@ Bounds = tuple[tuple[int, int], ...]
 Read = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]  # a parameter and a rectangle -> its numbers
 ReadCodes = Callable[[ParamSpec, tuple[slice, ...], int], dict[str, np.ndarray]]  # and a group -> {role: array}
 ReadOrder = Callable[[ParamSpec], np.ndarray]  # a parameter -> its inputs sorted by group
-ENCODED_BYTES = 2**22  # bytes of float32 that are encoded at a time, by each of four threads
+ENCODED_BYTES = 2**20  # bytes of float32 that are encoded at a time, by each of four threads
 
 
 def by_parameter(specs: Sequence[ParamSpec]) -> list[tuple[ParamSpec, ...]]:
