@@ -1,9 +1,10 @@
-"""Time decode attention alone: write and attend of some layers, at rows x context x width of the page table.
+"""Time attention alone: write and attend of some layers, at rows x context x width of the page table.
 
-    python -m benchmarks.attention 32x160 1x8192 8x512x1024 [--backend xla] [--layers 16]
+    python -m benchmarks.attention 32x160 1x8192 8x512x1024 [--backend xla] [--layers 16] [--tokens 128]
 
-Pages are in random order in the pool. The third number is the page table's width in pages, by default what the context
-needs. By the contract of backends it must not change the time.
+Each row has the last `--tokens` tokens of its context in the step: 1, a decode step, or part of a prompt. Pages are in
+random order in the pool. The third number is the page table's width in pages, by default what the context needs. By the
+contract of backends it must not change the time.
 """
 
 from __future__ import annotations
@@ -36,25 +37,28 @@ class Case:
     rows: int
     context: int  # tokens
     table: int  # pages
+    tokens: int = 1  # of a row in the step
 
     @classmethod
-    def parse(cls, text: str, page_size: int) -> Case:
+    def parse(cls, text: str, page_size: int, tokens: int = 1) -> Case:
         """Parse "32x160" or "32x160x1024". Raises ValueError."""
         rows, context, *table = map(int, text.split("x"))
-        return cls(rows, context, max(-(-context // page_size), *table, 1))
+        return cls(rows, context, max(-(-context // page_size), *table, 1), min(tokens, context))
 
 
 def attention_seconds(backend: Backend, case: Case, heads: Heads, *, layers: int = 16, repeats: int = 9) -> float:
-    """Return the fastest of `repeats` steps of one token per row in every layer, in float32."""
+    """Return the fastest of `repeats` steps of the rows' tokens in every layer, in float32."""
     rng = np.random.default_rng(0)
     metadata, num_pages = _metadata(case, heads.page_size, rng)
     shape = backend.cache_shape(num_pages, heads.page_size, heads.kv, heads.dim)
     caches = tuple(jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(layers))
-    q, new = (jnp.asarray(rng.standard_normal((case.rows, n, heads.dim), np.float32)) for n in (heads.query, heads.kv))
+    shape = case.rows * case.tokens, heads.query, heads.dim
+    q = jnp.asarray(rng.standard_normal(shape, np.float32))
+    new = q[:, : heads.kv]
     spec = AttentionSpec(heads.dim**-0.5, heads.kv)
 
     def step(caches: Caches, q: jax.Array, new: jax.Array, metadata: AttentionMetadata) -> tuple[Caches, jax.Array]:
-        """Write K and V `new` [rows, kv heads, head size] and attend with q [rows, heads, head size] in every layer."""
+        """Write K and V `new` [tokens, kv heads, head size] and attend q [tokens, heads, head size] in every layer."""
         written = []
         for cache in caches:
             cache = backend.write(cache, new, new, metadata.slot_mapping)
@@ -73,19 +77,20 @@ def attention_seconds(backend: Backend, case: Case, heads: Heads, *, layers: int
 
 
 def _metadata(case: Case, page_size: int, rng: np.random.Generator) -> tuple[AttentionMetadata, int]:
-    """Return the metadata of one decode step, and the number of pages in the pool."""
+    """Return the metadata of one step, and the number of pages in the pool."""
     pages = -(-case.context // page_size)
     num_pages = case.rows * pages
     table = np.zeros((case.rows, case.table), np.int32)
     table[:, :pages] = rng.permutation(num_pages).reshape(case.rows, pages)
-    last = case.context - 1
+    positions = np.tile(np.arange(case.context - case.tokens, case.context, dtype=np.int32), case.rows)
+    row = np.repeat(np.arange(case.rows), case.tokens)
     metadata = AttentionMetadata(
         page_table=jnp.asarray(table),
-        cu_q_lens=jnp.arange(case.rows + 1, dtype=jnp.int32),
+        cu_q_lens=jnp.arange(case.rows + 1, dtype=jnp.int32) * case.tokens,
         kv_lens=jnp.full(case.rows, case.context, jnp.int32),
-        positions=jnp.full(case.rows, last, jnp.int32),
-        slot_mapping=jnp.asarray(table[:, last // page_size] * page_size + last % page_size),
-        decode_only=True,
+        positions=jnp.asarray(positions),
+        slot_mapping=jnp.asarray(table[row, positions // page_size] * page_size + positions % page_size),
+        decode_only=case.tokens == 1,
     )
     return metadata, num_pages
 
@@ -96,16 +101,15 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", help="ROWSxCONTEXT or ROWSxCONTEXTxPAGES")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=1)
     options = parser.parse_args()
     heads = Heads()
     backend = get_backend(options.backend, jax.local_devices()[0].platform)
     for text in options.cases:
-        case = Case.parse(text, heads.page_size)
+        case = Case.parse(text, heads.page_size, options.tokens)
         ms = attention_seconds(backend, case, heads, layers=options.layers) * 1e3
-        print(
-            f"{backend.name}: {case.rows} rows x {case.context} tokens, table of {case.table} pages: {ms:.2f} ms",
-            flush=True,
-        )
+        shape = f"{case.rows} rows x {case.tokens} of {case.context} tokens, table of {case.table} pages"
+        print(f"{backend.name}: {shape}: {ms:.2f} ms", flush=True)
 
 
 if __name__ == "__main__":

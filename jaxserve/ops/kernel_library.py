@@ -32,6 +32,7 @@ SOURCES = (  # the longest to compile first
     "matmul_rounded.c",
     "matmul_few.c",
     "paged_attention.c",
+    "prompt_attention.c",
     "matmul.c",
     "matmul_grouped.c",
 )

@@ -21,6 +21,7 @@ from jaxserve.ops import native
 from jaxserve.ops.linear import linear
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
+from tests.ops.prompt_attention import check_prompts
 from tests.ops.test_quantized import check_bits
 
 RNG = np.random.default_rng(0)
@@ -208,6 +209,10 @@ def test_scores_that_are_far_apart() -> None:
     np.testing.assert_allclose(out[0], want, rtol=2e-5, atol=2e-6)
 
 
+def test_attention_of_prompts_and_their_parts() -> None:
+    check_prompts()
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_attention_to_pages_of_8_bits(dtype: str) -> None:
     """Each of the format's finite numbers, with scales of several magnitudes, against double precision."""
@@ -248,7 +253,7 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
         pytest.skip(f"this processor is no {level}")
     flags = [f"-march={level}" if flag == "-march=native" else flag for flag in builder.FLAGS]
     library = ctypes.CDLL(str(builder.build(tmp_path, [*flags, "-Wall", "-Wextra", "-Werror"])))
-    for name in ("_MATMUL", "_MATMUL_FEW", "_GROUPED", "_GROUPED_FEW", "_ATTEND"):
+    for name in ("_MATMUL", "_MATMUL_FEW", "_GROUPED", "_GROUPED_FEW", "_ATTEND", "_ATTEND_PROMPTS"):
         target = f"{getattr(native, name)}_{level}"
         symbol = getattr(library, getattr(native, name))
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(symbol), platform="cpu")
@@ -266,6 +271,7 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
     for dtype in ("int8", "float8_e4m3fn"):
         test_attention_to_pages_of_8_bits(dtype)
     test_scores_that_are_far_apart()
+    check_prompts()
 
 
 @pytest.fixture

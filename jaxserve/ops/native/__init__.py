@@ -24,7 +24,8 @@ from jaxserve.ops.quantized import Quantized
 
 logger = logging.getLogger(__name__)
 
-_MATMUL, _MATMUL_FEW, _ATTEND = "jaxserve_matmul", "jaxserve_matmul_few", "jaxserve_attend"
+_MATMUL, _MATMUL_FEW = "jaxserve_matmul", "jaxserve_matmul_few"
+_ATTEND, _ATTEND_PROMPTS = "jaxserve_attend", "jaxserve_attend_prompts"
 _ROUNDED, _ROUNDED_FEW = "jaxserve_matmul_rounded", "jaxserve_matmul_rounded_few"
 _GROUPED, _GROUPED_FEW = "jaxserve_matmul_grouped", "jaxserve_matmul_grouped_few"
 FEW = 8  # tokens that matmul_few takes at most
@@ -39,7 +40,8 @@ def load() -> ctypes.CDLL:
     """
     with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
         library = _open(Path(scratch))  # a loaded library stays usable after its file is deleted
-    for name in (_MATMUL, _MATMUL_FEW, _ROUNDED, _ROUNDED_FEW, _GROUPED, _GROUPED_FEW, _ATTEND):
+    products = (_MATMUL, _MATMUL_FEW, _ROUNDED, _ROUNDED_FEW, _GROUPED, _GROUPED_FEW)
+    for name in (*products, _ATTEND, _ATTEND_PROMPTS):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return library
 
@@ -153,15 +155,51 @@ def attend(
       scales: float32 [P, 2, page_size, KH].
     page_table: int32 [R, max_pages]. kv_lens: int32 [R]; a row with kv_len 0 gives zeros. sinks: [N].
     """
+    where = page_table, kv_lens
+    return _attend(_ATTEND, q, cache, where, sinks, sliding_window=sliding_window, soft_cap=soft_cap, scales=scales)
+
+
+def attend_prompts(
+    q: jax.Array,
+    cache: jax.Array,
+    page_table: jax.Array,
+    rows: tuple[jax.Array, jax.Array, jax.Array],
+    sinks: jax.Array | None,
+    *,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    scales: jax.Array | None = None,
+) -> jax.Array:
+    """Compute the attention of the rows that have at least two tokens: q float32 [T, N, D], scaled -> [T, N, D].
+
+    rows: the first packed token, the number of tokens and the context length of each row, int32 [R] each. A row's
+    tokens are the last of its context. Other tokens get zeros. The other arguments are those of `attend`.
+    """
+    where = page_table, *rows
+    return _attend(
+        _ATTEND_PROMPTS, q, cache, where, sinks, sliding_window=sliding_window, soft_cap=soft_cap, scales=scales
+    )
+
+
+def _attend(
+    name: str,
+    q: jax.Array,
+    cache: jax.Array,
+    where: tuple[jax.Array, ...],
+    sinks: jax.Array | None,
+    *,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    scales: jax.Array | None,
+) -> jax.Array:
     assert q.dtype == jnp.float32 and q.shape[2] % HEAD_DIM_STEP == 0
     assert (cache.dtype in (jnp.float32, jnp.bfloat16)) == (scales is None)
     none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
-    call = jax.ffi.ffi_call(_ATTEND, jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(
         q,
         cache,
-        page_table,
-        kv_lens,
+        *where,
         none if sinks is None else sinks.astype(jnp.float32),
         jnp.array([sliding_window or 0], jnp.int32),
         jnp.array([soft_cap or 0.0], jnp.float32),

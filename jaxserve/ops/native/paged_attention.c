@@ -44,11 +44,25 @@ INLINE int64_t first_seen(const Attention* a, int64_t row) {
   return a->window > 0 ? max(0, length(a, row) - a->window) : 0;
 }
 
-// Place in the cache, counted in numbers, of K (half 0) or V of a row's token at `position`: [KH, D].
-INLINE int64_t place(const Attention* a, int64_t row, int64_t position, int64_t half) {
-  int64_t page = a->page_table[row * a->max_pages + position / a->page_size];
-  int64_t slab = max(0, min(page, a->num_pages - 1)) * a->halves + half;
-  return (slab * a->page_size + position % a->page_size) * a->kv_heads * a->depth;
+// Places in the cache, counted in numbers, of K and V of a row's tokens [first, first + count): [KH, D] each. Up to `room`
+// the last is repeated. A page is looked up once: two divisions for each token were a tenth of the time.
+INLINE void find_places(const Attention* a, int64_t row, int64_t first, int64_t count, int64_t room, int64_t* k,
+                        int64_t* v) {
+  const int64_t step = a->kv_heads * a->depth, to_v = (a->halves - 1) * a->page_size * step;
+  for (int64_t token = 0, end; token < count; token = end) {
+    int64_t offset = (first + token) % a->page_size;
+    int64_t page = a->page_table[row * a->max_pages + (first + token) / a->page_size];
+    int64_t at = (max(0, min(page, a->num_pages - 1)) * a->halves * a->page_size + offset) * step;
+    end = min(count, token + a->page_size - offset);
+    for (int64_t t = token; t < end; t++, at += step) {
+      k[t] = at;
+      v[t] = at + to_v;
+    }
+  }
+  for (int64_t t = count; t < room; t++) {
+    k[t] = k[count - 1];
+    v[t] = v[count - 1];
+  }
 }
 
 // Scores of `heads` queries [heads, D] with the keys at k[0 .. LANES / heads], to scores [heads, PIECE].
@@ -89,16 +103,18 @@ INLINE void weigh(const Attention* a, const float* weights, int heads, const int
 INLINE void soften(const Attention* a, float* scores, int64_t count, float* top, float* total) {
   if (a->soft_cap > 0)
     for (int64_t i = 0; i < count; i++) scores[i] = tanhf(scores[i] / a->soft_cap) * a->soft_cap;
-  *top = scores[0];
-  for (int64_t i = 1; i < count; i++) *top = scores[i] > *top ? scores[i] : *top;
   for (int64_t i = count; i % LANES != 0; i++) scores[i] = -INFINITY;
-  vector sums[LANES] = {0};
+  vector tops = *(vector*)scores, sums = {0};
+  for (int64_t i = LANES; i < count; i += LANES) tops = larger(*(vector*)(scores + i), tops);
+  *top = tops[0];
+  for (int i = 1; i < LANES; i++) *top = tops[i] > *top ? tops[i] : *top;
   for (int64_t i = 0; i < count; i += LANES) {
     vector weights = exponential(*(vector*)(scores + i) - *top);
     *(vector*)(scores + i) = weights;
-    sums[0] += weights;
+    sums += weights;
   }
-  *total = sums_of(sums)[0];
+  *total = 0;
+  for (int i = 0; i < LANES / 2; i++) *total += sums[i] + sums[LANES / 2 + i];
 }
 
 // Multiplies the scores or weights [N, PIECE] of `count` tokens, which lie at `places`, by the scales of their kv heads.
@@ -128,10 +144,7 @@ INLINE void attend(const Attention* a, int64_t piece, Form form) {
   const float* q = a->q + row * a->heads * a->depth;
   float *values = a->values + state * a->depth, scores[a->heads * PIECE];
   int64_t k[PIECE + LANES], v[PIECE + LANES];
-  for (int64_t token = 0; token < PIECE + LANES; token++) {
-    k[token] = place(a, row, first + min(token, count - 1), 0);
-    v[token] = place(a, row, first + min(token, count - 1), a->halves - 1);
-  }
+  find_places(a, row, first, count, (count + 2 * LANES - 1) / LANES * LANES, k, v);
 #define SCORE(heads) score(a, q + head * a->depth, heads, k + t, at, scores + head * PIECE + t, form)
   FOR_EACH(SCORE)
   if (has_scales(form)) apply_scales(a, k, count, scores);

@@ -98,6 +98,12 @@ INLINE vector sums_of(const vector* v) {
          JOIN(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
+INLINE vector choose(integers mask, vector yes, vector no) {
+  return (vector)(((integers)yes & mask) | ((integers)no & ~mask));
+}
+// The larger of each pair; b's if a's is NaN.
+INLINE vector larger(vector a, vector b) { return choose(a > b, a, b); }
+
 // e to the power of x <= 0 within two units in the last place; 0 below -87, NaN of NaN. The whole quotient by ln 2 goes
 // into the exponent's bits, the rest into a polynomial: Cephes' expf.
 INLINE vector exponential(vector x) {

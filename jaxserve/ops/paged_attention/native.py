@@ -1,6 +1,7 @@
-"""Paged attention on a CPU: the C kernel of ops/native for rows of one token, the XLA backend for the others.
+"""Paged attention on a CPU: the C kernels of ops/native, one for rows of one token and one for rows of several.
 
-Layout and writes are the XLA backend's. The kernel is batch-invariant: a row's bits depend on that row only.
+Layout and writes are the XLA backend's, and so is attention for head sizes and cache dtypes that the kernels do not
+take. The kernels are batch-invariant: a row's bits depend on that row only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.ops import native
+from jaxserve.ops.paged_attention.ragged import Rows
 from jaxserve.ops.paged_attention.xla import XlaBackend
 from jaxserve.ops.paged_attention.xla_tiles import TiledLayer
 
@@ -29,7 +31,7 @@ class NativeBackend(XlaBackend):
 
         Falls back to XLA for head sizes and cache dtypes that the kernel does not take.
         """
-        if layer.head_dim % native.HEAD_DIM_STEP or layer.cache.dtype == jnp.float16:
+        if not _takes(layer):
             return super().decode(layer, q, kv_lens, alone=alone)
         spec, [cache, *scales] = layer.spec, jax.tree.leaves(layer.cache)
         return native.attend(
@@ -42,3 +44,26 @@ class NativeBackend(XlaBackend):
             soft_cap=spec.soft_cap,
             scales=scales[0] if scales else None,
         )
+
+    def extend(self, layer: TiledLayer, q: jax.Array, rows: Rows) -> jax.Array:
+        """Attend the rows of two or more tokens: q float32 [T, N, D], scaled -> float32 [T, N, D], else zeros.
+
+        Falls back to XLA as `decode` does.
+        """
+        if not _takes(layer):
+            return super().extend(layer, q, rows)
+        spec, [cache, *scales] = layer.spec, jax.tree.leaves(layer.cache)
+        return native.attend_prompts(
+            q,
+            cache,
+            layer.page_table,
+            rows,
+            layer.sinks,
+            sliding_window=spec.sliding_window,
+            soft_cap=spec.soft_cap,
+            scales=scales[0] if scales else None,
+        )
+
+
+def _takes(layer: TiledLayer) -> bool:
+    return layer.head_dim % native.HEAD_DIM_STEP == 0 and layer.cache.dtype != jnp.float16

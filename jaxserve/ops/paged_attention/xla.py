@@ -82,7 +82,7 @@ class XlaBackend:
         )
         scaled = q.astype(jnp.float32) * spec.scale
         decode = partial(self.decode, layer, alone=metadata.alone)
-        extend = partial(_attend_blocks, layer)
+        extend = partial(self.extend, layer)
         return attend_ragged(scaled, metadata, decode, extend).astype(q.dtype)
 
     def decode(self, layer: TiledLayer, q: jax.Array, kv_lens: jax.Array, *, alone: bool) -> jax.Array:
@@ -91,6 +91,13 @@ class XlaBackend:
         A row whose kv_len is 0 gives zeros. alone: batch-invariant, see `AttentionMetadata.alone`.
         """
         return (attend_each_alone if alone else attend_single_tokens)(layer, q, kv_lens)
+
+    def extend(self, layer: TiledLayer, q: jax.Array, rows: Rows) -> jax.Array:
+        """Attend the rows of two or more tokens: q float32 [T, N, D], scaled -> float32 [T, N, D].
+
+        Other tokens get numbers that are not read.
+        """
+        return _attend_blocks(layer, q, rows)
 
     def export_pages(self, cache: Pages, page_ids: jax.Array, num_kv_heads: int) -> Pages:
         """See `Backend.export_pages`: page_ids int32 [n] -> [n, page_size, 2 * KH, D]."""
