@@ -18,13 +18,13 @@ def attend(parts: list[tuple[int, int]], case: tuple[int, int, int, int | None, 
     cache = rng.standard_normal((9, 2, PAGE, kv_heads * depth), np.float32)
     table = np.tile(np.array([3, 8, 0, 5, 7, 1, 6], np.int32), (len(parts), 1))
     starts = np.cumsum([0] + [count for _, count in parts[:-1]])
-    rows = starts, [count for _, count in parts], [first + count for first, count in parts]
+    counts, lengths = [count for _, count in parts], [first + count for first, count in parts]
     packed = np.concatenate([q[first : first + count] for first, count in parts])
     out = native.attend_prompts(
         jnp.asarray(packed),
         jnp.asarray(cache),
         jnp.asarray(table),
-        tuple(jnp.asarray(each, jnp.int32) for each in rows),
+        (jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32)),
         None,
         sliding_window=window,
         soft_cap=cap,
