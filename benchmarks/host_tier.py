@@ -5,8 +5,9 @@
 The model of DIR (benchmarks.make_model) gets the prompts one after the other, each pass in another order, and writes
 one token to each. Prints for each pass the median time to the first token, the share of prompt tokens from the cache,
 and the tokens that were computed. `restarted` is a new engine with the file of the one before. `distinct` are prompts
-that never come again: what keeping their pages costs. With --streams so many streams run beside the second pass of
-`host` instead of all this, and the seconds between their tokens are printed.
+that never come again: what keeping their pages costs. With --streams so many streams run instead of all this, while
+the prompts come again twice, and the seconds between their tokens are printed: of prompts whose pages are loaded in
+several steps, and by turns of those whose pages are loaded at once.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import Engine, SamplingParams
+from jaxserve.kv import kv_manager
 
 PAGE = 16  # tokens
+STEPS = 30  # before and after a prompt comes
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -52,20 +55,27 @@ def run(name: str, served: Engine, texts: list[list[int]], seed: int) -> None:
 
 
 def beside(options: argparse.Namespace, texts: list[list[int]]) -> None:
-    """Print the times of steps of running streams: alone, and while each prompt's pages are loaded."""
+    """Print the times of steps of running streams: alone, and while each prompt's pages are loaded, in several steps or
+    at once by turns.
+    """
     served = engine(options, host_memory=options.memory)
     run("host, pass 1", served, texts, 1)
-    params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=4 * STEPS * len(texts) + 8, ignore_eos=True)
     for stream in range(options.streams):
         served.add_request([1000 + stream] * PAGE, params)
-    steps: dict[str, list[float]] = {"alone": [], "beside": []}
-    for text in texts:
-        measure(served, steps["alone"], 30)
+    usual = kv_manager.MAX_LOADED
+    forms = {"in several steps": usual, "at once": options.prompts * options.tokens}
+    steps: dict[str, list[float]] = {"alone": [], **{name: [] for name in forms}}
+    for number, text in enumerate([*texts, *texts]):
+        name = list(forms)[(number + number // len(texts)) % 2]
+        kv_manager.MAX_LOADED = forms[name]
+        measure(served, steps["alone"], STEPS)
         served.add_request(text, ONE_TOKEN)
-        measure(served, steps["beside"], 30)
+        measure(served, steps[name], STEPS)
+    kv_manager.MAX_LOADED = usual
     for name, seconds in steps.items():
         median, last = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
-        print(f"{name:8} median {1e3 * median:6.1f} ms  p99 {1e3 * last:6.1f} ms  longest {1e3 * max(seconds):6.1f} ms")
+        print(f"{name:16} median {1e3 * median:.1f} ms  p99 {1e3 * last:.1f} ms  longest {1e3 * max(seconds):.1f} ms")
     loaded = served.core.stats().details["host_pages_loaded"]
     print(f"{loaded} pages loaded, {served.core.stats().computed_prompt_tokens} prompt tokens computed")
     served.runner.close()
@@ -102,7 +112,7 @@ def main() -> None:
                 run(f"{name}, distinct", served, prompts(options, number), number)
             served.runner.close()
         served = engine(options, **tiers["file"])
-        file = served.runner.host.file
+        file = served.runner.host.files[0]
         while file is not None and len(file.checked) < len(file.to_check):
             time.sleep(0.1)
         run("file, restarted", served, texts, 4)

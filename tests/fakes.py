@@ -141,7 +141,8 @@ class FakeRunner:
         self.nan_from = nan_from
         self.pages = np.full((config.num_pages, config.page_size), EMPTY, np.int64)
         self.window_pages = np.full((config.num_window_pages, config.page_size), EMPTY, np.int64)
-        self.host = np.full((config.num_host_pages, config.page_size), EMPTY, np.int64)
+        counts = config.num_host_pages, config.num_host_window_pages
+        self.host = [np.full((count, config.page_size), EMPTY, np.int64) for count in counts]
         self.slots: dict[int, FakeSlot] = {}
         self.num_steps = 0
         self.num_read_nan = 0  # rows of other requests that read what is not finite
@@ -177,10 +178,7 @@ class FakeRunner:
         assert not output.num_drafts or len(rows) + output.num_drafts <= config.verify_sizes[-1]
         assert all(len(row.drafts) <= config.max_drafts for row in rows)
         assert all(not step.output.masked or step.bitmask is not None for step in self._unread)
-        written = {page for step in self._unread for page in step.writes}
-        assert not written & {move.page_id for move in output.page_moves if move.kind in ("store", "load")}, (
-            "a page moved too early"
-        )
+        self._check_moves(output)
         if not rows:
             assert not self._unread
             self._move_pages(output)
@@ -198,6 +196,14 @@ class FakeRunner:
         self._unread.append(step)
         self.num_steps += 1
         return step
+
+    def _check_moves(self, output: SchedulerOutput) -> None:
+        """What a step in flight writes is not copied, and what it reads is not overwritten."""
+        written = {page for step in self._unread for page in step.writes}
+        seen = {page for step in self._unread for page in step.windows}
+        used = written, seen
+        moved = [move for move in output.page_moves if move.kind in ("store", "load")]
+        assert not any(move.page_id in used[move.group] for move in moved), "a page moved too early"
 
     def _extend_table(self, row: ScheduledRow, first: bool) -> None:
         table, new = self._tables[row.slot], row.new_page_ids
@@ -246,10 +252,11 @@ class FakeRunner:
 
     def _move_pages(self, output: SchedulerOutput) -> None:
         for move in output.page_moves:
+            pages, host = (self.pages, self.window_pages)[move.group], self.host[move.group]
             if move.kind == "store":
-                self.host[move.slot] = self.pages[move.page_id]
+                host[move.slot] = pages[move.page_id]
             elif move.kind == "load":
-                self.pages[move.page_id] = self.host[move.slot]
+                pages[move.page_id] = host[move.slot]
 
     def _run(self, step: FakeStep) -> None:
         self._move_pages(step.output)

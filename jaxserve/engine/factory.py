@@ -282,9 +282,12 @@ def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh
 
 def _restore_pages(core: EngineCore, runner: ModelRunner | EncoderRunner) -> None:
     """Let the prefix cache find the pages of an earlier process."""
-    tier, file = core.scheduler.kv.host, runner.host.file if isinstance(runner, ModelRunner) else None
-    if tier is not None and file is not None:
-        tier.restore(file.to_check, file.checked)
+    host = core.scheduler.kv.host
+    if host is None or not isinstance(runner, ModelRunner):
+        return
+    for tier, file in zip(host.tiers, runner.host.files, strict=False):
+        if file is not None:
+            tier.restore(file.to_check, file.checked)
 
 
 def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times: StepTimes) -> SchedulerConfig:
@@ -301,6 +304,7 @@ def _scheduler_config(config: Config, runner: ModelRunner | EncoderRunner, times
         window=runner.plan.window,
         num_window_pages=runner.plan.num_window_pages,
         num_host_pages=runner.plan.num_host_pages,
+        num_host_window_pages=runner.plan.num_host_window_pages,
         page_events=config.mesh.replicas > 1,
         policy=section.policy,
         prefix_cache=config.cache.prefix_cache and not encoder,

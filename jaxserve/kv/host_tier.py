@@ -19,7 +19,7 @@ import hashlib
 import secrets
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxserve.kv.radix_cache import Node
 from jaxserve.types.step import PageMove
@@ -28,10 +28,19 @@ _FIRST = 8  # bytes of a digest that are of the first page
 
 
 class HostTier:
-    """num_slots: pages that the host's memory has room for. num_stored, num_loaded: pages copied so far."""
+    """num_slots: pages that the host's memory has room for. num_stored, num_loaded: pages copied so far.
 
-    def __init__(self, num_slots: int, page_size: int) -> None:
+    group: of layers, whose pages these are. digest: that of another tier of the same prefixes; None: its own.
+    kept: digests of copies that must not be overwritten now
+    """
+
+    def __init__(
+        self, num_slots: int, page_size: int, *, group: int = 0, digest: Callable[[Node], bytes] | None = None
+    ) -> None:
         self.num_stored = self.num_loaded = 0
+        self.kept: set[bytes] = set()
+        self.digest = self._own_digest if digest is None else digest
+        self._group = group
         self._page_size = page_size
         self._salt = b""  # of the digests; another one after an update of the weights
         self._free = list(range(num_slots - 1, -1, -1))  # without a page, also in the file
@@ -74,8 +83,15 @@ class HostTier:
 
     # --- copies
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._slots
+
     def store(self, node: Node) -> None:
-        """Keep a copy of a page that is evicted now."""
+        """Keep a copy of a full-attention page that is evicted now."""
+        self.store_page(node, node.page_id)
+
+    def store_page(self, node: Node, page_id: int) -> None:
+        """Keep a copy of the page of a node, which is evicted now."""
         self._take_checked()
         digest = self.digest(node)
         if digest in self._slots:
@@ -83,9 +99,11 @@ class HostTier:
             return
         if not (self._free or self._slots):
             return  # all copies of an earlier process are still being checked
+        if not self._free and next(iter(self._slots)) in self.kept:
+            return  # those that are kept were used last, so all are
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         self._slots[digest] = slot
-        self._moves.append(PageMove("store", node.page_id, slot, digest))
+        self._moves.append(PageMove("store", page_id, slot, digest, self._group))
         self.num_stored += 1
 
     def find(self, node: Node, tokens: Sequence[int], num_pages: int) -> list[bytes]:
@@ -99,9 +117,13 @@ class HostTier:
             if digest not in self._slots:
                 break
             found.append(digest)
-        for digest in reversed(found):  # the first page is overwritten last: without it the others are of no use
-            self._slots.move_to_end(digest)
+        self.use(found)
         return found
+
+    def use(self, digests: Sequence[bytes]) -> None:
+        """Note that these copies are used, in the order of their prefix."""
+        for digest in reversed(digests):  # the first page is overwritten last: without it the others are of no use
+            self._slots.move_to_end(digest)
 
     def _digests(self, digest: bytes, tokens: Sequence[int], num_pages: int) -> Iterator[bytes]:
         for begin in range(0, num_pages * self._page_size, self._page_size):
@@ -115,7 +137,7 @@ class HostTier:
             slot = self._slots.get(digest)
             if slot is None:
                 break
-            self._moves.append(PageMove("load", page_id, slot))
+            self._moves.append(PageMove("load", page_id, slot, group=self._group))
             count += 1
         self.num_loaded += count
         return count
@@ -141,7 +163,7 @@ class HostTier:
 
     def _give_up(self, slot: int) -> None:
         self._free.append(slot)
-        self._moves.append(PageMove("drop", slot=slot))
+        self._moves.append(PageMove("drop", slot=slot, group=self._group))
 
     def clear(self, *, new_weights: bool = False) -> None:
         """Drop all copies, also for later processes.
@@ -154,7 +176,7 @@ class HostTier:
         self._free += self._slots.values()
         self._slots.clear()
         self._cleared = True
-        self._moves.append(PageMove("clear"))
+        self._moves.append(PageMove("clear", group=self._group))
 
     def recover(self) -> None:
         """Drop moves, and the copies that may not have been made: the device's state is lost."""
@@ -163,7 +185,7 @@ class HostTier:
         for digest in [digest for digest, slot in self._slots.items() if slot in lost]:
             self._give_up(self._slots.pop(digest))
 
-    def digest(self, node: Node) -> bytes:
+    def _own_digest(self, node: Node) -> bytes:
         """Return the digest of the prefix that ends with the page of `node`. The nodes of its path keep theirs."""
         missing: list[Node] = []
         above = node

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from jaxserve.kv.held_pages import HeldPages
-from jaxserve.kv.host_tier import HostTier
+from jaxserve.kv.host_tiers import HostTiers, StoredPrefix
 from jaxserve.kv.page_log import PageLog
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node, RadixCache
@@ -42,7 +42,7 @@ class KVManager:
         self.pool = PagePool(config.num_pages)
         self.page_log = PageLog() if config.page_events else None
         on_added = None if self.page_log is None else self.page_log.added
-        self.host = HostTier(config.num_host_pages, config.page_size) if config.num_host_pages else None
+        self.host = HostTiers(config, self.window) if config.num_host_pages else None
         on_evicted = None if self.host is None else self.host.store
         self.cache = RadixCache(self.pool, config.page_size, self._on_removed(), on_evicted, on_added)
         self.held = HeldPages(self.cache)
@@ -130,12 +130,13 @@ class KVManager:
         Pages that follow it in the memory of the host are loaded, so request.cache_node can be deeper than `node`.
         surplus: pages of the last layer group beyond `num_new_pages` that no other request is expected to need
         """
+        stored, surplus = self._to_load(request, node, surplus)
+        node, total = stored.node, self.num_pages_for(request.num_tokens)
         self.cache.lock(node)
-        total = self.num_pages_for(request.num_tokens)
-        stored = self._find_stored(request, node)
+        held = self._hold(stored)
         pages = self.allocate(total - node.depth)  # may evict pages, and overwrite some of those that were found
-        if stored:
-            node = self._load(request, node, stored, pages)
+        if stored.after:
+            node = self._load(request, stored, pages)
             pages = pages[node.depth - total :]
         request.cache_node, request.num_loaded_ahead = node, 0
         request.slot = self._slots.pop()
@@ -143,20 +144,56 @@ class KVManager:
         request.page_capacity = total * self.page_size
         request.num_read_tokens = node.depth * self.page_size
         if self.window is not None:
+            held += self._load_window(node)
             self.window.take(request, node, surplus)
+            self.window.unlock_window(held)
 
-    def _find_stored(self, request: Request, node: Node) -> list[bytes]:
-        """Return the digests of the pages after `node` that are in the memory of the host."""
-        num_pages = self._max_cached_pages(request) - node.depth
-        if self.host is None or num_pages <= 0:
+    def _find_stored(self, request: Request, node: Node) -> StoredPrefix:
+        """Return the longest prefix that can be loaded. `node` is the result of a fresh `match`."""
+        num_pages = self._max_cached_pages(request)
+        if self.host is None or num_pages <= node.depth:
+            return StoredPrefix(node, [])
+        if self.window is not None:  # the cache may have more pages, without those of the window
+            tokens = request.token_ids(0, num_pages * self.page_size)
+            node = self.cache.match_prefix(request.namespace, tokens, num_pages, node)
+        tokens = request.token_ids(node.depth * self.page_size, num_pages * self.page_size)
+        return self.host.find(node, tokens)
+
+    def _to_load(self, request: Request, node: Node, surplus: int) -> tuple[StoredPrefix, int]:
+        """Return the prefix that `take` uses, and the surplus that is left with it.
+
+        What is loaded for the windowed layers needs pages beside those of the prompt. If they are more than was planned
+        for, nothing is loaded.
+        """
+        stored = self._find_stored(request, node)
+        if self.window is None or stored.depth == node.depth:
+            return StoredPrefix(node, stored.after), surplus
+        planned = self.window.num_new_pages(request, node) + surplus
+        left = planned - self.window.num_new_with(request, stored.node, stored.depth)
+        return (stored, left) if left >= 0 else (StoredPrefix(node, []), surplus)
+
+    def _hold(self, stored: StoredPrefix) -> list[Node]:
+        """Keep what the prefix needs from being evicted or overwritten. Returns nodes whose window pages are locked."""
+        if self.host is None or self.window is None:
             return []
-        begin = node.depth * self.page_size
-        return self.host.find(node, request.token_ids(begin, begin + num_pages * self.page_size), num_pages)
+        self.host.keep(stored)
+        return self.window.lock_window(stored.node, stored.depth)
 
-    def _load(self, request: Request, node: Node, stored: list[bytes], page_ids: list[int]) -> Node:
+    def _load_window(self, node: Node) -> list[Node]:
+        """Load the pages of the last window that are missing. Returns their nodes, whose pages are locked."""
+        if self.host is None or self.host.window is None or self.window is None:
+            return []
+        nodes, pages = self.window.add_missing(node)
+        count = self.host.window.load([self.host.full.digest(above) for above in nodes], pages)
+        assert count == len(nodes), "a copy that was kept is gone"
+        self.host.keep(None)
+        return nodes
+
+    def _load(self, request: Request, stored: StoredPrefix, page_ids: list[int]) -> Node:
         """Load stored pages to the first of `page_ids` and insert them into the cache. Returns the new last node."""
         assert self.host is not None
-        count = self.host.load(stored, page_ids)
+        node = stored.node
+        count = self.host.full.load(stored.after, page_ids)
         begin, end = node.depth * self.page_size, (node.depth + count) * self.page_size
         new, duplicates = self.cache.insert(node, request.token_ids(begin, end), page_ids[:count], node.depth + count)
         assert not duplicates, "the match was not the longest"
@@ -168,15 +205,18 @@ class KVManager:
         `node` is the result of a fresh `match`, and there is room for the request. Returns whether the request should
         wait for a later step. The pages are cached and not locked: the next `match` finds those that were not evicted.
         """
-        if self.host is None or node.depth < request.num_loaded_ahead:  # some were evicted: load all at once
+        if self.host is None:
+            return False
+        stored = self._find_stored(request, node)
+        node = stored.node
+        if node.depth < request.num_loaded_ahead:  # some were evicted: load all at once
             return False
         self.cache.lock(node)
-        stored = self._find_stored(request, node)
-        most = max(0, MAX_LOADED - self.host.num_new_loads)
-        waits = len(stored) > most
+        most = max(0, MAX_LOADED - self.host.full.num_new_loads)
+        waits = len(stored.after) > most
         if waits and most:
             pages = self.allocate(most)  # may overwrite some of those that were found
-            first, node = node.depth, self._load(request, node, stored, pages)
+            first, node = node.depth, self._load(request, stored, pages)
             self.pool.free(pages[node.depth - first :])
             waits = node.depth > first
             request.num_loaded_ahead = node.depth
@@ -314,9 +354,9 @@ class KVManager:
             "num_pages_cached": self.cache.num_pages,
             "num_pages_evictable": self.cache.num_evictable,
             "num_pages_held": config.num_pages - num_free - self.cache.num_pages,
-            "num_host_pages_used": 0 if host is None else host.num_pages,
-            "num_host_pages_stored": 0 if host is None else host.num_stored,
-            "num_host_pages_loaded": 0 if host is None else host.num_loaded,
+            "num_host_pages_used": 0 if host is None else host.full.num_pages,
+            "num_host_pages_stored": 0 if host is None else host.full.num_stored,
+            "num_host_pages_loaded": 0 if host is None else host.full.num_loaded,
             "num_window_pages_used": 0 if window is None else config.num_window_pages - window.num_available,
         }
 
@@ -335,7 +375,7 @@ class KVManager:
         if self.window is not None:
             self.window.check_integrity(holders)
         if self.host is not None:
-            self.host.check_integrity(self._config.num_host_pages)
+            self.host.check_integrity()
         slots = [request.slot for request in holders] + self._slots
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or has two owners"  # type: ignore[type-var]
 

@@ -89,7 +89,17 @@ class WindowGroup:
         """Return the number of available pages that `take` consumes: the fewest to allocate, and the prefix pages to
         lock.
         """
-        return self._num_reserved(request, node) + self.index.num_idle(self.index.path(node))
+        return self._num_reserved(request, node.depth) + self.index.num_idle(self.index.path(node))
+
+    def num_new_with(self, request: Request, node: Node, depth: int) -> int:
+        """Return the number of available pages that `take` consumes at depth `depth`, if what is missing is loaded.
+
+        node: the deepest one on the way there
+        """
+        first = self.size.first_of_prefix(depth)
+        held = [above for above in self.index.path_from(node, first) if above in self.index]
+        to_load = depth - first - len(held)
+        return self._num_reserved(request, depth) + to_load + self.index.num_idle(held)
 
     def num_to_grow(self, request: Request, node: Node) -> int:
         """Return how many more pages a request needs at most while it decodes.
@@ -99,12 +109,12 @@ class WindowGroup:
         held: WindowPages | None = request.window
         if held is not None:
             return max(0, self._most - len(held.pages) - len(held.spare))
-        return max(0, self._most - self._num_reserved(request, node) - len(self.index.path(node)))
+        return max(0, self._most - self._num_reserved(request, node.depth) - len(self.index.path(node)))
 
-    def _num_reserved(self, request: Request, node: Node, surplus: int = 0) -> int:
-        """Return how many pages `take` allocates for the prompt's tokens after `node`."""
+    def _num_reserved(self, request: Request, depth: int, surplus: int = 0) -> int:
+        """Return how many pages `take` allocates for the prompt's tokens after a prefix of `depth` pages."""
         most = min(self._max_reserved, self._min_reserved + surplus)
-        return min(-(-request.num_tokens // self.size.page_size) - node.depth, most)
+        return min(-(-request.num_tokens // self.size.page_size) - depth, most)
 
     # --- taking
 
@@ -120,11 +130,38 @@ class WindowGroup:
             first,
             pages,
             [*nodes],
-            self._allocate(self._num_reserved(request, node, surplus)),
+            self._allocate(self._num_reserved(request, node.depth, surplus)),
             num_sent=first,
             num_read=node.depth * self.size.page_size,
             first_own=node.depth,
         )
+
+    def lock_window(self, node: Node, depth: int) -> list[Node]:
+        """Lock the cached pages of the last window of a prefix of `depth` pages that begins with `node`'s.
+
+        Returns their nodes, for `unlock_window`.
+        """
+        nodes = self.index.path_from(node, self.size.first_of_prefix(depth))
+        nodes = [above for above in nodes if above in self.index]
+        for above in nodes:
+            self.index.lock(above)
+        return nodes
+
+    def add_missing(self, node: Node) -> tuple[list[Node], list[int]]:
+        """Allocate and lock pages for the nodes of the last window of the prefix `node` that have none.
+
+        Returns the nodes and the pages. The caller loads their content before the next step.
+        """
+        nodes = [above for above in self.index.path(node) if above not in self.index]
+        pages = self._allocate(len(nodes))
+        for above, page in zip(nodes, pages, strict=True):
+            self.index.put(above, page)
+        return nodes, pages
+
+    def unlock_window(self, nodes: Iterable[Node]) -> None:
+        """Undo the locks of `lock_window` and `add_missing`."""
+        for node in nodes:
+            self.index.unlock(node)
 
     def reach(self, request: Request, end: int) -> int:
         """Make pages available for the prompt's tokens up to `end` without touching a page that a step in flight can

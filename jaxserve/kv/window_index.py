@@ -9,15 +9,21 @@ Requests lock only the window pages that they see, so older pages of a long pref
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxserve.kv.page_pool import PagePool
 from jaxserve.kv.radix_cache import Node
 from jaxserve.types.scheduling.window_size import WindowSize
 
 
 class WindowIndex:
-    """Owns the window pages of nodes until `evict` or `forget` returns them to the pool."""
+    """Owns the window pages of nodes until `evict` or `forget` returns them to the pool.
+
+    on_evicted: called by `evict` with each node and its page, before the page is freed
+    """
 
     def __init__(self, pool: PagePool, size: WindowSize) -> None:
+        self.on_evicted: Callable[[Node, int], None] | None = None
         self._pool = pool
         self._size = size
         self._pages: dict[Node, int] = {}
@@ -35,6 +41,9 @@ class WindowIndex:
     def __contains__(self, node: Node) -> bool:
         return node in self._pages
 
+    def page_of(self, node: Node) -> int:
+        return self._pages[node]
+
     def served(self, node: Node) -> Node:
         """Return the deepest node on the path to `node` whose last window is complete; a root always qualifies."""
         deepest, first = node, self._size.first_of_prefix(node.depth)
@@ -48,8 +57,11 @@ class WindowIndex:
 
     def path(self, node: Node) -> list[Node]:
         """Return the nodes of the last window of the prefix that ends at `node`."""
+        return self.path_from(node, self._size.first_of_prefix(node.depth))
+
+    def path_from(self, node: Node, first: int) -> list[Node]:
+        """Return the nodes from page index `first` to `node`."""
         nodes: list[Node] = []
-        first = self._size.first_of_prefix(node.depth)
         while node.depth > first:
             nodes.append(node)
             assert node.parent is not None
@@ -104,6 +116,8 @@ class WindowIndex:
         for _ in range(min(count, len(self._idle))):
             node = next(iter(self._idle))
             del self._idle[node]
+            if self.on_evicted is not None:
+                self.on_evicted(node, self._pages[node])
             self._release(node)
 
     def forget(self, node: Node) -> None:

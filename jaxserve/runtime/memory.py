@@ -46,6 +46,8 @@ class MemoryPlan:
     num_window_pages: int = 0
     num_host_pages: int = 0  # copies of evicted pages in the memory of the host
     host_page_bytes: int = 0
+    num_host_window_pages: int = 0  # likewise, of the sliding-window group
+    host_window_page_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -160,17 +162,31 @@ def split_pool(
     return min(pages, most), window_pages
 
 
-def plan_host_pages(plan: MemoryPlan, page_bytes: int, host_memory: int) -> MemoryPlan:
-    """Add the pages that fit into `host_memory` bytes. Raises ConfigError if that is too much or too little."""
-    if plan.window is not None:
-        raise ConfigError(
-            "cache.host_memory does not work with layers that have a sliding window", fix="leave cache.host_memory out"
-        )
+def plan_host_pages(plan: MemoryPlan, page_bytes: int, window_page_bytes: int, host_memory: int) -> MemoryPlan:
+    """Add the pages that fit into `host_memory` bytes, of each group as many for one of the other as on the device.
+
+    Raises ConfigError if the bytes are too many or too few.
+    """
     if host_memory > (total := machine_memory()):
         raise ConfigError(f"cache.host_memory is {_mib(host_memory)}, and the machine has {_mib(total)}")
-    if host_memory < page_bytes:
+    share = min(1.0, plan.num_window_pages / plan.num_pages)
+    num_pages = int(host_memory / (page_bytes + share * window_page_bytes))
+    if num_pages < 1:
         raise ConfigError(f"cache.host_memory is {host_memory} bytes, and one page takes {page_bytes}")
-    return dataclasses.replace(plan, num_host_pages=host_memory // page_bytes, host_page_bytes=page_bytes)
+    window_pages = int(num_pages * share)
+    if plan.window is not None and window_pages * plan.page_size < plan.window:
+        raise ConfigError(
+            f"cache.host_memory is {host_memory} bytes, which is {window_pages} pages of the layers with a sliding "
+            f"window of {plan.window} tokens: not one window",
+            fix="raise cache.host_memory",
+        )
+    return dataclasses.replace(
+        plan,
+        num_host_pages=num_pages,
+        host_page_bytes=page_bytes,
+        num_host_window_pages=window_pages,
+        host_window_page_bytes=window_page_bytes,
+    )
 
 
 def plan_without_cache(

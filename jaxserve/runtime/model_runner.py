@@ -36,7 +36,7 @@ from jaxserve.runtime.compilation.program_table import ProgramTable
 from jaxserve.runtime.extra_outputs import ExtraOutputs
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.pages.host_pool import HostPool
+from jaxserve.runtime.pages.host_pool import HostPools
 from jaxserve.runtime.pages.page_transfer import PageTransfer
 from jaxserve.runtime.programs import Caches, Leaves
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -101,12 +101,14 @@ class ModelRunner:
         self._table = ProgramTable(self.buckets.by_program(), self.compiled)
         self._by_size = self._table.by_size
         self.late = LateCompilation(self._programs.rest() if config.early else (), store, self._take)
-        self.pages = PageTransfer(self._programs.transfers, plan.num_pages, self.compiled)
+        self.pages = PageTransfer(self._programs.transfers, (plan.num_pages, plan.num_window_pages), self.compiled)
         words = self._programs.shapes.mask_words
         self._verification = Verification(self._table, config.max_num_seqs, words)
         self._allocate()
         self.page = self._programs.exported_pages(1)
-        self.host = HostPool(self.pages, self.page, plan.num_host_pages, config.page_file)
+        pages = self.page, self._programs.exported_pages(1, group=1)
+        host_pages = plan.num_host_pages, plan.num_host_window_pages
+        self.host = HostPools(self.pages, pages, host_pages, config.page_file)
         self._extra = ExtraOutputs(self.compiled)
         self._unsampled: DeviceStep | VerifyStep | None = None
         self._num_dispatches = 0

@@ -20,7 +20,7 @@ from jaxserve.runtime.compilation.buckets import Buckets, verify_rows
 from jaxserve.runtime.compilation.compiler import Program
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.mesh import DeviceMesh
-from jaxserve.runtime.pages.page_transfer import TRANSFER_PAGES
+from jaxserve.runtime.pages.page_transfer import TRANSFER_PAGES, transfer_name
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.slots import SlotState
@@ -256,24 +256,24 @@ class ProgramSet:
         shardings = jax.tree.map(lambda struct: struct.sharding, structs)
         return self._program("allocate", zeros, (), (), shardings)
 
-    def exported_pages(self, count: int) -> Any:
-        """Return the structs of `count` exported pages: [count, ...] per array of a layer."""
+    def exported_pages(self, count: int, group: int = 0) -> Any:
+        """Return the structs of `count` exported pages: [count, ...] per array of a layer of the group."""
         s = self.shapes
-        pages = jax.eval_shape(self.steps.export_pages, s.caches, s.ints(count))
+        export = functools.partial(self.steps.export_pages, group=group)
+        pages = jax.eval_shape(export, s.caches, s.ints(count))
         return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s.replicated), pages)
 
     def transfers(self) -> Iterator[Program]:
-        """Yield the programs that export and import pages.
-
-        A page id names the same page in every layer, so the layers must form a single group.
-        """
-        assert self.steps.num_groups == 1
-        s = self.shapes
-        for size in TRANSFER_PAGES:
-            args = (s.caches, s.ints(size))
-            yield self._program(f"export_pages[{size}]", self.steps.export_pages, args, (), s.replicated)
-            args = (*args, self.exported_pages(size))
-            yield self._program(f"import_pages[{size}]", self.steps.import_pages, args, (0,), s.cache_shardings)
+        """Yield the programs that export and import pages: of each layer group, since a page id is of one group."""
+        s, steps = self.shapes, self.steps
+        for group in sorted({layer.group for layer in steps.layers}):
+            export = functools.partial(steps.export_pages, group=group)
+            fill = functools.partial(steps.import_pages, group=group)
+            for size in TRANSFER_PAGES:
+                args = (s.caches, s.ints(size))
+                yield self._program(transfer_name("export", size, group), export, args, (), s.replicated)
+                args = (*args, self.exported_pages(size, group))
+                yield self._program(transfer_name("import", size, group), fill, args, (0,), s.cache_shardings)
 
     def _program(
         self,

@@ -205,18 +205,21 @@ class StepPrograms:
         pack = functools.partial(pack_logprobs_with_ids, vocab=vocab)
         return vocab.call(pack, (vocab.columns, P(), P()), logits, targets, ids)
 
-    def export_pages(self, caches: Caches, page_ids: jax.Array) -> Caches:
-        """Return pages page_ids int32 [n] of every layer in the form common to all backends, [n, page_size, 2 * KH, H].
+    def export_pages(self, caches: Caches, page_ids: jax.Array, *, group: int = 0) -> Caches:
+        """Return pages page_ids int32 [n] of each layer of a group, in the form common to all backends.
 
-        See `Backend.export_pages`.
+        That is [n, page_size, 2 * KH, H], see `Backend.export_pages`.
         """
-        layers = zip(caches, self.layers, strict=True)
+        layers = [pair for pair in zip(caches, self.layers, strict=True) if pair[1].group == group]
         return tuple(self.backend.export_pages(cache, page_ids, layer.num_kv_heads) for cache, layer in layers)
 
-    def import_pages(self, caches: Caches, page_ids: jax.Array, pages: Caches) -> Caches:
+    def import_pages(self, caches: Caches, page_ids: jax.Array, pages: Caches, *, group: int = 0) -> Caches:
         """Return the caches with `pages`, from `export_pages`, at page_ids int32 [n]. Other ids are dropped."""
-        pairs = zip(caches, pages, strict=True)
-        return tuple(self.backend.import_pages(cache, page_ids, page) for cache, page in pairs)
+        new = iter(pages)
+        return tuple(
+            self.backend.import_pages(cache, page_ids, next(new)) if layer.group == group else cache
+            for cache, layer in zip(caches, self.layers, strict=True)
+        )
 
     def _forward(
         self, model: CausalLM, caches: Caches, state: SlotState, tokens: TokenInput, *, decode_only: bool

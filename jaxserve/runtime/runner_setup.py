@@ -120,11 +120,11 @@ class RunnerSetup:
         )
         if config.host_memory is None:
             return plan
-        return memory.plan_host_pages(plan, self._host_page(), config.host_memory)
+        return memory.plan_host_pages(plan, self._host_page(0), self._host_page(1), config.host_memory)
 
-    def _host_page(self) -> int:
-        """Return the bytes of one page of all layers in the memory of the host."""
-        pages = self.program_set((1, 1), self.config.max_model_len).exported_pages(1)
+    def _host_page(self, group: int) -> int:
+        """Return the bytes of one page of all layers of a group in the memory of the host."""
+        pages = self.program_set((1, 1), self.config.max_model_len).exported_pages(1, group)
         return sum(math.prod(page.shape) * page.dtype.itemsize for page in jax.tree.leaves(pages))
 
     def program_set(self, num_pages: tuple[int, int], max_model_len: int) -> ProgramSet:

@@ -85,12 +85,14 @@ class PageMove(msgspec.Struct, frozen=True, gc=False):
     kind     store: device to host; load: host to device; drop: forget the page in `slot`; clear: forget all pages
     slot     place in the host's memory
     digest   of a page to store: of its prefix, so that another process can find it
+    group    of layers, whose page it is: 0, or 1 for those with a sliding window
     """
 
     kind: Literal["store", "load", "drop", "clear"]
     page_id: int = 0
     slot: int = 0
     digest: bytes = b""
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

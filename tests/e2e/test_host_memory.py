@@ -62,7 +62,7 @@ def test_a_new_engine_finds_the_pages_in_the_file(compile_cache: str, tmp_path: 
     engine.close()
 
     engine = make(compile_cache, **keys)
-    file = engine.runner.host.file
+    file = engine.runner.host.files[0]
     assert file is not None and len(file.to_check) > NUM_PAGES
     wait_until(lambda: len(file.checked) == len(file.to_check), "every page is checked")
     assert ask(engine, texts) == expected
@@ -89,15 +89,15 @@ def test_a_flush_empties_the_file_at_once_and_later_pages_are_kept(compile_cache
     engine.close()
 
     engine = make(compile_cache, **keys)  # `close` has unlocked the file
-    assert engine.runner.host.file is not None and engine.runner.host.file.to_check == []
+    assert engine.runner.host.files[0] is not None and engine.runner.host.files[0].to_check == []
     ask(engine, texts)
     engine.core.flush_prefix_cache()
     assert ask(engine, texts) == expected
     engine.close()
 
     engine = make(compile_cache, **keys)
-    assert len(engine.runner.host.file.to_check) > NUM_PAGES
-    wait_until(lambda: len(engine.runner.host.file.checked) == len(engine.runner.host.file.to_check), "checked")
+    assert len(engine.runner.host.files[0].to_check) > NUM_PAGES
+    wait_until(lambda: len(engine.runner.host.files[0].checked) == len(engine.runner.host.files[0].to_check), "checked")
     assert ask(engine, texts) == expected and engine.core.stats().details["host_pages_loaded"] > NUM_PAGES
     engine.close()
 

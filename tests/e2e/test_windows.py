@@ -4,6 +4,7 @@ The tokens are transformers' own (the families' goldens), past the window, alone
 cache, the chunks and the shortage of pages; and a page given away too early shows in them.
 """
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
-from jaxserve.engine.factory import _scheduler_config
+from jaxserve.engine.factory import _restore_pages, _scheduler_config
 from jaxserve.models.loading.loader import LoadedModel, load_model
 from jaxserve.runtime.kv_cache import group_window
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.pages.page_file import PageFileConfig
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from jaxserve.types.scheduling.step_times import UNTIMED
@@ -30,6 +32,7 @@ from tests.fakes import make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_logits
+from tests.waiting import wait_until
 
 GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 WINDOW, PAGE, LONGEST = 12, 4, 128
@@ -84,6 +87,7 @@ def served(
         num_pages=512,
         cache_dtype=jnp.dtype("float32"),
         deterministic=bool(deterministic),
+        host_memory=2**20,
         compile_cache=Path(compile_cache),
     )
     arrays = np.load(GOLDENS / f"{case}.npz")
@@ -141,6 +145,68 @@ def test_when_pages_run_out(served: Served, expected: dict[str, list[int]], shor
     core = served.core(new_token_ratio=0.01, **short)
     assert tokens_of(core, served.crowd) == expected
     assert core.scheduler.counters.retractions > 0
+
+
+@pytest.mark.parametrize("few", [{"num_pages": 40}, {"num_window_pages": 16}], ids=["pages", "windowed pages"])
+def test_evicted_pages_of_both_groups_come_back(
+    served: Served, expected: dict[str, list[int]], few: dict[str, int]
+) -> None:
+    """One request after the other takes the pages of others: the second time they are in the memory of the host."""
+    plan = served.runner.plan
+    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.num_host_window_pages}
+    computed, compiles = {}, served.runner.num_compiles()
+    for name, keys in (("device", {}), ("host", host)):
+        core = served.core(**few, **keys)
+        counters, before = core.scheduler.counters, 0
+        for _ in range(2):
+            before = counters.prefill_tokens
+            for request, prompt in served.crowd.items():
+                assert tokens_of(core, {request: prompt})[request] == expected[request]
+        computed[name] = counters.prefill_tokens - before
+    assert computed["host"] <= PAGE * len(served.crowd) < computed["device"], "all but the ends was loaded"
+    assert served.runner.num_compiles() == compiles
+
+
+def test_a_crowd_with_pages_in_the_memory_of_the_host(served: Served, expected: dict[str, list[int]]) -> None:
+    """Requests that are preempted, and prefixes that others share, with few copies and many."""
+    plan = served.runner.plan
+    for num_host_pages, num_host_window_pages in (
+        (9, 7),
+        (plan.num_host_pages, plan.num_host_window_pages),
+    ):
+        core = served.core(
+            new_token_ratio=0.01,
+            num_pages=40,
+            num_window_pages=12,
+            num_host_pages=num_host_pages,
+            num_host_window_pages=num_host_window_pages,
+        )
+        for _ in range(2):
+            assert tokens_of(core, served.crowd) == expected
+        assert core.scheduler.counters.retractions > 0
+
+
+def test_a_new_engine_finds_the_pages_of_both_groups_in_the_files(
+    served: Served, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    if None in served.model.config.windows:
+        pytest.skip("the other model has the harder case: one of its files has pages without bytes")
+    config, plan = served.runner.config, served.runner.plan
+    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.num_host_window_pages}
+    computed = []
+    for _ in range(2):
+        file = PageFileConfig(tmp_path, "model")
+        runner = ModelRunner(served.model, dataclasses.replace(config, page_file=file), served.runner.mesh)
+        core = dataclasses.replace(served, runner=runner).core(num_pages=33, num_window_pages=12, **host)
+        _restore_pages(core, runner)
+        files = [file for file in runner.host.files if file is not None]
+        wait_until(lambda files=files: all(len(file.checked) == len(file.to_check) for file in files), "checked")
+        for request, prompt in served.crowd.items():
+            assert tokens_of(core, {request: prompt})[request] == expected[request]
+        computed.append(core.scheduler.counters.prefill_tokens)
+        tokens_of(core, {"last": [3] * (LONGEST - NEW)})  # evicts the others' pages
+        runner.close()
+    assert computed[1] < computed[0] / 3, "most was loaded"
 
 
 def test_a_page_given_away_too_early_shows(

@@ -84,16 +84,18 @@ class World:
         )
 
     def windowed(self, config: SchedulerConfig) -> SchedulerConfig:
-        """Half of them with layers that see a window, and as few pages for these as can be, or some more. Most of the
-        others with pages in the memory of the host.
+        """Half of them with layers that see a window, and as few pages for these as can be, or some more. Most with
+        pages in the memory of the host.
         """
         window = self.rng.choice([None, 1, 3, 7, 20, None])
+        config = replace(config, num_host_pages=self.rng.choice([0, 1, 6, 100]))
         if window is None:
-            return replace(config, num_host_pages=self.rng.choice([0, 1, 6, 100]))
+            return config
         size = replace(config, window=window, num_window_pages=2**31).window_size
         assert size is not None
         pages = size.least(config.max_sequence_tokens) + self.rng.choice([0, 0, 1, 5, 100])
-        return replace(config, window=window, num_window_pages=pages)
+        host = self.rng.choice([1, 6, 100]) if config.num_host_pages else 0
+        return replace(config, window=window, num_window_pages=pages, num_host_window_pages=host)
 
     @property
     def room(self) -> int:

@@ -50,12 +50,12 @@ def load_beside(num_streams: int) -> tuple[list[int], set[WaitReason]]:
     core.add(asked)
     host = core.scheduler.kv.host
     assert host is not None
-    before = host.num_loaded
+    before = host.full.num_loaded
     while core.has_work:
         transcripts.take(core.step())
         core.scheduler.check_integrity()
         reasons |= {reason for _, reason in core.scheduler.waiting(1)}
-        loads.append(host.num_loaded - before - sum(loads))
+        loads.append(host.full.num_loaded - before - sum(loads))
     for request in [*streams, asked]:
         assert transcripts[request.request_id].token_ids == alone(request.prompt_token_ids, request.params)[0]
     assert sum(loads) == len(LONG) // PAGE - 1, "all but the last page, of which a token is computed"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.pages.host_pool import HostPool
+from jaxserve.runtime.pages.host_pool import HostPool, HostPools
 from jaxserve.runtime.pages.page_file import PageFile, PageFileConfig, fingerprint
 from jaxserve.types.step import PageMove
 from tests.waiting import wait_until
@@ -187,7 +187,7 @@ def test_a_file_is_closed_once_and_at_once(file: PageFile, tmp_path: Path, monke
 class Transfer:
     """Pages of the device: page i holds i, in one array."""
 
-    def gather(self, caches: object, page_ids: Sequence[int]) -> Iterator[tuple[Any, int]]:
+    def gather(self, caches: object, page_ids: Sequence[int], group: int) -> Iterator[tuple[Any, int]]:
         yield (jax.numpy.full((8, PAGE), np.array([*page_ids, *[0] * 8][:8])[:, None], np.uint8),), len(page_ids)
 
 
@@ -196,8 +196,23 @@ def pool_of(directory: Path) -> HostPool:
     return HostPool(cast(Any, Transfer()), page, 4, PageFileConfig(directory, "model"))
 
 
-def stored(number: int, slot: int) -> PageMove:
-    return PageMove("store", number, slot, digest(number))
+def stored(number: int, slot: int, group: int = 0) -> PageMove:
+    return PageMove("store", number, slot, digest(number), group)
+
+
+def test_each_layer_group_has_its_file_and_one_without_layers_only_its_digests(tmp_path: Path) -> None:
+    page = (jax.ShapeDtypeStruct((1, PAGE), np.uint8),)
+    moves = [stored(1, 0), stored(2, 1), stored(3, 0, group=1), PageMove("load", 5, 1)]
+    found = []
+    for _ in range(2):
+        pools = HostPools(cast(Any, Transfer()), [(), page], (4, 2), PageFileConfig(tmp_path, "model"))
+        files = [file for file in pools.files if file is not None]
+        wait_until(lambda files=files: all(len(file.checked) == len(file.to_check) for file in files), "checked")
+        found = [dict(file.checked) for file in files]
+        pools.move((), moves)
+        pools.move((), [])
+        pools.close()
+    assert found == [{0: digest(1), 1: digest(2)}, {0: digest(3)}]
 
 
 def test_a_slot_that_is_stored_twice_in_a_step_has_the_last_record(

@@ -31,7 +31,6 @@ from jaxserve.ops.paged_attention import Heads
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
 from jaxserve.ops.paged_attention.scaled_pages import ScaledPages
 from jaxserve.runtime import kv_cache
-from jaxserve.runtime.kv_cache import group_window
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -98,9 +97,7 @@ def served(
 ) -> Iterator[Served]:
     family, dtype, changes = SERVED[request.param]
     model = tiny(family, tmp_path_factory.mktemp("model"), make_mesh("cpu"))
-    one_group = group_window(model.config.attention_layers, LONGEST) is None
-    host = {"host_memory": 2**20} if one_group else {}
-    runner = make_runner(model, cache_dtype=dtype, **SIZES, **changes, **host)
+    runner = make_runner(model, cache_dtype=dtype, host_memory=2**20, **SIZES, **changes)
     prompts = crowd()
     yield Served(runner, prompts, {name: dense_greedy(model, prompt, dtype) for name, prompt in prompts.items()})
     runner.close()
@@ -171,9 +168,8 @@ def test_tokens_after_preemption(served: Served) -> None:
 def test_evicted_pages_with_scales_and_of_latent_rows(served: Served) -> None:
     """A cache that holds one request: the others' pages are in the memory of the host."""
     plan = served.runner.plan
-    if not plan.num_host_pages:
-        pytest.skip("pages of two groups have no common ids")
-    core = served.core(num_pages=LONGEST // PAGE + 1, num_host_pages=plan.num_host_pages)
+    host = {"num_host_pages": plan.num_host_pages, "num_host_window_pages": plan.num_host_window_pages}
+    core = served.core(num_pages=LONGEST // PAGE + 1, **host)
     first, counters = core.stats(), core.scheduler.counters
     computed = [counters.prefill_tokens]
     for _ in range(2):

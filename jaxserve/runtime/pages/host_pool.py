@@ -22,15 +22,56 @@ from jaxserve.types.step import PageMove
 MAX_PENDING = 2  # groups of pages on the device that wait to be copied; more would take too much of its memory
 
 
-class HostPool:
-    """Slots for pages.
+class HostPools:
+    """A pool for each layer group.
 
-    transfer: copies pages from and to the device. page: structs of one exported page, a pytree of [1, ...].
+    pages: structs of one exported page of each group, see `HostPool`. num_slots: pages that fit, of each group
+    """
+
+    def __init__(
+        self, transfer: PageTransfer, pages: Sequence[Any], num_slots: Sequence[int], file: PageFileConfig | None
+    ) -> None:
+        self._pools = [
+            HostPool(transfer, page, count, file and file.of_group(group), group)
+            for group, (page, count) in enumerate(zip(pages, num_slots, strict=True))
+        ]
+
+    @property
+    def files(self) -> list[PageFile | None]:
+        """The file of each group; None if its pages end with the process."""
+        return [pool.file for pool in self._pools]
+
+    def move(self, caches: Caches, moves: Sequence[PageMove]) -> Caches:
+        """Make the copies of each group in order, after all dispatched steps. Returns the new caches."""
+        for group, pool in enumerate(self._pools):
+            caches = pool.move(caches, [move for move in moves if move.group == group])
+        return caches
+
+    def clear(self) -> None:
+        """Forget what has not been copied: the device's state is lost."""
+        for pool in self._pools:
+            pool.clear()
+
+    def close(self) -> None:
+        """Give the files back. No page may be moved afterwards."""
+        for pool in self._pools:
+            pool.close()
+
+
+class HostPool:
+    """Slots for pages of a layer group.
+
+    transfer: copies pages from and to the device. page: structs of one exported page, a pytree of [1, ...]; without
+    leaves if the group has no layers, whose pages have no content then.
     num_slots: pages that fit; 0: no pages are moved. file: None: the memory of this process
     """
 
-    def __init__(self, transfer: PageTransfer, page: Any, num_slots: int, file: PageFileConfig | None) -> None:
+    def __init__(
+        self, transfer: PageTransfer, page: Any, num_slots: int, file: PageFileConfig | None, group: int = 0
+    ) -> None:
         self._transfer = transfer
+        self._group = group
+        self._has_content = bool(jax.tree.leaves(page))
         self.file: PageFile | None = None
         self._arrays: Any = ()
         if num_slots:
@@ -46,13 +87,15 @@ class HostPool:
         for kind, group in groupby(moves, key=lambda move: move.kind):
             run = list(group)
             page_ids = [move.page_id for move in run]
-            if kind == "store":
+            if not self._has_content and kind in ("store", "load"):
+                self._store(run if kind == "store" else [], ())
+            elif kind == "store":
                 first = 0
-                for pages, count in self._transfer.gather(caches, page_ids):
+                for pages, count in self._transfer.gather(caches, page_ids, self._group):
                     self._store(run[first : first + count], pages)
                     first += count
             elif kind == "load":
-                caches = self._transfer.fill(caches, page_ids, self._load([move.slot for move in run]))
+                caches = self._transfer.fill(caches, page_ids, self._load([move.slot for move in run]), self._group)
             else:
                 self._forget(None if kind == "clear" else [move.slot for move in run])
         return caches

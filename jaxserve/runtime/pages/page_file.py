@@ -15,6 +15,7 @@ process may have removed it in between. Only the owner of the lock removes it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import mmap
@@ -46,6 +47,10 @@ class PageFileConfig:
 
     directory: Path
     fingerprint: str
+
+    def of_group(self, group: int) -> PageFileConfig:
+        """Return where the pages of a layer group are: those with a sliding window have a folder of their own."""
+        return dataclasses.replace(self, directory=self.directory / "window") if group else self
 
 
 class PageFile:

@@ -31,6 +31,7 @@ class SchedulerConfig:
     window: int | None = None  # tokens that sliding-window layers see; None: no such layers
     num_window_pages: int = 0  # size of their own page pool
     num_host_pages: int = 0  # copies of evicted pages in the memory of the host
+    num_host_window_pages: int = 0  # likewise, of the windowed layers
     page_events: bool = False  # whether the pages that enter and leave the prefix cache are reported
     # tokens, ascending; a step with a prompt is shortened to one of them if that saves padding
     step_sizes: tuple[int, ...] = ()
