@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # norms over all heads, and a vocabulary that cannot be split
     "olmo2": CASES["olmo2"] | {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 97},
 }
-TIMEOUT = {"short": 280, "long": 1500}  # seconds; a machine may be busy with other things
+TIMEOUT = {"short": 560, "long": 1500}  # seconds; a machine may be busy with other things
 Run = tuple[str, int, int]  # model, devices of the tensor axis, of the expert axis
 # whose tokens are compared with one device's, through the whole engine, also in deterministic mode, or by the model
 # alone; the long form by hand
