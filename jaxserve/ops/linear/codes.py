@@ -1,0 +1,59 @@
+"""Codes of 8 and 4 bits as float32 numbers, inside the kernels for GPUs and TPUs.
+
+Two 4-bit values lie in a byte: the low halves of a block's 16 bytes are its first 16 numbers. A kernel therefore
+gets x in two halves, those that meet the low and those that meet the high ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.ops.quantized import BLOCK, MIDDLE
+
+
+def halves(x: jax.Array) -> jax.Array:
+    """Return the columns that meet low and high halves of bytes: x [T, K] -> [2, T, K / 2]."""
+    rows, depth = x.shape
+    return x.reshape(rows, depth // BLOCK, 2, BLOCK // 2).transpose(2, 0, 1, 3).reshape(2, rows, depth // 2)
+
+
+def wide(values: jax.Array, scale: jax.Array, zero: jax.Array | None, *, mxfp4: bool) -> Iterator[jax.Array]:
+    """Yield the numbers of each half of a tile as float32 [N, C]: one for bytes, two for pairs of 4 bits.
+
+    values: [N, C] as `Quantized.values`. scale, zero: float32 [N, C], of each value's group. mxfp4: of E2M1 values.
+    """
+    for numbers in _numbers(values, mxfp4):
+        if zero is not None:
+            yield (numbers - zero) * scale
+        elif values.dtype == jnp.uint8 and not mxfp4:
+            yield (numbers - MIDDLE) * scale
+        else:
+            yield numbers * scale
+
+
+def powers(exponents: jax.Array) -> jax.Array:
+    """Return 2^(e - 127) of exponents uint8 -> float32."""
+    bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _numbers(values: jax.Array, mxfp4: bool) -> Iterator[jax.Array]:
+    """Yield the values of each half as float32."""
+    if values.dtype != jnp.uint8:
+        yield values.astype(jnp.float32)
+        return
+    pairs = values.astype(jnp.int32)
+    for codes in (pairs & 15, pairs >> 4):
+        yield _e2m1(codes) if mxfp4 else codes.astype(jnp.float32)
+
+
+def _e2m1(codes: jax.Array) -> jax.Array:
+    """Return the numbers of codes int32, by the bits of float32: the exponent is biased by 126 more."""
+    magnitude = codes & 7
+    normal = lax.bitcast_convert_type((magnitude << 22) + (126 << 23), jnp.float32)
+    number = jnp.where(magnitude < 2, magnitude.astype(jnp.float32) * 0.5, normal)
+    return jnp.where(codes > 7, -number, number)
