@@ -13,6 +13,7 @@
 enum {
   PIECE = 128,  // tokens of context; from 64 to 256 the time is the same
   HEADS = 4,    // query heads that meet a token of K or V while it is in registers
+  AHEAD = 8,    // tokens that are asked for in time; with 16 their page and this one fill the first cache
 };
 
 typedef struct {
@@ -75,7 +76,7 @@ INLINE void score(const Attention* a, const float* q, int heads, const int64_t* 
     UNROLL for (int h = 0; h < heads; h++) query[h] = *(const vector*)(q + h * a->depth + d);
     UNROLL for (int t = 0; t < tokens; t++) {
       vector key = load(a->cache, k[t] + at + d, form);
-      prefetch(a->cache, k[t + LANES] + at + d, form);
+      prefetch(a->cache, k[t + AHEAD] + at + d, form);
       UNROLL for (int h = 0; h < heads; h++) sums[h * tokens + t] += query[h] * key;
     }
   }
@@ -92,7 +93,7 @@ INLINE void weigh(const Attention* a, const float* weights, int heads, const int
     UNROLL for (int h = 0; h < heads; h++) sums[h] = *(vector*)(values + h * a->depth + d);
     UNROLL for (int t = 0; t < tokens; t++) {
       vector value = load(a->cache, v[t] + at + d, form);
-      prefetch(a->cache, v[t + LANES] + at + d, form);
+      prefetch(a->cache, v[t + AHEAD] + at + d, form);
       UNROLL for (int h = 0; h < heads; h++) sums[h] += weights[h * PIECE + t] * value;
     }
     UNROLL for (int h = 0; h < heads; h++) *(vector*)(values + h * a->depth + d) = sums[h];
@@ -125,12 +126,12 @@ INLINE void apply_scales(const Attention* a, const int64_t* places, int64_t coun
       numbers[head * PIECE + token] *= a->scales[places[token] / a->depth + head / group];
 }
 
-// The heads of one group for LANES tokens from `token` on: WORK(query head, how many, first token) until all have met.
+// The heads of one group for `block` tokens from `token` on: WORK(query head, how many, first token) until all have met.
 #define MEET(WORK, HEADS_NOW)                                                                          \
   for (; head + HEADS_NOW <= last; head += HEADS_NOW)                                                  \
-    for (int64_t t = token; t < min(token + LANES, count); t += LANES / HEADS_NOW) WORK(HEADS_NOW);
+    for (int64_t t = token; t < min(token + block, count); t += LANES / HEADS_NOW) WORK(HEADS_NOW);
 #define FOR_EACH(WORK)                                                                                 \
-  for (int64_t token = 0; token < count; token += LANES)                                               \
+  for (int64_t token = 0; token < count; token += block)                                               \
     for (int64_t kv_head = 0, group = a->heads / a->kv_heads; kv_head < a->kv_heads; kv_head++) {      \
       int64_t head = kv_head * group, last = head + group, at = kv_head * a->depth;                    \
       MEET(WORK, 4) MEET(WORK, 2) MEET(WORK, 1)                                                        \
@@ -142,6 +143,7 @@ INLINE void attend(const Attention* a, int64_t piece, Form form) {
   int64_t row = a->pieces[piece].row, first = max(a->pieces[piece].first, first_seen(a, row));
   int64_t count = min(a->pieces[piece].first + PIECE, length(a, row)) - first, state = piece * a->heads;
   const float* q = a->q + row * a->heads * a->depth;
+  int64_t block = a->heads / a->kv_heads % HEADS == 0 ? LANES / HEADS : LANES;  // few: in the order of the addresses
   float *values = a->values + state * a->depth, scores[a->heads * PIECE];
   int64_t k[PIECE + LANES], v[PIECE + LANES];
   find_places(a, row, first, count, (count + 2 * LANES - 1) / LANES * LANES, k, v);
