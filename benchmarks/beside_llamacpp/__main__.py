@@ -7,7 +7,8 @@
 Every prompt has 128 random tokens and every answer 64; all of a batch are there at the beginning. llama.cpp computes
 one prompt after the other and then decodes all rows together, on all cores. Each round runs all sides in processes of
 their own, one after the other, and each takes the best of its tries. Ours runs with `runtime.cpu_products` exact and
-rounded; in float32 there is only exact. Prints output tokens a second and the ratios to llama.cpp.
+rounded; in float32 there is only exact. Our keys and values are float32 unless --cache is bfloat16; llama.cpp's are
+float16. Prints output tokens a second and the ratios to llama.cpp.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 
 from jaxserve import Engine, SamplingParams
+from jaxserve.config import Config
 
 PROMPT, OUTPUT = 128, 64
 _PEER = Path(__file__).with_name("peer.py")
@@ -34,10 +36,21 @@ FORMS = {  # llama.cpp's and ours: model.dtype, model.quantization
 }
 
 
-def ours(model: str, form: str, rows: list[int], products: str, tries: int) -> None:
-    """Print the tokens a second of the best of `tries` batches of each number of rows."""
+def engine_of(model: str, form: str, rows: int, products: str, cache: str) -> Engine:
+    """Return our side for up to `rows` requests. F32 has exact products only."""
     dtype, quantization = FORMS[form]
-    engine = Engine(model, dtype=dtype, quantization=quantization, max_num_seqs=max(rows), cpu_products=products)
+    tree = {
+        "model": {"path": model, "dtype": dtype, "quantization": quantization},
+        "cache": {"dtype": cache},
+        "scheduler": {"max_num_seqs": rows},
+        "runtime": {"cpu_products": "exact" if form == "F32" else products},
+    }
+    return Engine(config=Config.parse(tree))
+
+
+def ours(model: str, form: str, rows: list[int], products: str, tries: int, cache: str) -> None:
+    """Print the tokens a second of the best of `tries` batches of each number of rows."""
+    engine = engine_of(model, form, max(rows), products, cache)
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     for count in rows:
         best = 0.0
@@ -58,11 +71,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--products", nargs="+", default=["exact", "rounded"], choices=["exact", "rounded"])
     parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--cache", default="auto", choices=["auto", "bfloat16"], help="of ours; llama.cpp's is float16")
     parser.add_argument("--files", help="directory with the GGUF files, which are made there if they are missing")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # FORM: our side of one measurement
     options = parser.parse_args()
     if options.only:
-        ours(options.model, options.only, options.rows, options.products[0], options.tries)
+        ours(options.model, options.only, options.rows, options.products[0], options.tries, options.cache)
         return
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.files or temporary
@@ -77,7 +91,7 @@ def _round(options: argparse.Namespace, form: str, number: int, directory: str) 
     """Run all sides once, and print a line for each number of rows."""
     rows, tries = list(map(str, options.rows)), str(options.tries)
     mine = [sys.executable, "-m", "benchmarks.beside_llamacpp", options.model, "--only", form, "--rows", *rows]
-    mine += ["--tries", tries, "--products"]
+    mine += ["--tries", tries, "--cache", options.cache, "--products"]
     names = [name for name in options.products if name == "exact" or form != "F32"]
     own = {name: list(map(float, _said([*mine, name])[-len(rows) :])) for name in names}
     for index, count in enumerate(options.rows):
