@@ -23,14 +23,7 @@ import numpy as np
 
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.runtime import memory
-from jaxserve.runtime.compilation import program_cache
-from jaxserve.runtime.compilation.compiler import (
-    CompileCounter,
-    ProgramStorage,
-    Progress,
-    compile_all,
-    compiler_options,
-)
+from jaxserve.runtime.compilation import compiler, program_cache
 from jaxserve.runtime.compilation.late_compilation import LateCompilation
 from jaxserve.runtime.compilation.program_table import ProgramTable
 from jaxserve.runtime.extra_outputs import ExtraOutputs
@@ -77,9 +70,9 @@ class ModelRunner:
         mesh: DeviceMesh,
         *,
         normalize_embeddings: bool = True,
-        progress: Progress | None = None,
+        progress: compiler.Progress | None = None,
         agree: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
-        store: ProgramStorage | None = None,
+        store: compiler.ProgramStorage | None = None,
     ) -> None:
         started = time.perf_counter()
         if store is None and config.compile_cache is not None:
@@ -95,7 +88,7 @@ class ModelRunner:
         self._programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
         wanted = self._programs.first() if config.early else self._programs.all()
         transfers = self._programs.transfers() if config.moves_pages else ()
-        self.compiled = compile_all([*wanted, *transfers], progress=progress, store=store)
+        self.compiled = compiler.compile_all([*wanted, *transfers], progress=progress, store=store)
         scratch = max(map(memory.scratch_bytes, self.compiled.values())) * len(mesh.devices)
         self.plan: MemoryPlan = dataclasses.replace(plan, scratch_bytes=scratch)
         self._table = ProgramTable(self.buckets.by_program(), self.compiled)
@@ -113,7 +106,7 @@ class ModelRunner:
         self._unsampled: DeviceStep | VerifyStep | None = None
         self._num_dispatches = 0
         self.compile_seconds = time.perf_counter() - started
-        self._counter = CompileCounter(self.late.is_this_thread)
+        self._counter = compiler.CompileCounter(self.late.is_this_thread)
 
     def _take(self, name: str, program: jax.stages.Compiled) -> None:
         self.compiled[name] = program
@@ -217,7 +210,7 @@ class ModelRunner:
         slots: int32 [B] of running requests; the page of their next token must be allocated. `sampled` includes
         log-probabilities. The engine does not use this function. It compiles once per B.
         """
-        options = compiler_options(
+        options = compiler.compiler_options(
             self.mesh.platform, deterministic=self.config.deterministic, several=jax.process_count() > 1
         )
         return jax.jit(self.steps.decode_slots, compiler_options=dict(options))
