@@ -91,13 +91,20 @@ def sample(
         """Return the tokens and their RowStatus, int32 [R] each, and the packed candidates, int32 [R, width]."""
         shaped = rules.apply(logits)
         peak = vocab.max(shaped)
-        draw = functools.partial(_choose, shaped, peak, rows, random, state, vocab)
-        status = row_status(logits, peak, vocab)
-        if extras is None:
-            return draw(), status, no_candidates
-        with_candidates = functools.partial(_choose_with_candidates, shaped, peak, rows, random, state, vocab)
-        tokens, candidates = jax.lax.cond(want_candidates, with_candidates, lambda: (draw(), no_candidates))
-        return tokens, status, candidates
+        greedy = first_maximum(shaped, peak, vocab)
+
+        def draw() -> tuple[jax.Array, jax.Array]:
+            """Return the tokens and the packed candidates, which come from the same weights."""
+            probs = _candidates(shaped, peak, rows, random, state, vocab)
+            tokens = jnp.where(random, _draw(probs, rows, random, state, vocab), greedy)
+            if extras is None:
+                return tokens, no_candidates
+            packed = functools.partial(pack_candidates, probs, tokens, random, vocab)
+            return tokens, jax.lax.cond(want_candidates, packed, lambda: no_candidates)
+
+        draws = random.any() | want_candidates
+        tokens, candidates = jax.lax.cond(draws, draw, lambda: (greedy, no_candidates))
+        return tokens, row_status(logits, peak, vocab), candidates
 
     def likeliest() -> tuple[jax.Array, jax.Array, jax.Array]:
         """Do `choose` for rows that all take their likeliest token: one pass over the logits on a GPU, and no copy."""
@@ -130,28 +137,6 @@ def row_status(logits: jax.Array, peak: jax.Array, vocab: Vocab = WHOLE) -> jax.
     finite = jax.lax.cond(allowed.all(), lambda: finite, lambda: finite & (vocab.max(logits) > -np.inf))
     status = jnp.where(allowed, np.int32(RowStatus.FINE), np.int32(RowStatus.NOTHING_ALLOWED))
     return jnp.where(finite, status, np.int32(RowStatus.NOT_FINITE))
-
-
-def _choose(
-    logits: jax.Array, peak: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState, vocab: Vocab
-) -> jax.Array:
-    greedy = first_maximum(logits, peak, vocab)
-
-    def draw() -> jax.Array:
-        probs = _candidates(logits, peak, rows, random, state, vocab)
-        return jnp.where(random, _draw(probs, rows, random, state, vocab), greedy)
-
-    return jax.lax.cond(random.any(), draw, lambda: greedy)
-
-
-def _choose_with_candidates(
-    logits: jax.Array, peak: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState, vocab: Vocab
-) -> tuple[jax.Array, jax.Array]:
-    """Do `_choose` and return its candidates too. They come from the same weights as the draw."""
-    probs = jax.lax.optimization_barrier(_candidates(logits, peak, rows, random, state, vocab))
-    drawn = _draw(probs, rows, random, state, vocab)
-    tokens = jnp.where(random, drawn, first_maximum(logits, peak, vocab))
-    return tokens, pack_candidates(probs, tokens, random, vocab)
 
 
 def _draw(probs: jax.Array, rows: jax.Array, random: jax.Array, state: SlotState, vocab: Vocab) -> jax.Array:
