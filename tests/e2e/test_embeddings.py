@@ -17,6 +17,7 @@ from tests.conftest import ONE_ROW, SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_modules, write_words
 from tests.models.dense import dense_embedding
 from tests.models.families import CASES, ENCODERS, SENTENCES, VOCAB
+from tests.quick import quick_programs
 
 GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 
@@ -62,7 +63,8 @@ def test_a_decoder_published_for_embeddings(tmp_path: Path) -> None:
     bare = {name.removeprefix("model."): tensor for name, tensor in full.items() if name != "lm_head.weight"}
     write_words(write_checkpoint(tmp_path, hf, bare), VOCAB)
     write_modules(tmp_path, ["Transformer", "Pooling", "Normalize"], {"pooling_mode_lasttoken": True})
-    engine = Engine(str(tmp_path), compile_cache=None, num_pages=64, **ONE_ROW)
+    with quick_programs():
+        engine = Engine(str(tmp_path), compile_cache=None, num_pages=64, **ONE_ROW)
     assert (engine.info.is_embedding, engine.info.embedding_size) == (True, 32)
     texts = [[4, 5, 6], list(range(4, 64))]
     found = engine.generate(texts, SamplingParams(embed=True))

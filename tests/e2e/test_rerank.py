@@ -20,6 +20,7 @@ from tests.conftest import ONE_ROW, SERVED, SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_words
 from tests.models.dense import dense_logits, dense_scores
 from tests.models.families import CASES, CLASSIFIERS, VOCAB
+from tests.quick import quick_programs
 
 FLOAT32 = jnp.dtype("float32")
 ONE = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -77,7 +78,8 @@ def test_a_decoders_head(tmp_path: Path) -> None:
     """The last token's number per label, also of a prompt over several chunks."""
     hf = CASES["qwen3"] | {"architectures": ["Qwen3ForSequenceClassification"], "num_hidden_layers": 1}
     write_words(write_checkpoint(tmp_path, hf, random_tensors(hf)), VOCAB)
-    engine = Engine(str(tmp_path), compile_cache=None, num_pages=64, **ONE_ROW)
+    with quick_programs():
+        engine = Engine(str(tmp_path), compile_cache=None, num_pages=64, **ONE_ROW)
     assert (engine.info.task, engine.info.labels) == ("classify", ["LABEL_0", "LABEL_1"])
     texts = [[4, 5, 6], list(range(4, 64))]
     found = engine.generate(texts, SamplingParams(embed=True))

@@ -32,6 +32,7 @@ from tests.fakes import make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_logits
+from tests.quick import quick_programs
 from tests.waiting import wait_until
 
 GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
@@ -91,7 +92,8 @@ def served(
         compile_cache=Path(compile_cache),
     )
     arrays = np.load(GOLDENS / f"{case}.npz")
-    runner = ModelRunner(model, config, mesh)
+    with quick_programs():
+        runner = ModelRunner(model, config, mesh)
     yield Served(model, runner, arrays["ids"].tolist(), arrays["greedy"].tolist(), crowd(model))
     runner.close()
 

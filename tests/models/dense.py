@@ -8,8 +8,7 @@ from __future__ import annotations
 import jax
 
 from jaxserve.library import dense
-
-QUICK: dict[str, bool | str | int] = {"xla_backend_optimization_level": 0}  # a reference runs a few times only
+from tests.quick import QUICK
 
 dense_logits = jax.jit(dense.dense_logits, static_argnums=0, compiler_options=QUICK)
 dense_hidden = jax.jit(dense.dense_hidden, static_argnums=0, compiler_options=QUICK)

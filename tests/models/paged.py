@@ -13,6 +13,7 @@ from jaxserve.models.layers import Cache
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Heads, get_backend
 from jaxserve.ops.paged_attention.sharded import head_partition, write_and_attend
+from tests.quick import QUICK
 
 PAGE = 8
 NUM_PAGES = 40
@@ -24,7 +25,7 @@ def greedy(model: LoadedModel, prompt: list[int], count: int, chunk: int) -> lis
     step = jax.jit(
         functools.partial(_step, model),
         donate_argnums=1,
-        compiler_options={"xla_backend_optimization_level": 0},
+        compiler_options=QUICK,
     )
     pages = np.random.default_rng(0).permutation(NUM_PAGES).astype(np.int32)  # out of order, as in a busy pool
     caches = _empty_caches(model)

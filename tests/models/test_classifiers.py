@@ -18,6 +18,7 @@ from jaxserve.types.step import ScheduledRow, SchedulerOutput
 from tests.models.checkpoints import write_checkpoint
 from tests.models.dense import dense_scores
 from tests.models.families import CLASSIFIERS, PAIR_SECOND, tensors_of
+from tests.quick import quick_programs
 from tests.runtime.conftest import CONFIG
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -58,7 +59,8 @@ def test_the_runner_gives_each_pair_its_numbers(case: str, tmp_path: Path) -> No
     model = loaded(case, tmp_path)
     mesh: DeviceMesh = make_mesh("cpu")
     config = dataclasses.replace(CONFIG, max_num_batched_tokens=96, max_model_len=48)
-    runner = EncoderRunner(model, read_pooling(tmp_path, model.config), config, mesh)
+    with quick_programs():
+        runner = EncoderRunner(model, read_pooling(tmp_path, model.config), config, mesh)
     rng = np.random.default_rng(3)
     pairs = [(rng.integers(3, 90, length).tolist(), second) for length, second in ((5, 2), (40, 7), (9, 0), (30, 29))]
     rows = [

@@ -29,6 +29,7 @@ from jaxserve.ops.quantized import Quantized
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.families import CASES
+from tests.quick import QUICK_FLAGS
 
 FLOAT32 = jnp.dtype("float32")
 LLAMA = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
@@ -175,7 +176,7 @@ def test_a_converted_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_over_devices(tmp_path: Path) -> None:
     """The same leaves and tokens as on one device; groups that cannot be split evenly are refused by name."""
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=4 {QUICK_FLAGS}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.models.test_quantize_at_load", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -33,6 +33,7 @@ from jaxserve.types.extras import MAX_CANDIDATES, MAX_LOGPROB_IDS
 from tests.models import paged
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_words
 from tests.models.families import CASES
+from tests.quick import QUICK_FLAGS
 
 AXES = ("data", "tensor", "expert")
 FLOAT32 = jnp.dtype("float32")
@@ -148,7 +149,7 @@ def device_mesh(tensor: int, expert: int) -> Mesh:
 
 
 def run_on_devices(folder: Path, form: str) -> dict[str, Any]:
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=8 {QUICK_FLAGS}"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.models.test_sharding", str(folder), form]
     root = Path(__file__).parent.parent.parent

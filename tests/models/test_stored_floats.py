@@ -26,6 +26,7 @@ from tests.models.dense import dense_logits
 from tests.models.families import CASES
 from tests.models.test_quantization import Tensors, assert_equal_models, gpt_oss_mxfp4
 from tests.models.test_quantize_at_load import PROMPT, devices, load, widened
+from tests.quick import QUICK_FLAGS
 from tests.runtime.test_device_weights import Holder
 
 FLOAT32 = jnp.dtype("float32")
@@ -240,7 +241,7 @@ def test_a_converted_checkpoint_is_wide(tmp_path: Path) -> None:
 
 def test_over_devices(tmp_path: Path) -> None:
     """The same leaves and tokens as on one device; groups that cannot be split evenly are refused by name."""
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=4 {QUICK_FLAGS}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.models.test_stored_floats", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

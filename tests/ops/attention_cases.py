@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
 from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages, is_scaled
+from tests.quick import QUICK
 
 # The numbers of FP8 E4M3 that are not negative, in the order of their codes: 4 bits of exponent, 3 of mantissa.
 E4M3 = np.array([np.ldexp(c % 8 + 8 * (c >= 8), max(c // 8, 1) - 10) for c in range(127)])
@@ -122,8 +123,7 @@ def filled_cache(backend: Backend, batch: Batch) -> Pages:
 def run(backend: Backend, batch: Batch) -> np.ndarray:
     sinks = None if batch.sinks is None else jnp.asarray(batch.sinks)
     q = jnp.asarray(batch.q).astype(batch.case.dtype)
-    # An interpreted kernel is a large program that runs once: half the time is LLVM's optimisation.
-    options = {} if backend.name == "xla" else {"xla_backend_optimization_level": 0}
+    options = {} if backend.name == "xla" else QUICK  # an interpreted kernel is a large program that runs once
     attend = jax.jit(backend.attend, static_argnums=3, compiler_options=options)
     out = attend(q, filled_cache(backend, batch), batch.metadata, batch.case.spec, sinks)
     columns = batch.case.value_columns

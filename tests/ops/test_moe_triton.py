@@ -24,6 +24,7 @@ from jaxserve.ops.linear import TritonExperts
 from jaxserve.ops.moe import ExpertWeights, moe
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.quantized import Quantized
+from tests.quick import QUICK, QUICK_FLAGS
 
 KERNELS = TritonExperts(interpret=True)
 SWIGLU = GatedActivation("silu", 0.0)
@@ -111,8 +112,7 @@ def activation(kind: GatedActivation, gate: np.ndarray, up: np.ndarray) -> np.nd
 
 
 def run(case: Case, *args: Any, kernels: TritonExperts = KERNELS) -> np.ndarray:
-    options = {"xla_backend_optimization_level": 0}  # an interpreted kernel is a large program that runs once
-    out = jax.jit(moe, static_argnums=(4, 5), compiler_options=options)(*args, case.activation, kernels)
+    out = jax.jit(moe, static_argnums=(4, 5), compiler_options=QUICK)(*args, case.activation, kernels)
     assert out.dtype == args[0].dtype
     return wide(out)
 
@@ -189,7 +189,7 @@ def split_over_devices() -> list[float]:
 
 def test_experts_and_their_rows_split_over_devices() -> None:
     """One all-reduce adds up what each device's experts, or parts of experts, gave."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK_FLAGS}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "from tests.ops.test_moe_triton import *; print(split_over_devices())"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=280, check=False)

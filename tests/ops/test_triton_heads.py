@@ -19,6 +19,7 @@ from jaxserve.ops.paged_attention.sharded import write_and_attend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from jaxserve.ops.paged_attention.triton.heads import write_heads
 from tests.models.families import CASES as CASES_OF_MODELS
+from tests.quick import QUICK
 
 PAGES, PAGE = 3, 4
 
@@ -123,7 +124,7 @@ def test_a_model_gives_the_same_as_with_xla(family: str) -> None:
         caches = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
         forward = jax.jit(
             lambda leaves, caches: structure.bind(leaves)(place + 3, place, caches, attend, Products()),
-            compiler_options={"xla_backend_optimization_level": 0},
+            compiler_options=QUICK,
         )
         return forward(leaves, caches)
 

@@ -16,6 +16,7 @@ from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.runner_config import RunnerConfig
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint
 from tests.models.dense import dense_logits
+from tests.quick import quick_programs
 
 CONFIG = RunnerConfig(
     max_num_seqs=8,
@@ -49,11 +50,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, mesh: DeviceMesh) -> Lo
 
 @pytest.fixture(scope="session")
 def make_runner(mesh: DeviceMesh, compile_cache: str) -> Callable[..., ModelRunner]:
-    """make_runner(model, **changes of CONFIG)"""
+    """make_runner(model, **changes of CONFIG); see `quick_programs` for its compiler's options"""
 
     def make(model: LoadedModel, **changes: object) -> ModelRunner:
         config = dataclasses.replace(CONFIG, compile_cache=Path(compile_cache), **changes)  # type: ignore[arg-type]
-        return ModelRunner(model, config, mesh)
+        with quick_programs():
+            return ModelRunner(model, config, mesh)
 
     return make
 

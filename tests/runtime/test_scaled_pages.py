@@ -39,7 +39,7 @@ from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
 from tests.fakes import make_request, run_all
 from tests.models import families
 from tests.models.checkpoints import write_checkpoint
-from tests.models.dense import QUICK
+from tests.quick import QUICK, QUICK_FLAGS
 
 GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 LONGEST, PAGE, NEW = 128, 4, 20
@@ -223,7 +223,7 @@ def test_a_backend_without_8_bit_pages_says_so(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("family", ["llama3", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_over_two_devices(family: str, tmp_path: Path) -> None:
-    flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=2 {QUICK_FLAGS}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.runtime.test_scaled_pages", family, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)

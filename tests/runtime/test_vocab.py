@@ -27,6 +27,7 @@ from jaxserve.runtime.sampling import logprobs, sampler, slots
 from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.sampling import SamplingParams
 from jaxserve.types.step import RowStatus
+from tests.quick import QUICK
 from tests.runtime.test_sampler import S, state_of
 
 STEPS = 60
@@ -73,7 +74,7 @@ def sampler_over(vocab: Vocab, vocab_size: int) -> Any:
         args = (logits, rows, state, bitmask, masked, jnp.asarray(True), details)
         return vocab.call(functools.partial(sampler.sample, vocab=vocab), cuts, *args)
 
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(run, compiler_options=QUICK)
 
 
 def compared(vocab_size: int, tensor: int, expert: int) -> dict[str, int]:
