@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxserve.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.structure import ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
@@ -135,11 +134,7 @@ def _weights(structure: ModelStructure, mesh: AbstractMesh) -> tuple[int, int, t
     total, whole, largest = 0, 0, ("", 0)
     for spec in structure.specs:
         sharding = param_sharding(spec, mesh)
-        try:
-            shard = sharding.shard_shape(spec.shape)
-        except ValueError:
-            raise ModelLoadError(f"{spec.name} {list(spec.shape)} cannot be split over {mesh.size} devices") from None
-        size = math.prod(shard) * spec.dtype.itemsize
+        size = math.prod(sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
         total += size
         if mesh.size > 1 and sharding.is_fully_replicated:
             whole += size

@@ -48,8 +48,8 @@ def test_a_mesh_that_cannot_be_says_why_and_the_others_are_planned(
     assert main(["plan", "--mesh", "1", "8", "9", "3", str(config)]) == 0  # the last word is the model
     rows = capsys.readouterr().out.splitlines()[4:]
     assert rows[1].endswith("9 attention heads cannot be split over 8 devices")
-    assert rows[2].endswith("weight [32, 16] cannot be split over 9 devices")
-    assert rows[3].endswith("weight [32, 16] cannot be split over 3 devices")
+    assert rows[2].endswith("lm_head.weight: embed of 16 cannot be split over 9 devices")
+    assert rows[3].endswith("lm_head.weight: embed of 16 cannot be split over 3 devices")
     assert "GiB" in rows[0]
 
 
