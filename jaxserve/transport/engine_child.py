@@ -23,6 +23,7 @@ class EngineChild:
     """A child process that runs `module`. Raises ConfigError if there is no place for its directory.
 
     config: its configuration as JSON. environment: added to that of this process. cores: that it may use; None: all
+    niceness: by how much its priority is below that of this process, 0 to 19
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class EngineChild:
         *,
         environment: Mapping[str, str] | None = None,
         cores: Collection[int] | None = None,
+        niceness: int = 0,
     ) -> None:
         self._is_closed = False
         self.directory = SocketDirectory()
@@ -45,6 +47,9 @@ class EngineChild:
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it has ended, as `ended` will tell
             if cores is not None:  # before its first line of configuration, so before it has threads
                 os.sched_setaffinity(self._process.pid, cores)
+            if niceness:
+                own = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, own + niceness))
             self._process.stdin.write(config.encode() + b"\n")
             self._process.stdin.flush()
 

@@ -26,8 +26,9 @@ def test_it_reads_its_configuration_and_its_end_is_seen() -> None:
 
 def test_close_ends_it() -> None:
     cores = sorted(os.sched_getaffinity(0))[:1]
-    child = EngineChild(MODULE, "wait", environment={"A": "b"}, cores=cores)
+    child = EngineChild(MODULE, "wait", environment={"A": "b"}, cores=cores, niceness=3)
     wait_until((child.directory.path / "read").exists, "it read its configuration")
     assert os.sched_getaffinity(child.pid) == set(cores)
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
     child.close()
     assert not child.is_running and not child.directory.path.exists()

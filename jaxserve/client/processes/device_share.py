@@ -10,21 +10,27 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jaxserve.client.processes.roles import Roles
 from jaxserve.config import Config
 from jaxserve.device_platform import Platform
 from jaxserve.errors import ConfigError
 
 _VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}  # of the chips of one process
+_PREFILL_NICENESS = 5  # a prompt keeps a core busy, which the process that writes the streams may share
 _LEAST_FRACTION = 0.01  # of cache.memory_fraction
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What one engine process may use. environment: added to that of its parent. cores: None: all"""
+    """What one engine process may use.
+
+    environment: added to that of its parent. cores: None: all. niceness: by how much its priority is below its parent's
+    """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: frozenset[int] | None = None
+    niceness: int = 0
 
 
 def device_shares(
@@ -37,7 +43,11 @@ def device_shares(
     count = config.mesh.replicas
     if platform == "cpu":
         found = sorted(os.sched_getaffinity(0)) if cores is None else cores
-        return [DeviceShare(cores=frozenset(part)) for part in _cores(found, count)]
+        roles = Roles.of_config(config, count)
+        return [
+            DeviceShare(cores=frozenset(part), niceness=_PREFILL_NICENESS if roles.of(i) == "prefill" else 0)
+            for i, part in enumerate(_cores(found, count))
+        ]
     size = config.mesh.data * config.mesh.tensor * config.mesh.expert
     visible = _visible(environ.get(_VISIBLE[platform]), count * size)
     parts = [visible[index * size : (index + 1) * size] for index in range(count)]

@@ -121,7 +121,10 @@ class ProcessLink:
 
     def _new_child(self) -> EngineChild:
         config = self._config.without_secrets().model_dump_json()
-        return EngineChild(self._module, config, environment=self._share.environment, cores=self._share.cores)
+        share = self._share
+        return EngineChild(
+            self._module, config, environment=share.environment, cores=share.cores, niceness=share.niceness
+        )
 
     def _sweep(self) -> None:
         if not self._has_swept:
