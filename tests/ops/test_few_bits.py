@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxserve.ops.linear import few_bits, linear
+from jaxserve.ops.linear import few_bits, few_bits_tpu, linear
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_quantized import KINDS, RNG, decoded, quantized
 
@@ -50,6 +50,15 @@ def test_products(kind: str, zeros: bool, rows: int, outputs: int, depth: int, g
     want = expected(x, w)
     got = few_bits.matmul(x, w, jnp.float32, interpret=True)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
+
+
+def test_groups_of_16() -> None:
+    w = quantized("int8", 33, 384, group=16, zeros=True)
+    x = jnp.asarray(RNG.standard_normal((3, 384), np.float32)).astype(jnp.bfloat16)
+    want = expected(x, w)
+    for kernel in (few_bits, few_bits_tpu):
+        got = kernel.matmul(x, w, jnp.float32, interpret=True)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
 
 
 def test_a_result_in_16_bits() -> None:

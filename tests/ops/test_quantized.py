@@ -57,9 +57,9 @@ def decoded(w: Quantized) -> np.ndarray:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_wide_numbers_are_those_of_the_decoder(kind: str, zeros: bool) -> None:
-    for group in (32, 64, 192):
+    for group in (32, 64, 192, *((16,) if kind == "int8" else ())):
         w = quantized(kind, 2, 3, 192, group=group, zeros=zeros)
-        assert w.shape == (2, 3, 192)
+        assert w.shape == (2, 3, 192) and w.group == group
         np.testing.assert_array_equal(w.astype(jnp.float32), decoded(w))
         np.testing.assert_array_equal(w.matrix().astype(jnp.float32), decoded(w).reshape(6, 192))
 
@@ -88,9 +88,18 @@ def test_kernels_have_the_bits_of_the_wide_numbers(kind: str, zeros: bool) -> No
         if "no C compiler" in str(error):
             pytest.skip(str(error))
         raise
-    check_bits(
-        kind, zeros, ((1, 32, 32), (25, 64, 32), (61, 192, 64), (30, 448, 448), (23, 512, 128)), (1, 2, 8, 16, 17, 40)
-    )
+    sizes = ((1, 32, 32), (25, 64, 32), (61, 192, 64), (30, 448, 448), (23, 512, 128))
+    check_bits(kind, zeros, (*sizes, *(((25, 96, 16),) if kind == "int8" else ())), (1, 2, 8, 16, 17, 40))
+
+
+def test_experts_with_groups_of_16() -> None:
+    native.load()
+    w = quantized("int8", 3, 8, 64, group=16, zeros=True)
+    x, sizes = jnp.asarray(RNG.standard_normal((7, 64), np.float32)), jnp.array([2, 0, 5], jnp.int32)
+    for few in (False, True):
+        want = native.matmul_grouped(x, w.astype(jnp.float32), sizes, few=few)
+        np.testing.assert_array_equal(native.matmul_grouped(x, w, sizes, few=few), want)
+    assert not native.rounds(w)
 
 
 def check_bits(kind: str, zeros: bool, sizes: Sequence[tuple[int, int, int]], counts: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxserve.cache_directory import CacheDirectoryError, OpenDirectory, opened, user_cache
 from jaxserve.errors import ConfigError
 from jaxserve.ops.kernel_library import build, kept, library_name
-from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.quantized import BLOCK, Quantized
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def matmul_few(x: jax.Array, w: Weight) -> jax.Array:
 def rounds(w: Weight) -> bool:
     """Return whether `matmul_rounded` takes a weight of this form, on a processor that has the instructions."""
     if isinstance(w, Quantized):
-        return w.values.dtype in (jnp.int8, jnp.uint8) and not w.mxfp4
+        return w.values.dtype in (jnp.int8, jnp.uint8) and not w.mxfp4 and w.group % BLOCK == 0
     return w.dtype == jnp.bfloat16 and w.shape[-1] % 2 == 0
 
 

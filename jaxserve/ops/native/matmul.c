@@ -98,6 +98,7 @@ WIDEN(INT8)
 WIDEN(INT4)
 WIDEN(FP8)
 WIDEN(MXFP4)
+WIDEN(INT8_16)
 
 // The next rows of w are asked for in time, one line each LINE steps and row; the processor by itself does not look
 // beyond a page. Few tokens wait on memory, which is quickest in the order of its addresses: 20.7 ms instead of 22.9
@@ -215,7 +216,8 @@ static void multiply(void* job, int64_t first, int64_t last) {
 int64_t scratch_for(const Weight* w, int64_t tokens) { return (min(tokens, AT_ONCE) + WIDE) * w->depth; }
 
 void multiply_all(XLA_FFI_CallFrame* frame, Weight w, const float* x, float* y, int64_t tokens, float* packed) {
-  static Widen* const widens[FORMS] = {NULL, widen_BFLOAT16, widen_INT8, widen_INT4, widen_FP8, widen_MXFP4};
+  static Widen* const widens[FORMS] = {NULL, widen_BFLOAT16, widen_INT8, widen_INT4, widen_FP8, widen_MXFP4,
+                                      widen_INT8_16};
   for (int64_t token = 0; token < tokens; token += AT_ONCE) {
     int64_t count = min(tokens - token, AT_ONCE), panels = (count + WIDE - 1) / WIDE;
     Product p = {w, widens[w.form], x + token * w.depth, packed, y + token * w.rows, count};

@@ -11,9 +11,9 @@ static Weight weight_of(Weight all, int64_t group, int64_t rows) {
   Weight w = all;
   w.rows = rows;
   w.values = place(&all, all.form, group * rows, 0);
-  if (w.scales) w.scales += group * rows * w.groups;
-  if (w.powers) w.powers += group * rows * w.groups;
-  if (w.zeros) w.zeros += group * rows * w.groups;
+  if (w.scales) w.scales += group * rows * w.per_row;
+  if (w.powers) w.powers += group * rows * w.per_row;
+  if (w.zeros) w.zeros += group * rows * w.per_row;
   return w;
 }
 

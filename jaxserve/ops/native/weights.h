@@ -1,7 +1,8 @@
 // The forms in which a weight [N, K] lies in memory, row-major, and how its numbers become float32.
 //
 // In INT8, INT4 and FP8 (E4M3) a number is (value - zero) * scale, both float32 [N, K / group] and the same for `group`
-// numbers of a row; the group is a multiple of BLOCK. Without zeros they are 0, and 8 in INT4. INT4 has 16 bytes a BLOCK:
+// numbers of a row; the group is a multiple of BLOCK, or 16 in INT8, which is the form INT8_16: it has two scales and zeros
+// for each group of 32. Without zeros they are 0, and 8 in INT4. INT4 has 16 bytes a BLOCK:
 // the low halves are its first 16 numbers. E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa; NaN is not expected.
 // MXFP4 is packed as INT4; its values are E2M1, 2 bits of exponent biased by 1, and its scales bytes, 2^(byte - 127).
 #pragma once
@@ -11,7 +12,7 @@
 #include <immintrin.h>  // compilers turn generic conversions of bytes into scalar code there
 #endif
 
-typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FP8, MXFP4, FORMS } Form;
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FP8, MXFP4, INT8_16, FORMS } Form;
 
 // The processor's widest vector. A BLOCK of numbers becomes float32 at a time.
 #if defined(__AVX512F__)
@@ -39,6 +40,7 @@ typedef struct {
   const float *scales, *zeros;
   const uint8_t* powers;  // MXFP4's scales
   int64_t rows, depth, group, groups;  // numbers of a group, groups of a row
+  int64_t per_row;                     // scales of a row
   Form form;
 } Weight;
 
@@ -65,8 +67,13 @@ INLINE Weight weight(XLA_FFI_CallFrame* frame, int64_t behind) {
     if (w.form == MXFP4) w.powers = scales->data;
     else w.scales = scales->data;
     if (last > 3) w.zeros = argument(frame, 3)->data;
-    w.groups = scales->dims[1];
+    w.groups = w.per_row = scales->dims[1];
     w.group = depth / w.groups;
+    if (w.form == INT8 && w.group == BLOCK / 2) {
+      w.form = INT8_16;
+      w.group = BLOCK;
+      w.groups = w.per_row / 2;
+    }
   }
   return w;
 }
@@ -137,9 +144,10 @@ INLINE vector from_e4m3(const char* at) {
 }
 #endif
 
-// What the numbers of one group share. For INT4 `table` has its 16 numbers, where one vector holds them.
+// What the numbers of one group share. For INT4 `table` has its 16 numbers, where one vector holds them. The last 16
+// numbers of a group of INT8_16 share what is called second.
 typedef struct {
-  float scale, zero;
+  float scale, zero, second_scale, second_zero;
 #if defined(__AVX512F__)
   vector table;
 #endif
@@ -167,7 +175,13 @@ INLINE vector from_e2m1(words codes) {
 INLINE Group group_at(const Weight* w, Form form, bool zeros, int64_t row, int64_t index) {
   Group group = {0};
   if (!has_groups(form)) return group;
-  index += row * w->groups;
+  if (form == INT8_16) {
+    index = 2 * index + row * w->per_row;
+    group.second_scale = w->scales[index + 1];
+    group.second_zero = zeros && w->zeros ? w->zeros[index + 1] : 0;
+  } else {
+    index += row * w->groups;
+  }
   if (form == MXFP4) {
     group.scale = power(w->powers[index]);
 #if defined(__AVX512F__)
@@ -194,6 +208,11 @@ INLINE void widen(Form form, bool zeros, const char* at, const Group* group, vec
       out[v] = (vector)(from_halfwords(at + v * LANES * 2) << 16);
     } else if (form == FP8) {
       out[v] = from_e4m3(at + v * LANES) * group->scale;
+    } else if (form == INT8_16) {
+      const bool second = v * LANES >= BLOCK / 2;
+      vector number = __builtin_convertvector(from_signed(at + v * LANES), vector);
+      if (zeros) number -= second ? group->second_zero : group->zero;
+      out[v] = number * (second ? group->second_scale : group->scale);
     } else if (form == INT8) {
       vector number = __builtin_convertvector(from_signed(at + v * LANES), vector);
       if (zeros) number -= group->zero;

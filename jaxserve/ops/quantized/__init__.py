@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-BLOCK = 32  # numbers whose 4-bit values are packed together; a group has a multiple of it
+BLOCK = 32  # numbers whose 4-bit values are packed together; a group has a multiple of it, or of int8 16 numbers
 MIDDLE = 8  # the zero of 4-bit values without zeros
 
 
@@ -44,6 +44,11 @@ class Quantized:
     @property
     def ndim(self) -> int:
         return self.values.ndim
+
+    @property
+    def group(self) -> int:
+        """The numbers of a row that share a scale."""
+        return self.shape[-1] // self.scales.shape[-1]
 
     @property
     def packed(self) -> bool:
