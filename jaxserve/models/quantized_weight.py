@@ -49,7 +49,7 @@ class QuantizedWeight(nnx.Module):
         metadata: dict[str, Any] = {name: wide.get_metadata()[name] for name in ("axes", "init", "parts")}
 
         def leaf(role: Role, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
-            packing = Packing(kind, group, role, wide.shape, stored)
+            packing = Packing(kind, group, role, wide.shape, stored, zeros)
             axes: dict[str, Any] = {"axes": (None,)} if role == "order" else {}
             return nnx.Param(jnp.zeros(shape, dtype), packing=packing, **metadata | axes)
 
@@ -87,17 +87,20 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
     """Replace the weights that a checkpoint stores quantised, in a model made under `nnx.eval_shape`.
 
     FP8 weights whose rows cannot be grouped stay wide. Raises ModelLoadError for a fused weight of which only a part
-    is quantised, and for rows of integers that cannot be grouped.
+    is quantised, for rows of integers that cannot be grouped, and for types of GGUF that are not kept.
     """
-    kind = _kind(form)
+    if form.not_held():
+        raise ModelLoadError(f"{' and '.join(form.not_held())} of GGUF are not computed in few bits", fix=_FIX)
     for path, module in _layers(model):
         scope, parts = path[:-1] if module.weight.parts else path, module.weight.parts
-        if kind == "mxfp4" and not any(part.mxfp4 for part in parts):
+        if form.method == "mxfp4" and not any(part.mxfp4 for part in parts):
             continue
         names = [".".join((*scope, *part.name.split(".")[:-1])) for part in parts] or [".".join(path)]
         quantized = [name for name in names if not form.is_wide(name)]
         depth = module.weight.shape[-1]
-        group = _stored_group(form, depth, kind)
+        own = form.holding(quantized)
+        kind = _kind(own)
+        group = _stored_group(own, depth, kind)
         if not quantized or (kind == "fp8" and not group):
             continue
         if len(quantized) < len(names):
@@ -110,7 +113,7 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
                 f"{names[0]}: rows of {depth} numbers are no whole groups of {group or BLOCK}", fix=_FIX
             )
         ordered = form.permuted and not isinstance(module, ExpertProj)
-        weight = QuantizedWeight(module.weight, kind, group, stored=True, zeros=form.zeros, ordered=ordered)
+        weight = QuantizedWeight(module.weight, kind, group, stored=True, zeros=own.zeros, ordered=ordered)
         _replace(module, weight)
 
 

@@ -5,12 +5,42 @@ models/loading/config/stored_config.py reads it.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 Method = Literal["int-quantized", "pack-quantized", "gptq", "awq", "gguf", "fp8", "mxfp4"]
+
+
+class HeldBlocks(NamedTuple):
+    """How a type of GGUF is held: bits of a value, numbers that share a scale, and whether there are zeros.
+
+    stored: the bits that a number takes in the file.
+    """
+
+    bits: int
+    group: int
+    zeros: bool
+    stored: float
+
+
+# The types whose numbers are kept in few bits. Values of 5 and 6 bits are held in 8.
+HELD_BLOCKS: MappingProxyType[str, HeldBlocks] = MappingProxyType(
+    {
+        "Q4_0": HeldBlocks(4, 32, False, 4.5),
+        "Q4_1": HeldBlocks(4, 32, True, 5),
+        "Q5_0": HeldBlocks(8, 32, False, 5.5),
+        "Q5_1": HeldBlocks(8, 32, True, 6),
+        "Q8_0": HeldBlocks(8, 32, False, 8.5),
+        "Q4_K": HeldBlocks(4, 32, True, 4.5),
+        "Q5_K": HeldBlocks(8, 32, True, 5.5),
+        "Q6_K": HeldBlocks(8, 16, False, 6.5625),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +53,8 @@ class StoredForm:
     permuted: whether inputs that share a scale may be anywhere in a row (act-order), as the files say.
     rounds_activations: whether it was made for activations of 8 bits, which are not rounded here.
     found: the quantised modules, known once the files are open; then `wide` has no effect.
+    types: of GGUF, the quantised modules with their types; then `wide` has no effect, and bits, group and zeros are
+      those of all modules together.
     """
 
     method: Method
@@ -34,6 +66,12 @@ class StoredForm:
     permuted: bool = False
     rounds_activations: bool = False
     found: frozenset[str] | None = None
+    types: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of_gguf(cls, types: Mapping[str, str]) -> StoredForm:
+        """Make the form of a GGUF file from its quantised modules with their types."""
+        return cls("gguf", *_widest(types.values()), wide=(), types=tuple(sorted(types.items())))
 
     @property
     def is_integer(self) -> bool:
@@ -41,9 +79,33 @@ class StoredForm:
 
     def is_wide(self, module: str) -> bool:
         """Return whether the checkpoint does not quantise the module of this name."""
+        if self.method == "gguf":
+            return module not in self.type_of
         if self.found is not None:
             return module not in self.found
         return bool(self.wide) and self._wide.search(module) is not None
+
+    def not_held(self) -> list[str]:
+        """Return the types of GGUF's modules that are not kept in few bits."""
+        return sorted({kind for _, kind in self.types} - HELD_BLOCKS.keys())
+
+    def holding(self, modules: list[str]) -> StoredForm:
+        """Return the form that holds quantised modules which are computed as one: the widest of theirs."""
+        if self.method != "gguf":
+            return self
+        bits, group, zeros = _widest(self.type_of[module] for module in modules)
+        return dataclasses.replace(self, bits=bits, group=group, zeros=zeros)
+
+    @property
+    def description(self) -> str:
+        if self.method == "gguf":
+            return f"{' and '.join(sorted({kind for _, kind in self.types}))} of GGUF"
+        return f"{self.bits}-bit integers ({self.method})" if self.is_integer else self.method.upper()
+
+    @cached_property
+    def type_of(self) -> dict[str, str]:
+        """`types` by module."""
+        return dict(self.types)
 
     @cached_property
     def _wide(self) -> re.Pattern[str]:
@@ -52,3 +114,10 @@ class StoredForm:
     def num_groups(self, depth: int) -> int:
         """Return the number of groups of a row of `depth` numbers."""
         return 1 if self.group is None else -(-depth // self.group)
+
+
+def _widest(types: Iterable[str]) -> tuple[int, int, bool]:
+    """Return bits, group and zeros of a weight that can hold all of these types of GGUF without loss."""
+    held = [HELD_BLOCKS[kind] for kind in types if kind in HELD_BLOCKS]
+    bits, group = max((each.bits for each in held), default=8), min((each.group for each in held), default=32)
+    return bits, group, any(each.zeros for each in held)

@@ -52,7 +52,7 @@ class Part:
 class Packing:
     """The part that a leaf is of a quantised parameter of shape `wide`, see `ops.quantized`.
 
-    stored: read as the checkpoint has it; else quantised at load.
+    stored: read as the checkpoint has it; else quantised at load. zeros: whether the parameter has them.
     """
 
     kind: Kind
@@ -60,6 +60,7 @@ class Packing:
     role: Role
     wide: tuple[int, ...]
     stored: bool = False
+    zeros: bool = False
 
 
 @dataclass(frozen=True)

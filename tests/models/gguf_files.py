@@ -16,13 +16,13 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
 }
 # where the blocks of 256 numbers have float16 scales, which random bytes would make infinite
-_HALVES = {Kind.Q4_K: (0, 2), Kind.Q6_K: (208,)}
+_HALVES = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.Q3_K: (108,)}
 
 
 def write_gguf(path: Path, hf: dict[str, Any], tensors: Tensors, kind: str, **others: str) -> Tensors:
     """Write a checkpoint with its matrices as `kind`, and return its numbers as the package decodes them.
 
-    others: the kind of single tensors, by the part of their name in the file before `weight`.
+    others: the kind of single tensors, by their name in the file before `weight`, or its last part.
     """
     architecture = _ARCHITECTURES[hf["architectures"][0]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -49,8 +49,9 @@ def write_gguf(path: Path, hf: dict[str, Any], tensors: Tensors, kind: str, **ot
     for name, wide in tensors.items():
         short = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert short is not None, name
-        part = short.split(".")[-2]
-        plain = Kind[others.get(part, kind) if wide.ndim == 2 else "F32"]
+        whole = short.rpartition(".")[0]
+        part = whole.split(".")[-1]
+        plain = Kind[others.get(whole, others.get(part, kind)) if wide.ndim == 2 else "F32"]
         count = {"attn_q": heads, "attn_k": kv_heads}.get(part, 0) if architecture is gguf.MODEL_ARCH.LLAMA else 0
         raw = _encoded(_interleaved(wide, count), plain)
         writer.add_tensor(short, raw, raw_dtype=plain)
@@ -71,6 +72,7 @@ def _encoded(wide: np.ndarray, kind: Kind) -> np.ndarray:
     blocks = rng.integers(0, 256, (wide.shape[0], wide.shape[1] // count, size)).astype(np.uint8)
     for at in _HALVES[kind]:
         scale = rng.uniform(1e-4, 3e-4, blocks.shape[:2]).astype(np.float16)
+        scale[rng.random(scale.shape) < 0.1] = 0
         blocks[..., at : at + 2] = scale.view(np.uint8).reshape(*scale.shape, 2)
     return blocks.reshape(len(wide), -1)
 

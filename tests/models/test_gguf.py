@@ -12,16 +12,21 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxserve.config import Config
 from jaxserve.engine.engine_info import served_names
 from jaxserve.engine.factory import build_engine
-from jaxserve.errors import ModelLoadError
+from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.library.dense import dense_logits
+from jaxserve.models.loading import part_reader
+from jaxserve.models.loading.chosen_form import choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.loader import inspect, load_model
+from jaxserve.models.loading.loader import LoadedModel, inspect, load_model
 from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build
+from jaxserve.models.loading.weight_sources import directory_source, source_of
 from jaxserve.models.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxserve.runtime.model_runner import ModelRunner
 from tests.conftest import ONE_ROW
@@ -42,13 +47,12 @@ MODELS = {
     "qwen2": CASES["qwen2"] | SIZES,
     "qwen3": CASES["qwen3"] | SIZES,
 }
-PLAIN = [("llama", kind) for kind in ("F32", "F16", "BF16", "Q5_0")] + [
-    ("llama of blocks", "Q4_K"),
-    ("llama of blocks", "Q6_K"),
-    ("qwen2", "F32"),
-    ("qwen3", "F16"),
-]
+PLAIN = [("llama", kind) for kind in ("F32", "F16", "BF16")] + [("qwen2", "F32"), ("qwen3", "F16")]
 KEPT = [(name, kind) for name in ("llama", "qwen2", "qwen3") for kind in ("Q8_0", "Q4_0")]
+KEPT += [("llama", "Q5_0"), ("llama of blocks", "Q6_K")]
+WITH_MINIMA = [("llama", "Q4_1"), ("llama", "Q5_1"), ("llama of blocks", "Q4_K"), ("llama of blocks", "Q5_K")]
+# As llama.cpp mixes Q4_K_M: the values and the last matrix of half of the layers, and the head, have more bits.
+Q4_K_M = {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "output": "Q6_K"}
 
 
 def written(directory: Path, name: str, kind: str, **others: str) -> tuple[Path, Path]:
@@ -77,23 +81,97 @@ def test_codes(name: str, kind: str, tmp_path: Path) -> None:
     held = [spec for spec in kept.structure.specs if spec.packing is not None and spec.packing.role == "values"]
     tied = kept.config.tie_word_embeddings
     assert len(held) == 4 * kept.config.num_layers + (not tied)
-    assert {spec.dtype for spec in held} == {jnp.dtype("int8" if kind == "Q8_0" else "uint8")}
+    assert {spec.dtype for spec in held} == {jnp.dtype("uint8" if kind == "Q4_0" else "int8")}
     assert_equal_models(widened(kept), expected)
     assert_equal_models(load(file, "none"), expected)
     assert paged.greedy(kept, PROMPT, 12, 8) == paged.greedy(expected, PROMPT, 12, 8)
 
 
-def test_a_head_of_another_type_stays_wide(tmp_path: Path) -> None:
-    file, plain = written(tmp_path, "llama of blocks", "Q4_0", output="Q6_K", token_embd="Q8_0")
-    kept = load(file, "stored")
-    assert sum(spec.packing is not None and spec.packing.role == "values" for spec in kept.structure.specs) == 8
-    assert_equal_models(widened(kept), load(plain, "none"))
+def assert_close_models(got: LoadedModel, expected: LoadedModel) -> None:
+    """A number differs by less than 1e-6 of the largest of its weight."""
+    for spec, a, b in zip(got.structure.specs, got.leaves, expected.leaves, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max(), err_msg=spec.name)
 
 
-def test_layers_of_several_types_are_decoded(tmp_path: Path) -> None:
-    file, plain = written(tmp_path, "llama", "Q4_0", attn_v="Q8_0")
-    assert read_config(file).stored_form is None
-    assert_equal_models(load(file, "none"), load(plain, "none"))
+@pytest.mark.parametrize(("name", "kind"), WITH_MINIMA)
+def test_types_with_minima(name: str, kind: str, tmp_path: Path) -> None:
+    """Their numbers are scale * value - minimum, and those of the held form scale * (value - zero)."""
+    file, plain = written(tmp_path, name, kind)
+    kept, expected = load(file, "stored"), load(plain, "none")
+    found = {(jnp.dtype(spec.dtype).name, spec.packing.role) for spec in kept.structure.specs if spec.packing}
+    values = "uint8" if kind.startswith("Q4") else "int8"
+    assert found == {(values, "values"), ("float32", "scales"), ("float32", "zeros")}
+    assert_close_models(widened(kept), expected)
+    assert_equal_models(load(file, "none"), expected)
+
+
+def packings(model: LoadedModel) -> dict[str, tuple[str, int, bool]]:
+    """How each quantised weight is held: kind, group, and whether it has zeros."""
+    found = ((spec.wide().name, spec.packing) for spec in model.structure.specs)
+    return {name: (packing.kind, packing.group, packing.zeros) for name, packing in found if packing is not None}
+
+
+def test_a_mixture_of_types(tmp_path: Path) -> None:
+    file, plain = written(tmp_path, "llama of blocks", "Q4_K", **Q4_K_M)
+    kept, expected = load(file, "stored"), load(plain, "none")
+    four, six = ("int4", 32, True), ("int8", 16, False)
+    names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    held = {f"model.layers.{layer}.{name}.weight": four for layer in (0, 1) for name in names}
+    held |= {"model.layers.0.self_attn.qkv_proj.weight": ("int8", 16, True)}  # q and k as v
+    held |= {"model.layers.0.mlp.down_proj.weight": six, "lm_head.weight": six}
+    assert packings(kept) == held
+    assert_close_models(widened(kept), expected)
+    assert_equal_models(load(file, "none"), expected)
+    tokens = jnp.asarray(PROMPT, jnp.int32)
+    got, want = (np.asarray(dense_logits(model.structure, model.leaves, tokens)) for model in (kept, expected))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert paged.greedy(kept, PROMPT, 12, 8) == paged.greedy(expected, PROMPT, 12, 8)
+    sizes = published_size(kept.structure)
+    assert sizes.form == "Q4_K and Q6_K of GGUF"
+    assert kept.structure.num_bytes == sum(leaf.nbytes for leaf in kept.leaves)
+    of_file = [int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors if len(tensor.shape) == 2]
+    assert sizes.num_bytes == 5 * 256 * 2 + sum(of_file)
+
+
+@pytest.mark.parametrize("others", [{"attn_v": "Q8_0"}, {"attn_v": "Q4_1"}, {"attn_k": "Q5_0", "ffn_up": "Q5_1"}])
+def test_a_fused_weight_of_several_types(
+    others: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with copies of kv heads, as for devices that share one, and a few rows at a time."""
+    file, plain = written(tmp_path, "llama", "Q4_0", **others)
+    assert_close_models(widened(load(file, "stored")), load(plain, "none"))
+    monkeypatch.setattr(part_reader, "PIECE", 3 * 64)
+    config = read_config(file).for_tensor(4)
+    assert config.kv_repeat == 2
+    got = load_model(file, dtype=FLOAT32, config=config.replace(quantization="stored"))
+    assert_close_models(widened(got), load_model(plain, dtype=FLOAT32, config=config.replace(stored_form=None)))
+
+
+def test_what_is_not_held_is_refused_by_name(tmp_path: Path) -> None:
+    file, plain = written(tmp_path, "llama of blocks", "Q3_K", attn_v="Q5_K")
+    config = read_config(file)
+    assert choose_quantization("auto", config, file) == "stored"
+    with pytest.raises(ModelLoadError, match="Q3_K of GGUF are not computed in few bits") as error:
+        load(file, "stored")
+    assert error.value.fix == "set model.quantization: none"
+    assert_equal_models(load(file, choose_quantization("none", config, file)), load(plain, "none"))
+    assert choose_quantization("int8", config, file) == "int8"
+    file, _ = written(tmp_path / "kept", "llama", "Q4_0", attn_v="Q8_0")
+    with pytest.raises(ConfigError, match="has Q4_0 and Q8_0 of GGUF already"):
+        choose_quantization("int8", read_config(file), file)
+    file, _ = written(tmp_path / "partly", "llama", "Q4_0", attn_v="F16")
+    with pytest.raises(ModelLoadError, match=r"q_proj is quantised and .*v_proj is not"):
+        load(file, "stored")
+
+
+def test_new_weights_must_have_the_same_types(tmp_path: Path) -> None:
+    file, plain = written(tmp_path, "llama", "Q8_0")
+    structure = load(file, "stored").structure
+    other, _ = written(tmp_path / "other", "llama", "Q4_0")
+    with pytest.raises(ModelLoadError, match="stored_form differ"):
+        directory_source(other, structure, file)
+    with pytest.raises(ModelLoadError, match=r"lm_head.weight is float32, expected Q8_0 of GGUF"):
+        source_of(load_file(plain / "model.safetensors"), structure)
 
 
 def test_the_configuration(tmp_path: Path) -> None:
@@ -171,7 +249,7 @@ def test_the_size_of_codes(tmp_path: Path) -> None:
         of_file = [tensor for tensor in gguf.GGUFReader(file).tensors if len(tensor.shape) == 2]
         norms = 5 * 64 * 2  # counted as of two bytes a number
         assert found.num_bytes == norms + sum(int(tensor.n_bytes) for tensor in of_file)
-        assert found.form == f"{4 if kind == 'Q4_0' else 8}-bit integers (gguf)"
+        assert found.form == f"{kind} of GGUF"
 
 
 # --- where the file is -----------------------------------------------------------------------------------------

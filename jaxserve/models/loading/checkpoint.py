@@ -94,6 +94,17 @@ class Checkpoint:
             misplaced=list(self.misplaced),
         )
 
+    def check_blocks(self, types: Mapping[str, str]) -> None:
+        """Raise ModelLoadError for a tensor that is not of GGUF's type in `types` {name: type}."""
+        for name, kind in types.items():
+            tensor = self.tensors[name]
+            found = tensor.block.name if isinstance(tensor, BlockTensor) else str(tensor.dtype)
+            if found != kind:
+                raise ModelLoadError(
+                    f"{self.directory}: {name} is {found}, expected {kind} of GGUF",
+                    fix="name a GGUF file of the same form, or set model.quantization: none",
+                )
+
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Read the headers of all shards, or of a GGUF file, which `directory` may be.

@@ -23,9 +23,8 @@ def choose_quantization(asked: str, model: ModelConfig, directory: Path) -> str:
         raise ConfigError("an encoder's weights cannot be quantised", fix="set model.quantization: none")
     if asked == "auto" or (form is not None and asked == form.method):
         return "stored"
-    if form is not None and form.is_integer:
-        bits = f"{form.bits} bits ({form.method})"
-        raise ConfigError(f"the checkpoint has {bits} already", fix="set model.quantization: auto")
+    if form is not None and form.is_integer and not form.not_held():
+        raise ConfigError(f"the checkpoint has {form.description} already", fix="set model.quantization: auto")
     return asked
 
 

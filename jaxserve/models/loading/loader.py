@@ -155,6 +155,10 @@ def check_complete(structure: ModelStructure, checkpoint: Checkpoint) -> None:
         ignored.append(re.compile(r"^lm_head\.weight$"))
     misfits = checkpoint.misfits(expected, ignored)
     misfits.raise_if_any(checkpoint.directory, config.architecture)
+    form, kept = config.stored_form, [spec for spec in structure.specs if spec.packing and spec.packing.stored]
+    if form is not None and form.method == "gguf":
+        names = {part.name for spec in kept for part in spec.parts}
+        checkpoint.check_blocks({name: form.type_of[name.removesuffix(".weight")] for name in sorted(names)})
 
 
 # --- random ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import Checkpoint, Tensor
+from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, copy_converted, empty_aligned, read_rows
 from jaxserve.models.loading.quantization import (
     Block,
@@ -27,13 +28,14 @@ from jaxserve.models.loading.quantization import (
     mxfp4_codes,
     stored_tensors,
 )
-from jaxserve.models.loading.quantized.stored_codes import input_order, is_stored, read_codes, read_places
+from jaxserve.models.loading.quantized.stored_codes import Codes, input_order, is_stored, read_codes, read_places
 from jaxserve.models.stored_form import StoredForm
-from jaxserve.models.weights import ParamSpec, Part
+from jaxserve.models.weights import Packing, ParamSpec, Part
 
 Region = tuple[slice, ...]
 _WIDE = "set model.quantization: none"
 CHUNK = 4 * 2**20  # bytes per read, by each of four threads
+PIECE = 2**18  # numbers of GGUF that are unpacked at a time, by each of four threads
 
 
 class PartReader:
@@ -57,22 +59,42 @@ class PartReader:
             self._fill(out[place], part, region)
         return out
 
-    def read_codes(self, spec: ParamSpec, index: Region, group: int) -> dict[str, np.ndarray]:
+    def read_codes(self, spec: ParamSpec, index: Region, packing: Packing) -> dict[str, np.ndarray]:
         """Read the rectangle `index` of a parameter as the checkpoint has it: values, scales, maybe zeros, as leaves.
 
-        group: numbers that share a scale; those of a larger group of the checkpoint are repeated. Permuted inputs are
-        sorted by group. Raises ModelLoadError for those of experts, and where the configuration has none.
+        packing: of the leaves; what a larger group of the checkpoint shares is repeated. Permuted inputs are sorted by
+        group. Raises ModelLoadError for those of experts, and where the configuration has none.
         """
         *rows, depth = (len(range(*s.indices(n))) for s, n in zip(index, spec.shape, strict=True))
         out: dict[str, np.ndarray] = {}
         sorts = self._form is not None and self._form.permuted and "expert" not in spec.axes
         for part, place, region in _regions(spec, index):
-            for role, array in self._codes(part, region[:-1], group, sorts).items():
-                per = part.shape[-1] // array.shape[-1]
-                if role not in out:
-                    out[role] = empty_aligned((*rows, depth // per), array.dtype)
-                out[role][_shrunk(place, per)] = array[..., _shrunk(region, per)[-1]]
+            for piece, leaves in self._pieces(part, region[:-1], packing, sorts):
+                for role, array in leaves.items():
+                    per = part.shape[-1] // array.shape[-1]
+                    if role not in out:
+                        out[role] = empty_aligned((*rows, depth // per), array.dtype)
+                    out[role][_shrunk(place, per)][piece] = array[..., _shrunk(region, per)[-1]]
         return out
+
+    def _pieces(
+        self, part: Part, rows: Region, packing: Packing, sorts: bool
+    ) -> Iterator[tuple[Region, dict[str, np.ndarray]]]:
+        """Yield rows of a part's view piece by piece: the place among `rows`, and the arrays of leaves by role."""
+        assert self._form is not None
+        if self._form.method != "gguf":
+            yield (), self._codes(part, rows, packing, sorts)
+            return
+        tensor = self._tensors[part.name]
+        assert isinstance(tensor, BlockTensor)
+        numbers = _view(np.arange(part.shape[0])[:, None], part)[..., 0][rows]  # of the tensor's rows
+        for piece in _row_pieces(numbers.shape, max(1, PIECE // part.shape[-1])):
+            some = numbers[piece]
+            first = int(some.min())
+            codes = Codes.of_blocks(tensor.unpacked(first, int(some.max()) + 1))
+            if not np.isfinite(codes.scales).all() or not (codes.zeros is None or np.isfinite(codes.zeros).all()):
+                raise ModelLoadError(f"{part.name}: not all scales are numbers", fix="download the checkpoint again")
+            yield piece, {role: array[some - first] for role, array in codes.leaves(packing).items()}
 
     def read_order(self, spec: ParamSpec) -> np.ndarray:
         """Return the inputs of a parameter sorted by group, int32 [K].
@@ -87,7 +109,7 @@ class PartReader:
                 raise ModelLoadError(why, fix=_WIDE)
         return found[0]
 
-    def _codes(self, part: Part, rows: Region, group: int, sorts: bool) -> dict[str, np.ndarray]:
+    def _codes(self, part: Part, rows: Region, packing: Packing, sorts: bool) -> dict[str, np.ndarray]:
         """Return the arrays of leaves by role, of rows of a part's view. sorts: permuted inputs by group."""
         assert self._form is not None
         if self._form.is_integer:
@@ -100,8 +122,8 @@ class PartReader:
         elif part.mxfp4:
             return mxfp4_codes(*self._mxfp4(part), part, rows)
         else:
-            codes = fp8_codes(*self._fp8(part), self._block, group)
-        return {role: _view(array, part)[rows] for role, array in codes.repeated(group).items()}
+            codes = fp8_codes(*self._fp8(part), self._block, packing.group)
+        return {role: _view(array, part)[rows] for role, array in codes.leaves(packing).items()}
 
     def stored_bytes(self, spec: ParamSpec) -> int:
         """Return the bytes that a parameter takes in the checkpoint."""
@@ -113,8 +135,9 @@ class PartReader:
 
     def _fill(self, target: np.ndarray, part: Part, region: Region) -> None:
         """Write the rectangle `region` of a part's view to `target`."""
-        if self._form is not None and is_stored(part, self._form, self._tensors):
-            target[...] = _view(read_codes(part, self._form, self._whole).wide(), part)[region]
+        form = self._form
+        if form is not None and form.method != "gguf" and is_stored(part, form, self._tensors):
+            target[...] = _view(read_codes(part, form, self._whole).wide(), part)[region]
             return
         names = tuple(stored_tensors(part, self._tensors, self._block, self._form))
         stored = [self._tensors[name] for name in names]
@@ -201,6 +224,18 @@ def _view(array: np.ndarray, part: Part) -> np.ndarray:
     first, last = part.rows or (0, len(array))
     once = (part.view[0] // part.repeat, *part.view[1:-1], -1)
     return np.repeat(array[first:last].reshape(once), part.repeat, axis=0)
+
+
+def _row_pieces(shape: tuple[int, ...], most: int) -> Iterator[Region]:
+    """Yield slices of rows of a view that cover `shape`, each of at most `most` rows."""
+    count, *rest = shape
+    step = max(1, most // max(1, math.prod(rest)))
+    for first in range(0, count, step):
+        outer = slice(first, min(first + step, count))
+        if step > 1 or not rest:
+            yield (outer,)
+        else:
+            yield from ((outer, *inner) for inner in _row_pieces(tuple(rest), most))
 
 
 def _shrunk(region: Region, per: int) -> Region:

@@ -14,6 +14,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.quantization import MXFP4_GROUP
 from jaxserve.models.loading.quantized.stored_codes import code_bytes
 from jaxserve.models.loading.structure import ModelStructure
+from jaxserve.models.stored_form import HELD_BLOCKS
 from jaxserve.models.weights import Part
 
 _NEVER = ("embed_tokens", "lm_head", "norm", ".gate.")  # embeddings, head, norms and routers are not quantised
@@ -39,16 +40,17 @@ def published_size(structure: ModelStructure) -> PublishedSize:
 
 def _form(config: ModelConfig) -> str:
     form, block = config.stored_form, config.weight_block
-    if form is None:
+    if form is None or form.not_held():
         return ""
-    if form.is_integer:
-        return f"{form.bits}-bit integers ({form.method})"
-    return form.method.upper() if block is None else f"FP8 in blocks of {block[0]} x {block[1]}"
+    return form.description if block is None else f"FP8 in blocks of {block[0]} x {block[1]}"
 
 
 def _num_bytes(part: Part, config: ModelConfig, plain: int) -> int:
     """Return the bytes of a part's tensors. plain: bytes of a number that is not quantised."""
     form, count = config.stored_form, math.prod(part.shape)
+    if form is not None and _module(part) in form.type_of:
+        held = HELD_BLOCKS.get(form.type_of[_module(part)])
+        return count * plain if held is None else int(count * held.stored / 8)
     if part.mxfp4:
         return count // 2 + count // MXFP4_GROUP
     if form is None or form.method == "mxfp4" or not _is_quantised(part) or form.is_wide(_module(part)):

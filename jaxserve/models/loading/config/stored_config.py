@@ -73,8 +73,7 @@ def read_stored_form(quantization: Json, block: tuple[int, int] | None = None) -
         case "awq":
             return _awq(quantization)
         case "gguf":
-            wide = tuple(re.escape(name) for name in _names(quantization, "modules_to_not_convert"))
-            return StoredForm("gguf", _bits(quantization, "bits"), BLOCK, False, wide)
+            return StoredForm.of_gguf(_types(quantization))
     return None
 
 
@@ -209,6 +208,13 @@ def _names(found: Json, key: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{key!r} must be a list of names, not {shown(names)}")
     return names
+
+
+def _types(found: Json) -> dict[str, str]:
+    types = found.get("types")
+    if not isinstance(types, dict) or not all(isinstance(kind, str) for kind in types.values()):
+        raise ValueError(f"'types' must be an object of names, not {shown(types)}")
+    return types
 
 
 def _module_pattern(name: str) -> str:

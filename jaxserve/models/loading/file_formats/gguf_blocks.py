@@ -1,25 +1,19 @@
-"""The types of a GGUF file's tensors, and such a tensor read by rows.
-
-A row is whole blocks of numbers. A block of Q8_0 and Q4_0 is a float16 scale and 32 codes of 8 or 4 bits.
-"""
+"""The types of a GGUF file's tensors, and such a tensor read by rows: as numbers, or as the values that it has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.installation import install_command
+from jaxserve.models.loading.file_formats.gguf_unpack import LAYOUTS, Layout, Unpacked
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, read_rows
-from jaxserve.ops.quantized import BLOCK, MIDDLE
 
-Role = Literal["numbers", "values", "scales"]
-_SCALE_BYTES = 2
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -27,41 +21,39 @@ _FLOAT32 = np.dtype(np.float32)
 class BlockType:
     """A type: `count` numbers take `num_bytes`. dtype: of the numbers as they are read.
 
-    bits: of the codes of Q8_0 and Q4_0, else 0. decode: bytes, uint8 [N, B], to float32 [N, K]; None: by dtype or bits.
+    layout: of the types that are kept in few bits. decode: bytes, uint8 [N, B], to float32 [N, K], of other types.
     """
 
     name: str
     count: int
     num_bytes: int
     dtype: np.dtype = _FLOAT32
-    bits: int = 0
+    layout: Layout | None = None
     decode: Callable[[np.ndarray], np.ndarray] | None = None
 
-    def read(self, raw: np.ndarray, role: Role) -> np.ndarray:
-        """Decode rows raw, uint8 [N, B], by role.
+    def numbers(self, raw: np.ndarray) -> np.ndarray:
+        """Decode rows raw, uint8 [N, B], to numbers [N, K] in `dtype`."""
+        if self.layout is not None:
+            return self.layout.read(raw).numbers()
+        return raw.view(self.dtype) if self.decode is None else self.decode(raw)
 
-        numbers: [N, K] in `dtype`. values: the codes [N, K]. scales: float16 [N, K / 32].
-        """
-        if self.decode is not None:
-            return self.decode(raw)
-        if not self.bits:
-            return raw.view(self.dtype)
-        blocks = raw.reshape(len(raw), -1, self.num_bytes)
-        scales, codes = blocks[..., :_SCALE_BYTES].copy().view(np.float16), blocks[..., _SCALE_BYTES:]
-        if role == "scales":
-            return scales[..., 0]
-        codes = codes.view(np.int8) if self.bits == 8 else np.concatenate([codes & 15, codes >> 4], axis=-1)
-        if role == "numbers":
-            codes = (codes.astype(np.float32) - (0 if self.bits == 8 else MIDDLE)) * scales.astype(np.float32)
-        return codes.reshape(len(raw), -1)
+
+def _kept(name: str) -> BlockType:
+    return BlockType(name, LAYOUTS[name].count, LAYOUTS[name].num_bytes, layout=LAYOUTS[name])
 
 
 _KNOWN = MappingProxyType(
     {
         0: BlockType("F32", 1, 4),
         1: BlockType("F16", 1, 2, np.dtype(np.float16)),
-        2: BlockType("Q4_0", BLOCK, _SCALE_BYTES + BLOCK // 2, bits=4),
-        8: BlockType("Q8_0", BLOCK, _SCALE_BYTES + BLOCK, bits=8),
+        2: _kept("Q4_0"),
+        3: _kept("Q4_1"),
+        6: _kept("Q5_0"),
+        7: _kept("Q5_1"),
+        8: _kept("Q8_0"),
+        12: _kept("Q4_K"),
+        13: _kept("Q5_K"),
+        14: _kept("Q6_K"),
         30: BlockType("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
     }
 )
@@ -99,34 +91,36 @@ def _decoded(number: int) -> BlockType:
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """A tensor, its codes, or its scales. It is read from the file when it is needed.
+    """A tensor. It is read from the file when it is needed.
 
-    raw: its bytes, uint8 [rows, bytes of a row]. shape: that of the role, rows first.
+    raw: its bytes, uint8 [rows, bytes of a row]. shape: of its numbers, rows first.
     head_rows: rows of a head whose two halves the file has interleaved; 0: the rows are in order.
     """
 
     raw: TensorInfo
     block: BlockType
     shape: tuple[int, ...]
-    role: Role = "numbers"
     head_rows: int = 0
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype of `rows`."""
-        codes = np.dtype(np.int8 if self.block.bits == 8 else np.uint8)
-        return {"numbers": self.block.dtype, "values": codes, "scales": np.dtype(np.float16)}[self.role]
+        return self.block.dtype
 
     @property
     def num_bytes(self) -> int:
         """The bytes that it takes in the file."""
-        scales = self.raw.num_bytes // self.block.num_bytes * _SCALE_BYTES
-        return {"numbers": self.raw.num_bytes, "values": self.raw.num_bytes - scales, "scales": scales}[self.role]
+        return self.raw.num_bytes
 
     def rows(self, first: int, last: int | None) -> np.ndarray:
-        """Return the rows [first, last) of the first axis. None: all."""
+        """Return the numbers of the rows [first, last) of the first axis. None: all."""
         last = self.raw.shape[0] if last is None else last
-        return self.block.read(self._raw_rows(first, last), self.role).reshape(-1, *self.shape[1:])
+        return self.block.numbers(self._raw_rows(first, last)).reshape(-1, *self.shape[1:])
+
+    def unpacked(self, first: int, last: int) -> Unpacked:
+        """Return the rows [first, last) of a matrix of a type with a layout."""
+        assert self.block.layout is not None
+        return self.block.layout.read(self._raw_rows(first, last))
 
     def _raw_rows(self, first: int, last: int) -> np.ndarray:
         size = self.head_rows or 1

@@ -1,7 +1,6 @@
 """Present a GGUF file as the safetensors checkpoint that it was made of: the keys of its config.json, and its tensors.
 
-Published names are those of the safetensors checkpoint; this file maps GGUF's names to them. If all layers are Q8_0, or
-all Q4_0, their weights stay quantised; others are converted to float numbers.
+Published names are those of the safetensors checkpoint; this file maps GGUF's names to them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jaxserve.models.hf_keys import Json, shown
 from jaxserve.models.loading.file_formats.gguf_blocks import BlockTensor
 from jaxserve.models.loading.file_formats.gguf_file import GgufFile, read_gguf
 from jaxserve.models.loading.file_formats.safetensors_file import TensorInfo, read_rows
-from jaxserve.ops.quantized import BLOCK
+from jaxserve.models.stored_form import HELD_BLOCKS
 
 _ARCHITECTURES = MappingProxyType(
     {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -54,7 +53,6 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _ROTATED = re.compile(r"\.[qk]_proj\.")  # a llama's rows of these are interleaved in the file
 _ROPE_FACTORS = "rope_freqs.weight"
 _DTYPES = MappingProxyType({"F32": "float32", "F16": "float16"})
-_BITS = MappingProxyType({"Q8_0": 8, "Q4_0": 4})  # the types whose codes are kept
 
 
 def config_file(directory: Path) -> Path:
@@ -70,13 +68,11 @@ def published_config(file: Path) -> dict[str, Any]:
 def published_tensors(path: Path) -> dict[str, TensorInfo | BlockTensor]:
     """Return the tensors of a GGUF file by their names in the model's safetensors checkpoint.
 
-    If all layers are Q8_0, or all Q4_0, each of their weights is two tensors: codes (NAME.weight) and scales
-    (NAME.weight_scale). Raises ModelLoadError if the file is damaged or its architecture is not supported.
+    Raises ModelLoadError if the file is damaged or its architecture is not supported.
     """
     file = read_gguf(path)
-    config, kind = _as_published(file), _layers_type(file)
+    config = _as_published(file)
     interleaved = config["architectures"] == ["LlamaForCausalLM"]
-    kept = kind if kind in _BITS else None
     found: dict[str, TensorInfo | BlockTensor] = {}
     for name, tensor in file.tensors.items():
         if name == _ROPE_FACTORS:
@@ -84,16 +80,7 @@ def published_tensors(path: Path) -> dict[str, TensorInfo | BlockTensor]:
         full = _full_name(name)
         if interleaved and _ROTATED.search(full):
             tensor = dataclasses.replace(tensor, head_rows=_head_dim(config))
-        if (
-            tensor.block.name == kept
-            and len(tensor.shape) == 2
-            and (name.startswith("blk.") or name == "output.weight")
-        ):
-            scales = (tensor.shape[0], tensor.shape[1] // BLOCK)
-            found[full] = dataclasses.replace(tensor, role="values")
-            found[f"{full}_scale"] = dataclasses.replace(tensor, role="scales", shape=scales)
-        else:
-            found[full] = _plain(tensor)
+        found[full] = _plain(tensor)
     return found
 
 
@@ -113,10 +100,17 @@ def _full_name(name: str) -> str:
     return f"model.layers.{layer.group(1)}.{_NAMES[base]}.{kind}" if layer else f"{_NAMES[base]}.{kind}"
 
 
-def _layers_type(file: GgufFile) -> str:
-    """Return the type of all weights of the layers, or "" if they have several."""
-    kinds = {tensor.block.name for name, tensor in file.tensors.items() if _LAYER.match(name) and len(tensor.shape) > 1}
-    return kinds.pop() if len(kinds) == 1 else ""
+def _quantised_types(file: GgufFile) -> dict[str, str]:
+    """Return the types of the quantised modules; none if no layer has one.
+
+    Embeddings and a head of types that are not kept in few bits are not among them: they are converted.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in file.tensors.items():
+        quantised = tensor.block.count > 1 and len(tensor.shape) == 2
+        if quantised and (_LAYER.match(name) or tensor.block.name in HELD_BLOCKS):
+            found[_full_name(name).removesuffix(".weight")] = tensor.block.name
+    return found if any(name.startswith("model.layers.") for name in found) else {}
 
 
 def _head_dim(config: Json) -> int:
@@ -163,13 +157,11 @@ def _refuse_others(path: Path, own: Json) -> None:
 
 def _numbers(file: GgufFile) -> dict[str, Any]:
     """Return the keys of a config.json that say in which form its weights are."""
-    kind = _layers_type(file)
-    if kind not in _BITS:
-        return {"dtype": _DTYPES.get(kind, "bfloat16")}
-    head = file.tensors.get("output.weight")
-    wide = [] if head is not None and head.block.name == kind else ["lm_head"]
-    form = {"quant_method": "gguf", "bits": _BITS[kind], "modules_to_not_convert": wide}
-    return {"dtype": "float16", "quantization_config": form}
+    types = _quantised_types(file)
+    if types:
+        return {"dtype": "float16", "quantization_config": {"quant_method": "gguf", "types": types}}
+    kinds = {tensor.block.name for name, tensor in file.tensors.items() if _LAYER.match(name) and len(tensor.shape) > 1}
+    return {"dtype": _DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"}
 
 
 def _scaling(file: GgufFile, own: Json) -> dict[str, Any]:

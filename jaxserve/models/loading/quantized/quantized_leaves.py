@@ -15,11 +15,11 @@ from jax.sharding import Sharding
 
 from jaxserve.models.loading.file_formats.safetensors_file import empty_aligned
 from jaxserve.models.loading.quantized.encode import encode
-from jaxserve.models.weights import ParamSpec
+from jaxserve.models.weights import Packing, ParamSpec
 
 Bounds = tuple[tuple[int, int], ...]
 Read = Callable[[ParamSpec, tuple[slice, ...]], np.ndarray]  # a parameter and a rectangle -> its numbers
-ReadCodes = Callable[[ParamSpec, tuple[slice, ...], int], dict[str, np.ndarray]]  # and a group -> {role: array}
+ReadCodes = Callable[[ParamSpec, tuple[slice, ...], Packing], dict[str, np.ndarray]]  # -> {role: array}
 ReadOrder = Callable[[ParamSpec], np.ndarray]  # a parameter -> its inputs sorted by group
 ENCODED_BYTES = 2**20  # bytes of float32 that are encoded at a time, by each of four threads
 
@@ -53,7 +53,7 @@ def read_parameter(
             index = tuple(slice(*bound) for bound in bounds)
             if spec.packing.stored:
                 assert codes is not None
-                encoded[bounds] = codes(spec.wide(), index, spec.packing.group)
+                encoded[bounds] = codes(spec.wide(), index, spec.packing)
             else:
                 encoded[bounds] = _encoded(specs, bounds, read)
         return encoded[bounds][spec.packing.role]

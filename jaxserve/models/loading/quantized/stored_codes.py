@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.models.loading.file_formats.gguf_unpack import Unpacked
 from jaxserve.models.loading.quantized.encode import pack
 from jaxserve.models.stored_form import StoredForm
-from jaxserve.models.weights import Part
+from jaxserve.models.weights import Packing, Part
+from jaxserve.ops.quantized import MIDDLE
 
 Shapes = dict[str, tuple[tuple[int, ...], ...]]
 Read = Callable[[str], np.ndarray]
@@ -46,16 +48,34 @@ class Codes:
             return self
         return Codes(self.values[:, input_order(self.places)], self.scales, self.zeros)
 
-    def repeated(self, group: int) -> dict[str, np.ndarray]:
-        """Return the arrays of leaves by role, with a scale and a zero for `group` numbers, as they are or repeated.
+    @classmethod
+    def of_blocks(cls, blocks: Unpacked) -> Codes:
+        """Return rows of a GGUF tensor. With minima the numbers are nearly the same, because a zero is rounded."""
+        if blocks.minima is None:
+            return cls(blocks.values, blocks.scales, None)
+        values, empty = blocks.values, blocks.scales == 0  # such a group has one number, -minimum
+        if empty.any():
+            values = np.where(np.repeat(empty, values.shape[1] // empty.shape[1], axis=1), 0, values)
+        scales = np.where(empty, blocks.minima, blocks.scales)
+        return cls(values, scales, np.where(empty, 1, blocks.minima / np.where(empty, 1, blocks.scales)))
 
-        Only for groups of successive inputs.
+    def leaves(self, packing: Packing) -> dict[str, np.ndarray]:
+        """Return the arrays of leaves by role, with a scale and a zero for each group of the leaves.
+
+        Only for groups of successive inputs. The leaves may have more bits than the values, and zeros that they lack.
         """
         assert self.places is None
-        times = self.values.shape[1] // group // self.scales.shape[1]
-        values = pack(self.values) if self.values.dtype == np.uint8 else self.values
+        times = self.values.shape[1] // packing.group // self.scales.shape[1]
+        values, zeros = self.values, self.zeros
+        halved = values.dtype == np.uint8
+        if zeros is None and packing.zeros:
+            zeros = np.full_like(self.scales, MIDDLE if halved else 0)
+        if halved and packing.kind == "int8":
+            values = values.view(np.int8) - np.int8(MIDDLE if zeros is None else 0)
+        elif halved:
+            values = pack(values)
         found = {"values": values, "scales": np.repeat(self.scales, times, axis=1)}
-        return found if self.zeros is None else found | {"zeros": np.repeat(self.zeros, times, axis=1)}
+        return found if zeros is None else found | {"zeros": np.repeat(zeros, times, axis=1)}
 
     def wide(self) -> np.ndarray:
         """Return the numbers, float32 [O, I]."""
@@ -80,8 +100,10 @@ def code_tensors(part: Part, form: StoredForm) -> Shapes:
     rows, depth = part.shape
     count, per = form.num_groups(depth), 32 // form.bits
     match form.method:
-        case "int-quantized" | "gguf":
-            found: Shapes = {"weight": ((rows, depth),), "weight_scale": ((rows, count),)}
+        case "gguf":
+            found: Shapes = {"weight": ((rows, depth),)}
+        case "int-quantized":
+            found = {"weight": ((rows, depth),), "weight_scale": ((rows, count),)}
             found |= {"weight_zero_point": ((rows, count),)} if form.zeros else {}
             found |= {_G_IDX: ((depth,),)} if form.permuted else {}
         case "pack-quantized":
@@ -100,19 +122,19 @@ def code_tensors(part: Part, form: StoredForm) -> Shapes:
 def code_bytes(part: Part, form: StoredForm) -> int:
     """Return the bytes of a part's tensors as they are published: scales have 2 bytes, codes are packed in int32."""
     sizes: dict[str, float] = {"weight": 1, "weight_scale": 2, "scales": 2, "weight_shape": 8}
-    sizes |= {"int-quantized": {"weight_zero_point": 1}, "gguf": {"weight": form.bits / 8}}.get(form.method, {})
+    sizes |= {"weight_zero_point": 1} if form.method == "int-quantized" else {}
     shapes = code_tensors(part, form).items()
     return int(sum(math.prod(shape) * sizes.get(name.rpartition(".")[2], 4) for name, (shape,) in shapes))
 
 
 def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
-    """Read a part. Raises ModelLoadError if scales are not finite, or an input has no group."""
+    """Read a part, but of GGUF. Raises ModelLoadError if scales are not finite, or an input has no group."""
     names = {name.rpartition(".")[2]: name for name in code_tensors(part, form)}
     tensors = {kind: read(name) for kind, name in names.items() if kind not in _PLACES}
     rows, depth = part.shape
     zeros, places = None, read_places(part, form, read)
     match form.method:
-        case "int-quantized" | "gguf":
+        case "int-quantized":
             values, scales = tensors["weight"], tensors["weight_scale"]
             zeros = tensors.get("weight_zero_point")
         case "pack-quantized":
