@@ -74,7 +74,9 @@ def _plan(config: ModelConfig, dtype: jnp.dtype, cache_dtype: jnp.dtype, mesh: M
 
 def _head(config: ModelConfig, dtype: jnp.dtype) -> str:
     structure = build(config, dtype)
-    bits = f"{config.stored_form.bits} bits" if config.stored_form is not None else ""
+    form, bits = config.stored_form, ""
+    if form is not None:
+        bits = form.description if form.method == "gguf" else f"{form.bits} bits"
     few = {"none": "", "stored": bits}.get(config.quantization, config.quantization)
     form = f"{few} and {dtype}" if few else str(dtype)
     lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {form}"]

@@ -20,6 +20,7 @@ from jaxserve.ops import native
 from jaxserve.ops.linear import FewBits, Products
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.ops.quantized import BLOCK
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
@@ -217,9 +218,11 @@ def rounded_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh
             "runtime.cpu_products 'rounded' needs a processor with AVX512_BF16 and AVX512_VNNI, and this has not",
             fix=fix,
         )
-    if not any(jnp.dtype(spec.dtype).name in ("bfloat16", "int8", "uint8") for spec in loaded.structure.specs):
+    specs = (spec for spec in loaded.structure.specs if spec.packing is None or spec.packing.group % BLOCK == 0)
+    held = {jnp.dtype(spec.dtype).name for spec in specs}
+    if held.isdisjoint(("bfloat16", "int8", "uint8")):
         raise ConfigError(
-            "runtime.cpu_products 'rounded' has no effect on weights in float32 or FP8",
+            "runtime.cpu_products 'rounded' has no effect on weights in float32 or FP8, or with a scale for 16 numbers",
             fix="set model.dtype: bfloat16 or model.quantization: int8 or int4, or " + fix,
         )
     return True

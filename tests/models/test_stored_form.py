@@ -295,7 +295,7 @@ def test_orders_that_are_not_computed_packed_are_refused_by_name(tmp_path: Path)
 def test_an_integer_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
     stored, _ = write(random_tensors(MODELS["llama"]), FORMS["awq"])
     directory = write_checkpoint(tmp_path, hf_of("llama", FORMS["awq"]), stored)
-    with pytest.raises(ConfigError, match=r"the checkpoint has 4 bits \(awq\) already"):
+    with pytest.raises(ConfigError, match=r"the checkpoint has 4-bit integers \(awq\) already"):
         build_engine(Config.of(str(directory), quantization="int8", device="cpu"), lambda _: None)
     model = load_model(directory, dtype=FLOAT32)
     assert model.config == dataclasses.replace(model.config, quantization="none")

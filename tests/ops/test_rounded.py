@@ -118,9 +118,10 @@ def test_the_check_at_the_start_has_them() -> None:
     assert wrong_numbers([wrong], cpu.devices[0], {})
 
 
-def _asked(dtypes: list[str], attention: str = "native", **others: Any) -> bool:
+def _asked(dtypes: list[str], attention: str = "native", group: int = 32) -> bool:
     config = Config.model_validate({"runtime": {"cpu_products": "rounded"}})
-    specs = [SimpleNamespace(dtype=jnp.dtype(dtype)) for dtype in dtypes]
+    packing = SimpleNamespace(group=group)
+    specs = [SimpleNamespace(dtype=jnp.dtype(d), packing=None if "float" in d else packing) for d in dtypes]
     loaded: Any = SimpleNamespace(structure=SimpleNamespace(specs=specs))
     resolved: Any = SimpleNamespace(cpu_products=config.runtime.cpu_products)
     backend = None if attention == "none" else get_backend(attention, "cpu")
@@ -132,6 +133,8 @@ def test_what_cannot_have_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
     assert _asked(["float32", "bfloat16"]) and _asked(["float32", "int8"])
     with pytest.raises(ConfigError, match=r"cpu_products 'rounded' has no effect on weights in float32 or FP8"):
         _asked(["float32", "float8_e4m3fn"])
+    with pytest.raises(ConfigError, match="or with a scale for 16 numbers"):
+        _asked(["float32", "int8"], group=16)
     for attention in ("xla", "none"):
         with pytest.raises(ConfigError, match=r"cpu_products 'rounded' is for decoders on one CPU"):
             _asked(["bfloat16"], attention)
