@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxserve.ops.linear import few_bits, linear
+from jaxserve.ops.linear import Products, few_bits
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_quantized import KINDS, RNG, decoded, quantized
 
@@ -70,7 +69,7 @@ def lowered(rows: int, w: Any, **options: bool) -> str:
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
     x = jax.ShapeDtypeStruct((rows, w.shape[-1]), options.pop("dtype", jnp.bfloat16))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(partial(linear, few_bits="gpu", **options)).trace(x, w)
+        traced = jax.jit(Products(few_bits="gpu", **options)).trace(x, w)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxserve.ops.linear import few_bits_tpu, linear
+from jaxserve.ops.linear import Products, few_bits_tpu
 from tests.ops.test_few_bits import FORMS, expected
 from tests.ops.test_quantized import KINDS, RNG, quantized
 
@@ -53,7 +52,7 @@ def lowered(rows: int, w: Any, dtype: Any = jnp.bfloat16, **options: bool) -> st
     x = jax.ShapeDtypeStruct((rows, w.shape[-1]), dtype)
     device = AbstractDevice("TPU v5 lite", 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(partial(linear, few_bits="tpu", **options)).trace(x, w)
+        traced = jax.jit(Products(few_bits="tpu", **options)).trace(x, w)
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 

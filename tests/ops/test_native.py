@@ -18,7 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import kernel_library as builder
 from jaxserve.ops import native
-from jaxserve.ops.linear import linear
+from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
 from tests.ops.prompt_attention import check_prompts
@@ -112,7 +112,7 @@ def test_a_bfloat16_weight_has_the_bits_of_the_float32_one(tokens: int) -> None:
 def test_linear_takes_the_kernel_for_float32() -> None:
     def lowered(rows: int, dtype: str = "float32", deterministic: bool = False, weights: str = "") -> str:
         x, w = jnp.zeros((rows, 32), dtype), jnp.zeros((3, 8, 32), weights or dtype)
-        return jax.jit(lambda x, w: linear(x, w, native=True, deterministic=deterministic)).lower(x, w).as_text()
+        return jax.jit(Products(native=True, deterministic=deterministic)).lower(x, w).as_text()
 
     assert all("jaxserve_matmul" in lowered(rows) and "matmul_few" not in lowered(rows) for rows in (9, 600))
     assert all("matmul_few" not in lowered(rows, deterministic=True) for rows in (1, 8))
@@ -120,7 +120,7 @@ def test_linear_takes_the_kernel_for_float32() -> None:
     assert "custom_call" not in lowered(8, "bfloat16")
     assert "jaxserve_matmul" in lowered(9, weights="bfloat16") and "matmul_few" in lowered(1, weights="bfloat16")
     x, w = _arrays(7, 24, 32)
-    got = linear(x, w.reshape(3, 8, 32), jnp.ones((3, 8)), native=True)
+    got = Products(native=True)(x, w.reshape(3, 8, 32), jnp.ones((3, 8)))
     np.testing.assert_allclose(got, np.einsum("tk,abk->tab", x, w.reshape(3, 8, 32)) + 1, rtol=1e-4, atol=1e-4)
 
 
