@@ -65,7 +65,7 @@ def test_splits_are_few_and_long() -> None:
     assert few_bits._splits(programs=200, steps=100) == 1
 
 
-def lowered(rows: int, w: Any, **options: bool) -> str:
+def lowered(rows: int, w: Any, **options: Any) -> str:
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
     x = jax.ShapeDtypeStruct((rows, w.shape[-1]), options.pop("dtype", jnp.bfloat16))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
