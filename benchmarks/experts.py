@@ -19,7 +19,7 @@ from benchmarks.floors import measure_machine
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
-from jaxserve.ops.moe import ExpertWeights, moe
+from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.quantized import Quantized
 
 FORMS = ("float32", "bfloat16", "int8", "int4", "mxfp4")
@@ -45,7 +45,7 @@ def milliseconds(x: jax.Array, ids: jax.Array, experts: ExpertWeights, *, kernel
     """Time one layer: x float32 [T, D], ids int32 [T, K]."""
     product = Products(native=kernel).of_experts(x.dtype, experts.gate_up, experts.down)
     weights = jnp.full(ids.shape, 1 / ids.shape[1], jnp.float32)
-    layer = jax.jit(lambda x, experts: moe(x, ids, weights, experts, swiglu, product))
+    layer = jax.jit(lambda x, experts: moe(x, Chosen(ids, weights), experts, swiglu, product))
     seconds = []
     for _ in range(REPEATS):
         began = time.perf_counter()

@@ -36,7 +36,7 @@ import numpy as np
 from jaxserve.config import Config
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.factory import build_engine
-from jaxserve.runtime.sampling.sampler import Sampled, sample
+from jaxserve.runtime.sampling.sampler import RowsToSample, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState
 from jaxserve.speculation.drafter import Drafter
 from jaxserve.speculation.ngram import NGramDrafter
@@ -144,9 +144,9 @@ def recorded_sampler(every: list[Text]) -> Callable[..., Sampled]:
         row[: len(prompt) + len(output)] = prompt + output
 
     @functools.wraps(sample)
-    def recorded(logits: jax.Array, slots: jax.Array, state: SlotState, *args: object, **kwargs: object) -> Sampled:
-        sampled = sample(logits, slots, state, *args, **kwargs)  # type: ignore[arg-type]
-        slot = jnp.minimum(slots, state.num_slots - 1)
+    def recorded(logits: jax.Array, rows: RowsToSample, state: SlotState, *args: object, **kwargs: object) -> Sampled:
+        sampled = sample(logits, rows, state, *args, **kwargs)  # type: ignore[arg-type]
+        slot = jnp.minimum(rows.slots, state.num_slots - 1)
         text = state.seed[slot, 0].astype(jnp.int32)
         token = jnp.asarray(table).at[text, state.position[slot]].get(mode="clip")
         # the sampler's own token takes part, so that its work is not removed

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import native
-from jaxserve.ops.linear import Weight, linear
+from jaxserve.ops.linear import Products, Weight
 from jaxserve.ops.quantized import Quantized
 
 SHAPE, COUNT = (8192, 2048), 4  # 268 MB in float32
@@ -46,7 +46,8 @@ def milliseconds(rows: int, turns: int) -> dict[str, np.ndarray]:
     @functools.partial(jax.jit, static_argnames="rounded")
     def multiply(x: jax.Array, ws: list[Weight], *, rounded: bool) -> list[jax.Array]:
         """x [rows, K], ws [N, K] each -> [rows, N] each"""
-        return [linear(x, w, native=True, rounded=rounded) for w in ws]
+        product = Products(native=True, rounded=rounded)
+        return [product(x, w) for w in ws]
 
     held = {form: weights(form) for form in FORMS}
     cases = {form: (form, False) for form in FORMS}

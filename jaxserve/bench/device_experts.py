@@ -18,7 +18,7 @@ from jaxserve.bench.device_kernels import DTYPE, TOLERANCE, HeadSizes, clock, no
 from jaxserve.bench.device_rows import Bench, Row
 from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import TritonExperts
-from jaxserve.ops.moe import ExpertWeights, moe
+from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.quantized import Quantized
 
 _SWIGLU = GatedActivation("silu", 0.0)
@@ -119,7 +119,7 @@ def _time(bench: Bench, sizes: ExpertSizes, rows: int, form: str) -> Row:
     def chain(x: jax.Array, ids: jax.Array, weights: jax.Array, layer: ExpertWeights) -> jax.Array:
         """Run x [T, D] through the layer `calls` times."""
         for _ in range(calls):
-            x = moe(x, ids, weights, layer, _SWIGLU, product)
+            x = moe(x, Chosen(ids, weights), layer, _SWIGLU, product)
         return x
 
     compiled = jax.jit(chain, compiler_options=_options())

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxserve.bench.device_kernels import clock, normal, rates
 from jaxserve.bench.device_rows import Bench, Row
-from jaxserve.ops.linear import linear
+from jaxserve.ops.linear import Products
 
 
 def linear_layers(bench: Bench) -> None:
@@ -27,7 +27,7 @@ def linear_layers(bench: Bench) -> None:
         shapes, counts = {"qkv": (96, 64)}, (1, 4)
     for name, shape in shapes.items():
         for rows in counts:
-            bench.cell(f"{name} {rows} rows", 6, functools.partial(_time_linear, bench, shape, rows, linear))
+            bench.cell(f"{name} {rows} rows", 6, functools.partial(_time_linear, bench, shape, rows, Products()))
             if rows <= 2:
                 measure = functools.partial(_time_linear, bench, shape, rows, _multiply_and_sum)
                 bench.cell(f"{name} {rows} rows, multiplied and summed", 6, measure)

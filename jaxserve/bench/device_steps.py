@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve.bench.device_engine import model_directory
 from jaxserve.bench.device_kernels import machine_of
 from jaxserve.bench.device_rows import Bench, Row
-from jaxserve.models.loading.loader import load_model
+from jaxserve.models.loading.loader import random_model
 from jaxserve.runtime import kv_cache, memory
 from jaxserve.runtime.compilation.buckets import fit
 from jaxserve.runtime.mesh import make_mesh
@@ -45,7 +45,7 @@ class StepBench:
         mesh = make_mesh()
         seqs, context, tokens = (4, 128, 32) if bench.tiny else (512, 1024, 512)
         dtype = jnp.dtype("float32" if bench.tiny else "bfloat16")
-        loaded = load_model(model_directory(bench, model), dtype=dtype, mesh=mesh.mesh, load_format="random")
+        loaded = random_model(model_directory(bench, model), dtype=dtype, mesh=mesh.mesh)
         self._pages = seqs * (context // _PAGE)
         config = RunnerConfig(
             max_num_seqs=seqs,

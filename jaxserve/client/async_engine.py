@@ -27,7 +27,7 @@ from jaxserve.client.processes.roles import Roles
 from jaxserve.client.processes.supervisor import EngineStatus
 from jaxserve.client.queue_limit import Load, check_queue
 from jaxserve.client.replicas.replica import Replica, ReplicaState
-from jaxserve.client.replicas.replica_set import ReplicaSet
+from jaxserve.client.replicas.replica_set import ReplicaSet, SequenceEvents
 from jaxserve.client.sequences.sequence_table import LiveSequence, Outbox, SequenceTable
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, NotReadyError, ServerError
@@ -72,10 +72,7 @@ class AsyncEngine:
             config.server.watchdog_timeout,
             self._live,
             Roles.of_config(config, len(links)),
-            on_message=self._handle,
-            answer_abort=self._answer_abort,
-            end_with_error=self._end_with_error,
-            fail_all=self._fail_all,
+            SequenceEvents(self._handle, self._answer_abort, self._end_with_error, self._fail_all),
         )
         self._seeds = random.Random(request_seed(config.runtime.random_seed))
 

@@ -5,6 +5,7 @@ Reads no weights and allocates nothing on a device.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,9 @@ def make_bundle(
     if structure.config.bidirectional:
         raise ConfigError("an encoder has few programs and takes no bundle", fix="start it without one")
     resolved = RunnerConfig.resolve(config, structure.config, mesh.platform, structure.activation_dtype)
-    pooling = read_pooling(source, structure.config)
+    resolved = dataclasses.replace(resolved, normalize_embeddings=read_pooling(source, structure.config).normalize)
     loaded = LoadedModel(structure, _leaves(structure, mesh), source, 0, 0.0)
-    setup = RunnerSetup.of(loaded, resolved, mesh, normalize_embeddings=pooling.normalize)
+    setup = RunnerSetup.of(loaded, resolved, mesh)
     plan = setup.plan(elsewhere.device_bytes if elsewhere else None)
     programs = setup.program_set((plan.num_pages, plan.num_window_pages), plan.max_model_len)
     wanted = [*programs.all(), *(programs.transfers() if resolved.moves_pages else ()), *_checks(setup)]

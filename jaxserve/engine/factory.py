@@ -34,7 +34,7 @@ from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.config.stored_config import read_quantization
 from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hub import resolve
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime.compilation import program_cache
@@ -43,7 +43,7 @@ from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.numerics.numeric_check import check_numbers
+from jaxserve.runtime.numerics.numeric_check import check_numbers, serving_cases
 from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
 from jaxserve.runtime.runner_setup import native_products, rounded_products
@@ -181,14 +181,16 @@ def read_model(config: Config, directory: Path, mesh: DeviceMesh) -> tuple[Model
 def load(config: Config, directory: Path, mesh: DeviceMesh, send: Send) -> LoadedModel:
     """Load the weights in the form that the configuration asks for. Raises ConfigError."""
     model_config, dtype = read_model(config, directory, mesh)
+    load_format, seed = config.model.load_format, config.runtime.random_seed or 0
+    if load_format == "random":
+        return random_model(directory, dtype=dtype, config=model_config, mesh=mesh.mesh, seed=seed)
     return load_model(
         directory,
         dtype=dtype,
         config=model_config,
         mesh=mesh.mesh,
         progress=lambda done, total: send(Progress("weights", done, total, "bytes")),
-        load_format=config.model.load_format,
-        seed=config.runtime.random_seed or 0,
+        load_format=load_format,
     )
 
 
@@ -212,6 +214,7 @@ def make_runner(
 ) -> ModelRunner | EncoderRunner:
     """Check this machine's numbers and return a runner. Raises ConfigError. agree: as of ModelRunner"""
     resolved = RunnerConfig.resolve(config, loaded.config, mesh.platform, loaded.structure.activation_dtype)
+    resolved = dataclasses.replace(resolved, normalize_embeddings=pooling.normalize)
     if config.cache.disk is not None:
         name = pages_name(config, resolved, loaded, mesh, loaded.directory)
         resolved = dataclasses.replace(resolved, page_file=PageFileConfig(config.cache.disk, name))
@@ -226,15 +229,15 @@ def make_runner(
         store = None if several else open_store(resolved.compile_cache, mesh)
         if resolved.compile_cache is not None and (store is None or mesh.platform != "cpu"):
             program_cache.enable(resolved.compile_cache)  # a CPU's program from JAX's cache cannot be stored again
-    check_numbers(
+    cases = serving_cases(
         backend,
         mesh,
         loaded.structure.activation_dtype,
         deterministic=resolved.deterministic,
         of_experts=None if loaded.config.moe is None else resolved.experts,
         rounded=rounded_products(resolved, loaded, mesh, backend),
-        store=store,
     )
+    check_numbers(cases, mesh, deterministic=resolved.deterministic, store=store)
 
     def progress(name: str, done: int, total: int) -> None:
         send(Progress("programs", done, total, "programs"))
@@ -245,10 +248,7 @@ def make_runner(
         if config.mesh.hosts > 1:
             raise ConfigError("an encoder does not run over several hosts", fix="leave mesh.hosts out")
         return EncoderRunner(loaded, pooling, resolved, mesh, progress=progress, store=store)
-    normalize = pooling.normalize
-    return ModelRunner(
-        loaded, resolved, mesh, normalize_embeddings=normalize, progress=progress, agree=agree, store=store
-    )
+    return ModelRunner(loaded, resolved, mesh, progress=progress, agree=agree, store=store)
 
 
 def _bundle(

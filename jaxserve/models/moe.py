@@ -14,7 +14,7 @@ from jaxserve.models.config import ModelConfig, MoEConfig
 from jaxserve.models.layers import MLP, GatedActivation
 from jaxserve.models.weights import Part, param
 from jaxserve.ops.linear import Products
-from jaxserve.ops.moe import ExpertWeights, moe
+from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 
 EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -30,13 +30,13 @@ class ExpertRouter(KeepsChoices):
         sigmoid = moe_config.router == "sigmoid"
         self.e_score_correction_bias = param((count,), (None,), jnp.dtype(jnp.float32), "zeros") if sigmoid else None
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Route x [T, D] -> (expert ids int32 [T, K], weights float32 [T, K]). Stores the ids, see `take_choices`."""
-        ids, weights = self._route(x)
-        self.keep_choices(ids)
-        return ids, weights
+    def __call__(self, x: jax.Array) -> Chosen:
+        """Choose the experts of x [T, D]. Stores their ids, see `take_choices`."""
+        chosen = self._route(x)
+        self.keep_choices(chosen.ids)
+        return chosen
 
-    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _route(self, x: jax.Array) -> Chosen:
         weight = self.weight[...].astype(jnp.float32)
         scores = jax.lax.dot_general(x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())))
         if self.bias is not None:
@@ -46,23 +46,19 @@ class ExpertRouter(KeepsChoices):
         return route_softmax(scores, self.moe)
 
 
-def route_softmax(scores: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
-    """Choose experts by softmax: scores float32 [T, E] -> (ids int32 [T, K], weights float32 [T, K]).
-
-    See MoEConfig.router.
-    """
+def route_softmax(scores: jax.Array, config: MoEConfig) -> Chosen:
+    """Choose experts by softmax of scores float32 [T, E]. See MoEConfig.router."""
     if config.router == "topk_softmax":
         top, ids = jax.lax.top_k(scores, config.experts_per_token)
-        return ids, jax.nn.softmax(top, axis=-1)
+        return Chosen(ids, jax.nn.softmax(top, axis=-1))
     weights, ids = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), config.experts_per_token)
-    return ids, weights / weights.sum(axis=-1, keepdims=True) if config.normalize else weights
+    return Chosen(ids, weights / weights.sum(axis=-1, keepdims=True) if config.normalize else weights)
 
 
-def route_sigmoid(scores: jax.Array, correction: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
+def route_sigmoid(scores: jax.Array, correction: jax.Array, config: MoEConfig) -> Chosen:
     """Choose experts by sigmoid, as DeepSeek-V3 does (https://arxiv.org/abs/2412.19437, section 2.1.2).
 
-    scores float32 [T, E], correction float32 [E] -> (ids int32 [T, K], weights float32 [T, K]). The correction
-    affects the choice and not the weights.
+    scores: float32 [T, E]. correction: float32 [E], which affects the choice and not the weights.
     """
     gates = jax.nn.sigmoid(scores)
     choice = _within_best_groups(gates + correction[None, :], config)
@@ -70,7 +66,7 @@ def route_sigmoid(scores: jax.Array, correction: jax.Array, config: MoEConfig) -
     weights = jnp.take_along_axis(gates, ids, axis=-1)
     if config.normalize:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return ids, weights * config.scale
+    return Chosen(ids, weights * config.scale)
 
 
 def _within_best_groups(choice: jax.Array, config: MoEConfig) -> jax.Array:
@@ -123,8 +119,8 @@ class Experts(nnx.Module):
             else None,
         )
 
-    def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array, linear: Products) -> jax.Array:
-        """Run x [T, D] through the chosen experts, ids int32 and weights float32 [T, K] -> [T, D]."""
+    def __call__(self, x: jax.Array, chosen: Chosen, linear: Products) -> jax.Array:
+        """Run x [T, D] through the chosen experts -> [T, D]."""
         gate_up, down = self.gate_up_proj, self.down_proj
         experts = ExpertWeights(
             gate_up.weight[...],
@@ -133,7 +129,7 @@ class Experts(nnx.Module):
             None if down.bias is None else down.bias[...],
         )
         product = linear.of_experts(x.dtype, experts.gate_up, experts.down)
-        return moe(x, ids, weights, experts, self.activation, product, in_order=linear.in_order)
+        return moe(x, chosen, experts, self.activation, product, in_order=linear.in_order)
 
 
 def _gate_up_parts(count: int, ffn: int, model: int, names: tuple[str, str, str]) -> tuple[Part, ...]:
@@ -180,7 +176,7 @@ class MoEBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         """Run the block: x [T, D] -> [T, D]."""
-        out = self.experts(x, *self.gate(x), linear)
+        out = self.experts(x, self.gate(x), linear)
         return out if self.shared_experts is None else out + self.shared_experts(x, linear)
 
 

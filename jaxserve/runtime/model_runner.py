@@ -69,7 +69,6 @@ class ModelRunner:
         config: RunnerConfig,
         mesh: DeviceMesh,
         *,
-        normalize_embeddings: bool = True,
         progress: compiler.Progress | None = None,
         agree: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan,
         store: compiler.ProgramStorage | None = None,
@@ -81,7 +80,7 @@ class ModelRunner:
         self.mesh = mesh
         self.leaves: Leaves = loaded.leaves
         self.structure = loaded.structure
-        setup = RunnerSetup.of(loaded, config, mesh, normalize_embeddings=normalize_embeddings)
+        setup = RunnerSetup.of(loaded, config, mesh)
         self.backend, self.buckets, self.steps = setup.backend, setup.buckets, setup.steps
         self._layers = setup.layers
         plan = agree(setup.plan())
@@ -382,9 +381,8 @@ class ModelRunner:
         """Dispatch head and sampler. late: indices into row_slots that get no token."""
         row_slots = [self.config.max_num_seqs if i in late else slot for i, slot in enumerate(row_slots)]
         bucket, masked = self._table.fit("head_sample", len(row_slots)), bitmask is not None
-        packed = step_input.pack_head(
-            row_slots, token_indices, bucket, self.config.max_num_seqs, want_logprobs, masked, extras.sampling_mask
-        )
+        wishes = step_input.HeadWishes(want_logprobs, masked, extras.sampling_mask)
+        packed = step_input.pack_head(row_slots, token_indices, bucket, self.config.max_num_seqs, wishes)
         mask: jax.Array | np.ndarray = self._no_mask[bucket]
         if bitmask is not None:
             mask = np.zeros((bucket, self._programs.shapes.mask_words), np.int32)

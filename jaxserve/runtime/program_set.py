@@ -184,7 +184,7 @@ class ProgramSet:
                 decode = step_input.pack_decode([], none, size, num_slots, False, groups)
                 return np.concatenate([decode, np.zeros(2 * size, np.int32)])  # offsets and literals
             case "head_sample":
-                return step_input.pack_head([], [], size, num_slots, False, False)
+                return step_input.pack_head([], [], size, num_slots)
             case _:
                 assert family == "extend", family
                 rows, updates = self.extend_rows(size), self.extend_updates(size)
@@ -220,7 +220,7 @@ class ProgramSet:
 
     def verify(self, tokens: int) -> Program:
         s, rows = self.shapes, verify_rows(tokens)
-        function = functools.partial(self.steps.verify, size=(tokens, rows), most=self.max_drafts)
+        function = functools.partial(self.steps.verify, size=(tokens, rows, self.max_drafts))
         args = (s.leaves, s.state, s.hidden, s.ints(self.packed_size("verify", tokens)), s.ints(tokens, s.mask_words))
         out = (s.state_shardings, s.replicated)
         return self._program(f"verify[{tokens}]", function, args, (1,), out, weight=5_000 + tokens)

@@ -33,10 +33,10 @@ from jaxserve.models.pooling import normalized
 from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionMetadata, Backend, Heads
 from jaxserve.ops.paged_attention.scaled_pages import Pages
-from jaxserve.ops.paged_attention.sharded import write_and_attend
+from jaxserve.ops.paged_attention.sharded import MeshAttention
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.sampling.logprobs import pack_logprobs_with_ids
-from jaxserve.runtime.sampling.sampler import ExtraInputs, Sampled, sample
+from jaxserve.runtime.sampling.sampler import ExtraInputs, RowsToSample, Sampled, sample
 from jaxserve.runtime.sampling.slots import SlotState, append_tokens, state_partition
 from jaxserve.runtime.sampling.verify import Verified, verify
 from jaxserve.runtime.sampling.vocab import Vocab
@@ -159,21 +159,19 @@ class StepPrograms:
         packed: jax.Array,
         bitmask: jax.Array,
         *,
-        size: tuple[int, int],
-        most: int,
+        size: tuple[int, int, int],
     ) -> tuple[SlotState, Verified]:
-        """Run head and sampler for rows with at most `most` drafts, size (T tokens, R rows): packed int32
-        [verify_size(T, R)].
+        """Run head and sampler for size (T tokens, R rows, at most Q drafts of a row): packed [verify_size(T, R)].
 
         bitmask: int32 [T, W], allowed tokens after each token, read only if the packed flag is set.
         """
-        num_tokens, num_rows = size
+        num_tokens, num_rows, most = size
         rows = unpack_verify(packed, num_rows)
         logits = self.bind(leaves).logits(hidden[:num_tokens], self.linear)
 
         def draw(logits: jax.Array, slots: jax.Array, state: SlotState, bitmask: jax.Array) -> Sampled:
             """Draw from logits [R, V] for slots [R]; bitmask [R, W]."""
-            return self._draw(logits, state, bitmask, (slots, rows.masked, rows.want_logprobs), None)
+            return self._draw(logits, state, bitmask, RowsToSample(slots, rows.masked, rows.want_logprobs), None)
 
         return verify(logits, rows, state, bitmask, draw, most)
 
@@ -227,15 +225,14 @@ class StepPrograms:
         rows = each_token(tokens) if self.per_token else tokens
         decode_only = decode_only or self.per_token
         pools = {layer.group: cache.shape[0] for layer, cache in zip(self.layers, caches, strict=True)}
+        tables = jnp.split(state.page_table.at[rows.slots].get(mode="clip"), self.num_groups, axis=1)
         metadata = {
             group: dataclasses.replace(
-                attention_metadata(
-                    rows, state, num_pages, self.page_size, decode_only, group=group, num_groups=self.num_groups
-                ),
-                alone=self.per_token,
+                attention_metadata(rows, tables[group], num_pages, self.page_size, decode_only), alone=self.per_token
             )
             for group, num_pages in pools.items()
         }
+        write_and_attend = MeshAttention(self.backend, self.mesh)
 
         def attend(
             layer_index: int, heads: Heads, cache: Pages | None, sinks: jax.Array | None = None
@@ -244,7 +241,7 @@ class StepPrograms:
             assert cache is not None
             layer = self.layers[layer_index]
             where = metadata[layer.group]
-            return write_and_attend(self.backend, self.mesh, heads, cache, where, layer.attention, sinks)
+            return write_and_attend(heads, cache, where, layer.attention, sinks)
 
         hidden, new_caches = model(tokens.token_ids, tokens.positions, caches, attend, self.linear)
         return hidden, tuple(c for c in new_caches if c is not None)
@@ -258,8 +255,8 @@ class StepPrograms:
         bitmask: jax.Array,
         extras: ExtraInputs | None = None,
     ) -> tuple[SlotState, Sampled]:
-        flags = head.slots, head.masked, head.want_logprobs
-        sampled = self._draw(model.logits(hidden, self.linear), state, bitmask, flags, extras)
+        rows = RowsToSample(head.slots, head.masked, head.want_logprobs)
+        sampled = self._draw(model.logits(hidden, self.linear), state, bitmask, rows, extras)
         return append_tokens(state, head.slots, sampled.tokens[:, 0]), sampled
 
     def _draw(
@@ -267,15 +264,14 @@ class StepPrograms:
         logits: jax.Array,
         state: SlotState,
         bitmask: jax.Array,
-        flags: tuple[jax.Array, jax.Array, jax.Array],
+        rows: RowsToSample,
         extras: ExtraInputs | None,
     ) -> Sampled:
-        """Run the sampler on logits [R, V]. flags: slots [R], masked, want_logprobs of HeadInput"""
-        slots, masked, want_logprobs = flags
+        """Run the sampler on logits [R, V]."""
         vocab = Vocab.of(state.vocab_size, self.mesh)
-        cuts = (vocab.columns, P(), state_partition(state, vocab.columns), P(), P(), P(), P())
+        cuts = (vocab.columns, P(), state_partition(state, vocab.columns), P(), P())
         after = state.replace(position=state.position + 1)  # the position of the new token
-        args = (logits, slots, after, bitmask, masked, want_logprobs, extras)
+        args = (logits, rows, after, bitmask, extras)
         return vocab.call(functools.partial(sample, vocab=vocab), cuts, *args)
 
 
@@ -304,23 +300,13 @@ def each_token(tokens: TokenInput) -> TokenInput:
 
 
 def attention_metadata(
-    tokens: TokenInput,
-    state: SlotState,
-    num_pages: int,
-    page_size: int,
-    decode_only: bool,
-    *,
-    group: int = 0,
-    num_groups: int = 1,
+    tokens: TokenInput, page_table: jax.Array, num_pages: int, page_size: int, decode_only: bool
 ) -> AttentionMetadata:
-    """Make the attention metadata of one group of layers.
+    """Make the attention metadata of one group of layers, page_table int32 [R, max_pages].
 
     A padding token's slot is past the end of the cache, so that its K and V are dropped.
     """
     num_rows = tokens.slots.shape[0]
-    page_table = state.page_table.at[tokens.slots].get(mode="clip")
-    if num_groups > 1:
-        page_table = jnp.split(page_table, num_groups, axis=1)[group]
     row = jnp.minimum(tokens.row_of_token, num_rows - 1)
     page = page_table.at[row, tokens.positions // page_size].get(mode="clip")
     slot = page * page_size + tokens.positions % page_size

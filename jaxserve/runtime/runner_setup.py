@@ -60,9 +60,7 @@ class RunnerSetup:
     steps: StepPrograms
 
     @classmethod
-    def of(
-        cls, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, *, normalize_embeddings: bool = True
-    ) -> RunnerSetup:
+    def of(cls, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh) -> RunnerSetup:
         """Choose backend, buckets and layer groups. Raises ConfigError if the attention backend cannot run here."""
         backend = get_backend(config.attention, mesh.platform)
         attention = loaded.config.attention_layers
@@ -85,7 +83,7 @@ class RunnerSetup:
             page_size=config.page_size,
             linear=_products(loaded, config, mesh, backend),
             mesh=mesh.mesh,
-            normalize_embeddings=normalize_embeddings,
+            normalize_embeddings=config.normalize_embeddings,
             per_token=config.deterministic,
         )
         return cls(loaded, config, mesh, backend, buckets, layers, window, steps)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.models.layers import Cache
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Heads, get_backend
-from jaxserve.ops.paged_attention.sharded import head_partition, write_and_attend
+from jaxserve.ops.paged_attention.sharded import MeshAttention, head_partition
 from tests.quick import QUICK
 
 PAGE = 8
@@ -86,7 +86,7 @@ def _step(
         assert cache is not None
         spec = model.config.attention_layers[layer_index]
         static = AttentionSpec(spec.scale, spec.num_kv_heads, spec.sliding_window, spec.soft_cap)
-        return write_and_attend(BACKEND, _mesh(model), heads, cache, metadata, static, sinks)
+        return MeshAttention(BACKEND, _mesh(model))(heads, cache, metadata, static, sinks)
 
     module = model.bind(leaves)
     hidden, new_caches = module(tokens, positions, caches, attend)

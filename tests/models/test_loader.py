@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from jaxserve.errors import ModelLoadError
 from jaxserve.library.dense import dense_logits
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.loader import LoadedModel, load_model
+from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
 from jaxserve.models.loading.part_reader import PartReader
 from tests.models.checkpoints import TINY_LLAMA, random_tensors, write_checkpoint, write_sharded
 
@@ -112,7 +112,7 @@ def test_dtypes_are_converted(source: str, target: str, tmp_path: Path, tensors:
 
 def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
-    models = [load_model(tmp_path, dtype=FLOAT32, load_format="random", seed=seed) for seed in (1, 1, 2)]
+    models = [random_model(tmp_path, dtype=FLOAT32, seed=seed) for seed in (1, 1, 2)]
     down = [leaf(model, "model.layers.0.mlp.down_proj.weight") for model in models]
     assert np.array_equal(down[0], down[1]) and not np.array_equal(down[0], down[2])
     assert not np.array_equal(down[0], leaf(models[0], "model.layers.1.mlp.down_proj.weight"))
@@ -121,7 +121,7 @@ def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
 
 def test_equal_layers_are_traced_once(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA | {"num_hidden_layers": 6}))
-    model = load_model(tmp_path, dtype=FLOAT32, load_format="random")
+    model = random_model(tmp_path, dtype=FLOAT32)
     text = jax.jit(lambda leaves, ids: dense_logits(model.structure, leaves, ids)).lower(
         model.leaves, jnp.arange(4)).as_text()  # fmt: skip
     assert text.count("func.func private @call(") == 1 and text.count("call @call(") == 6

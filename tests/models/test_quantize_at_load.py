@@ -21,7 +21,7 @@ from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.loading import orbax
 from jaxserve.models.loading.chosen_form import choose_head
 from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import LoadedModel, build, load_model
+from jaxserve.models.loading.loader import LoadedModel, build, load_model, random_model
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.models.loading.quantized.quantized_leaves import by_parameter
 from jaxserve.models.sharding import param_sharding
@@ -161,8 +161,8 @@ def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     config = read_config(tmp_path).replace(quantization="int8")
-    model = load_model(tmp_path, dtype=FLOAT32, config=config, load_format="random")
-    plain = load_model(tmp_path, dtype=FLOAT32, load_format="random")
+    model = random_model(tmp_path, dtype=FLOAT32, config=config)
+    plain = random_model(tmp_path, dtype=FLOAT32)
     for one, other in zip(widened(model).leaves, plain.leaves, strict=True):
         np.testing.assert_allclose(one, other, atol=4e-4)
 

@@ -17,7 +17,7 @@ import pytest
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.loading import orbax
 from jaxserve.models.loading.config.hf_config import read_config
-from jaxserve.models.loading.loader import LoadedModel, build, inspect, load_model
+from jaxserve.models.loading.loader import LoadedModel, build, inspect, random_model
 from jaxserve.models.loading.weight_sources import directory_source, source_of
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
 from tests.models import paged
@@ -222,7 +222,7 @@ def test_random_weights(name: str, tmp_path: Path) -> None:
     hf, _ = gpt_oss() if name == "gpt_oss" else fp8(name, "blocks")
     (tmp_path / "config.json").write_text(json.dumps(hf))
     config = read_config(tmp_path).replace(quantization="stored")
-    model = load_model(tmp_path, dtype=FLOAT32, config=config, load_format="random")
+    model = random_model(tmp_path, dtype=FLOAT32, config=config)
     kept = {spec.wide().name for spec in model.structure.specs if spec.packing}
     wide = widened(model)
     for spec, leaf in zip(wide.structure.specs, wide.leaves, strict=True):

@@ -22,12 +22,8 @@ def attend(parts: list[tuple[int, int]], case: tuple[int, int, int, int | None, 
     packed = np.concatenate([q[first : first + count] for first, count in parts])
     out = native.attend_prompts(
         jnp.asarray(packed),
-        jnp.asarray(cache),
-        jnp.asarray(table),
         (jnp.asarray(starts, jnp.int32), jnp.asarray(counts, jnp.int32), jnp.asarray(lengths, jnp.int32)),
-        None,
-        sliding_window=window,
-        soft_cap=cap,
+        native.PagedContext(jnp.asarray(cache), jnp.asarray(table), sliding_window=window, soft_cap=cap),
     )
     return np.asarray(out)
 

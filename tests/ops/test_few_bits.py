@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxserve.ops.linear import few_bits, few_bits_tpu, linear
+from jaxserve.ops.linear import Products, few_bits, few_bits_tpu
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_quantized import KINDS, RNG, decoded, quantized
 
@@ -75,11 +74,11 @@ def test_splits_are_few_and_long() -> None:
     assert few_bits._splits(programs=200, steps=100) == 1
 
 
-def lowered(rows: int, w: Any, **options: bool) -> str:
+def lowered(rows: int, w: Any, **options: Any) -> str:
     device = AbstractDevice("NVIDIA H200", 132, "gpu")
     x = jax.ShapeDtypeStruct((rows, w.shape[-1]), options.pop("dtype", jnp.bfloat16))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(partial(linear, few_bits="gpu", **options)).trace(x, w)
+        traced = jax.jit(Products(few_bits="gpu", **options)).trace(x, w)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxserve.ops.linear import few_bits_tpu, linear
+from jaxserve.ops.linear import Products, few_bits_tpu
 from tests.ops.test_few_bits import FORMS, expected
 from tests.ops.test_quantized import KINDS, RNG, quantized
 
@@ -49,11 +48,11 @@ def test_the_axis_before_the_last_is_short() -> None:
     np.testing.assert_array_equal(got.reshape(3, 96), few_bits_tpu.matmul(x, w.matrix(), jnp.float32, interpret=True))
 
 
-def lowered(rows: int, w: Any, dtype: Any = jnp.bfloat16, **options: bool) -> str:
+def lowered(rows: int, w: Any, dtype: Any = jnp.bfloat16, **options: Any) -> str:
     x = jax.ShapeDtypeStruct((rows, w.shape[-1]), dtype)
     device = AbstractDevice("TPU v5 lite", 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(partial(linear, few_bits="tpu", **options)).trace(x, w)
+        traced = jax.jit(Products(few_bits="tpu", **options)).trace(x, w)
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -61,9 +60,9 @@ def lowered(rows: int, w: Any, dtype: Any = jnp.bfloat16, **options: bool) -> st
 def test_a_linear_layer_is_the_kernel(kind: str) -> None:
     small = quantized(kind, 8, 256)
     w = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((4096, 16 * leaf.shape[1]), leaf.dtype), small)
-    for rows in (1, 128, few_bits_tpu.MAX_ROWS):
+    for rows in (1, 128, few_bits_tpu.MAX_TPU_ROWS):
         assert lowered(rows, w).count("tpu_custom_call") == 1
-    assert "tpu_custom_call" not in lowered(few_bits_tpu.MAX_ROWS + 1, w)
+    assert "tpu_custom_call" not in lowered(few_bits_tpu.MAX_TPU_ROWS + 1, w)
     assert "tpu_custom_call" not in lowered(1, w, deterministic=True)
     assert "tpu_custom_call" not in lowered(1, w, jnp.float32)
     assert "tpu_custom_call" not in lowered(1, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))

@@ -1,11 +1,11 @@
-"""linear(): every form against numpy, and the form that each platform gets."""
+"""Products: every form against numpy, and the form that each platform gets."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.ops.linear import WEIGHT_FIRST_ROWS, linear
+from jaxserve.ops.linear import WEIGHT_FIRST_ROWS, Products
 
 RNG = np.random.default_rng(0)
 
@@ -21,7 +21,7 @@ def _arrays(rows: int, *out: int, dtype: str = "float32") -> tuple[jax.Array, ja
 def test_matches_numpy(rows: int, out: tuple[int, ...], deterministic: bool) -> None:
     x, w, bias = _arrays(rows, *out)
     expected = np.einsum("tk,...k->t...", x, w) + np.asarray(bias)
-    got = jax.jit(lambda x, w, b: linear(x, w, b, deterministic=deterministic))(x, w, bias)
+    got = jax.jit(Products(deterministic=deterministic))(x, w, bias)
     assert got.shape == (rows, *out)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -29,8 +29,8 @@ def test_matches_numpy(rows: int, out: tuple[int, ...], deterministic: bool) -> 
 @pytest.mark.parametrize("rows", [1, 100])
 def test_dtypes(rows: int) -> None:
     x, w, bias = _arrays(rows, 16, dtype="bfloat16")
-    assert linear(x, w, bias).dtype == jnp.bfloat16
-    wide = linear(x, w, bias, out_dtype=jnp.float32)
+    assert Products()(x, w, bias).dtype == jnp.bfloat16
+    wide = Products()(x, w, bias, out_dtype=jnp.float32)
     assert wide.dtype == jnp.float32
     expected = np.asarray(x, np.float32) @ np.asarray(w, np.float32).T + np.asarray(bias, np.float32)
     np.testing.assert_allclose(wide, expected, rtol=1e-3, atol=1e-3)
@@ -41,14 +41,14 @@ def test_dtypes(rows: int) -> None:
 def test_a_weight_of_another_dtype_is_converted_first(rows: int, deterministic: bool) -> None:
     x, w, bias = _arrays(rows, 3, 8)
     narrow, small = w.astype(jnp.bfloat16), bias.astype(jnp.bfloat16)
-    multiply = jax.jit(lambda x, w, b: linear(x, w, b, deterministic=deterministic))
+    multiply = jax.jit(Products(deterministic=deterministic))
     want = multiply(x, narrow.astype(jnp.float32), small.astype(jnp.float32))
     np.testing.assert_array_equal(multiply(x, narrow, small), want)
 
 
 def _lowered(rows: int, platform: str, deterministic: bool = False) -> str:
     x, w, _ = _arrays(rows, 40)
-    traced = jax.jit(lambda x, w: linear(x, w, deterministic=deterministic)).trace(x, w)
+    traced = jax.jit(Products(deterministic=deterministic)).trace(x, w)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 

@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products
-from jaxserve.ops.moe import ExpertWeights, _grouped_ragged_dot, _grouped_tiles, moe
+from jaxserve.ops.moe import Chosen, ExpertWeights, _grouped_ragged_dot, _grouped_tiles, moe
 from jaxserve.ops.quantized import Quantized
 from tests.ops.moe_reference import moe_reference
 
@@ -46,7 +46,7 @@ def test_equals_the_reference(tokens: int, choices: int, count: int, bias: bool)
     experts = make_experts(count, 12, 10, bias)
     ids, weights = make_routing(tokens, choices, count)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(tokens, 10)), jnp.float32)
-    out = jax.jit(moe, static_argnums=4)(x, ids, weights, experts, swiglu)
+    out = jax.jit(moe, static_argnums=3)(x, Chosen(ids, weights), experts, swiglu)
     assert jnp.allclose(out, moe_reference(x, ids, weights, experts, swiglu), atol=2e-5)
 
 
@@ -65,7 +65,7 @@ def test_all_tokens_on_one_expert_lose_nothing() -> None:
     experts = make_experts(4, 12, 10, False)
     ids = jnp.full((50, 1), 2, jnp.int32)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(50, 10)), jnp.float32)
-    out = moe(x, ids, jnp.ones((50, 1)), experts, swiglu)
+    out = moe(x, Chosen(ids, jnp.ones((50, 1))), experts, swiglu)
     assert jnp.allclose(out, moe_reference(x, ids, jnp.ones((50, 1)), experts, swiglu), atol=2e-5)
     assert (jnp.abs(out).sum(axis=1) > 0).all()
 
@@ -74,9 +74,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     experts = make_experts(8, 12, 10, True)
     ids, weights = make_routing(16, 2, 8)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(16, 10)), jnp.float32)
-    run = jax.jit(moe, static_argnums=4)
-    other = run(x.at[1:].set(0.5), ids.at[1:].set(ids[0]), weights, experts, swiglu)
-    assert jnp.array_equal(run(x, ids, weights, experts, swiglu)[0], other[0])
+    run = jax.jit(moe, static_argnums=3)
+    other = run(x.at[1:].set(0.5), Chosen(ids.at[1:].set(ids[0]), weights), experts, swiglu)
+    assert jnp.array_equal(run(x, Chosen(ids, weights), experts, swiglu)[0], other[0])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -93,8 +93,8 @@ def test_the_kernel_of_a_cpu_agrees(bias: bool) -> None:
     for form in (experts, dataclasses.replace(experts, gate_up=few[0], down=few[1])):
         product = Products(native=True).of_experts(x.dtype, form.gate_up, form.down)
         assert product is not None
-        out = jax.jit(moe, static_argnums=(4, 5))(x, ids, weights, form, swiglu, product)
-        assert jnp.allclose(out, moe(x, ids, weights, form, swiglu), atol=1e-3)
+        out = jax.jit(moe, static_argnums=(3, 4))(x, Chosen(ids, weights), form, swiglu, product)
+        assert jnp.allclose(out, moe(x, Chosen(ids, weights), form, swiglu), atol=1e-3)
     assert Products(native=True).of_experts(x.dtype, experts.gate_up.astype(jnp.float16)) is None
 
 
@@ -102,7 +102,7 @@ def test_bfloat16_comes_back_as_bfloat16() -> None:
     experts = jax.tree.map(lambda w: w.astype(jnp.bfloat16), make_experts(4, 12, 10, False))
     ids, weights = make_routing(6, 2, 4)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(6, 10)), jnp.bfloat16)
-    out = moe(x, ids, weights, experts, swiglu)
+    out = moe(x, Chosen(ids, weights), experts, swiglu)
     assert out.dtype == jnp.bfloat16
     expected = moe_reference(x, ids, weights, experts, swiglu)
     assert jnp.abs(out.astype(jnp.float32) - expected).max() < 0.02 * jnp.abs(expected).max() + 0.02

@@ -21,7 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.layers import GatedActivation
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops.linear import TritonExperts
-from jaxserve.ops.moe import ExpertWeights, moe
+from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.quantized import Quantized
 from tests.quick import QUICK, QUICK_FLAGS
@@ -182,7 +182,7 @@ def split_over_devices() -> list[float]:
         specs = (P("expert", "tensor"), P("expert", None, "tensor"), P("expert", "tensor"), P("expert"))
         leaves, structure = jax.tree.flatten(experts)
         split = [jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
-        out = moe(x, ids, weights, jax.tree.unflatten(structure, split), SPLIT.activation, KERNELS)
+        out = moe(x, Chosen(ids, weights), jax.tree.unflatten(structure, split), SPLIT.activation, KERNELS)
         differences.append(float(np.abs(wide(out) - want).max()))
     return differences
 

@@ -18,7 +18,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import kernel_library as builder
 from jaxserve.ops import native
-from jaxserve.ops.linear import linear
+from jaxserve.ops.linear import Products
+from jaxserve.ops.native import PagedContext
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
 from tests.ops.prompt_attention import check_prompts
@@ -112,7 +113,7 @@ def test_a_bfloat16_weight_has_the_bits_of_the_float32_one(tokens: int) -> None:
 def test_linear_takes_the_kernel_for_float32() -> None:
     def lowered(rows: int, dtype: str = "float32", deterministic: bool = False, weights: str = "") -> str:
         x, w = jnp.zeros((rows, 32), dtype), jnp.zeros((3, 8, 32), weights or dtype)
-        return jax.jit(lambda x, w: linear(x, w, native=True, deterministic=deterministic)).lower(x, w).as_text()
+        return jax.jit(Products(native=True, deterministic=deterministic)).lower(x, w).as_text()
 
     assert all("jaxserve_matmul" in lowered(rows) and "matmul_few" not in lowered(rows) for rows in (9, 600))
     assert all("matmul_few" not in lowered(rows, deterministic=True) for rows in (1, 8))
@@ -120,7 +121,7 @@ def test_linear_takes_the_kernel_for_float32() -> None:
     assert "custom_call" not in lowered(8, "bfloat16")
     assert "jaxserve_matmul" in lowered(9, weights="bfloat16") and "matmul_few" in lowered(1, weights="bfloat16")
     x, w = _arrays(7, 24, 32)
-    got = linear(x, w.reshape(3, 8, 32), jnp.ones((3, 8)), native=True)
+    got = Products(native=True)(x, w.reshape(3, 8, 32), jnp.ones((3, 8)))
     np.testing.assert_allclose(got, np.einsum("tk,abk->tab", x, w.reshape(3, 8, 32)) + 1, rtol=1e-4, atol=1e-4)
 
 
@@ -156,7 +157,7 @@ def _attend(rows: list[int], seed: int = 0, scale: float = 1.0, window: int | No
         table[i, :count] = np.arange(starts[i], starts[i + 1])
         q[i] = rng.standard_normal(q.shape[1:]) * scale
     arrays = [jnp.asarray(array) for array in (q, cache, table, np.array(rows, np.int32))]
-    out = native.attend(arrays[0], arrays[1], arrays[2], arrays[3], None, sliding_window=window, soft_cap=None)
+    out = native.attend(arrays[0], arrays[3], PagedContext(arrays[1], arrays[2], sliding_window=window))
     return np.asarray(out)
 
 
@@ -169,8 +170,7 @@ def test_many_long_rows_take_turns_for_the_scratch() -> None:
     table = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (60, 16))
 
     def attend(rows: slice) -> np.ndarray:
-        some = (q[rows], cache, table[rows], lengths[rows], None)
-        return np.asarray(native.attend(*some, sliding_window=None, soft_cap=None))
+        return np.asarray(native.attend(q[rows], lengths[rows], PagedContext(cache, table[rows])))
 
     assert 60 * 16 * heads * (depth + 2) > 2**22
     everything = attend(slice(None))
@@ -192,15 +192,8 @@ def test_scores_that_are_far_apart() -> None:
     )
     q = np.random.default_rng(1).standard_normal((1, 6, 64)).astype(np.float32) * 8
     cache = np.stack([keys, values], axis=1).reshape(3, 2, 16, 128)
-    out = native.attend(
-        jnp.asarray(q),
-        jnp.asarray(cache),
-        jnp.arange(3, dtype=jnp.int32)[None],
-        jnp.array([47], jnp.int32),
-        None,
-        sliding_window=None,
-        soft_cap=None,
-    )
+    context = PagedContext(jnp.asarray(cache), jnp.arange(3, dtype=jnp.int32)[None])
+    out = native.attend(jnp.asarray(q), jnp.array([47], jnp.int32), context)
     k, v = (half.reshape(48, 2, 64)[:47].astype(np.float64).repeat(3, axis=1) for half in (keys, values))
     scores = np.einsum("nd,tnd->nt", q[0].astype(np.float64), k)
     assert scores.max() - scores.min() > 200
@@ -221,16 +214,9 @@ def test_attention_to_pages_of_8_bits(dtype: str) -> None:
     values = rng.permutation(np.resize(codes, 3 * 2 * 16 * 2 * 64)).view(jnp.dtype(dtype)).reshape(3, 2, 16, 128)
     scales = 2.0 ** rng.integers(-12, -8, (3, 2, 16, 2)).astype(np.float32)
     q = rng.standard_normal((1, 6, 64)).astype(np.float32)
-    out = native.attend(
-        jnp.asarray(q),
-        jnp.asarray(values),
-        jnp.arange(3, dtype=jnp.int32)[None],
-        jnp.array([47], jnp.int32),
-        None,
-        sliding_window=None,
-        soft_cap=None,
-        scales=jnp.asarray(scales),
-    )
+    table = jnp.arange(3, dtype=jnp.int32)[None]
+    context = PagedContext(jnp.asarray(values), table, scales=jnp.asarray(scales))
+    out = native.attend(jnp.asarray(q), jnp.array([47], jnp.int32), context)
     numbers = values.astype(np.float64).reshape(3, 2, 16, 2, 64) * scales[..., None]
     k, v = (numbers[:, half].reshape(48, 2, 64)[:47].repeat(3, axis=1) for half in (0, 1))
     weights = np.exp(np.einsum("nd,tnd->nt", q[0].astype(np.float64), k))

@@ -11,8 +11,8 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.quantized.encode import encode, pack
 from jaxserve.ops import native
-from jaxserve.ops.linear import linear
-from jaxserve.ops.moe import ExpertWeights, moe
+from jaxserve.ops.linear import Products
+from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.quantized import Quantized
 
 RNG = np.random.default_rng(0)
@@ -120,12 +120,12 @@ def test_linear_and_experts_are_those_of_the_wide_numbers(kind: str) -> None:
     x = jnp.asarray(RNG.standard_normal((7, 64), np.float32))
     w = quantized(kind, 3, 8, 64)
     for deterministic in (False, True):
-        multiply = jax.jit(lambda x, w, d=deterministic: linear(x, w, deterministic=d))
+        multiply = jax.jit(Products(deterministic=deterministic))
         np.testing.assert_allclose(multiply(x, w), multiply(x, w.astype(jnp.float32)), rtol=1e-6, atol=1e-5)
     gate_up, down = quantized(kind, 4, 32, 2, 64), quantized(kind, 4, 64, 32)
     ids = jnp.asarray(RNG.integers(0, 4, (7, 2)), jnp.int32)
     share = jnp.full((7, 2), 0.5, jnp.float32)
-    mix = jax.jit(lambda e: moe(x, ids, share, e, lambda gate, up: jax.nn.silu(gate) * up))
+    mix = jax.jit(lambda e: moe(x, Chosen(ids, share), e, lambda gate, up: jax.nn.silu(gate) * up))
     want = mix(ExpertWeights(gate_up.astype(jnp.float32), down.astype(jnp.float32)))
     np.testing.assert_allclose(mix(ExpertWeights(gate_up, down)), want, rtol=1e-4, atol=1e-3)
 

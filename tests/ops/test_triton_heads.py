@@ -15,7 +15,7 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, Heads, ProjectedHeads
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
-from jaxserve.ops.paged_attention.sharded import write_and_attend
+from jaxserve.ops.paged_attention.sharded import MeshAttention
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from jaxserve.ops.paged_attention.triton.heads import write_heads
 from tests.models.families import CASES as CASES_OF_MODELS
@@ -118,7 +118,7 @@ def test_a_model_gives_the_same_as_with_xla(family: str) -> None:
             layer = layers[layer_index]
             spec = AttentionSpec(layer.scale, layer.num_kv_heads, layer.sliding_window, layer.soft_cap)
             assert cache is not None
-            return write_and_attend(backend, None, heads, cache, where, spec, sinks)
+            return MeshAttention(backend)(heads, cache, where, spec, sinks)
 
         shapes = [backend.cache_shape(PAGES, PAGE, layer.num_kv_heads, layer.head_dim) for layer in layers]
         caches = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)

@@ -43,8 +43,9 @@ class LastRowLost(ReferenceBackend):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_kernels_that_serve_are_right(dtype: str, deterministic: bool) -> None:
-    check_numbers(get_backend("auto", "cpu"), CPU, jnp.dtype(dtype), deterministic=deterministic, of_experts="auto")
-    check_numbers(None, CPU, jnp.dtype(dtype), deterministic=deterministic)
+    for backend, of_experts in ((get_backend("auto", "cpu"), "auto"), (None, None)):
+        cases = serving_cases(backend, CPU, jnp.dtype(dtype), deterministic=deterministic, of_experts=of_experts)
+        check_numbers(cases, CPU, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("name", backend_names("cpu"))
@@ -74,7 +75,7 @@ def test_only_a_model_of_experts_has_their_case() -> None:
 
 def test_a_wrong_backend_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_numbers(LastRowLost(), CPU, FLOAT32, deterministic=False)
+        check_numbers(serving_cases(LastRowLost(), CPU, FLOAT32, deterministic=False), CPU, deterministic=False)
     line = str(caught.value)
     assert "computes wrong numbers" in line and "attention broken: " in line and "\n" not in line
     assert "jaxserve doctor" in (caught.value.fix or "")

@@ -73,11 +73,9 @@ def run(
     ids = np.arange(num_rows) if rows is None else np.array(rows)
     return programs()["sample"](
         jnp.asarray(logits, jnp.float32),
-        jnp.asarray(ids, jnp.int32),
+        sampler.RowsToSample(jnp.asarray(ids, jnp.int32), jnp.asarray(masked), jnp.asarray(want_logprobs)),
         state,
         jnp.asarray(words),
-        jnp.asarray(masked),
-        jnp.asarray(want_logprobs),
     )
 
 
@@ -311,11 +309,9 @@ def run_telling(logits: np.ndarray, state: slots.SlotState, ids: np.ndarray, wan
     num_rows, vocab = logits.shape
     return programs()["sample"](
         jnp.asarray(logits),
-        jnp.arange(num_rows, dtype=jnp.int32),
+        sampler.RowsToSample(jnp.arange(num_rows, dtype=jnp.int32), jnp.asarray(False), jnp.asarray(True)),
         state,
         jnp.zeros((num_rows, slots.mask_words(vocab)), jnp.int32),
-        jnp.asarray(False),
-        jnp.asarray(True),
         sampler.ExtraInputs(jnp.asarray(wanted), jnp.asarray(ids, jnp.int32)),
     )
 

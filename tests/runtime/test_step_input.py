@@ -1,5 +1,6 @@
 """Both ends of the packed array: what the host writes is what the device reads."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,21 +55,26 @@ def test_ragged_rows(state: slots.SlotState) -> None:
     assert after.page_table[0].tolist() == [0, 90, 91, 3]
 
 
+def table_of(tokens: step_input.TokenInput, state: slots.SlotState) -> jax.Array:
+    return state.page_table.at[tokens.slots].get(mode="clip")
+
+
 def test_metadata_of_ragged_rows_and_of_the_same_tokens_alone(state: slots.SlotState) -> None:
     rows = [row(2, 0, None), row(1, 5, [7, 8, 9])]
     packed = step_input.pack_extend(rows, PageUpdates.of(rows), 6, 4, 4, S)
     state, tokens = step_input.unpack_extend(jnp.asarray(packed), state, 6, 4)
-    ragged = attention_metadata(tokens, state, 100, 4, False)
+    ragged = attention_metadata(tokens, table_of(tokens, state), 100, 4, False)
     assert ragged.cu_q_lens.tolist() == [0, 1, 4, 4, 4] and ragged.kv_lens.tolist() == [7, 8, 0, 0]
     assert ragged.slot_mapping.tolist() == [9 * 4 + 2, 5 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 400, 400]
-    alone = attention_metadata(each_token(tokens), state, 100, 4, True)
+    each = each_token(tokens)
+    alone = attention_metadata(each, table_of(each, state), 100, 4, True)
     assert alone.kv_lens.tolist() == [7, 6, 7, 8, 0, 0]
     assert alone.slot_mapping.tolist() == ragged.slot_mapping.tolist()
     assert alone.page_table[1:4].tolist() == [[4, 5, 6, 7]] * 3
 
 
 def test_head_rows() -> None:
-    packed = step_input.pack_head([3, 1], [7, 2], 4, S, False, True)
+    packed = step_input.pack_head([3, 1], [7, 2], 4, S, step_input.HeadWishes(masked=True))
     head = step_input.unpack_head(jnp.asarray(packed))
     assert head.slots.tolist() == [3, 1, S, S] and head.token_indices.tolist()[:2] == [7, 2]
     assert not bool(head.want_logprobs) and bool(head.masked)
@@ -111,9 +117,10 @@ def test_two_groups_of_layers_have_a_table_each() -> None:
     assert int((after.page_table != 0).sum()) == 5
     after = after.replace(position=after.position.at[2].set(13))
     _, tokens, _ = step_input.unpack_decode(jnp.asarray(packed), after, groups)
+    tables = jnp.split(table_of(tokens, after), groups, axis=1)
     full, window = (
-        attention_metadata(tokens, after, num_pages, 4, True, group=group, num_groups=groups)
-        for group, num_pages in enumerate((100, 80))
+        attention_metadata(tokens, table, num_pages, 4, True)
+        for table, num_pages in zip(tables, (100, 80), strict=True)
     )
     assert full.page_table[1].tolist() == [0, 0, 0, 98] and window.page_table[1].tolist() == [0, 0, 0, 72]
     assert full.slot_mapping.tolist()[1:] == [98 * 4 + 1, 400] and window.slot_mapping.tolist()[1:] == [72 * 4 + 1, 320]

@@ -69,9 +69,9 @@ def sampler_over(vocab: Vocab, vocab_size: int) -> Any:
 
     def run(logits: jax.Array, state: slots.SlotState, bitmask: jax.Array, *flags: jax.Array) -> sampler.Sampled:
         masked, wanted, ids = flags
-        cuts = (vocab.columns, P(), slots.state_partition(state, vocab.columns), P(), P(), P(), P())
-        rows, details = jnp.arange(S, dtype=jnp.int32), sampler.ExtraInputs(wanted, ids)
-        args = (logits, rows, state, bitmask, masked, jnp.asarray(True), details)
+        cuts = (vocab.columns, P(), slots.state_partition(state, vocab.columns), P(), P())
+        rows = sampler.RowsToSample(jnp.arange(S, dtype=jnp.int32), masked, jnp.asarray(True))
+        args = (logits, rows, state, bitmask, sampler.ExtraInputs(wanted, ids))
         return vocab.call(functools.partial(sampler.sample, vocab=vocab), cuts, *args)
 
     return jax.jit(run, compiler_options=QUICK)

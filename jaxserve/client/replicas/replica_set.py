@@ -17,6 +17,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.client.processes.link import EngineLink
@@ -47,13 +48,23 @@ from jaxserve.types.page_keys import PageEvents
 logger = logging.getLogger(__name__)
 
 
-class ReplicaSet:
-    """live: the accepted sequences of all replicas
+@dataclass(frozen=True)
+class SequenceEvents:
+    """What the owner of the sequences does when something happens to them.
 
     on_message      called with each message that concerns requests, and the replica that sent it
     answer_abort    answers the abort of a sequence whose replica died
     end_with_error  ends a sequence. fail_all: ends all, because no replica is left
     """
+
+    on_message: Callable[[Replica, FromEngine | RequestRefused], None]
+    answer_abort: Callable[[LiveSequence], None]
+    end_with_error: Callable[[LiveSequence, HTTPError], None]
+    fail_all: Callable[[HTTPError], None]
+
+
+class ReplicaSet:
+    """live: the accepted sequences of all replicas"""
 
     def __init__(
         self,
@@ -61,19 +72,13 @@ class ReplicaSet:
         watchdog: float,
         live: SequenceTable,
         roles: Roles,
-        *,
-        on_message: Callable[[Replica, FromEngine | RequestRefused], None],
-        answer_abort: Callable[[LiveSequence], None],
-        end_with_error: Callable[[LiveSequence, HTTPError], None],
-        fail_all: Callable[[HTTPError], None],
+        events: SequenceEvents,
     ) -> None:
         self._live = live
-        self._answer_abort = answer_abort
-        self._end_with_error = end_with_error
-        self._fail_all = fail_all
+        self._events = events
         self._record = ControlRecord()
-        events = ReplicaEvents(on_message, self._became_ready, self._died, self._ended, end_with_error)
-        self._replicas = [Replica(i, link, watchdog, live, events, roles.of(i)) for i, link in enumerate(links)]
+        own = ReplicaEvents(events.on_message, self._became_ready, self._died, self._ended, events.end_with_error)
+        self._replicas = [Replica(i, link, watchdog, live, own, roles.of(i)) for i, link in enumerate(links)]
         self._choice = ReplicaChoice(self._replicas, roles)
         self._handover = PromptHandover(live, self._choice.of_decode, self._go_on) if roles.num_prefill else None
         self._info: EngineInfo | None = None
@@ -184,7 +189,7 @@ class ReplicaSet:
         if self._handover is None or output.finish_reason not in SERVED:
             return False
         if sequence.aborted:
-            self._answer_abort(sequence)
+            self._events.answer_abort(sequence)
         else:
             self._handover.take(sequence, output, self._replicas[sequence.replica])
         return True
@@ -262,7 +267,9 @@ class ReplicaSet:
         replica.is_stale = True
         logger.error("engine %d gets no requests until its weights are updated: %s", replica.index, reason)
         for sequence in replica.live:
-            self._end_with_error(sequence, ServerError("the engine was restarted without the weights of this request"))
+            self._events.end_with_error(
+                sequence, ServerError("the engine was restarted without the weights of this request")
+            )
 
     def _give_held(self, replica: Replica) -> None:
         """Give a replica that is usable what others hold until they are started again."""
@@ -277,7 +284,7 @@ class ReplicaSet:
         death = replica.sender.died(replica.link.in_work(), elsewhere=bool(others))
         for sequence in replica.live:
             if sequence.aborted:
-                self._answer_abort(sequence)
+                self._events.answer_abort(sequence)
         if len(self._replicas) > 1:
             replica.stats = EngineStats()
             if self._choice.router is not None:
@@ -313,11 +320,11 @@ class ReplicaSet:
         """Note that a replica will not be started again. Its suspects end, and the server with the last replica."""
         replica.calls.fail(error)
         if all(each.is_dead for each in self._replicas) or self._info is None:
-            self._fail_all(error)
+            self._events.fail_all(error)
             return
         self._move(replica.sender.not_suspects())
         for sequence in replica.live:
-            self._end_with_error(sequence, ServerError("the engine died each time it computed this request"))
+            self._events.end_with_error(sequence, ServerError("the engine died each time it computed this request"))
 
     # -- calls ---------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class GptOssMLP(nnx.Module):
 
     def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         """Run the block: x [T, D] -> [T, D]."""
-        return self.experts(x, *self.router(x), linear)
+        return self.experts(x, self.router(x), linear)
 
 
 class GptOssForCausalLM(CausalLM):

@@ -27,7 +27,7 @@ class MixtralMoE(nnx.Module):
 
     def __call__(self, x: jax.Array, linear: Products) -> jax.Array:
         """Run the block: x [T, D] -> [T, D]."""
-        return self.experts(x, *self.gate(x), linear)
+        return self.experts(x, self.gate(x), linear)
 
 
 class MixtralLayer(Layer):

@@ -38,7 +38,7 @@ from jaxserve.ops.quantized import MIDDLE
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
-LoadFormat = Literal["auto", "safetensors", "orbax", "random"]
+LoadFormat = Literal["auto", "safetensors", "orbax"]
 
 # Buffers that old exports contain and that are computed here; scales and zeros of quantized activations and KV caches.
 IGNORED = (re.compile(r"rotary_emb\.inv_freq$"), re.compile(r"\.(input|output|k|v)_(scale|zero_point)$"))
@@ -60,24 +60,17 @@ def load_model(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
     load_format: LoadFormat = "auto",
-    seed: int = 0,
 ) -> LoadedModel:
     """Load a checkpoint directory (see hub.resolve) in `dtype`, over `mesh` or on the first device.
 
     config: used instead of the directory's config.json, for example with another context length.
-    load_format: "random" needs only config.json and draws the weights on the devices from `seed`. "auto" detects a
-      converted checkpoint (see orbax.convert); anything else is read as safetensors.
+    load_format: "auto" detects a converted checkpoint (see orbax.convert); anything else is read as safetensors.
     Raises ModelLoadError if the model is not supported, a file is damaged, or tensors do not fit; it names them all.
     """
     start = time.perf_counter()
-    config = config or read_config(directory)
-    if mesh is not None:
-        config = for_mesh(config, mesh)
+    config = _config(config, directory, mesh)
     converted = load_format == "orbax" or (load_format == "auto" and is_converted(directory))
-    if load_format == "random":
-        structure = build(config, dtype)
-        leaves, read = random_leaves(structure, _shardings(structure, mesh), seed), 0
-    elif converted:
+    if converted:
         structure = build(as_converted(config, directory), dtype)
         leaves, read = read_leaves(structure, _shardings(structure, mesh), directory, progress)
     else:
@@ -89,6 +82,24 @@ def load_model(
         logger.info("%s was made for activations of 8 bits, which are not rounded here", directory)
     jax.block_until_ready(leaves)
     return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
+
+
+def random_model(
+    directory: Path, *, dtype: jnp.dtype, config: ModelConfig | None = None, mesh: Mesh | None = None, seed: int = 0
+) -> LoadedModel:
+    """Draw the weights of a model on the devices. The directory needs only config.json. See `load_model`.
+
+    Raises ModelLoadError if the model is not supported.
+    """
+    start = time.perf_counter()
+    structure = build(_config(config, directory, mesh), dtype)
+    leaves = jax.block_until_ready(random_leaves(structure, _shardings(structure, mesh), seed))
+    return LoadedModel(structure, leaves, directory, 0, time.perf_counter() - start)
+
+
+def _config(config: ModelConfig | None, directory: Path, mesh: Mesh | None) -> ModelConfig:
+    config = config or read_config(directory)
+    return config if mesh is None else for_mesh(config, mesh)
 
 
 def inspect(directory: Path, *, dtype: jnp.dtype, config: ModelConfig) -> ModelStructure:

@@ -46,60 +46,27 @@ class TritonExperts:
 WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T is faster on a CPU: x @ W.T repacks W at every call
 
 
-def linear(
-    x: jax.Array,
-    w: Weight,
-    bias: jax.Array | None = None,
-    *,
-    deterministic: bool = False,
-    native: bool = False,
-    few_bits: FewBits | None = None,
-    rounded: bool = False,
-    sharded: bool = False,
-    out_dtype: DTypeLike | None = None,
-) -> jax.Array:
-    """Multiply x [T, in] by w [*out, in] transposed and add bias [*out].
-
-    Returns [T, *out] in `out_dtype`, by default x's dtype. The formulation depends on the platform that the program
-    is lowered for and on T, which is static.
+@dataclass(frozen=True)
+class Products:
+    """Multiplies the activations of a program by weights. These options hold for all of its products.
 
     deterministic: a row's result depends on that row only. One formulation serves every T, and XLA's kernel for a
       single row is avoided because it sums in another order. Needs the options of runtime.compilation.compiler.
     native: use the C kernels for float32 activations. The caller has loaded `ops.native`, and the program runs on one
       CPU. A bfloat16 or quantised weight gives the bits of the same numbers in float32.
-    rounded: with native, round the activations for weights that `native.rounds` names, which is faster.
     few_bits: the platform whose kernel multiplies a quantised weight and few rows of 16-bit activations, unless
       deterministic. The program runs there.
-    sharded: with few_bits, the program runs over several devices.
+    rounded: with native, round the activations for weights that `native.rounds` names, which is faster.
+    experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA.
+    sharded: the program runs over several devices.
     The other formulations convert a weight of another form to x's dtype first.
     """
-    out_dtype = x.dtype if out_dtype is None else out_dtype
-    if isinstance(w, Quantized):
-        x, w = w.meet(x)
-    if native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
-        y = _native(x, _matrix(w), few=not deterministic, rounded=rounded).reshape(x.shape[0], *w.shape[:-1])
-    elif few_bits and not deterministic and isinstance(w, Quantized) and (kernel := _kernel(few_bits)).takes(x):
-        product = partial(sharded_few_bits.matmul, kernel.matmul) if sharded else kernel.matmul
-        y = product(x, w, out_dtype)
-    elif deterministic:
-        y = _at_least_two_rows(x, w, out_dtype)
-    elif x.shape[0] <= WEIGHT_FIRST_ROWS:
-        on_cpu, elsewhere = partial(_weight_first, out_dtype=out_dtype), partial(_plain, out_dtype=out_dtype)
-        y = lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere)
-    else:
-        y = _plain(x, w, out_dtype)
-    return y if bias is None else y + bias.astype(out_dtype)[None]
-
-
-@dataclass(frozen=True)
-class Products:
-    """`linear` with the options of a program."""
 
     deterministic: bool = False
     native: bool = False
     few_bits: FewBits | None = None
     rounded: bool = False
-    experts: Literal["auto", "xla", "triton"] = "auto"  # auto: the C kernel if `native`, else XLA
+    experts: Literal["auto", "xla", "triton"] = "auto"
     sharded: bool = False
 
     @property
@@ -116,15 +83,31 @@ class Products:
         out_dtype: DTypeLike | None = None,
         split: tuple[str, ...] = (),
     ) -> jax.Array:
-        """See `linear`: x [T, in], w [*out, in], bias [*out] -> [T, *out].
+        """Multiply x [T, in] by w [*out, in] transposed and add bias [*out].
 
+        Returns [T, *out] in `out_dtype`, by default x's dtype. The formulation depends on the platform that the
+        program is lowered for and on T, which is static.
         split: the mesh axes that split `in`. The compiler knows them too, and adds over them unless `in_order`.
         """
-        if self.in_order and split:
-            return _added_in_order(x, w, bias, x.dtype if out_dtype is None else out_dtype, split)
-        chosen = {"deterministic": self.deterministic, "native": self.native, "few_bits": self.few_bits}
-        chosen |= {"rounded": self.rounded, "sharded": self.sharded}
-        return linear(x, w, bias, out_dtype=out_dtype, **chosen)
+        out_dtype = x.dtype if out_dtype is None else out_dtype
+        if isinstance(w, Quantized):
+            x, w = w.meet(x)
+        y = _added_in_order(x, w, out_dtype, split) if self.in_order and split else self._multiply(x, w, out_dtype)
+        return y if bias is None else y + bias.astype(out_dtype)[None]
+
+    def _multiply(self, x: jax.Array, w: Weight, out_dtype: DTypeLike) -> jax.Array:
+        if self.native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
+            y = _native(x, _matrix(w), few=not self.deterministic, rounded=self.rounded)
+            return y.reshape(x.shape[0], *w.shape[:-1])
+        if self.deterministic:
+            return _at_least_two_rows(x, w, out_dtype)
+        if self.few_bits and isinstance(w, Quantized) and (kernel := _kernel(self.few_bits)).takes(x):
+            product = partial(sharded_few_bits.matmul, kernel.matmul) if self.sharded else kernel.matmul
+            return product(x, w, out_dtype)
+        if x.shape[0] > WEIGHT_FIRST_ROWS:
+            return _plain(x, w, out_dtype)
+        on_cpu, elsewhere = partial(_weight_first, out_dtype=out_dtype), partial(_plain, out_dtype=out_dtype)
+        return lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere)
 
     def whole(self, x: jax.Array, function: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
         """Return function(x) for x [...]; if `in_order`, every device computes it from all of x.
@@ -145,24 +128,20 @@ class Products:
         return partial(kernels.matmul_grouped, few=not self.deterministic)
 
 
-def _added_in_order(
-    x: jax.Array, w: Weight, bias: jax.Array | None, out_dtype: DTypeLike, split: tuple[str, ...]
-) -> jax.Array:
+def _added_in_order(x: jax.Array, w: Weight, out_dtype: DTypeLike, split: tuple[str, ...]) -> jax.Array:
     """Multiply x [T, in] by w [out, in], `in` split over mesh axes, and add in the order of the devices.
 
     The parts are float32 and rounded once. Returns [T, out] in `out_dtype`, on every device.
     """
-    if isinstance(w, Quantized):
-        x, w = w.meet(x)
     mesh = jax.typeof(jax.tree.leaves(w)[0]).sharding.mesh
     cut = PartitionSpec(None, split)
 
     def local(x: jax.Array, w: Weight) -> jax.Array:
         """Multiply what one device holds, x [T, its in] and w [out, its in], and add to the others' -> [T, out]."""
-        return sum_in_order(linear(x, w, deterministic=True, out_dtype=jnp.float32), split)
+        return sum_in_order(_at_least_two_rows(x, w, jnp.float32), split)
 
     y = jax.shard_map(local, mesh=mesh, in_specs=(cut, cut), out_specs=PartitionSpec(), check_vma=False)(x, w)
-    return y.astype(out_dtype) if bias is None else y.astype(out_dtype) + bias.astype(out_dtype)[None]
+    return y.astype(out_dtype)
 
 
 def _native(x: jax.Array, w: Weight, *, few: bool, rounded: bool) -> jax.Array:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxserve.ops.quantized import BLOCK, MIDDLE
+from jaxserve.ops.quantized import BLOCK, MIDDLE, e2m1
 
 
 def halves(x: jax.Array) -> jax.Array:
@@ -35,12 +34,6 @@ def wide(values: jax.Array, scale: jax.Array, zero: jax.Array | None, *, mxfp4: 
             yield numbers * scale
 
 
-def powers(exponents: jax.Array) -> jax.Array:
-    """Return 2^(e - 127) of exponents uint8 -> float32."""
-    bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def _numbers(values: jax.Array, mxfp4: bool) -> Iterator[jax.Array]:
     """Yield the values of each half as float32."""
     if values.dtype != jnp.uint8:
@@ -48,12 +41,4 @@ def _numbers(values: jax.Array, mxfp4: bool) -> Iterator[jax.Array]:
         return
     pairs = values.astype(jnp.int32)
     for codes in (pairs & 15, pairs >> 4):
-        yield _e2m1(codes) if mxfp4 else codes.astype(jnp.float32)
-
-
-def _e2m1(codes: jax.Array) -> jax.Array:
-    """Return the numbers of codes int32, by the bits of float32: the exponent is biased by 126 more."""
-    magnitude = codes & 7
-    normal = lax.bitcast_convert_type((magnitude << 22) + (126 << 23), jnp.float32)
-    number = jnp.where(magnitude < 2, magnitude.astype(jnp.float32) * 0.5, normal)
-    return jnp.where(codes > 7, -number, number)
+        yield e2m1(codes) if mxfp4 else codes.astype(jnp.float32)

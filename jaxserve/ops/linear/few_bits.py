@@ -20,7 +20,8 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
 from jaxserve.ops.linear import codes
-from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.quantized import Quantized, powers
+from jaxserve.ops.triton_arrays import dot, index_grid, load, mask_of
 
 # Of x. Every tile of 128 rows turns the values into numbers again, some 6 instructions each: 0.2 ps on an H200. Four
 # times that is what the 4 bytes cost that XLA's form writes and reads.
@@ -110,23 +111,20 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, tile: Tile, step: int, width: 
         """Add the products of one step: total [outputs, rows]."""
         first = (split * steps + index) * step
         column = first + jnp.arange(step, dtype=jnp.int32)
-        values = _load(values_ref, (own, column), (own_limit, column_limit))
+        values = load(values_ref, index_grid(own, column), (own_limit, column_limit))
         count = max(1, step // width)
         group = first // width + jnp.arange(count, dtype=jnp.int32)
         group_limit = None if column_limit is None else scales_ref.shape[1]
-        shared = [_load(ref, (own, group), (own_limit, group_limit)) for ref in (scales_ref, *zeros_ref)]
-        scale, *zero = [_spread(codes.powers(each) if mxfp4 else each, step) for each in shared]
-        x_place = _grid(row, column)
-        x_mask = _inside(x_place, (row_limit, column_limit))
+        shared = [load(ref, index_grid(own, group), (own_limit, group_limit)) for ref in (scales_ref, *zeros_ref)]
+        scale, *zero = [_spread(powers(each) if mxfp4 else each, step) for each in shared]
         for half, numbers in enumerate(codes.wide(values, scale, zero[0] if zero else None, mxfp4=mxfp4)):
-            x = plt.load(x_ref.at[half, *x_place], mask=x_mask, other=None if x_mask is None else 0)
-            dims = (((1,), (1,)), ((), ()))
-            total += lax.dot_general(numbers.astype(x.dtype), x, dims, preferred_element_type=jnp.float32)
+            x = load(x_ref, (half, *index_grid(row, column)), (None, row_limit, column_limit))
+            total += dot(numbers.astype(x.dtype), x, (1, 1))
         return total
 
     total = lax.fori_loop(0, steps, add, jnp.zeros((tile.outputs, tile.rows), jnp.float32))
-    place = _grid(own, row)
-    mask = _inside(place, (own_limit, row_limit))
+    place = index_grid(own, row)
+    mask = mask_of(place, (own_limit, row_limit))
     plt.store(out_ref.at[split, place[1], place[0]], total.astype(out_ref.dtype), mask=mask)
 
 
@@ -134,20 +132,3 @@ def _spread(shared: jax.Array, step: int) -> jax.Array:
     """Repeat what groups share for their numbers: [outputs, groups] -> [outputs, step]."""
     outputs, count = shared.shape
     return lax.broadcast_in_dim(shared, (outputs, count, step // count), (0, 1)).reshape(outputs, step)
-
-
-def _grid(*indices: jax.Array) -> tuple[jax.Array, ...]:
-    shape = tuple(index.shape[0] for index in indices)
-    return tuple(lax.broadcast_in_dim(index, shape, (axis,)) for axis, index in enumerate(indices))
-
-
-def _inside(indices: tuple[jax.Array, ...], limits: tuple[int | None, ...]) -> jax.Array | None:
-    masks = [jnp.less(index, limit) for index, limit in zip(indices, limits, strict=True) if limit is not None]
-    return functools.reduce(jnp.logical_and, masks) if masks else None
-
-
-def _load(ref, indices: tuple[jax.Array, ...], limits: tuple[int | None, ...]) -> jax.Array:
-    """Load the rectangle of these rows and columns, 0 for an index at or above its limit."""
-    place = _grid(*indices)
-    mask = _inside(place, limits)
-    return plt.load(ref.at[place], mask=mask, other=None if mask is None else 0)

@@ -22,20 +22,20 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jaxserve.ops.linear import codes
-from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.quantized import Quantized, powers
 
 # Of x. A tile of x, of the sums and of the result, each twice for the next tile's copy, fill 10 of the 16 MiB that a
 # program may use on a v5e.
-MAX_ROWS = 1024
-LANES = 128
-_SUBLANES = 32  # rows of bytes in a tile of the memory layout
+MAX_TPU_ROWS = 1024
+_LANES = 128
+_SUB_LANES = 32  # rows of bytes in a tile of the memory layout
 _OUTPUTS = 512  # of a tile
 _FEW_ROWS = 128  # with so few a tile of 1 MiB hides the 0.3 us that a program of the grid costs
 
 
 def takes(x: jax.Array) -> bool:
     """Return whether the kernel takes rows x [T, K]."""
-    return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_ROWS
+    return x.dtype == jnp.bfloat16 and x.shape[0] <= MAX_TPU_ROWS
 
 
 def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
@@ -43,7 +43,7 @@ def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool 
 
     Rows of values that are no multiple of 128 bytes are widened by XLA.
     """
-    if w.ndim > 2 and w.shape[-2] < _SUBLANES:
+    if w.ndim > 2 and w.shape[-2] < _SUB_LANES:
         # XLA keeps such a weight with this axis first, so that nothing is padded. Any other order would be a copy.
         moved = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, -2, 0), w)
         y = _matmul(x, moved.matrix(), out_dtype, interpret)
@@ -55,13 +55,13 @@ def _matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, interpret: bool) -
     """Multiply x [T, K] by w [N, K] transposed -> [T, N]."""
     rows = x.shape[0]
     outputs, columns = w.values.shape
-    if columns % LANES:
+    if columns % _LANES:
         return lax.dot_general(x, w.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     width = columns // w.scales.shape[1]  # bytes of a group
     lanes = _lanes(columns, 2048 if rows <= _FEW_ROWS else 512)
     parts = codes.halves(x) if w.packed else x[None]
     values, *shared = jax.tree.leaves(w)
-    groups = pl.BlockSpec((_OUTPUTS, LANES), lambda n, k: (n, k * lanes // (width * LANES)))
+    groups = pl.BlockSpec((_OUTPUTS, _LANES), lambda n, k: (n, k * lanes // (width * _LANES)))
     steps = columns // lanes
     return pl.pallas_call(
         functools.partial(_kernel, width=width, steps=steps, mxfp4=w.mxfp4),
@@ -94,13 +94,13 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, width: int, steps: int, mxfp4:
     def _() -> None:
         total_ref[...] = jnp.zeros_like(total_ref)
 
-    scales = codes.powers(scales_ref[...]) if mxfp4 else scales_ref[...]
+    scales = powers(scales_ref[...]) if mxfp4 else scales_ref[...]
     pieces: list[tuple[jax.Array, ...]] = []  # of 128 lanes; each of one or two halves [outputs, 128]
-    for first in range(0, lanes, LANES):
-        lane = step * lanes + first + lax.broadcasted_iota(jnp.int32, (outputs, LANES), 1)
-        group = (lane // width) % LANES
+    for first in range(0, lanes, _LANES):
+        lane = step * lanes + first + lax.broadcasted_iota(jnp.int32, (outputs, _LANES), 1)
+        group = (lane // width) % _LANES
         scale, *zero = [_repeated(each, group) for each in (scales, *(ref[...] for ref in zeros_ref))]
-        values = values_ref[:, first : first + LANES]
+        values = values_ref[:, first : first + _LANES]
         numbers = codes.wide(values, scale, zero[0] if zero else None, mxfp4=mxfp4)
         pieces.append(tuple(each.astype(x_ref.dtype) for each in numbers))
     for half, parts in enumerate(zip(*pieces, strict=True)):

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxserve.ops.linear import GroupedProduct, TritonExperts
-from jaxserve.ops.moe.choices import Choices
+from jaxserve.ops.moe.choices import Choices, Chosen
 from jaxserve.ops.moe.experts import Activation, ExpertWeights
 from jaxserve.ops.quantized import Quantized
 from jaxserve.ops.sums import sum_in_order
@@ -35,8 +35,7 @@ RowsFunction = Callable[[jax.Array, jax.Array, ExpertWeights], jax.Array]  # sor
 
 def moe(
     x: jax.Array,
-    expert_ids: jax.Array,
-    expert_weights: jax.Array,
+    chosen: Chosen,
     experts: ExpertWeights,
     activation: Activation,
     product: GroupedProduct | TritonExperts | None = None,
@@ -45,7 +44,7 @@ def moe(
 ) -> jax.Array:
     """Return the weighted sum of each token's experts: sum over k of weight * down(activation(gate(x), up(x))).
 
-    x [T, D], expert_ids int32 [T, K], expert_weights float32 [T, K] -> [T, D] in x's dtype. The sum is float32.
+    x [T, D] -> [T, D] in x's dtype. The sum is float32.
     product: multiplies rows sorted by expert, on one device; or the choice of the Triton kernels; None: XLA does.
     If the weights are sharded over the mesh axes "expert" or "tensor", it runs under shard_map: experts are split
     over "expert", F over "tensor", every device has all tokens, and one all-reduce ends it.
@@ -54,15 +53,13 @@ def moe(
     mesh = jax.typeof(jax.tree.leaves(experts.down)[0]).sharding.mesh
     axes = tuple(name for name in ("expert", "tensor") if mesh.shape.get(name, 1) > 1)
     if not axes:
-        return _local(x, expert_ids, expert_weights, experts, _choices_function(activation, product), 0)
-    spec = _specs(experts, axes)
+        return _local(x, chosen, experts, _choices_function(activation, product), 0)
     triton = product if isinstance(product, TritonExperts) else None
-    add = sum_in_order if in_order else lax.psum
-    body = partial(_sharded, activation=activation, axes=axes, product=triton, add=add)
+    add = partial(sum_in_order, axes=axes) if in_order else partial(lax.psum, axis_name=axes)
+    body = partial(_sharded, run=_choices_function(activation, triton), axes=axes, add=add)
     whole = PartitionSpec()
-    return jax.shard_map(body, mesh=mesh, in_specs=(whole, whole, whole, spec), out_specs=whole, check_vma=False)(
-        x, expert_ids, expert_weights, experts
-    )
+    specs = whole, whole, _specs(experts, axes)
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(x, chosen, experts)
 
 
 def _specs(experts: ExpertWeights, axes: tuple[str, ...]) -> ExpertWeights:
@@ -78,20 +75,18 @@ def _specs(experts: ExpertWeights, axes: tuple[str, ...]) -> ExpertWeights:
 
 def _sharded(
     x: jax.Array,
-    expert_ids: jax.Array,
-    expert_weights: jax.Array,
+    chosen: Chosen,
     experts: ExpertWeights,
     *,
-    activation: Activation,
+    run: ChoicesFunction,
     axes: tuple[str, ...],
-    product: TritonExperts | None,
-    add: Callable[[jax.Array, tuple[str, ...]], jax.Array],
+    add: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     first = lax.axis_index("expert") * experts.down.shape[0] if "expert" in axes else 0
     if "tensor" in axes and experts.down_bias is not None:  # added once: every device of the axis would add it
         bias = jnp.where(lax.axis_index("tensor") == 0, experts.down_bias, jnp.zeros_like(experts.down_bias))
         experts = ExpertWeights(experts.gate_up, experts.down, experts.gate_up_bias, bias)
-    return add(_local(x, expert_ids, expert_weights, experts, _choices_function(activation, product), first), axes)
+    return add(_local(x, chosen, experts, run, first))
 
 
 def _choices_function(activation: Activation, product: GroupedProduct | TritonExperts | None) -> ChoicesFunction:
@@ -112,22 +107,17 @@ def _rows_function(activation: Activation, product: GroupedProduct | None) -> Ro
 
 
 def _local(
-    x: jax.Array,
-    expert_ids: jax.Array,
-    expert_weights: jax.Array,
-    experts: ExpertWeights,
-    run: ChoicesFunction,
-    first: jax.Array | int,
+    x: jax.Array, chosen: Chosen, experts: ExpertWeights, run: ChoicesFunction, first: jax.Array | int
 ) -> jax.Array:
     """Return the partial sum [T, D] over this device's experts [first, first + E)."""
-    tokens, choices = expert_ids.shape
+    tokens, choices = chosen.ids.shape
     count = experts.down.shape[0]
-    local = expert_ids.reshape(-1) - first
+    local = chosen.ids.reshape(-1) - first
     local = jnp.where((local >= 0) & (local < count), local, count)  # other devices' experts sort last
     order = jnp.argsort(local, stable=True)
     # Compared and counted, because a scatter to few places is slow on a GPU.
     sizes = jnp.sum(local[:, None] == jnp.arange(count)[None, :], axis=0, dtype=jnp.int32)
-    out = run(x, Choices(order, sizes, expert_weights.reshape(-1), choices), experts)
+    out = run(x, Choices(order, sizes, chosen.weights.reshape(-1), choices), experts)
     out = jnp.where((local < count)[:, None], out.astype(jnp.float32), 0.0)
     return out.reshape(tokens, choices, -1).sum(axis=1).astype(x.dtype)
 

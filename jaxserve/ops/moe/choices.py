@@ -14,6 +14,13 @@ logger = logging.getLogger(__name__)
 _AUTO = "use runtime.experts: auto"
 
 
+class Chosen(NamedTuple):
+    """The experts of each token, and what their results are multiplied by."""
+
+    ids: jax.Array  # int32 [T, K]
+    weights: jax.Array  # float32 [T, K]
+
+
 class Choices(NamedTuple):
     """M choices of tokens, K of each. Choice c is of token c // K."""
 

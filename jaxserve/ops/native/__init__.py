@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,61 +138,42 @@ def _call(name: str, x: jax.Array, w: Weight, rows: int, *behind: jax.Array) -> 
     return jax.ffi.ffi_call(name, result)(x, *jax.tree.leaves(w), *behind)
 
 
-def attend(
-    q: jax.Array,
-    cache: jax.Array,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    sinks: jax.Array | None,
-    *,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    scales: jax.Array | None = None,
-) -> jax.Array:
+class PagedContext(NamedTuple):
+    """What the rows of a layer attend to.
+
+    cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16, or int8 or float8_e4m3fn with
+      scales: float32 [P, 2, page_size, KH].
+    page_table: int32 [R, max_pages]. sinks: [N].
+    """
+
+    cache: jax.Array
+    page_table: jax.Array
+    sinks: jax.Array | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    scales: jax.Array | None = None
+
+
+def attend(q: jax.Array, kv_lens: jax.Array, context: PagedContext) -> jax.Array:
     """Compute the attention of rows that have one token each, at position kv_len - 1 -> float32 [R, N, D].
 
     q: float32 [R, N, D], already scaled; D is a multiple of HEAD_DIM_STEP.
-    cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16, or int8 or float8_e4m3fn with
-      scales: float32 [P, 2, page_size, KH].
-    page_table: int32 [R, max_pages]. kv_lens: int32 [R]; a row with kv_len 0 gives zeros. sinks: [N].
+    kv_lens: int32 [R]; a row with kv_len 0 gives zeros.
     """
-    where = page_table, kv_lens
-    return _attend(_ATTEND, q, cache, where, sinks, sliding_window=sliding_window, soft_cap=soft_cap, scales=scales)
+    return _attend(_ATTEND, q, (kv_lens,), context)
 
 
-def attend_prompts(
-    q: jax.Array,
-    cache: jax.Array,
-    page_table: jax.Array,
-    rows: tuple[jax.Array, jax.Array, jax.Array],
-    sinks: jax.Array | None,
-    *,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    scales: jax.Array | None = None,
-) -> jax.Array:
+def attend_prompts(q: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array], context: PagedContext) -> jax.Array:
     """Compute the attention of the rows that have at least two tokens: q float32 [T, N, D], scaled -> [T, N, D].
 
     rows: the first packed token, the number of tokens and the context length of each row, int32 [R] each. A row's
-    tokens are the last of its context. Other tokens get zeros. The other arguments are those of `attend`.
+    tokens are the last of its context. Other tokens get zeros. D is a multiple of HEAD_DIM_STEP.
     """
-    where = page_table, *rows
-    return _attend(
-        _ATTEND_PROMPTS, q, cache, where, sinks, sliding_window=sliding_window, soft_cap=soft_cap, scales=scales
-    )
+    return _attend(_ATTEND_PROMPTS, q, rows, context)
 
 
-def _attend(
-    name: str,
-    q: jax.Array,
-    cache: jax.Array,
-    where: tuple[jax.Array, ...],
-    sinks: jax.Array | None,
-    *,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    scales: jax.Array | None,
-) -> jax.Array:
+def _attend(name: str, q: jax.Array, rows: tuple[jax.Array, ...], context: PagedContext) -> jax.Array:
+    cache, page_table, sinks, sliding_window, soft_cap, scales = context
     assert q.dtype == jnp.float32 and q.shape[2] % HEAD_DIM_STEP == 0
     assert (cache.dtype in (jnp.float32, jnp.bfloat16)) == (scales is None)
     none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
@@ -199,7 +181,8 @@ def _attend(
     return call(
         q,
         cache,
-        *where,
+        page_table,
+        *rows,
         none if sinks is None else sinks.astype(jnp.float32),
         jnp.array([sliding_window or 0], jnp.int32),
         jnp.array([soft_cap or 0.0], jnp.float32),

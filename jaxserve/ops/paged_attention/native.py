@@ -33,17 +33,7 @@ class NativeBackend(XlaBackend):
         """
         if not _takes(layer):
             return super().decode(layer, q, kv_lens, alone=alone)
-        spec, [cache, *scales] = layer.spec, jax.tree.leaves(layer.cache)
-        return native.attend(
-            q,
-            cache,
-            layer.page_table,
-            kv_lens,
-            layer.sinks,
-            sliding_window=spec.sliding_window,
-            soft_cap=spec.soft_cap,
-            scales=scales[0] if scales else None,
-        )
+        return native.attend(q, kv_lens, _context(layer))
 
     def extend(self, layer: TiledLayer, q: jax.Array, rows: Rows) -> jax.Array:
         """Attend the rows of two or more tokens: q float32 [T, N, D], scaled -> float32 [T, N, D], else zeros.
@@ -52,17 +42,13 @@ class NativeBackend(XlaBackend):
         """
         if not _takes(layer):
             return super().extend(layer, q, rows)
-        spec, [cache, *scales] = layer.spec, jax.tree.leaves(layer.cache)
-        return native.attend_prompts(
-            q,
-            cache,
-            layer.page_table,
-            rows,
-            layer.sinks,
-            sliding_window=spec.sliding_window,
-            soft_cap=spec.soft_cap,
-            scales=scales[0] if scales else None,
-        )
+        return native.attend_prompts(q, rows, _context(layer))
+
+
+def _context(layer: TiledLayer) -> native.PagedContext:
+    spec, [cache, *scales] = layer.spec, jax.tree.leaves(layer.cache)
+    limits = spec.sliding_window, spec.soft_cap
+    return native.PagedContext(cache, layer.page_table, layer.sinks, *limits, scales[0] if scales else None)
 
 
 def _takes(layer: TiledLayer) -> bool:

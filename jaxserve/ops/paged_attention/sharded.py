@@ -8,6 +8,8 @@ cache is replicated: every device writes all of it and attends for its own query
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -17,51 +19,59 @@ from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, 
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 
 
-def write_and_attend(
-    backend: Backend,
-    mesh: Mesh | AbstractMesh | None,
-    heads: Heads,
-    cache: Pages,
-    metadata: AttentionMetadata,
-    spec: AttentionSpec,
-    sinks: jax.Array | None = None,
-) -> tuple[jax.Array, Pages]:
-    """Write k and v [T, KH, D] to the cache and attend q [T, N, D] to it -> (out [T, N, D], cache).
+@dataclass(frozen=True)
+class MeshAttention:
+    """Attention by `backend` over the devices of `mesh`. None: one device."""
 
-    sinks: [N] or None. `spec` counts the kv heads of the whole model.
-    """
-    q, k, v, projected = heads
+    backend: Backend
+    mesh: Mesh | AbstractMesh | None = None
 
-    def local(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+    def __call__(
+        self,
+        heads: Heads,
+        cache: Pages,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, Pages]:
+        """Write k and v [T, KH, D] to the cache and attend q [T, N, D] to it -> (out [T, N, D], cache).
+
+        sinks: [N] or None. `spec` counts the kv heads of the whole model.
+        """
+        local = partial(self._local, spec=spec)
+        q, k, v, projected = heads
+        if self.mesh is None or self.mesh.shape.get("tensor", 1) == 1:
+            if projected is not None and isinstance(self.backend, WritesHeads) and isinstance(cache, jax.Array):
+                # XLA drops the computation of q, k and v, which nothing reads then.
+                q, cache = self.backend.write_heads(projected, cache, metadata.slot_mapping)
+                return self.backend.attend(q, cache, metadata, spec, sinks), cache
+            return local((q, k, v), cache, metadata, sinks)
+        by_head = P(None, "tensor", None)
+        kv, pages = P(), P()
+        if spec.num_kv_heads % self.mesh.shape["tensor"] == 0:
+            kv, pages = by_head, head_partition(self.backend)
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=((by_head, kv, kv), pages, P(), P("tensor")),
+            out_specs=(by_head, pages),
+            check_vma=False,
+        )((q, k, v), cache, metadata, sinks)
+
+    def _local(
+        self,
+        heads: tuple[jax.Array, jax.Array, jax.Array],
         cache: Pages,
         metadata: AttentionMetadata,
         sinks: jax.Array | None,
+        *,
+        spec: AttentionSpec,
     ) -> tuple[jax.Array, Pages]:
         """Write and attend on one device: q [T, its N, D], k and v [T, its KH, D]."""
+        q, k, v = heads
+        cache = self.backend.write(cache, k, v, metadata.slot_mapping)
         mine = dataclasses.replace(spec, num_kv_heads=k.shape[1])
-        cache = backend.write(cache, k, v, metadata.slot_mapping)
-        return backend.attend(q, cache, metadata, mine, sinks), cache
-
-    if mesh is None or mesh.shape.get("tensor", 1) == 1:
-        if projected is not None and isinstance(backend, WritesHeads) and isinstance(cache, jax.Array):
-            # XLA drops the computation of q, k and v, which nothing reads then.
-            q, cache = backend.write_heads(projected, cache, metadata.slot_mapping)
-            return backend.attend(q, cache, metadata, spec, sinks), cache
-        return local(q, k, v, cache, metadata, sinks)
-    by_head = P(None, "tensor", None)
-    kv, pages = P(), P()
-    if spec.num_kv_heads % mesh.shape["tensor"] == 0:
-        kv, pages = by_head, head_partition(backend)
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(by_head, kv, kv, pages, P(), P("tensor")),
-        out_specs=(by_head, pages),
-        check_vma=False,
-    )(q, k, v, cache, metadata, sinks)
+        return self.backend.attend(q, cache, metadata, mine, sinks), cache
 
 
 def head_partition(backend: Backend) -> P:

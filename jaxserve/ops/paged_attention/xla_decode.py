@@ -45,14 +45,14 @@ def attend_single_tokens(layer: TiledLayer, q: jax.Array, kv_lens: jax.Array) ->
     rows, heads, head_dim = q.shape
     layer = layer._replace(tile=whole_pages(CONTEXT_TILE, layer.cache.shape[2]))
     queries = _block_diagonal(q, layer.spec.num_kv_heads)
-    work = _work_list(layer, kv_lens)
+    work = _work_list(layer, queries, kv_lens)
     num_tiles = work.ends[-1]
 
     def add(state: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
         """Add the next batch of tiles. state: number of tiles done, int32 [], and the softmax of all rows."""
         done, softmax = state
         many = num_tiles - done > MANY_TILES - FEW_TILES
-        batches = [partial(_add_tiles, layer, queries, kv_lens, work, size) for size in (MANY_TILES, FEW_TILES)]
+        batches = [partial(_add_tiles, layer, work, size) for size in (MANY_TILES, FEW_TILES)]
         return done + jnp.where(many, MANY_TILES, FEW_TILES), lax.cond(many, *batches, done, softmax)
 
     padded = rows + MANY_TILES
@@ -65,37 +65,37 @@ def attend_single_tokens(layer: TiledLayer, q: jax.Array, kv_lens: jax.Array) ->
 
 
 class _Work(NamedTuple):
-    """One list of the tiles of all rows, row after row. Arrays are int32 [R].
+    """One list of the tiles of all rows, row after row. Arrays are int32 [R], but queries [R, ...].
 
     Entry i belongs to the first row whose `ends` is above i. It is that row's tile i + shift.
     rank: index of the row among the rows that have a context.
     """
 
+    queries: jax.Array
+    kv_lens: jax.Array
     ends: jax.Array
     shift: jax.Array
     rank: jax.Array
 
 
-def _work_list(layer: TiledLayer, kv_lens: jax.Array) -> _Work:
+def _work_list(layer: TiledLayer, queries: jax.Array, kv_lens: jax.Array) -> _Work:
     first = first_tile(layer, kv_lens - 1)
     count = jnp.where(kv_lens > 0, (kv_lens + layer.tile - 1) // layer.tile - first, 0)
     ends = jnp.cumsum(count)
     rank = jnp.cumsum((kv_lens > 0).astype(jnp.int32)) - 1
-    return _Work(ends, first - (ends - count), jnp.maximum(rank, 0))
+    return _Work(queries, kv_lens, ends, first - (ends - count), jnp.maximum(rank, 0))
 
 
-def _add_tiles(
-    layer: TiledLayer, queries: jax.Array, kv_lens: jax.Array, work: _Work, size: int, done: jax.Array, state: Softmax
-) -> Softmax:
+def _add_tiles(layer: TiledLayer, work: _Work, size: int, done: jax.Array, state: Softmax) -> Softmax:
     """Return the softmax of all rows, by rank, with the list's entries [done, done + size) added."""
     place = done + jnp.arange(size, dtype=jnp.int32)
     live = place < work.ends[-1]
     place = jnp.minimum(place, work.ends[-1] - 1)
     row = jnp.sum(work.ends[None, :] <= place[:, None], axis=1, dtype=jnp.int32)
-    kv_len, tile = kv_lens[row], place + work.shift[row]
+    kv_len, tile = work.kv_lens[row], place + work.shift[row]
     column = tile[:, None] * layer.tile + jnp.arange(layer.tile, dtype=jnp.int32)[None, :]
     seen = sees(layer, column, kv_len[:, None] - 1) & live[:, None]
-    own = _attend_tiles(layer, queries[row], seen, read_tiles(layer, row, tile, layer.tile, kv_len))
+    own = _attend_tiles(layer, work.queries[row], seen, read_tiles(layer, row, tile, layer.tile, kv_len))
     # Tiles are in the order of their rows, so a batch touches at most `size` rows, from the first tile's row on.
     first = work.rank[row[0]]
     touched = Softmax(*(lax.dynamic_slice_in_dim(part, first, size) for part in state))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 BLOCK = 32  # numbers whose 4-bit values are packed together; a group has a multiple of it, or of int8 16 numbers
@@ -74,8 +75,8 @@ class Quantized:
     def astype(self, dtype: DTypeLike) -> jax.Array:
         """Return the numbers [..., N, K] in `dtype`, rounded from float32."""
         values = _unpacked(self.values) if self.packed else self.values
-        values = _e2m1(values) if self.mxfp4 else values.astype(jnp.float32)
-        scales = _powers(self.scales) if self.mxfp4 else self.scales
+        values = e2m1(values) if self.mxfp4 else values.astype(jnp.float32)
+        scales = powers(self.scales) if self.mxfp4 else self.scales
         grouped = values.reshape(*scales.shape, -1)
         if self.zeros is not None:
             grouped = grouped - self.zeros[..., None]
@@ -92,15 +93,16 @@ def _unpacked(values: jax.Array) -> jax.Array:
     return halves.reshape(*values.shape[:-1], -1)
 
 
-def _e2m1(codes: jax.Array) -> jax.Array:
-    """Return the numbers of codes uint8: a sign, two bits of exponent biased by 1, one of mantissa -> float32."""
-    exponent, mantissa = (codes & 7) >> 1, codes & 1
-    halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << (jnp.maximum(exponent, 1) - 1))
-    numbers = halves.astype(jnp.float32) / 2
-    return jnp.where(codes > 7, -numbers, numbers)
+def e2m1(codes: jax.Array) -> jax.Array:
+    """Return the numbers of 4-bit codes: a sign, two bits of exponent biased by 1, one of mantissa -> float32 [...]."""
+    codes = codes.astype(jnp.int32)
+    magnitude = codes & 7
+    normal = lax.bitcast_convert_type((magnitude << 22) + (126 << 23), jnp.float32)  # biased by 126 more there
+    number = jnp.where(magnitude < 2, magnitude.astype(jnp.float32) * 0.5, normal)
+    return jnp.where(codes > 7, -number, number)
 
 
-def _powers(exponents: jax.Array) -> jax.Array:
-    """Return 2^(e - 127) of exponents uint8 -> float32. e = 0 gives the subnormal number 2^-127."""
+def powers(exponents: jax.Array) -> jax.Array:
+    """Return 2^(e - 127) of exponents uint8 [...] -> float32 [...]. e = 0 gives the subnormal number 2^-127."""
     bits = jnp.maximum(exponents.astype(jnp.int32) << 23, 1 << 22)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import Products
-from jaxserve.ops.moe import ExpertWeights, moe
+from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
 from jaxserve.ops.quantized import Quantized
 from jaxserve.runtime.sampling.draw import argmax, filter_probs, inverse_cdf, random_uniform
@@ -106,7 +106,7 @@ def experts(products: Products, dtype: jnp.dtype, tolerance: float) -> NumericCa
         """x: [7, 72], chosen: int32 [7, 2], shares: float32 [7, 2], gate_up: [5, 40, 2, 72], down: [5, 72, 40]"""
         weights = ExpertWeights(gate_up, down)
         product = products.of_experts(x.dtype, gate_up, down)
-        return (moe(x, chosen, shares, weights, GatedActivation("silu", 0.0), product),)
+        return (moe(x, Chosen(chosen, shares), weights, GatedActivation("silu", 0.0), product),)
 
     wide = [each.astype(np.float64) for each in (x, shares, gate_up, down)]
     inputs = (x, chosen, shares, gate_up, down)

@@ -72,20 +72,12 @@ def _tolerance(mesh: DeviceMesh, dtype: jnp.dtype) -> float:
 
 
 def check_numbers(
-    backend: Backend | None,
-    mesh: DeviceMesh,
-    dtype: jnp.dtype,
-    *,
-    deterministic: bool,
-    of_experts: str | None = None,
-    rounded: bool = False,
-    store: ProgramStorage | None = None,
+    cases: Sequence[NumericCase], mesh: DeviceMesh, *, deterministic: bool, store: ProgramStorage | None = None
 ) -> None:
-    """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. Arguments: `serving_cases`.
+    """Raise ConfigError if the kernels that serve compute wrong numbers on this machine. cases: `serving_cases`
 
     store: of the compiled cases. They run at every start all the same.
     """
-    cases = serving_cases(backend, mesh, dtype, deterministic=deterministic, of_experts=of_experts, rounded=rounded)
     options = compiler_options(mesh.platform, deterministic=deterministic)
     wrong = wrong_numbers(cases, mesh.local_devices[0], options, store=store)
     if wrong:

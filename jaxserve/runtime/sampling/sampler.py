@@ -54,6 +54,19 @@ class Sampled:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class RowsToSample:
+    """The slots to sample a token for, int32 [R]; max_num_seqs and above for padding. The others are bool scalars.
+
+    masked: whether the step's token mask is read. want_logprobs: if False, `logprobs` and `id_logprobs` are zeros
+    """
+
+    slots: jax.Array
+    masked: jax.Array
+    want_logprobs: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class ExtraInputs:
     """Requests for extra outputs. want_candidates: bool scalar; if False, `Sampled.candidates` is zeros.
 
@@ -66,23 +79,21 @@ class ExtraInputs:
 
 def sample(
     logits: jax.Array,
-    slots: jax.Array,
+    asked: RowsToSample,
     state: SlotState,
     bitmask: jax.Array,
-    masked: jax.Array,
-    want_logprobs: jax.Array,
     extras: ExtraInputs | None = None,
     vocab: Vocab = WHOLE,
 ) -> Sampled:
     """Sample one token for each of R slots.
 
-    logits: float32 [R, V]. slots: int32 [R], max_num_seqs and above for padding. bitmask: int32 [R, W], read only if
-    the bool scalar `masked`. want_logprobs: bool scalar; if False, `logprobs` and `id_logprobs` are zeros.
+    logits: float32 [R, V]. bitmask: int32 [R, W], read only if `asked.masked`.
     If `vocab` is split, the logits and the state's token counts have this device's columns only; see `Vocab.call`.
     """
+    slots = asked.slots
     rows = jnp.minimum(slots, state.num_slots - 1)
     random = (slots < state.num_slots) & (state.temperature[rows] > 0)
-    rules = LogitRules.of(slots, state, bitmask, masked, vocab)
+    rules = LogitRules.of(slots, state, bitmask, asked.masked, vocab)
     want_candidates = jnp.bool_(False) if extras is None else extras.want_candidates
     width = 0 if extras is None else 2 + 2 * min(MAX_CANDIDATES, vocab.size(logits))
     no_candidates = jnp.zeros((logits.shape[0], width), jnp.int32)
@@ -117,7 +128,7 @@ def sample(
     ids = jnp.zeros((logits.shape[0], 0), jnp.int32) if extras is None else extras.logprob_ids
     logprobs_width = 2 + 2 * top_k_width(vocab.size(logits))
     logprobs, id_logprobs = jax.lax.cond(
-        want_logprobs,
+        asked.want_logprobs,
         lambda: pack_logprobs_with_ids(logits, tokens, ids, vocab),
         lambda: (jnp.zeros((logits.shape[0], logprobs_width), jnp.int32), jnp.zeros_like(ids)),
     )

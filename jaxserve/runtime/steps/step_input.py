@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -181,18 +182,24 @@ def pack_extend(
     return packed
 
 
+class HeadWishes(NamedTuple):
+    """What the rows of a step ask of head and sampler. masked: there is a token mask"""
+
+    logprobs: bool = False
+    masked: bool = False
+    candidates: bool = False  # with them come log-probabilities
+
+
 def pack_head(
     slots: Sequence[int],
     token_indices: Sequence[int],
     bucket: int,
     num_slots: int,
-    want_logprobs: bool,
-    masked: bool,
-    want_candidates: bool = False,
+    wanted: HeadWishes = HeadWishes(),
 ) -> np.ndarray:
     """Pack the indices of the tokens to sample after, and their slots -> int32 [head_size(bucket)]."""
     packed = np.zeros(head_size(bucket), np.int32)
-    packed[:_HEADER] = 2 if want_candidates else want_logprobs, masked
+    packed[:_HEADER] = 2 if wanted.candidates else wanted.logprobs, wanted.masked
     table = packed[_HEADER:].reshape(2, bucket)
     table[0] = num_slots
     table[0, : len(slots)] = slots
