@@ -111,9 +111,17 @@ def activation(kind: GatedActivation, gate: np.ndarray, up: np.ndarray) -> np.nd
             return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
 
 
-def run(case: Case, *args: Any, kernels: TritonExperts = KERNELS) -> np.ndarray:
-    out = jax.jit(moe, static_argnums=(4, 5), compiler_options=QUICK)(*args, case.activation, kernels)
-    assert out.dtype == args[0].dtype
+def run(
+    case: Case,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: ExpertWeights,
+    kernels: TritonExperts = KERNELS,
+) -> np.ndarray:
+    compiled = jax.jit(moe, static_argnums=(3, 4), compiler_options=QUICK)
+    out = compiled(x, Chosen(ids, weights), experts, case.activation, kernels)
+    assert out.dtype == x.dtype
     return wide(out)
 
 
