@@ -26,6 +26,14 @@ def quick_options(platform: str, *, deterministic: bool = False, **keys: Any) ->
 
 
 @contextmanager
+def quick_processes() -> Iterator[None]:
+    """Let the processes that are started in the body compile all programs by QUICK."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", QUICK_FLAGS)
+        yield
+
+
+@contextmanager
 def quick_programs() -> Iterator[None]:
     """Let the engines and runners that are made in the body compile by `quick_options`."""
     with pytest.MonkeyPatch.context() as patch:
