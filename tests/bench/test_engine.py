@@ -7,6 +7,7 @@ import pytest
 from benchmarks import engine as bench
 from benchmarks.make_model import Shape, make_model
 from jaxserve.engine.engine import TextEngine
+from tests.quick import quick_programs
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +18,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _engine(directory: Path, deterministic: bool) -> TextEngine:
-    return TextEngine(
-        str(directory), max_num_seqs=4, max_num_batched_tokens=32, num_pages=64, deterministic=deterministic
-    )
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 64}
+    with quick_programs():
+        return TextEngine(str(directory), deterministic=deterministic, **sizes)
 
 
 @pytest.fixture(scope="module")
