@@ -1,6 +1,7 @@
 """The engine's benchmark on a tiny model: every measurement runs and counts what it says."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _engine(directory: Path, deterministic: bool) -> TextEngine:
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 64}
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 64}
     with quick_programs():
         return TextEngine(str(directory), deterministic=deterministic, **sizes)
 
