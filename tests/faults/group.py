@@ -18,7 +18,6 @@ import httpx2
 import psutil
 
 from tests.faults.launched import Launched
-from tests.quick import QUICK_FLAGS
 from tests.waiting import LAST_RESORT, wait_until
 
 # few and small programs: both processes compile them for devices that share the cores
@@ -37,8 +36,8 @@ def free_port() -> int:
 
 
 def devices(count: int) -> dict[str, str]:
-    """The environment of a process with so many simulated devices, whose programs compile quickly."""
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {QUICK_FLAGS}"}
+    """The environment of a process with so many simulated devices."""
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
 
 
 class FollowerCommand:
