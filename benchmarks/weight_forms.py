@@ -3,7 +3,8 @@
     python -m benchmarks.weight_forms --rows 1 8 32 128
 
 Each form multiplies the same rows by the same numbers. The weights of a form are larger than the caches. The result has
-the median of each form's milliseconds and its ratio to float32 over the same turns. "int8 rounded" is int8 with rows
+the median of each form's milliseconds and its ratio to float32 over the same turns. Q6_K and Q4_K are held as int8 with
+a scale for 16 numbers, and as 4 bits with a scale and a zero for 32. "int8 rounded" is int8 with rows
 that are rounded too (`runtime.cpu_products: rounded`), on processors that have the instructions.
 """
 
@@ -21,7 +22,7 @@ import numpy as np
 from jaxserve.models.loading.quantized.encode import encode
 from jaxserve.ops import native
 from jaxserve.ops.linear import Products, Weight
-from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.quantized import MIDDLE, Quantized
 
 SHAPE, COUNT = (8192, 2048), 4  # 268 MB in float32
 
@@ -31,11 +32,20 @@ def weights(form: str) -> list[jax.Array] | list[Quantized]:
     wide = (jax.random.normal(jax.random.key(i), SHAPE, jnp.float32) for i in range(COUNT))
     if form in ("float32", "bfloat16"):
         return [w.astype(form) for w in wide]
-    encoded = (encode(np.asarray(w), form, 32 if form == "int4" else 128) for w in wide)
-    return [Quantized(jnp.asarray(values), jnp.asarray(scales)) for values, scales in encoded]
+    kind, group, zeros = HELD[form]
+    encoded = (encode(np.asarray(w), kind, group) for w in wide)
+    leaves = ((jnp.asarray(values), jnp.asarray(scales)) for values, scales in encoded)
+    return [Quantized(values, scales, jnp.full_like(scales, MIDDLE) if zeros else None) for values, scales in leaves]
 
 
-FORMS = ("float32", "bfloat16", "int8", "fp8", "int4")
+FORMS = ("float32", "bfloat16", "int8", "fp8", "int4", "Q6_K", "Q4_K")
+HELD = {  # kind, group, and whether there are zeros
+    "int8": ("int8", 128, False),
+    "fp8": ("fp8", 128, False),
+    "int4": ("int4", 32, False),
+    "Q6_K": ("int8", 16, False),
+    "Q4_K": ("int4", 32, True),
+}
 ROUNDED = ("bfloat16", "int8", "int4")
 
 

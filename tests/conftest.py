@@ -16,6 +16,7 @@ import jax
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from tests.audit import hook
 
@@ -46,6 +47,9 @@ FEW_PAGES: dict[str, Any] = {
 MANY_REGIONS, TOO_MANY_REGIONS = 8_000, 25_000
 
 TIMED = ("tests/faults/",)  # their tests load servers to the limit, and disturb each other
+# Run first, in this order: files of few and long tests. Behind them no worker is long alone at the end. tests/e2e is
+# third because its servers have the programs of tests/faults, which would otherwise be compiled twice at the same time.
+LONG = ("tests/faults/", "tests/ops/", "tests/e2e/", "tests/runtime/", "tests/models/", "tests/cli/", "tests/test_")
 
 
 class FileScheduling(LoadScopeScheduling):
@@ -56,6 +60,15 @@ class FileScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return next((folder for folder in TIMED if nodeid.startswith(folder)), nodeid.split("::")[0])
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        first = min(self.workqueue, key=self._place)  # of equal ones that with the most tests
+        self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
+
+    @staticmethod
+    def _place(scope: str) -> int:
+        return next((number for number, folder in enumerate(LONG) if scope.startswith(folder)), len(LONG))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling | None:

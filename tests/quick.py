@@ -1,7 +1,7 @@
 """XLA's options for programs that a test compiles for itself and runs a few times.
 
-Without LLVM's optimisation and XLA's newer emitters a step's program takes a quarter of the time to compile. Real
-servers, programs that several modules share, and programs whose bits are compared have the options of a user.
+Without LLVM's optimisation and XLA's newer emitters a step's program takes a quarter of the time to compile. Programs
+that several modules share, and those that show which bits a user gets, have the options of a user.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ def quick_options(platform: str, *, deterministic: bool = False, **keys: Any) ->
     """`compiler_options`, and QUICK unless the engine is deterministic."""
     options = compiler_options(platform, deterministic=deterministic, **keys)
     return options if deterministic else {**QUICK, **options}
+
+
+@contextmanager
+def quick_processes() -> Iterator[None]:
+    """Let the processes that are started in the body compile all programs by QUICK."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", QUICK_FLAGS)
+        yield
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SMALL
+from tests.quick import QUICK_FLAGS
 
 ROOT = Path(__file__).parent.parent
-SIZES = {f"JAXSERVE_SCHEDULER__{name.upper()}": str(value) for name, value in SMALL.items()}
+# few programs, and quick ones: with their own max_num_seqs the examples share none with the other tests
+FEW = {"JAXSERVE_SCHEDULER__MAX_NUM_BATCHED_TOKENS": "16", "XLA_FLAGS": QUICK_FLAGS, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ SIZES = {f"JAXSERVE_SCHEDULER__{name.upper()}": str(value) for name, value in SM
 def test_an_example_runs(script: str, shown: str, compile_cache: str) -> None:
     run = subprocess.run(
         [sys.executable, str(ROOT / "examples" / script)],
-        env=os.environ | SIZES | {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache, "PYTHONPATH": str(ROOT)},
+        env=os.environ | FEW | {"JAXSERVE_RUNTIME__COMPILE_CACHE": compile_cache},
         capture_output=True,
         text=True,
         timeout=300,

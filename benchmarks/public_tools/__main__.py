@@ -1,7 +1,7 @@
 """Compare logits with transformers' on checkpoints that the formats' public tools made.
 
     python -m venv TOOLS && TOOLS/bin/pip install llmcompressor gguf
-    TOOLS/bin/python benchmarks/public_tools/make.py DIR
+    TOOLS/bin/python benchmarks/public_tools/make.py DIR        # and the other make_*.py
     python -m benchmarks.public_tools DIR
 
 Prints for each checkpoint how its weights are held, the largest difference of a logit relative to the largest logit,

@@ -6,6 +6,7 @@ error where it happens, and a line in the file that JAXSERVE_TEST_AUDIT names, w
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from types import FrameType
@@ -42,20 +43,21 @@ ALLOWED = (
 )
 
 
-def _matches(frame: FrameType, places: tuple[tuple[str, str], ...]) -> bool:
-    code = frame.f_code
-    if code.co_name == "<module>":
+@functools.cache  # an import asks for each frame above it
+def _is_in(places: tuple[tuple[str, str], ...], file: str, function: str) -> bool:
+    if function == "<module>":
         return False
-    return any(code.co_filename.endswith(file) and name in ("", code.co_name) for file, name in places)
+    return any(file.endswith(ending) and name in ("", function) for ending, name in places)
 
 
 def below_a_request(frame: FrameType | None) -> str | None:
     """The handler that `frame` runs below; None if there is none, or if Python's own needs come first."""
     while frame is not None:
-        if _matches(frame, ALLOWED):
+        code = frame.f_code
+        if _is_in(ALLOWED, code.co_filename, code.co_name):
             return None
-        if _matches(frame, HANDLERS):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+        if _is_in(HANDLERS, code.co_filename, code.co_name):
+            return f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     return None
 

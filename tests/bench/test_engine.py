@@ -1,12 +1,14 @@
 """The engine's benchmark on a tiny model: every measurement runs and counts what it says."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import engine as bench
 from benchmarks.make_model import Shape, make_model
 from jaxserve.engine.engine import TextEngine
+from tests.quick import quick_programs
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +19,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _engine(directory: Path, deterministic: bool) -> TextEngine:
-    return TextEngine(
-        str(directory), max_num_seqs=4, max_num_batched_tokens=32, num_pages=64, deterministic=deterministic
-    )
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 64}
+    with quick_programs():
+        return TextEngine(str(directory), deterministic=deterministic, **sizes)
 
 
 @pytest.fixture(scope="module")

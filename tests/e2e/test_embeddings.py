@@ -17,7 +17,7 @@ from tests.conftest import ONE_ROW, SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_modules, write_words
 from tests.models.dense import dense_embedding
 from tests.models.families import CASES, ENCODERS, SENTENCES, VOCAB
-from tests.quick import quick_programs
+from tests.quick import quick_processes, quick_programs
 
 GOLDENS = Path(__file__).parent.parent / "models" / "goldens"
 
@@ -84,6 +84,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def encoder(bert: Path, compile_cache: str) -> Iterator[openai.OpenAI]:
     with (
+        quick_processes(),
         launch_server(str(bert), served_name="bert", compile_cache=compile_cache, **SMALL) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):

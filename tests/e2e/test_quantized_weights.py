@@ -19,6 +19,7 @@ from jaxserve.ops.quantized import Quantized
 from tests.conftest import FEW_PAGES
 from tests.models.checkpoints import random_tensors, write_checkpoint
 from tests.models.families import ENCODERS
+from tests.quick import quick_programs
 
 PROMPTS = ["Once upon a time", "A dog and a cat went to the sea. They", "a"]
 PARAMS = [
@@ -69,9 +70,8 @@ def test_tokens_of_an_fp8_checkpoint_are_those_of_its_decoded_numbers(tmp_path: 
     model = str(fp8_demo(tmp_path / "fp8"))
     found, sizes = [], []
     for quantization in ("auto", "fp8", "none"):
-        with Engine(
-            model, compile_cache=compile_cache, dtype="float32", quantization=quantization, **FEW_PAGES
-        ) as engine:
+        options = {"dtype": "float32", "quantization": quantization, **FEW_PAGES}
+        with quick_programs(), Engine(model, compile_cache=compile_cache, **options) as engine:
             found.append(answers(engine))
             sizes.append(engine.runner.structure.num_bytes)
     assert found[0] == found[1] == found[2]

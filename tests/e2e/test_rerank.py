@@ -20,7 +20,7 @@ from tests.conftest import ONE_ROW, SERVED, SMALL
 from tests.models.checkpoints import random_tensors, write_checkpoint, write_words
 from tests.models.dense import dense_logits, dense_scores
 from tests.models.families import CASES, CLASSIFIERS, VOCAB
-from tests.quick import quick_programs
+from tests.quick import quick_processes, quick_programs
 
 FLOAT32 = jnp.dtype("float32")
 ONE = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -51,7 +51,10 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(cross_encoder: Path, compile_cache: str) -> Iterator[RunningServer]:
-    with launch_server(str(cross_encoder), served_name="cross", compile_cache=compile_cache, **SMALL) as server:
+    with (
+        quick_processes(),
+        launch_server(str(cross_encoder), served_name="cross", compile_cache=compile_cache, **SMALL) as server,
+    ):
         yield server
 
 

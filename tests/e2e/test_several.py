@@ -44,10 +44,10 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(qwen: Path, compile_cache: str) -> dict[str, list[int]]:
-    """The tokens of each model served alone."""
+    """The tokens of each model served alone. All programs are compiled here, once for all processes."""
     found = {}
     for name, path in (("demo", None), ("qwen", str(qwen))):
-        with Engine(path, compile_cache=compile_cache, **ONE_ROW) as engine:
+        with Engine(path, compile_cache=compile_cache, wait_for_programs=True, **ONE_ROW) as engine:
             [[answer]] = engine.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=TOKENS))
             found[name] = answer.token_ids
     return found | {"third": found["demo"]}
@@ -94,7 +94,9 @@ class Front(Launched):
 
 
 @pytest.fixture(scope="module")
-def front(qwen: Path, compile_cache: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+def front(
+    qwen: Path, expected: dict[str, list[int]], compile_cache: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Front]:
     directory = tmp_path_factory.mktemp("front")
     own = directory / "qwen.yaml"
     model = {"path": str(qwen), "served_name": ["alias"]}

@@ -198,7 +198,8 @@ def test_a_new_engine_finds_the_pages_of_both_groups_in_the_files(
     computed = []
     for _ in range(2):
         file = PageFileConfig(tmp_path, "model")
-        runner = ModelRunner(served.model, dataclasses.replace(config, page_file=file), served.runner.mesh)
+        with quick_programs():  # those of `served`
+            runner = ModelRunner(served.model, dataclasses.replace(config, page_file=file), served.runner.mesh)
         core = dataclasses.replace(served, runner=runner).core(num_pages=33, num_window_pages=12, **host)
         _restore_pages(core, runner)
         files = [file for file in runner.host.files if file is not None]

@@ -1,5 +1,6 @@
 """An engine that is ready before all its programs are: equal answers, and in the end all programs, measured."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.saved_programs.program_store import ProgramStore
 from jaxserve.types.sampling import EngineRequest, SamplingParams
 from jaxserve.types.scheduling.step_times import StepTimes
+from tests.quick import quick_programs
 
 PROMPTS = [[7, 11, 13] * 9, [5] * 17, list(range(20, 60))]
 
@@ -31,6 +33,12 @@ def answers(built: BuiltEngine, name: str) -> list[list[int]]:
         for output in built.core.step():
             tokens[output.request_id] += output.token_ids
     return list(tokens.values())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_programs():
+        yield
 
 
 @pytest.fixture(scope="module")

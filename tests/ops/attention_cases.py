@@ -116,15 +116,15 @@ def filled_cache(backend: Backend, batch: Batch) -> Pages:
     case = batch.case
     cache = empty_cache(backend, case, batch.num_pages, math.nan)
     k, v = (np.concatenate([context[half] for context in batch.contexts]) for half in (0, 1))
-    k, v = (jnp.asarray(half).astype(case.dtype) for half in (k, v))
+    k, v = (jnp.asarray(half, case.dtype) for half in (k, v))
     return backend.write(cache, k, v, jnp.asarray(batch.all_slots))
 
 
-def run(backend: Backend, batch: Batch) -> np.ndarray:
+def run(backend: Backend, batch: Batch, *, optimized: bool = False) -> np.ndarray:
+    """optimized: compile as for a user, and not by QUICK for a program that runs once"""
     sinks = None if batch.sinks is None else jnp.asarray(batch.sinks)
-    q = jnp.asarray(batch.q).astype(batch.case.dtype)
-    options = {} if backend.name == "xla" else QUICK  # an interpreted kernel is a large program that runs once
-    attend = jax.jit(backend.attend, static_argnums=3, compiler_options=options)
+    q = jnp.asarray(batch.q, batch.case.dtype)
+    attend = jax.jit(backend.attend, static_argnums=3, compiler_options={} if optimized else QUICK)
     out = attend(q, filled_cache(backend, batch), batch.metadata, batch.case.spec, sinks)
     columns = batch.case.value_columns
     assert out.dtype == q.dtype and out.shape in (q.shape, (*q.shape[:2], columns))
@@ -159,7 +159,7 @@ def _kept(x: np.ndarray, case: Case) -> np.ndarray:
 
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    return np.asarray(jnp.asarray(x).astype(dtype).astype(jnp.float32)).astype(np.float64)
+    return x.astype(jnp.dtype(dtype)).astype(np.float64)
 
 
 def _dense(

@@ -254,6 +254,7 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
     test_groups_have_the_bits_of_products_alone("int8", few=True)
     for kind in ("int8", "fp8", "int4", "mxfp4"):
         check_bits(kind, True, ((25, 64, 32), (61, 192, 64)), (1, 8, 17))
+    check_bits("int8", True, ((25, 96, 16),), (1, 8, 17))
     for dtype in ("int8", "float8_e4m3fn"):
         test_attention_to_pages_of_8_bits(dtype)
     test_scores_that_are_far_apart()

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.ops.linear import few_bits, few_bits_tpu, sharded_few_bits
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_quantized import RNG, quantized
+from tests.quick import QUICK_FLAGS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 DEVICES = 4
@@ -24,7 +25,7 @@ DEVICES = 4
 
 def test_over_devices() -> None:
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} {QUICK_FLAGS}",
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.ops.test_sharded_few_bits"]

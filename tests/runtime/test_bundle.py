@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,15 @@ from jaxserve.engine.server import BuiltEngine
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.saved_programs.bundle import MANIFEST
 from jaxserve.runtime.saved_programs.target import make_target
+from tests.quick import quick_programs
 
 LIMITS: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    with quick_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
