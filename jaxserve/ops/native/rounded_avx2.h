@@ -1,18 +1,17 @@
 // The parts of matmul_rounded.c that differ between instruction sets, with AVX2, for INT8 and INT4: twice and three times
 // the rate of float32.
 //
-// A step is a word of each token and of each row of w: for INT8 two numbers, both widened to 16 bits, whose products are
-// summed in 32. For INT4 it is four bytes, those of w without sign. Their products are summed in 16 bits, which hold those
-// of a BLOCK: two sums of 16 products each, at most 15 * 127. For w without zeros the first starts from -8 times the sum of
-// x, and stays within 16 bits too: with P and N the sums of its positive and negative x, and H the other's, it is between
-// -8P + 8N - 8H + (-15N or 15P), where P + N and |H| are at most 16 * 127.
+// A step is a word of each token and of each row of w. For INT8 it has two numbers, both widened to 16 bits, whose products
+// are summed in 32. For INT4 it has four bytes, those of w without sign. The products of a BLOCK are two sums of 16 in 16
+// bits, each at most 16 * 15 * 127. For w without zeros the first starts from -8 times the sum of x, and still fits: if P
+// and -N are the sums of its own positive and negative x and H is that of the other's, it ends between -8P + 8N - 8H - 15N
+// and -8P + 8N - 8H + 15P, where P + N and |H| are at most 16 * 127.
 #pragma once
 #include "rounded_product.h"
 
 #include <string.h>
 
 enum {
-  LANES_8 = 8,          // tokens in a vector
   WIDE = 16,            // tokens in the widest panel
   TILE_ROWS = 6,        // rows of w in a tile
 };
