@@ -1,10 +1,10 @@
 // y [T, N] = x [T, K] times w [N, K] transposed, in float32: a linear layer with its weight as the checkpoint has it.
 //
 // A tile of y^T is held in registers: rows of w by vectors of tokens. Each step of k broadcasts one number of every row
-// of w and multiplies it by the tokens' vectors, so w is read once, in place and unpacked; only x is packed, in panels
-// [K, tokens of the panel]. Every y is one sum over k in order, whatever T is: a row's result has the same bits alone
-// and among others. A weight in another form is widened a piece at a time for the rows of a tile: the bits are those of
-// the float32 weight it stands for.
+// of w and multiplies it by the tokens' vectors, so w is read once, and in place unless many tokens meet it; x is packed,
+// in panels [K, tokens of the panel]. Every y is one sum over k in order, whatever T is: a row's result has the same bits
+// alone and among others. A weight in another form is widened a piece at a time for the rows of a tile: the bits are
+// those of the float32 weight it stands for.
 //
 // The tile in registers is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008.
 #include "weights.h"
