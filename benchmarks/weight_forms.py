@@ -46,7 +46,6 @@ HELD = {  # kind, group, and whether there are zeros
     "Q6_K": ("int8", 16, False),
     "Q4_K": ("int4", 32, True),
 }
-ROUNDED = ("bfloat16", "int8", "int4")
 
 
 def milliseconds(rows: int, turns: int) -> dict[str, np.ndarray]:
@@ -61,8 +60,7 @@ def milliseconds(rows: int, turns: int) -> dict[str, np.ndarray]:
 
     held = {form: weights(form) for form in FORMS}
     cases = {form: (form, False) for form in FORMS}
-    if native.can_round():
-        cases |= {f"{form} rounded": (form, True) for form in ROUNDED}
+    cases |= {f"{form} rounded": (form, True) for form in FORMS if native.rounds(held[form][0])}
     times: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(turns + 1):
         for name, (form, rounded) in cases.items():

@@ -138,7 +138,8 @@ class RuntimeSection(Section):
         "exact",
         description="Activations in linear layers on a CPU. exact: float32. rounded: to bfloat16 for weights in "
         "bfloat16 and to 8 bits for weights in int8 and int4, twice to four times as fast with many rows. It needs a "
-        "processor with AVX512_BF16 and AVX512_VNNI. Weights in other forms and routed experts stay exact.",
+        "processor with AVX512_BF16 and AVX512_VNNI, or for int8 and int4 one with AVX2, where bfloat16 stays exact. "
+        "Weights in other forms and routed experts stay exact everywhere.",
     )
     deterministic: bool = Field(
         False, description="Batch-invariant: the output is bitwise independent of other requests."

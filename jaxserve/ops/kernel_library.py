@@ -30,6 +30,7 @@ FOLDER = Path(__file__).parent / "native"
 SOURCES = (  # the longest to compile first
     "matmul_rounded_few.c",
     "matmul_rounded.c",
+    "matmul_rounded_few_avx2.c",
     "matmul_few.c",
     "paged_attention.c",
     "prompt_attention.c",

@@ -211,18 +211,16 @@ def rounded_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh
     fix = "leave runtime.cpu_products out"
     if backend is None or not native_products(backend, mesh):
         raise ConfigError("runtime.cpu_products 'rounded' is for decoders on one CPU with native attention", fix=fix)
-    if not native.can_round():
-        raise ConfigError(
-            "runtime.cpu_products 'rounded' needs a processor with AVX512_BF16 and AVX512_VNNI, and this has not",
-            fix=fix,
-        )
     specs = (spec for spec in loaded.structure.specs if spec.packing is None or spec.packing.group % BLOCK == 0)
-    held = {jnp.dtype(spec.dtype).name for spec in specs}
-    if held.isdisjoint(("bfloat16", "int8", "uint8")):
+    forms = {jnp.dtype(spec.dtype) for spec in specs} & set(map(jnp.dtype, native.ROUNDED_FORMS))
+    if not forms:
         raise ConfigError(
             "runtime.cpu_products 'rounded' has no effect on weights in float32 or FP8, or with a scale for 16 numbers",
             fix="set model.dtype: bfloat16 or model.quantization: int8 or int4, or " + fix,
         )
+    if not any(map(native.can_round, forms)):
+        needs = "AVX512_BF16 and AVX512_VNNI for weights in bfloat16, and AVX2 for those in int8 and int4"
+        raise ConfigError(f"runtime.cpu_products 'rounded' needs a processor with {needs}; this has not", fix=fix)
     return True
 
 

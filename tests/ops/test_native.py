@@ -244,7 +244,7 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
         symbol = getattr(library, getattr(native, name))
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(symbol), platform="cpu")
         monkeypatch.setattr(native, name, target)
-    assert not library.jaxserve_rounds()  # no level has AVX512_BF16
+    assert library.jaxserve_rounds() == (level != "x86-64")  # no level has AVX512_BF16
     for shape in SHAPES:
         test_matmul_is_numpys(shape)
     test_matmul_few_is_numpys(100, 200)

@@ -1,6 +1,9 @@
 """Products of rounded activations: numbers beside numpy's, bits that depend on no neighbour, and refusals."""
 
+import ctypes
+import platform
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.quantized.encode import encode
-from jaxserve.ops import native
+from jaxserve.ops import kernel_library, native
 from jaxserve.ops.linear import Products
 from jaxserve.ops.native import Weight
 from jaxserve.ops.paged_attention import get_backend
@@ -33,11 +36,13 @@ TOKENS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 70]
 
 @pytest.fixture(autouse=True)
 def _can_round() -> None:
-    if not native.can_round():
-        pytest.skip("no AVX512_BF16 and AVX512_VNNI")
+    if not native.can_round(jnp.int8):
+        pytest.skip("no AVX2")
 
 
 def _weight(form: str, rows: int, depth: int, group: int, zeros: bool = False) -> Weight:
+    if form == "bfloat16" and not native.can_round(jnp.bfloat16):
+        pytest.skip("no AVX512_BF16")
     wide = RNG.standard_normal((rows, depth), np.float32)
     if form == "bfloat16":
         return jnp.asarray(wide, jnp.bfloat16)
@@ -60,7 +65,7 @@ def _rounded(x: np.ndarray, form: str, group: int) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
 def test_the_numbers_are_those_of_rounded_activations(case: tuple[str, int, int, int], zeros: bool) -> None:
-    """And a row has the same bits alone and among others, with `few` and bfloat16 among 2 to 4 and among 5 to 8."""
+    """And a row has the same bits alone and among others, with `few` among those that one kernel takes."""
     form, rows, depth, group = case
     if zeros and form == "bfloat16":
         pytest.skip("it has no zeros")
@@ -76,9 +81,26 @@ def test_the_numbers_are_those_of_rounded_activations(case: tuple[str, int, int,
         np.testing.assert_array_equal(got, alone[:tokens])
         few = np.asarray(native.matmul_rounded(jnp.asarray(x[:tokens]), w, few=True))
         assert np.all(np.abs(few - want[:tokens]) <= bound[:tokens])
-    for low, high in ((2, 4), (5, 8)) if form == "bfloat16" else ((1, 8), (2, 8), (4, 8)):
+    few_avx2 = ((1, 4), (2, 4), (5, 8))
+    others = ((1, 8), (4, 8)) if native.can_round(jnp.bfloat16) else few_avx2
+    for low, high in ((2, 4), (5, 8)) if form == "bfloat16" else others:
         some, more = (native.matmul_rounded(jnp.asarray(x[:n]), w, few=True) for n in (low, high))
         np.testing.assert_array_equal(some, more[:low])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a level of x86-64")
+def test_the_numbers_of_other_processors_with_avx2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their code, also if this processor has better."""
+    monkeypatch.setattr(kernel_library, "SOURCES", ("matmul_rounded.c", "matmul_rounded_few_avx2.c"))
+    flags = [flag.replace("native", "x86-64-v3") for flag in kernel_library.FLAGS]
+    library = ctypes.CDLL(str(kernel_library.build(tmp_path, flags)))
+    for name in ("_ROUNDED", "_ROUNDED_FEW"):
+        symbol = getattr(library, getattr(native, name))
+        jax.ffi.register_ffi_target(f"{name}_avx2", jax.ffi.pycapsule(symbol), platform="cpu")
+        monkeypatch.setattr(native, name, f"{name}_avx2")
+    monkeypatch.setattr(native, "can_round", lambda dtype: dtype != jnp.bfloat16)
+    for case in (CASES[3], CASES[5], CASES[7]):
+        test_the_numbers_are_those_of_rounded_activations(case, True)
 
 
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
@@ -99,7 +121,7 @@ def test_a_number_that_is_none_stays_in_its_row(case: tuple[str, int, int, int])
 
 
 def test_which_weights_have_them() -> None:
-    lines = {"float32": 0, "bfloat16": 1, "float8_e4m3fn": 0, "int8": 1}
+    lines = {"float32": 0, "bfloat16": native.can_round(jnp.bfloat16), "float8_e4m3fn": 0, "int8": 1}
     for dtype, has in lines.items():
         values = jnp.zeros((8, 64), dtype)
         w = values if has is None or dtype.startswith(("float32", "bf")) else Quantized(values, jnp.ones((8, 2)))
@@ -130,14 +152,19 @@ def _asked(dtypes: list[str], attention: str = "native", group: int = 32) -> boo
 
 def test_what_cannot_have_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunnerConfig.__dataclass_fields__["cpu_products"].default == "exact"
-    assert _asked(["float32", "bfloat16"]) and _asked(["float32", "int8"])
+    assert _asked(["bfloat16", "int8"]) and _asked(["float32", "uint8"])
     with pytest.raises(ConfigError, match=r"cpu_products 'rounded' has no effect on weights in float32 or FP8"):
         _asked(["float32", "float8_e4m3fn"])
     with pytest.raises(ConfigError, match="or with a scale for 16 numbers"):
         _asked(["float32", "int8"], group=16)
     for attention in ("xla", "none"):
         with pytest.raises(ConfigError, match=r"cpu_products 'rounded' is for decoders on one CPU"):
-            _asked(["bfloat16"], attention)
-    monkeypatch.setattr(native, "can_round", lambda: False)
-    with pytest.raises(ConfigError, match="needs a processor with AVX512_BF16"):
-        _asked(["bfloat16"])
+            _asked(["int8"], attention)
+    needs = r"needs a processor with AVX512_BF16 and AVX512_VNNI for weights in bfloat16, and AVX2 for those in int8"
+    for rounds, forms in ((0, ["bfloat16"]), (0, ["int8", "bfloat16"]), (1, ["float32", "bfloat16"])):
+        monkeypatch.setattr(native, "load", lambda rounds=rounds: SimpleNamespace(jaxserve_rounds=lambda: rounds))
+        with pytest.raises(ConfigError, match=needs):
+            _asked(forms)
+    assert _asked(["bfloat16", "int8"]) and _asked(["uint8"])
+    monkeypatch.setattr(native, "load", lambda: SimpleNamespace(jaxserve_rounds=lambda: 2))
+    assert _asked(["bfloat16"])

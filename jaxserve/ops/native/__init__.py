@@ -30,6 +30,7 @@ _ATTEND, _ATTEND_PROMPTS = "jaxserve_attend", "jaxserve_attend_prompts"
 _ROUNDED, _ROUNDED_FEW = "jaxserve_matmul_rounded", "jaxserve_matmul_rounded_few"
 _GROUPED, _GROUPED_FEW = "jaxserve_matmul_grouped", "jaxserve_matmul_grouped_few"
 FEW = 8  # tokens that matmul_few takes at most
+ROUNDED_FORMS = ("bfloat16", "int8", "uint8")  # values of weights whose products round activations; uint8: 4 bits
 HEAD_DIM_STEP = 16  # head_dim must be a multiple of this
 
 
@@ -47,9 +48,13 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def can_round() -> bool:
-    """Return whether the library has the products of `matmul_rounded`: the processor has AVX512_BF16 and VNNI."""
-    return bool(load().jaxserve_rounds())
+def can_round(dtype: jnp.dtype) -> bool:
+    """Return whether `matmul_rounded` takes weights whose values have this dtype, on this processor.
+
+    int8, and uint8 with two numbers of 4 bits in each, need AVX2. bfloat16 needs AVX512_BF16 and AVX512_VNNI.
+    """
+    has = load().jaxserve_rounds()
+    return (dtype in (jnp.int8, jnp.uint8) and has > 0) or (dtype == jnp.bfloat16 and has > 1)
 
 
 def _open(scratch: Path) -> ctypes.CDLL:
@@ -100,18 +105,18 @@ def matmul_few(x: jax.Array, w: Weight) -> jax.Array:
 
 
 def rounds(w: Weight) -> bool:
-    """Return whether `matmul_rounded` takes a weight of this form, on a processor that has the instructions."""
+    """Return whether `matmul_rounded` takes this weight, on this processor."""
     if isinstance(w, Quantized):
-        return w.values.dtype in (jnp.int8, jnp.uint8) and not w.mxfp4 and w.group % BLOCK == 0
-    return w.dtype == jnp.bfloat16 and w.shape[-1] % 2 == 0
+        return can_round(w.values.dtype) and not w.mxfp4 and w.group % BLOCK == 0
+    return can_round(w.dtype) and w.shape[-1] % 2 == 0
 
 
 def matmul_rounded(x: jax.Array, w: Weight, *, few: bool = False) -> jax.Array:
     """Do `matmul` with each row of x float32 [T, K] rounded first -> float32 [T, N], twice as fast and more.
 
     For a bfloat16 weight x is rounded to bfloat16. For one in 8 or 4 bits it is rounded to 8 bits, with a scale for
-    each group of at most 128 numbers. The caller has checked `rounds` and `can_round`. few: for up to FEW rows faster,
-    with sums in another order.
+    each group of at most 128 numbers. The caller has checked `rounds`. few: for up to FEW rows faster, with sums in
+    another order.
     """
     assert rounds(w)
     return _product(_ROUNDED_FEW if few and x.shape[0] <= FEW else _ROUNDED, x, w)

@@ -1,10 +1,10 @@
 // y [T, N] = x [T, K] times w [N, K] transposed, in float32: a linear layer with its weight as the checkpoint has it.
 //
 // A tile of y^T is held in registers: rows of w by vectors of tokens. Each step of k broadcasts one number of every row
-// of w and multiplies it by the tokens' vectors, so w is read once, in place and unpacked; only x is packed, in panels
-// [K, tokens of the panel]. Every y is one sum over k in order, whatever T is: a row's result has the same bits alone
-// and among others. A weight in another form is widened a piece at a time for the rows of a tile: the bits are those of
-// the float32 weight it stands for.
+// of w and multiplies it by the tokens' vectors, so w is read once, and in place unless many tokens meet it; x is packed,
+// in panels [K, tokens of the panel]. Every y is one sum over k in order, whatever T is: a row's result has the same bits
+// alone and among others. A weight in another form is widened a piece at a time for the rows of a tile: the bits are
+// those of the float32 weight it stands for.
 //
 // The tile in registers is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008.
 #include "weights.h"
@@ -33,6 +33,7 @@ enum {
   PIECES = 8,       // of all rows of w for each thread: the last to finish is late by at most so much
   LINE = 16,        // floats in a cache line
   AT_ONCE = 512,    // tokens packed at a time, whatever the step's size: what the scratch is for
+  COPIED = 3,       // panels from which on a float32 weight is copied: its rows may share cache sets
   CHUNK = 128,      // numbers of a row that are widened at a time: at most 6 KiB for a tile
 };
 
@@ -49,7 +50,7 @@ struct Product {
   Widen* widen;  // NULL: w is float32 and is read in place
   const float* x;
   float *packed, *y;
-  int64_t tokens;
+  int64_t tokens, apart;  // numbers from a row of w to the next
 };
 
 // Tokens of the panel that starts at `token`, zeros behind the last included.
@@ -93,6 +94,7 @@ INLINE void widen_rows(const Product* p, Piece piece, float* out, int64_t apart,
     if (has_groups(FORM) && p->w.zeros) widen_rows(p, piece, out, apart, FORM, true);       \
     else widen_rows(p, piece, out, apart, FORM, false);                                     \
   }
+WIDEN(FLOAT32)
 WIDEN(BFLOAT16)
 WIDEN(INT8)
 WIDEN(INT4)
@@ -138,8 +140,7 @@ WIDEN(INT8_16)
   INLINE void NAME(const Product* p, const float* panel, int64_t row, float* tile) {                          \
     VECTOR sum[HEIGHT][COLUMNS] = {0};                                                                        \
     if (p->widen == NULL) {                                                                                   \
-      int64_t depth = p->w.depth;                                                                             \
-      NAME##_add(panel, (const float*)p->w.values + row * depth, depth, depth, true, sum);                    \
+      NAME##_add(panel, (const float*)p->w.values + row * p->apart, p->w.depth, p->apart, true, sum);         \
     } else {                                                                                                  \
       float w[HEIGHT * CHUNK] __attribute__((aligned(64)));                                                   \
       for (int64_t k = 0; k < p->w.depth; k += CHUNK) {                                                       \
@@ -196,16 +197,19 @@ static void multiply_group(const Product* p, int64_t row, int64_t end) {
   }
 }
 
-// Rows that meet several panels are widened once for all of them, if there is memory for it.
+// Rows that meet several panels are widened once for all of them, if there is memory for it. They are a line further
+// apart than in w, for rows a power of two apart push each other out of the first cache.
 static void multiply(void* job, int64_t first, int64_t last) {
   const Product* p = job;
-  float* wide = p->widen && p->tokens > WIDE ? scratch(GROUP * p->w.depth) : NULL;
+  const int64_t apart = p->w.depth + LINE;
+  float* wide = p->widen && p->tokens > WIDE ? scratch(GROUP * apart) : NULL;
   for (int64_t row = first; row < last; row += GROUP) {
     int64_t end = min(row + GROUP, last);
     Product widened = *p;
     if (wide != NULL) {
-      p->widen(p, (Piece){row, end - row, 0, p->w.depth}, wide, p->w.depth);
-      widened.w.values = (const char*)(wide - row * p->w.depth);
+      p->widen(p, (Piece){row, end - row, 0, p->w.depth}, wide, apart);
+      widened.w.values = (const char*)(wide - row * apart);
+      widened.apart = apart;
       widened.widen = NULL;
     }
     multiply_group(&widened, row, end);
@@ -216,11 +220,12 @@ static void multiply(void* job, int64_t first, int64_t last) {
 int64_t scratch_for(const Weight* w, int64_t tokens) { return (min(tokens, AT_ONCE) + WIDE) * w->depth; }
 
 void multiply_all(XLA_FFI_CallFrame* frame, Weight w, const float* x, float* y, int64_t tokens, float* packed) {
-  static Widen* const widens[FORMS] = {NULL, widen_BFLOAT16, widen_INT8, widen_INT4, widen_FP8, widen_MXFP4,
+  static Widen* const widens[FORMS] = {widen_FLOAT32, widen_BFLOAT16, widen_INT8, widen_INT4, widen_FP8, widen_MXFP4,
                                       widen_INT8_16};
   for (int64_t token = 0; token < tokens; token += AT_ONCE) {
     int64_t count = min(tokens - token, AT_ONCE), panels = (count + WIDE - 1) / WIDE;
-    Product p = {w, widens[w.form], x + token * w.depth, packed, y + token * w.rows, count};
+    Widen* widen = w.form == FLOAT32 && count <= COPIED * WIDE ? NULL : widens[w.form];
+    Product p = {w, widen, x + token * w.depth, packed, y + token * w.rows, count, w.depth};
     int64_t groups = rows_in_piece(frame, (w.rows + GROUP - 1) / GROUP, PIECES, panels * GROUP * w.depth);
     parallel_for(frame, panels, 1, pack, &p);
     parallel_for(frame, w.rows, groups * GROUP, multiply, &p);

@@ -1,239 +1,40 @@
-// y [T, N] = x [T, K] times w [N, K] transposed, by the processor's products of pairs of bfloat16 and of four 8-bit
-// numbers: twice and four times the rate of float32. x is rounded for it, each row by itself: to bfloat16 for a weight
-// in bfloat16, and for one in INT8 or INT4 to 8 bits, with a scale for each group of at most ROUNDED_GROUP numbers.
+// y [T, N] = x [T, K] times w [N, K] transposed, by the processor's products of bfloat16 or of integers: up to four times
+// the rate of float32. x is rounded for it, each row by itself: to bfloat16 for a weight in bfloat16, and for one in INT8
+// or INT4 to 8 bits, with a scale for each group of at most ROUNDED_GROUP numbers.
 //
-// A tile of y^T is held in registers as in matmul.c. A step is two or four numbers of K, which lie side by side in w: one
-// word of each row of w is broadcast. Products of 8 bits are of w without its sign: 128 is added to INT8, and the
-// sum of x times what was added is what the integers start from. Integers are summed exactly in a group, and the groups
-// in order in float32, so that a row's result has the same bits alone and among others.
+// A tile of y^T is held in registers as in matmul.c. Integers are summed exactly in a group, and the groups in order in
+// float32, so that a row's result has the same bits alone and among others.
 #include "rounded.h"
 
-#include <string.h>
+#if ROUNDS == 2
+#include "rounded_avx512.h"
+#elif ROUNDS == 1
+#include "rounded_avx2.h"
+#endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
-
+#if ROUNDS > 0
 enum {
-  WIDE = 32,            // tokens in the widest panel
-  PAIR_ROWS = 12,       // rows of w in a tile of pairs
-  BYTE_ROWS = 6,        // and of bytes, which have sums in integers and in float32
   GROUP = 24,           // rows of w that meet one panel after another
   PIECES = 8,           // of all rows of w for each thread
-  LINE = 16,            // words in a cache line
   AT_ONCE = 512,        // tokens packed at a time
 };
-
-typedef struct {
-  Weight w;
-  const float* x;
-  uint32_t* packed;      // panels [words of K, tokens of the panel]
-  float* scales;         // of x: panels [groups, tokens of the panel]
-  int32_t* sums;         // of x's bytes in a group, likewise
-  float* y;
-  int64_t tokens, words, group, groups;  // words of a row; numbers of x in a group and groups of a row
-  _Atomic bool failed;   // for want of memory
-} Product;
-
-INLINE int64_t panel_width(const Product* p, int64_t token) {
-  int64_t left = p->tokens - token;
-  return left > 16 ? WIDE : left > 8 ? 16 : 8;
-}
-
-static void pack_pairs(const Product* p, int64_t token, int64_t live, int64_t width) {
-  uint32_t* panel = p->packed + token * p->words;
-  for (int64_t t = 0; t < width; t++)
-    for (int64_t word = 0; word < p->words; word += 8) {
-      uint32_t pairs[8] = {0};
-      int64_t count = min(8, p->words - word);
-      if (t < live) {
-        __m256bh halves = _mm512_cvtneps_pbh(numbers_at(p->x + (token + t) * p->w.depth + 2 * word, 2 * count));
-        memcpy(pairs, &halves, sizeof pairs);
-      }
-      for (int64_t i = 0; i < count; i++) panel[(word + i) * width + t] = pairs[i];
-    }
-}
-
-static void pack_bytes(const Product* p, int64_t token, int64_t live, int64_t width) {
-  uint32_t* panel = p->packed + token * p->words;
-  float* scales = p->scales + token * p->groups;
-  int32_t* sums = p->sums + token * p->groups;
-  for (int64_t index = 0; index < p->groups; index++)
-    for (int64_t t = 0; t < width; t++) {
-      uint32_t words[ROUNDED_GROUP / 4];
-      const float* x = p->x + (token + min(t, live - 1)) * p->w.depth + index * p->group;
-      round_group(x, p->group, (int8_t*)words, scales + index * width + t, sums + index * width + t);
-      for (int64_t i = 0; i < p->group / 4; i++) panel[(index * p->group / 4 + i) * width + t] = words[i];
-    }
-}
 
 static void pack(void* job, int64_t first, int64_t last) {
   const Product* p = job;
   for (int64_t token = first * WIDE; token < min(last * WIDE, p->tokens); token += WIDE) {
-    int64_t width = panel_width(p, token), live = min(width, p->tokens - token);
-    if (p->w.form == BFLOAT16) pack_pairs(p, token, live, width);
-    else pack_bytes(p, token, live, width);
+    int64_t width = panel_width(p->tokens - token);
+    pack_panel(p, token, min(width, p->tokens - token), width);
   }
 }
 
-// Names for vectors of 16 and of 8 words.
-#define FLOATS_16 __m512
-#define WORDS_16 __m512i
-#define FLOATS_8 __m256
-#define WORDS_8 __m256i
-#define ALL_16(name) _mm512_##name
-#define ALL_8(name) _mm256_##name
-#define PAIRS_16(sum, x, w) _mm512_dpbf16_ps(sum, (__m512bh)(x), (__m512bh)(w))
-#define PAIRS_8(sum, x, w) _mm256_dpbf16_ps(sum, (__m256bh)(x), (__m256bh)(w))
-#define LOAD_16(at) _mm512_loadu_si512(at)
-#define LOAD_8(at) _mm256_loadu_si256((const __m256i*)(at))
-
-// tile [HEIGHT, COLUMNS of LANES_ tokens] of y^T, from row `row` of w on.
-#define PAIR_TILE(HEIGHT, COLUMNS, LANES_)                                                                       \
-  static void pairs_##HEIGHT##_##COLUMNS##_##LANES_(const Product* p, const uint32_t* panel, int64_t row,        \
-                                                    float* tile) {                                               \
-    FLOATS_##LANES_ sum[HEIGHT][COLUMNS];                                                                        \
-    const int64_t words = p->words;                                                                              \
-    const uint32_t *w = (const uint32_t*)p->w.values + row * words, *quad[(HEIGHT + 3) / 4];                     \
-    UNROLL for (int r = 0; r < HEIGHT; r += 4) {                                                                 \
-      quad[r / 4] = w + r * words;                                                                               \
-      __asm__("" : "+r"(quad[r / 4]));                                                                           \
-    }                                                                                                            \
-    UNROLL for (int r = 0; r < HEIGHT; r++)                                                                      \
-      UNROLL for (int v = 0; v < COLUMNS; v++) sum[r][v] = ALL_##LANES_(setzero_ps)();                           \
-    for (int64_t k = 0; k < words; k++) {                                                                        \
-      WORDS_##LANES_ x[COLUMNS];                                                                                 \
-      if (k % LINE == 0)                                                                                         \
-        UNROLL for (int r = 0; r < HEIGHT; r++) {                                                                \
-          if (COLUMNS == 1) __builtin_prefetch(w + HEIGHT * (words + k) + r * LINE, 0, 2);                       \
-          else __builtin_prefetch(w + (HEIGHT + r) * words + k, 0, 2);                                           \
-        }                                                                                                        \
-      UNROLL for (int v = 0; v < COLUMNS; v++) x[v] = LOAD_##LANES_(panel + (k * COLUMNS + v) * LANES_);         \
-      UNROLL for (int r = 0; r < HEIGHT; r++) {                                                                  \
-        WORDS_##LANES_ weight = ALL_##LANES_(set1_epi32)((int32_t)quad[r / 4][r % 4 * words + k]);               \
-        IN_REGISTER(weight);                                                                                     \
-        UNROLL for (int v = 0; v < COLUMNS; v++) {                                                               \
-          sum[r][v] = PAIRS_##LANES_(sum[r][v], x[v], weight);                                                   \
-          IN_REGISTER(sum[r][v]);                                                                                \
-        }                                                                                                        \
-      }                                                                                                          \
-    }                                                                                                            \
-    memcpy(tile, sum, sizeof sum);                                                                               \
-  }
-
-// The same of bytes `w` without sign, rows `apart`. `added`: what they are larger by, if w has no zeros.
-#define BYTE_TILE(HEIGHT, COLUMNS, LANES_)                                                                       \
-  static void bytes_##HEIGHT##_##COLUMNS##_##LANES_(const Product* p, int64_t token, const uint8_t* w,           \
-                                                    int64_t row, int32_t added, float* tile) {                   \
-    const int64_t width = COLUMNS * LANES_, steps = p->group / 4, apart = p->words;                              \
-    const uint32_t* panel = p->packed + token * p->words;                                                        \
-    const float* scales = p->scales + token * p->groups;                                                         \
-    const int32_t* sums = p->sums + token * p->groups;                                                           \
-    FLOATS_##LANES_ sum[HEIGHT][COLUMNS];                                                                        \
-    UNROLL for (int r = 0; r < HEIGHT; r++)                                                                      \
-      UNROLL for (int v = 0; v < COLUMNS; v++) sum[r][v] = ALL_##LANES_(setzero_ps)();                           \
-    for (int64_t index = 0; index < p->groups; index++) {                                                        \
-      WORDS_##LANES_ whole[HEIGHT][COLUMNS];                                                                     \
-      UNROLL for (int v = 0; v < COLUMNS; v++) {                                                                 \
-        WORDS_##LANES_ start = ALL_##LANES_(mullo_epi32)(LOAD_##LANES_(sums + index * width + v * LANES_),       \
-                                                         ALL_##LANES_(set1_epi32)(-added));                      \
-        UNROLL for (int r = 0; r < HEIGHT; r++) whole[r][v] = start;                                             \
-      }                                                                                                          \
-      const uint32_t *words = (const uint32_t*)w + index * steps, *quad[(HEIGHT + 3) / 4];                       \
-      UNROLL for (int r = 0; r < HEIGHT; r += 4) {                                                               \
-        quad[r / 4] = words + r * apart;                                                                         \
-        __asm__("" : "+r"(quad[r / 4]));                                                                         \
-      }                                                                                                          \
-      for (int64_t k = 0; k < steps; k++) {                                                                      \
-        WORDS_##LANES_ x[COLUMNS];                                                                               \
-        UNROLL for (int v = 0; v < COLUMNS; v++)                                                                 \
-          x[v] = LOAD_##LANES_(panel + ((index * steps + k) * COLUMNS + v) * LANES_);                            \
-        UNROLL for (int r = 0; r < HEIGHT; r++) {                                                                \
-          WORDS_##LANES_ weight = ALL_##LANES_(set1_epi32)((int32_t)quad[r / 4][r % 4 * apart + k]);             \
-          IN_REGISTER(weight);                                                                                   \
-          UNROLL for (int v = 0; v < COLUMNS; v++) {                                                             \
-            whole[r][v] = ALL_##LANES_(dpbusd_epi32)(whole[r][v], weight, x[v]);                                 \
-            IN_REGISTER(whole[r][v]);                                                                            \
-          }                                                                                                      \
-        }                                                                                                        \
-      }                                                                                                          \
-      int64_t place = index * p->group / p->w.group;                                                             \
-      UNROLL for (int v = 0; v < COLUMNS; v++) {                                                                 \
-        FLOATS_##LANES_ scale = ALL_##LANES_(loadu_ps)(scales + index * width + v * LANES_);                     \
-        FLOATS_##LANES_ total = ALL_##LANES_(cvtepi32_ps)(LOAD_##LANES_(sums + index * width + v * LANES_));     \
-        UNROLL for (int r = 0; r < HEIGHT; r++) {                                                                \
-          int64_t at = (row + r) * p->w.groups + place;                                                          \
-          FLOATS_##LANES_ number = ALL_##LANES_(cvtepi32_ps)(whole[r][v]);                                       \
-          if (p->w.zeros) number = ALL_##LANES_(fnmadd_ps)(ALL_##LANES_(set1_ps)(p->w.zeros[at]), total, number);\
-          FLOATS_##LANES_ both = ALL_##LANES_(mul_ps)(ALL_##LANES_(set1_ps)(p->w.scales[at]), scale);            \
-          sum[r][v] = ALL_##LANES_(fmadd_ps)(number, both, sum[r][v]);                                           \
-        }                                                                                                        \
-      }                                                                                                          \
-    }                                                                                                            \
-    memcpy(tile, sum, sizeof sum);                                                                               \
-  }
-
-PAIR_TILE(12, 2, 16)
-PAIR_TILE(4, 2, 16)
-PAIR_TILE(1, 2, 16)
-PAIR_TILE(12, 1, 16)
-PAIR_TILE(4, 1, 16)
-PAIR_TILE(1, 1, 16)
-PAIR_TILE(12, 1, 8)
-PAIR_TILE(4, 1, 8)
-PAIR_TILE(1, 1, 8)
-BYTE_TILE(6, 2, 16)
-BYTE_TILE(1, 2, 16)
-BYTE_TILE(6, 1, 16)
-BYTE_TILE(1, 1, 16)
-BYTE_TILE(6, 1, 8)
-BYTE_TILE(1, 1, 8)
-
-// A tile of as many rows of w as one has, or fewer: how many they were.
-INLINE int64_t make_pairs(const Product* p, int64_t token, int64_t width, int64_t row, int64_t rows, float* tile) {
-  const uint32_t* panel = p->packed + token * p->words;
-#define MAKE(COLUMNS, LANES_)                                                              \
-  if (rows >= 12) return pairs_12_##COLUMNS##_##LANES_(p, panel, row, tile), 12;           \
-  if (rows >= 4) return pairs_4_##COLUMNS##_##LANES_(p, panel, row, tile), 4;              \
-  return pairs_1_##COLUMNS##_##LANES_(p, panel, row, tile), 1;
-  if (width == WIDE) { MAKE(2, 16) } else if (width == 16) { MAKE(1, 16) } else { MAKE(1, 8) }
-}
-#undef MAKE
-
-INLINE int64_t make_bytes(const Product* p, int64_t token, int64_t width, const uint8_t* w, int64_t row, int64_t rows,
-                          int32_t added, float* tile) {
-#define MAKE(COLUMNS, LANES_)                                                                  \
-  if (rows >= BYTE_ROWS) return bytes_6_##COLUMNS##_##LANES_(p, token, w, row, added, tile), 6; \
-  return bytes_1_##COLUMNS##_##LANES_(p, token, w, row, added, tile), 1;
-  if (width == WIDE) { MAKE(2, 16) } else if (width == 16) { MAKE(1, 16) } else { MAKE(1, 8) }
-#undef MAKE
-}
-
-// The bytes of rows [row, end) of w without sign.
-static void unpack_rows(const Product* p, int64_t row, int64_t end, uint8_t* out) {
-  const Weight* w = &p->w;
-  const char* at = place(w, w->form, row, 0);
-  int64_t numbers = (end - row) * w->depth;
-  for (int64_t k = 0; k < numbers; k += BLOCK) {
-    __builtin_prefetch(at + bytes(w->form, k) + 4096, 0, 3);
-    if (w->form == INT8) {
-      __m256i bytes = _mm256_loadu_si256((const __m256i*)(at + k)), sign = _mm256_set1_epi8((char)128);
-      _mm256_storeu_si256((__m256i*)(out + k), _mm256_xor_si256(bytes, sign));
-    } else {
-      __m128i bytes = _mm_loadu_si128((const __m128i*)(at + k / 2)), low = _mm_set1_epi8(15);
-      _mm_storeu_si128((__m128i*)(out + k), _mm_and_si128(bytes, low));
-      _mm_storeu_si128((__m128i*)(out + k + 16), _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
-    }
-  }
-}
-
-// The rows [row, end) of w, at most GROUP, with all tokens. unpacked: their bytes, if w is not in bfloat16.
+// The rows [row, end) of w, at most GROUP, with all tokens. unpacked: their words, if w is not in bfloat16.
 static void multiply_group(const Product* p, int64_t row, int64_t end, const uint8_t* unpacked) {
-  float tile[PAIR_ROWS * WIDE] __attribute__((aligned(64)));
-  int32_t added = p->w.form == INT8 ? 128 : p->w.zeros ? 0 : 8;
+  float tile[TILE_ROWS * WIDE] __attribute__((aligned(64)));
   for (int64_t token = 0; token < p->tokens; token += WIDE) {
-    int64_t width = panel_width(p, token), live = min(width, p->tokens - token);
+    int64_t width = panel_width(p->tokens - token), live = min(width, p->tokens - token);
     for (int64_t first = row, height; first < end; first += height) {
-      if (unpacked == NULL) height = make_pairs(p, token, width, first, end - first, tile);
-      else height = make_bytes(p, token, width, unpacked + (first - row) * p->w.depth, first, end - first, added, tile);
+      const uint8_t* w = unpacked == NULL ? NULL : unpacked + (first - row) * p->words * 4;
+      height = make_tile(p, token, width, w, first, end - first, tile);
       for (int64_t t = 0; t < live; t++)
         for (int64_t r = 0; r < height; r++) p->y[(token + t) * p->w.rows + first + r] = tile[r * width + t];
     }
@@ -257,9 +58,9 @@ EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) {
   if (answered_metadata(frame)) return NULL;
   XLA_FFI_Buffer* x = argument(frame, 0);
   Weight w = weight(frame, 0);
-  bool pairs = w.form == BFLOAT16, failed = false;
-  int64_t tokens = x->dims[0], room = min(tokens, AT_ONCE) + WIDE, words = w.depth / (pairs ? 2 : 4);
-  int64_t group = pairs ? 0 : group_of(&w), groups = pairs ? 0 : w.depth / group;
+  bool failed = false;
+  int64_t tokens = x->dims[0], room = min(tokens, AT_ONCE) + WIDE, words = words_of(&w);
+  int64_t group = w.form == BFLOAT16 ? 0 : summed_together(&w), groups = group == 0 ? 0 : w.depth / group;
   float* memory = scratch(room * (words + 2 * groups));
   if (memory == NULL) return out_of_memory(frame);
   for (int64_t token = 0; token < tokens; token += AT_ONCE) {
@@ -276,14 +77,12 @@ EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) {
   free(memory);
   return failed ? out_of_memory(frame) : NULL;
 }
-
-EXPORT int32_t jaxserve_rounds(void) { return 1; }
 #else
 
 // Not called: the server refuses to start.
 EXPORT XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame) {
   return answered_metadata(frame) ? NULL : out_of_memory(frame);
 }
-
-EXPORT int32_t jaxserve_rounds(void) { return 0; }
 #endif
+
+EXPORT int32_t jaxserve_rounds(void) { return ROUNDS; }

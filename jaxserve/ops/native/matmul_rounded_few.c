@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#if ROUNDS == 2
 
 enum {
   LINE = 16,      // words in a cache line
@@ -260,7 +260,7 @@ EXPORT XLA_FFI_Error* jaxserve_matmul_rounded_few(XLA_FFI_CallFrame* frame) {
   if (w.form == BFLOAT16) return multiply_few_pairs(frame, w, x->data, y, x->dims[0]);
   return multiply_few_bytes(frame, w, x->data, y, x->dims[0]);
 }
-#else
+#elif ROUNDS == 0
 
 // Not called: the server refuses to start.
 EXPORT XLA_FFI_Error* jaxserve_matmul_rounded_few(XLA_FFI_CallFrame* frame) {

@@ -4,6 +4,15 @@
 
 #include <math.h>
 
+// What the processor can round for: 1: weights in INT8 and INT4; 2: in bfloat16 too.
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#define ROUNDS 2
+#elif defined(__AVX2__) && defined(__FMA__)
+#define ROUNDS 1
+#else
+#define ROUNDS 0
+#endif
+
 enum { ROUNDED_GROUP = 128 };  // numbers of a row of x that share a scale, at most
 
 // The numbers of x that share a scale: a divisor of w's group.
@@ -13,7 +22,7 @@ INLINE int64_t group_of(const Weight* w) {
   return group;
 }
 
-#if defined(__AVX512F__)
+#if ROUNDS == 2
 // 16 numbers of x, or as many as there are, zeros behind them.
 INLINE __m512 numbers_at(const float* x, int64_t count) {
   return _mm512_maskz_loadu_ps((__mmask16)(count >= 16 ? 0xffff : (1 << count) - 1), x);
@@ -38,5 +47,42 @@ INLINE void round_group(const float* x, int64_t group, int8_t* out, float* scale
   }
   *sum = _mm512_reduce_add_epi32(total);
   *scale = sound == 0xffff ? largest / 127 : NAN;
+}
+#elif ROUNDS == 1
+XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame);
+
+// Rounds a group of x to bytes `out`. The scale is NaN if x has a number that is none.
+INLINE void round_group(const float* x, int64_t group, int8_t* out, float* scale) {
+  const __m256 sign = _mm256_set1_ps(-0.0f), infinite = _mm256_set1_ps(INFINITY);
+  __m256 most = _mm256_setzero_ps(), sound = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+  for (int64_t k = 0; k < group; k += 8) {
+    __m256 some = _mm256_andnot_ps(sign, _mm256_loadu_ps(x + k));
+    most = _mm256_max_ps(most, some);
+    sound = _mm256_and_ps(sound, _mm256_cmp_ps(some, infinite, _CMP_LT_OQ));
+  }
+  float numbers[8], largest = 0;
+  _mm256_storeu_ps(numbers, most);
+  for (int i = 0; i < 8; i++) largest = numbers[i] > largest ? numbers[i] : largest;
+  __m256 inverse = _mm256_set1_ps(largest > 1e-30f ? 127 / largest : 0);
+  for (int64_t k = 0; k < group; k += 8) {
+    __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + k), inverse));
+    __m128i narrow = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((__m128i*)(out + k), _mm_packs_epi16(narrow, narrow));
+  }
+  *scale = _mm256_movemask_ps(sound) == 0xff ? largest / 127 : NAN;
+}
+
+// The sum of a BLOCK of bytes.
+INLINE int32_t sum_of(const int8_t* bytes) {
+  int32_t sum = 0;
+  for (int i = 0; i < BLOCK; i++) sum += bytes[i];
+  return sum;
+}
+
+// Adds the products of pairs: of bytes to 16 sums for INT4, and of 16 bits to 8 otherwise. In assembly, or else compilers copy each sum once more.
+INLINE void add_products(Form form, __m256i* sum, __m256i w, __m256i x) {
+  __m256i products = form == INT4 ? _mm256_maddubs_epi16(w, x) : _mm256_madd_epi16(w, x);
+  if (form == INT4) __asm__("vpaddw %1, %0, %0" : "+x"(*sum) : "x"(products));
+  else __asm__("vpaddd %1, %0, %0" : "+x"(*sum) : "x"(products));
 }
 #endif
