@@ -137,8 +137,9 @@ class RuntimeSection(Section):
     cpu_products: Literal["exact", "rounded"] = Field(
         "exact",
         description="Activations in linear layers on a CPU. exact: float32. rounded: to bfloat16 for weights in "
-        "bfloat16 and to 8 bits for weights in int8 and int4, twice to four times as fast with many rows. It needs a "
-        "processor with AVX512_BF16 and AVX512_VNNI, or for int8 and int4 one with AVX2, where bfloat16 stays exact. "
+        "bfloat16 and to 8 bits for weights in int8 and int4, twice to four times as fast with many rows, "
+        "about twice with AVX2. It needs a processor with AVX512_BF16 and AVX512_VNNI, or for int8 and int4 one with "
+        "AVX2, where bfloat16 stays exact. "
         "Weights in other forms and routed experts stay exact everywhere.",
     )
     deterministic: bool = Field(

@@ -76,10 +76,10 @@ def _head(config: ModelConfig, dtype: jnp.dtype) -> str:
     structure = build(config, dtype)
     form, bits = config.stored_form, ""
     if form is not None:
-        bits = form.description if form.method == "gguf" else f"{form.bits} bits"
+        bits = f"few bits ({form.description})" if form.method == "gguf" else f"{form.bits} bits"
     few = {"none": "", "stored": bits}.get(config.quantization, config.quantization)
-    form = f"{few} and {dtype}" if few else str(dtype)
-    lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {form}"]
+    held = f"{few} and {dtype}" if few else str(dtype)
+    lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {held}"]
     size = published_size(structure)
     if size.form:
         decoded = f"{structure.num_bytes / GIB:.2f} GiB as {form}"

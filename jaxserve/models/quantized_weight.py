@@ -90,7 +90,9 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
     is quantised, for rows of integers that cannot be grouped, and for types of GGUF that are not kept.
     """
     if form.not_held():
-        raise ModelLoadError(f"{' and '.join(form.not_held())} of GGUF are not computed in few bits", fix=_FIX)
+        raise ModelLoadError(
+            f"weights of GGUF's type {' and '.join(form.not_held())} are not kept in few bits", fix=_FIX
+        )
     for path, module in _layers(model):
         scope, parts = path[:-1] if module.weight.parts else path, module.weight.parts
         if form.method == "mxfp4" and not any(part.mxfp4 for part in parts):

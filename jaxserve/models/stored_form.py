@@ -98,6 +98,7 @@ class StoredForm:
 
     @property
     def description(self) -> str:
+        """The published format in words, with its bits or types."""
         if self.method == "gguf":
             return f"{' and '.join(sorted({kind for _, kind in self.types}))} of GGUF"
         return f"{self.bits}-bit integers ({self.method})" if self.is_integer else self.method.upper()

@@ -44,7 +44,7 @@ class RunnerConfig:
     memory_fraction: float = 0.9
     shrink_context: bool = False
     deterministic: bool = False
-    normalize_embeddings: bool = True
+    normalize_embeddings: bool = True  # to length 1
     max_drafts: int = 0  # of a row; 0: no speculation
     compile_cache: Path | None = None
     early: bool = False  # ready with the programs that serve every step; the others are compiled in threads

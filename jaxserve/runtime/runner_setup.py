@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.models.weights import ParamSpec
 from jaxserve.ops import native
 from jaxserve.ops.linear import FewBits, Products
 from jaxserve.ops.moe.choices import kernels_of
@@ -211,17 +212,30 @@ def rounded_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh
     fix = "leave runtime.cpu_products out"
     if backend is None or not native_products(backend, mesh):
         raise ConfigError("runtime.cpu_products 'rounded' is for decoders on one CPU with native attention", fix=fix)
-    specs = (spec for spec in loaded.structure.specs if spec.packing is None or spec.packing.group % BLOCK == 0)
+    specs = filter(_may_be_rounded, loaded.structure.specs)
     forms = {jnp.dtype(spec.dtype) for spec in specs} & set(map(jnp.dtype, native.ROUNDED_FORMS))
     if not forms:
         raise ConfigError(
-            "runtime.cpu_products 'rounded' has no effect on weights in float32 or FP8, or with a scale for 16 numbers",
+            "runtime.cpu_products 'rounded' has no effect on weights in float32, FP8 or MXFP4, or with a scale for 16 "
+            "numbers, or of routed experts",
             fix="set model.dtype: bfloat16 or model.quantization: int8 or int4, or " + fix,
         )
     if not any(map(native.can_round, forms)):
-        needs = "AVX512_BF16 and AVX512_VNNI for weights in bfloat16, and AVX2 for those in int8 and int4"
-        raise ConfigError(f"runtime.cpu_products 'rounded' needs a processor with {needs}; this has not", fix=fix)
+        narrow = forms - {jnp.dtype(jnp.bfloat16)}
+        needs = "AVX2, for weights in int8 and int4"
+        if not narrow:
+            needs = "AVX512_BF16 and AVX512_VNNI, for weights in bfloat16"
+        fix = fix if narrow else "set model.quantization: int8 or int4, which need AVX2, or " + fix
+        raise ConfigError(f"runtime.cpu_products 'rounded' needs a processor with {needs}", fix=fix)
     return True
+
+
+def _may_be_rounded(spec: ParamSpec) -> bool:
+    """Return whether the activations that a weight meets may be rounded, if its dtype is one of ROUNDED_FORMS."""
+    packing = spec.packing
+    if "expert" in spec.axes:
+        return False
+    return packing is None or (packing.group % BLOCK == 0 and packing.kind != "mxfp4")
 
 
 def few_bits_platform(backend: Backend) -> FewBits | None:

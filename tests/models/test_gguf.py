@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxserve.cli.checks import device_findings
 from jaxserve.config import Config
 from jaxserve.engine.engine_info import served_names
 from jaxserve.engine.factory import build_engine
@@ -151,11 +152,14 @@ def test_what_is_not_held_is_refused_by_name(tmp_path: Path) -> None:
     file, plain = written(tmp_path, "llama of blocks", "Q3_K", attn_v="Q5_K")
     config = read_config(file)
     assert choose_quantization("auto", config, file) == "stored"
-    with pytest.raises(ModelLoadError, match="Q3_K of GGUF are not computed in few bits") as error:
+    with pytest.raises(ModelLoadError, match="weights of GGUF's type Q3_K are not kept in few bits") as error:
         load(file, "stored")
     assert error.value.fix == "set model.quantization: none"
     assert_equal_models(load(file, choose_quantization("none", config, file)), load(plain, "none"))
     assert choose_quantization("int8", config, file) == "int8"
+    demo = str(files("jaxserve") / "assets" / "demo")
+    asked = Config.parse({"model": {"path": str(file), "tokenizer": demo, "quantization": "none"}})
+    assert [finding.state for finding in device_findings._model(asked, None)] == ["ok"]
     file, _ = written(tmp_path / "kept", "llama", "Q4_0", attn_v="Q8_0")
     with pytest.raises(ConfigError, match="has Q4_0 and Q8_0 of GGUF already"):
         choose_quantization("int8", read_config(file), file)
@@ -366,11 +370,16 @@ def test_any_cut_and_any_wrong_byte_is_an_error_or_loads(tmp_path: Path) -> None
     assert 200 < refused <= len(changed)
 
 
-def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "llama", "Q8_0")
+@pytest.mark.parametrize(
+    ("name", "kind", "place"),
+    [("llama", "Q8_0", 0), ("llama of blocks", "Q4_K", 0), ("llama of blocks", "Q6_K", 208)],  # of a block's scale
+)
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_scale_that_is_no_number_is_named(name: str, kind: str, place: int, scale: float, tmp_path: Path) -> None:
+    file, _ = written(tmp_path, name, kind)
     found = next(tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.1.ffn_up.weight")
-    content = bytearray(file.read_bytes())
-    content[found.data_offset : found.data_offset + 2] = np.float16(np.nan).tobytes()
+    content, first = bytearray(file.read_bytes()), found.data_offset + place
+    content[first : first + 2] = np.float16(scale).tobytes()
     file.write_bytes(bytes(content))
     with pytest.raises(ModelLoadError, match=r"model.layers.1.mlp.up_proj.weight: not all scales are numbers"):
         load(file, "stored")

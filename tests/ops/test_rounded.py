@@ -140,10 +140,12 @@ def test_the_check_at_the_start_has_them() -> None:
     assert wrong_numbers([wrong], cpu.devices[0], {})
 
 
-def _asked(dtypes: list[str], attention: str = "native", group: int = 32) -> bool:
+def _asked(
+    dtypes: list[str], attention: str = "native", group: int = 32, kind: str = "int8", axes: tuple[str, ...] = ()
+) -> bool:
     config = Config.model_validate({"runtime": {"cpu_products": "rounded"}})
-    packing = SimpleNamespace(group=group)
-    specs = [SimpleNamespace(dtype=jnp.dtype(d), packing=None if "float" in d else packing) for d in dtypes]
+    packing = SimpleNamespace(group=group, kind=kind)
+    specs = [SimpleNamespace(dtype=jnp.dtype(d), packing=None if "float" in d else packing, axes=axes) for d in dtypes]
     loaded: Any = SimpleNamespace(structure=SimpleNamespace(specs=specs))
     resolved: Any = SimpleNamespace(cpu_products=config.runtime.cpu_products)
     backend = None if attention == "none" else get_backend(attention, "cpu")
@@ -153,15 +155,19 @@ def _asked(dtypes: list[str], attention: str = "native", group: int = 32) -> boo
 def test_what_cannot_have_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunnerConfig.__dataclass_fields__["cpu_products"].default == "exact"
     assert _asked(["bfloat16", "int8"]) and _asked(["float32", "uint8"])
-    with pytest.raises(ConfigError, match=r"cpu_products 'rounded' has no effect on weights in float32 or FP8"):
+    with pytest.raises(ConfigError, match=r"cpu_products 'rounded' has no effect on weights in float32, FP8 or MXFP4"):
         _asked(["float32", "float8_e4m3fn"])
-    with pytest.raises(ConfigError, match="or with a scale for 16 numbers"):
-        _asked(["float32", "int8"], group=16)
+    others: list[dict[str, Any]] = [{"group": 16}, {"kind": "mxfp4"}, {"axes": ("expert",)}]
+    for unlike in others:
+        with pytest.raises(ConfigError, match="with a scale for 16 numbers, or of routed experts"):
+            _asked(["float32", "uint8"], **unlike)
     for attention in ("xla", "none"):
         with pytest.raises(ConfigError, match=r"cpu_products 'rounded' is for decoders on one CPU"):
             _asked(["int8"], attention)
-    needs = r"needs a processor with AVX512_BF16 and AVX512_VNNI for weights in bfloat16, and AVX2 for those in int8"
-    for rounds, forms in ((0, ["bfloat16"]), (0, ["int8", "bfloat16"]), (1, ["float32", "bfloat16"])):
+    wide = "needs a processor with AVX512_BF16 and AVX512_VNNI, for weights in bfloat16"
+    narrow = "needs a processor with AVX2, for weights in int8 and int4"
+    cases = ((0, ["bfloat16"], wide), (0, ["int8", "bfloat16"], narrow), (1, ["float32", "bfloat16"], wide))
+    for rounds, forms, needs in cases:
         monkeypatch.setattr(native, "load", lambda rounds=rounds: SimpleNamespace(jaxserve_rounds=lambda: rounds))
         with pytest.raises(ConfigError, match=needs):
             _asked(forms)

@@ -14,6 +14,7 @@ from jaxserve.engine.factory import locate
 from jaxserve.errors import ConfigError
 from jaxserve.model_directory import local_directory
 from jaxserve.model_files import check_directory
+from jaxserve.models.loading.chosen_form import choose_quantization
 from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import inspect
 from jaxserve.ops.paged_attention import backend_names, get_backend
@@ -95,7 +96,7 @@ def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
     check_directory(directory)
     model = read_config(directory)
     Tokenizer.from_directory(directory if config.model.tokenizer is None else config.model.tokenizer)
-    model = model.replace(quantization="none" if model.stored_form is None else "stored")
+    model = model.replace(quantization=choose_quantization(config.model.quantization, model, directory))
     dtype = resolve_dtypes(config.model.dtype, "cpu" if mesh is None else mesh.platform)[0]
     size = inspect(directory, dtype=dtype, config=model).num_bytes
     text = f"{model.architecture} in {directory}: {size / _GIB:.2f} GiB of weights"

@@ -59,7 +59,7 @@ class Products:
     rounded: with native, round the activations for weights that `native.rounds` names, which is faster.
     experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA.
     sharded: the program runs over several devices.
-    The other formulations convert a weight of another form to x's dtype first.
+    XLA's formulations convert a weight of another form to x's dtype first.
     """
 
     deterministic: bool = False

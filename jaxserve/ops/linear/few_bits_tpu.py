@@ -28,7 +28,7 @@ from jaxserve.ops.quantized import Quantized, powers
 # program may use on a v5e.
 MAX_TPU_ROWS = 1024
 _LANES = 128
-_SUB_LANES = 32  # rows of bytes in a tile of the memory layout
+_SUBLANES = 32  # rows of bytes in a tile of the memory layout
 _OUTPUTS = 512  # of a tile
 _FEW_ROWS = 128  # with so few a tile of 1 MiB hides the 0.3 us that a program of the grid costs
 
@@ -43,7 +43,7 @@ def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool 
 
     Rows of values that are no multiple of 128 bytes are widened by XLA.
     """
-    if w.ndim > 2 and w.shape[-2] < _SUB_LANES:
+    if w.ndim > 2 and w.shape[-2] < _SUBLANES:
         # XLA keeps such a weight with this axis first, so that nothing is padded. Any other order would be a copy.
         moved = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, -2, 0), w)
         y = _matmul(x, moved.matrix(), out_dtype, interpret)

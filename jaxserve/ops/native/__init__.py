@@ -112,11 +112,11 @@ def rounds(w: Weight) -> bool:
 
 
 def matmul_rounded(x: jax.Array, w: Weight, *, few: bool = False) -> jax.Array:
-    """Do `matmul` with each row of x float32 [T, K] rounded first -> float32 [T, N], twice as fast and more.
+    """Do `matmul` with each row of x float32 [T, K] rounded first -> float32 [T, N], about twice as fast or more.
 
     For a bfloat16 weight x is rounded to bfloat16. For one in 8 or 4 bits it is rounded to 8 bits, with a scale for
-    each group of at most 128 numbers. The caller has checked `rounds`. few: for up to FEW rows faster, with sums in
-    another order.
+    each group of at most 128 numbers. The caller has checked `rounds`. few: for up to FEW rows faster, with AVX2 alone
+    for up to 4, with sums in another order.
     """
     assert rounds(w)
     return _product(_ROUNDED_FEW if few and x.shape[0] <= FEW else _ROUNDED, x, w)
@@ -148,7 +148,7 @@ class PagedContext(NamedTuple):
 
     cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16, or int8 or float8_e4m3fn with
       scales: float32 [P, 2, page_size, KH].
-    page_table: int32 [R, max_pages]. sinks: [N].
+    page_table: int32 [R, max_pages]. sinks: [N]. sliding_window: tokens. soft_cap: of the scores.
     """
 
     cache: jax.Array

@@ -2,8 +2,8 @@
 // more are quicker by the tiles of matmul_rounded.c.
 //
 // A vector has numbers of one row of w side by side, which meet the same numbers of each token: of INT8 16 at a time,
-// widened to 16 bits, and of INT4 a BLOCK of bytes without sign. Products of bytes are summed in 16 bits over a group of
-// x, at most 8 of 15 * 127. For w without zeros they start from -8 times x. Sums are in an order of their own, which is
+// widened to 16 bits, and of INT4 a BLOCK of bytes without sign. Products of bytes are summed in 16 bits over a chunk of
+// numbers with the same scales, at most 8 of 15 * 127. For w without zeros they start from -8 times x. Sums are in an order of their own, which is
 // the same for 1 to MOST tokens.
 #include "rounded.h"
 
@@ -26,7 +26,7 @@ typedef struct {
   int16_t* starts;    // of the sums of INT4 [chunks, room, 16]
   float* totals;      // the sum of x in each group of w [tokens, w.groups]
   float* y;
-  int64_t tokens, room, chunks;  // `room` tokens of x, of which the last may be 0
+  int64_t tokens, room, chunks;  // `room` rows of x; those behind `tokens` are zeros
 } Product;
 
 INLINE int64_t bytes_of_x(Form form) { return form == INT4 ? 1 : 2; }

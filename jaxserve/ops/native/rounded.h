@@ -79,7 +79,8 @@ INLINE int32_t sum_of(const int8_t* bytes) {
   return sum;
 }
 
-// Adds the products of pairs: of bytes to 16 sums for INT4, and of 16 bits to 8 otherwise. In assembly, or else compilers copy each sum once more.
+// Adds the products of pairs: of bytes to 16 sums for INT4, and of 16 bits to 8 otherwise. In assembly, because
+// compilers copy each sum once more.
 INLINE void add_products(Form form, __m256i* sum, __m256i w, __m256i x) {
   __m256i products = form == INT4 ? _mm256_maddubs_epi16(w, x) : _mm256_madd_epi16(w, x);
   if (form == INT4) __asm__("vpaddw %1, %0, %0" : "+x"(*sum) : "x"(products));

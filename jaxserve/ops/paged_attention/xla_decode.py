@@ -65,7 +65,7 @@ def attend_single_tokens(layer: TiledLayer, q: jax.Array, kv_lens: jax.Array) ->
 
 
 class _Work(NamedTuple):
-    """One list of the tiles of all rows, row after row. Arrays are int32 [R], but queries [R, ...].
+    """The queries [R, ...] of all rows, and one list of the tiles that they meet, row after row. Others are int32 [R].
 
     Entry i belongs to the first row whose `ends` is above i. It is that row's tile i + shift.
     rank: index of the row among the rows that have a context.

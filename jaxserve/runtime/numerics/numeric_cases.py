@@ -18,7 +18,7 @@ from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
-from jaxserve.ops.quantized import Quantized
+from jaxserve.ops.quantized import MIDDLE, Quantized
 from jaxserve.runtime.sampling.draw import argmax, filter_probs, inverse_cdf, random_uniform
 from jaxserve.types.threefry import threefry2x32
 
@@ -116,7 +116,8 @@ def experts(products: Products, dtype: jnp.dtype, tolerance: float) -> NumericCa
 def rounded_products(linear: Products) -> NumericCase:
     """Make products of x [1, 160], [7, 160] and [65, 160] that rounding leaves as they are.
 
-    The weights are bfloat16 and int8 [37, 160]. The largest number of a row's group is 127, so that its scale is 1.
+    The weights are bfloat16, int8 and 4 bits [37, 160]. The largest number of a row's group is 127, so that its scale
+    is 1.
     """
     weight = _whole_numbers((37, 160))
     rows = [_whole_numbers((count, 160), seed=count) for count in (1, 7, 65)]
@@ -125,10 +126,13 @@ def rounded_products(linear: Products) -> NumericCase:
 
     def function(weight: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
         """weight: float32 [37, 160], rows: float32 [1, 160], [7, 160] and [65, 160]"""
-        whole = Quantized(weight.astype(jnp.int8), jnp.ones((37, 5), jnp.float32))
-        return tuple(linear(x, w) for w in (weight.astype(jnp.bfloat16), whole) for x in rows)
+        ones = jnp.ones((37, 5), jnp.float32)
+        halves = (weight + MIDDLE).astype(jnp.uint8).reshape(37, 5, 2, 16)
+        packed = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(37, 80)
+        forms = weight.astype(jnp.bfloat16), Quantized(weight.astype(jnp.int8), ones), Quantized(packed, ones)
+        return tuple(linear(x, w) for w in forms for x in rows)
 
-    expected = tuple(x @ weight.T for x in rows) * 2
+    expected = tuple(x @ weight.T for x in rows) * 3
     return NumericCase("rounded products", function, (weight, *rows), expected, identity=repr(linear))
 
 

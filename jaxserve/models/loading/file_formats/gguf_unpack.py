@@ -22,7 +22,7 @@ _Fields = tuple[np.ndarray, ...]
 class Unpacked(NamedTuple):
     """values [N, K]: int8, or uint8 if they have 4 bits. scales, minima: float32 [N, K / group].
 
-    Without minima the minimum of values of 4 bits is 8 scales, and 0 of others.
+    Without minima the minimum of values of 4 bits is 8 times the scale, and that of others is 0.
     """
 
     values: np.ndarray
@@ -56,7 +56,8 @@ class Layout:
         """Unpack rows of blocks, uint8 [N, bytes of a row]."""
         blocks = raw.reshape(len(raw), -1, self.num_bytes)
         ends = np.cumsum(self.sizes)
-        values, scales, minima = self.unpack(tuple(np.split(blocks, ends[:-1], axis=-1)))
+        with np.errstate(invalid="ignore"):  # the caller names a tensor whose scales are not finite
+            values, scales, minima = self.unpack(tuple(np.split(blocks, ends[:-1], axis=-1)))
         rows = len(raw), -1
         return Unpacked(values.reshape(rows), scales.reshape(rows), None if minima is None else minima.reshape(rows))
 

@@ -57,7 +57,9 @@ class Codes:
         if empty.any():
             values = np.where(np.repeat(empty, values.shape[1] // empty.shape[1], axis=1), 0, values)
         scales = np.where(empty, blocks.minima, blocks.scales)
-        return cls(values, scales, np.where(empty, 1, blocks.minima / np.where(empty, 1, blocks.scales)))
+        with np.errstate(invalid="ignore"):  # as in `Layout.read`
+            zeros = blocks.minima / np.where(empty, 1, blocks.scales)
+        return cls(values, scales, np.where(empty, 1, zeros))
 
     def leaves(self, packing: Packing) -> dict[str, np.ndarray]:
         """Return the arrays of leaves by role, with a scale and a zero for each group of the leaves.
