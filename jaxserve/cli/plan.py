@@ -82,7 +82,7 @@ def _head(config: ModelConfig, dtype: jnp.dtype) -> str:
     lines = [f"{config.architecture}: {structure.num_parameters / 1e9:.3f} billion parameters, as {held}"]
     size = published_size(structure)
     if size.form:
-        decoded = f"{structure.num_bytes / GIB:.2f} GiB as {form}"
+        decoded = f"{structure.num_bytes / GIB:.2f} GiB as {held}"
         how = "held in" if config.quantization == "stored" else "decoded at load to"
         lines.append(f"the checkpoint is {size.num_bytes / GIB:.2f} GiB of {size.form}, {how} {decoded}")
     return "\n".join(lines)
