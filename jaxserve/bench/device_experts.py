@@ -88,11 +88,12 @@ def _mxfp4(seed: int, shape: tuple[int, ...]) -> Quantized:
     return Quantized(values, jnp.full((*rows, depth // 32), exponent, jnp.uint8))
 
 
-def _inputs(sizes: ExpertSizes, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return x [T, D], and each token's experts int32 [T, K] with weights float32 [T, K]."""
+def _inputs(sizes: ExpertSizes, rows: int) -> tuple[jax.Array, Chosen]:
+    """Return x [T, D], and each token's experts."""
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((rows, sizes.experts)), axis=1)[:, : sizes.per_token].astype(np.int32)
-    return normal(1, rows, sizes.model), jnp.asarray(ids), jnp.full(ids.shape, 1 / sizes.per_token, jnp.float32)
+    weights = jnp.full(ids.shape, 1 / sizes.per_token, jnp.float32)
+    return normal(1, rows, sizes.model), Chosen(jnp.asarray(ids), weights)
 
 
 def _options() -> dict[str, Any]:
@@ -113,20 +114,20 @@ def _compare(bench: Bench, sizes: ExpertSizes) -> Row:
 
 
 def _time(bench: Bench, sizes: ExpertSizes, rows: int, form: str) -> Row:
-    x, ids, weights = _inputs(sizes, rows)
+    x, chosen = _inputs(sizes, rows)
     product, calls = _kernels(form), 1 if bench.tiny else 8
 
-    def chain(x: jax.Array, ids: jax.Array, weights: jax.Array, layer: ExpertWeights) -> jax.Array:
+    def chain(x: jax.Array, chosen: Chosen, layer: ExpertWeights) -> jax.Array:
         """Run x [T, D] through the layer `calls` times."""
         for _ in range(calls):
-            x = moe(x, Chosen(ids, weights), layer, _SWIGLU, product)
+            x = moe(x, chosen, layer, _SWIGLU, product)
         return x
 
     compiled = jax.jit(chain, compiler_options=_options())
-    seconds = clock(compiled, x, ids, weights, _weights(sizes, 2), tiny=bench.tiny, chained=3) / calls
-    read = len(np.unique(np.asarray(ids))) * sizes.expert_bytes
-    moved = read + 2 * (2 * x.size + 2 * ids.size * (sizes.ffn + sizes.model))
-    return rates(bench, seconds, moved, 6.0 * ids.size * sizes.ffn * sizes.model)
+    seconds = clock(compiled, x, chosen, _weights(sizes, 2), tiny=bench.tiny, chained=3) / calls
+    read = len(np.unique(np.asarray(chosen.ids))) * sizes.expert_bytes
+    moved = read + 2 * (2 * x.size + 2 * chosen.ids.size * (sizes.ffn + sizes.model))
+    return rates(bench, seconds, moved, 6.0 * chosen.ids.size * sizes.ffn * sizes.model)
 
 
 def latent(bench: Bench) -> None:
