@@ -24,6 +24,7 @@ FORMS = ("F32", "BF16", "Q8_0", "Q4_0")
 
 def make(model: Path, out: Path) -> None:
     """Write model-FORM.gguf for each form. Heads of q and k are interleaved, as llama.cpp's rotary embedding wants."""
+    out.mkdir(parents=True, exist_ok=True)
     config = json.loads((model / "config.json").read_text())
     weights = {}
     for file in sorted(model.glob("*.safetensors")):
