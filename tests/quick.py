@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import pytest
 
 from jaxserve.runtime import encoder_runner, runner_setup
 from jaxserve.runtime.compilation.compiler import compiler_options
 
-QUICK: dict[str, bool | str | int] = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-QUICK_FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # in XLA_FLAGS of a process
+QUICK: dict[str, bool | str | int] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later ones have only the newer emitters
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())  # in XLA_FLAGS of a process
 
 
 def quick_options(platform: str, *, deterministic: bool = False, **keys: Any) -> Mapping[str, bool | str | int]:

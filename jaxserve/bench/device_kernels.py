@@ -21,6 +21,7 @@ import numpy as np
 from jaxserve.bench.device_rows import Bench, Row
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend, get_backend
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend, MosaicTuning
+from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend, TritonTuning
 from jaxserve.ops.paged_attention.xla import XlaBackend
@@ -41,6 +42,7 @@ class HeadSizes:
     window: int | None = None
     soft_cap: float | None = None
     values: int | None = None  # columns of V if it is the first of K, as in latent attention
+    pages: str | None = None  # dtype of pages in 8 bits
 
     @property
     def latent(self) -> bool:
@@ -54,9 +56,14 @@ class HeadSizes:
     def spec(self) -> AttentionSpec:
         return AttentionSpec(self.head_dim**-0.5, self.kv_heads, self.window, self.soft_cap, self.values)
 
-    def cache_shape(self, backend: Backend, num_pages: int) -> tuple[int, ...]:
-        """Return the shape of a backend's pages."""
-        return backend.cache_shape(num_pages, self.page_size, self.kv_heads, self.head_dim, latent=self.latent)
+    def make_pages(self, backend: Backend, num_pages: int) -> Pages:
+        """Return a backend's pages of random numbers, in bfloat16 or in 8 bits."""
+        sizes = num_pages, self.page_size, self.kv_heads
+        values = normal(6, *backend.cache_shape(*sizes, self.head_dim, latent=self.latent))
+        if self.pages is None:
+            return values
+        scales = jnp.full(backend.scale_shape(*sizes, latent=self.latent), 1 / 32, jnp.float32)
+        return ScaledPages(jnp.clip(32 * values, -127, 127).astype(self.pages), scales)
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,8 @@ def numerics(bench: Bench) -> None:
         "head-80": HeadSizes(2, 2, 80),
         "head-96": HeadSizes(2, 1, 96),
         "head-256": HeadSizes(2, 2, 256),
+        "int8": HeadSizes(pages="int8"),
+        "fp8-head-64-window": HeadSizes(2, 8, 64, window=40, pages="float8_e4m3fn"),
         "latent-128-heads": HeadSizes(1, 128, 576, values=512),
         "latent-16-heads": HeadSizes(1, 16, 576, values=512),
     }
@@ -214,7 +223,7 @@ def _compare(backend: Backend, rows: list[tuple[int, int]], heads: HeadSizes) ->
 
     def attend(backend: Backend) -> np.ndarray:
         """Return the output as float32 [T, N, D]."""
-        cache = backend.write(jnp.zeros(heads.cache_shape(backend, num_pages), DTYPE), context, values, slots)
+        cache = backend.write(heads.make_pages(backend, num_pages), context, values, slots)
         return np.asarray(_attend(backend)(q, cache, metadata, heads.spec).astype(jnp.float32))[..., : heads.values]
 
     got, want = attend(backend), attend(get_backend("reference", jax.default_backend()))
@@ -254,6 +263,8 @@ def attention(bench: Bench) -> None:
     if bench.tiny:
         grid, heads = {"decode 2 x 40": [(1, 40)] * 2, "prefill 20": [(20, 20)]}, HeadSizes(2, 2, 32)
     time_grid(bench, grid, heads, "")
+    in_8_bits = {name: grid[name] for name in ("decode 64 x 4096", "prefill 2048") if name in grid}
+    time_grid(bench, in_8_bits, HeadSizes(pages="int8"), "int8 ")
 
 
 def time_grid(bench: Bench, grid: dict[str, list[tuple[int, int]]], heads: HeadSizes, prefix: str) -> None:
@@ -266,12 +277,13 @@ def time_grid(bench: Bench, grid: dict[str, list[tuple[int, int]]], heads: HeadS
 
 def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]], heads: HeadSizes) -> Row:
     q, metadata, num_pages = batch(rows, heads)
-    cache = normal(6, *heads.cache_shape(backend, num_pages))
+    cache = heads.make_pages(backend, num_pages)
     # One program makes many calls, because one takes microseconds, over more bytes than the device's own cache holds.
-    caches = [cache, *(cache + 0 for _ in range(1 if bench.tiny else min(7, COLD_BYTES // cache.nbytes)))]
+    copies = 1 if bench.tiny else min(7, COLD_BYTES // cache.nbytes)
+    caches = [cache, *(jax.tree.map(jnp.copy, cache) for _ in range(copies))]
     calls = 1 if bench.tiny else 32
 
-    def chain(q: jax.Array, caches: list[jax.Array], metadata: AttentionMetadata) -> jax.Array:
+    def chain(q: jax.Array, caches: list[Pages], metadata: AttentionMetadata) -> jax.Array:
         """Call attention `calls` times, each on the output [T, N, D] of the last call."""
         for call in range(calls):
             out = backend.attend(q, caches[call % len(caches)], metadata, heads.spec)
@@ -283,7 +295,7 @@ def _time_attention(bench: Bench, backend: Backend, rows: list[tuple[int, int]],
     columns = heads.head_dim + (heads.values or heads.head_dim)  # of K and V, and of queries and results
     context = sum(kv for _, kv in rows)
     stored = context * heads.kv_heads * (heads.head_dim if heads.latent else columns)
-    num_bytes = 2 * (stored + q.shape[0] * heads.num_heads * columns)
+    num_bytes = stored * cache.dtype.itemsize + 2 * q.shape[0] * heads.num_heads * columns
     operations = 2 * heads.num_heads * columns * sum(n * (kv - n) + n * (n + 1) / 2 for n, kv in rows)
     return rates(bench, seconds, num_bytes, operations)
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
 from jaxserve.ops.paged_attention.mosaic_gpu import MosaicGpuBackend
+from jaxserve.ops.paged_attention.mosaic_scaled import CONCATENATES
 from jaxserve.ops.paged_attention.tpu import TpuBackend
 from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from tests.ops.attention_cases import Case, empty_cache
@@ -96,6 +97,16 @@ def test_triton_splits_follow_the_batch(rows: int) -> None:
 def test_mosaic_lowers_for_hopper(rows: int, tokens: int | None, layer: dict) -> None:
     text = lower(MosaicGpuBackend(), "cuda", rows, tokens, 16, **layer)
     assert text.count("custom_call @mosaic_gpu") == (1 if tokens is None else 2)
+
+
+@pytest.mark.skipif(not CONCATENATES, reason="the Mosaic kernel of 8-bit pages needs jax 0.11 (Python 3.12)")
+@pytest.mark.parametrize(
+    "layer", [{"page_size": 8}, {"head_dim": 64}, {"num_kv_heads": 1, "group": 16, "latent": True}]
+)
+@pytest.mark.parametrize("pages", ["int8", "float8_e4m3fn"])
+def test_mosaic_of_8_bit_pages_lowers_for_hopper(pages: str, layer: dict) -> None:
+    text = lower(MosaicGpuBackend(), "cuda", 100, 2048, **{"page_size": 16, "pages": pages} | layer)
+    assert text.count("custom_call @mosaic_gpu") == 2
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)

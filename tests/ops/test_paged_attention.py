@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.paged_attention.native import NativeBackend
+from jaxserve.ops.paged_attention.page_scales import PageScalesLayout
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.ops.paged_attention.tpu import TpuBackend, TpuTuning
@@ -145,13 +147,14 @@ def test_xla_does_not_depend_on_the_page_table_width() -> None:
     np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
+LAYOUTS: dict[str, Any] = BACKENDS | {"page_scales": PageScalesLayout()}  # Mosaic's; test_mosaic_gpu.py runs its kernel
 EACH_PAGES = pytest.mark.parametrize("kept", [None, "int8", "float8_e4m3fn"])
 
 
 @EACH_PAGES
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_write_drops_what_has_no_slot(name: str, kept: str | None) -> None:
-    backend = BACKENDS[name]
+    backend = LAYOUTS[name]
     cache = empty_cache(backend, Case("", (), head_dim=8, page_size=4, pages=kept), 3)
     tokens = np.arange(4 * 2 * 8, dtype=np.float32).reshape(4, 2, 8) + 1
     written = backend.write(
@@ -165,11 +168,11 @@ def test_write_drops_what_has_no_slot(name: str, kept: str | None) -> None:
 
 
 @EACH_PAGES
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_pages_have_one_common_form(name: str, kept: str | None) -> None:
     """Exported pages are the same from every backend, and come back in at other places."""
     batch = make_batch(Case("", ((1, 30), (1, 45)), decode_only=True, pages=kept))
-    backend, cache = BACKENDS[name], filled_cache(BACKENDS[name], batch)
+    backend, cache = LAYOUTS[name], filled_cache(LAYOUTS[name], batch)
     ids = jnp.asarray([2, 0, 1], jnp.int32)
     pages = backend.export_pages(cache, ids, 2)
     reference = BACKENDS["reference"]
@@ -185,9 +188,9 @@ def assert_same(pages: Pages, others: Pages) -> None:
 
 
 @EACH_PAGES
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_latent_row_is_kept_once(name: str, kept: str | None) -> None:
-    backend = BACKENDS[name]
+    backend = LAYOUTS[name]
     assert backend.cache_shape(9, 16, 1, 576, latent=True)[0] == 9
     once, twice = (np.prod(backend.cache_shape(9, 16, 1, 576, latent=latent)) for latent in (True, False))
     assert 2 * once == twice

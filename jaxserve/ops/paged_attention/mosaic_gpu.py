@@ -10,13 +10,17 @@ A program has two warpgroups. The memory warpgroup copies K and V of a tile, pag
 
     memory    wait for stage free -> copy K, V -> (hardware arrives at k_ready, v_ready)
     compute   wait k_ready -> scores -> arrive k_free -> softmax -> wait v_ready -> add values -> arrive v_free
+
+Pages of 8 bits are copied as they are, and the scales of a page's tokens with them. The compute warpgroup converts the
+values of a tile to q's dtype, which is exact, and writes them to shared memory for wgmma. The scales multiply the
+scores and the weights, which are fewer numbers than K and V.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +29,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.errors import ConfigError
-from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec, InterleavedLayout
+from jaxserve.ops.paged_attention import mosaic_scaled
+from jaxserve.ops.paged_attention.base import MASKED, AttentionMetadata, AttentionSpec
+from jaxserve.ops.paged_attention.page_scales import PageScalesLayout
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
-from jaxserve.ops.paged_attention.scaled_pages import Pages
+from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages, is_scaled
 from jaxserve.ops.paged_attention.split_kv import LOG2E, PROGRAMS, LayerPages, join_splits, num_splits
 
 ROWS = 64  # rows of a wgmma
@@ -46,13 +52,17 @@ class MosaicTuning:
     programs: int = PROGRAMS
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Return the bytes of a program's shared memory: K and V in flight, queries, output, weights and sums."""
+        """Return the bytes of a program's shared memory: K and V in flight, queries, output, weights and sums.
+
+        From two stages on pages of 8 bits need no more, but for their scales: half the bytes in flight, and one tile.
+        """
         rows = 2 * self.stages * self.tile + 2 * ROWS
-        return 2 * (rows * head_dim + ROWS * self.tile) + 4 * ROWS
+        scales = self.stages * self.tile // HEAD_ALIGN * mosaic_scaled.COPY_ALIGN
+        return 2 * (rows * head_dim + ROWS * self.tile) + 4 * ROWS + scales
 
 
 @dataclass(frozen=True)
-class MosaicGpuBackend(InterleavedLayout):
+class MosaicGpuBackend(PageScalesLayout):
     """See the module docstring. interpret: run the kernel in its interpreter, which needs jax 0.11."""
 
     name: str = "mosaic_gpu"
@@ -75,8 +85,9 @@ class MosaicGpuBackend(InterleavedLayout):
     def scale_shape(
         self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
     ) -> tuple[int, ...]:
-        """See `Backend.scale_shape`. Raises ConfigError: wgmma would need the other operand in 8 bits too."""
-        raise ConfigError("attention backend 'mosaic_gpu' has no 8-bit pages", fix="use runtime.attention: triton")
+        """See `PageScalesLayout`. Raises ConfigError if jax cannot compile the kernel for them."""
+        _require(mosaic_scaled.CONCATENATES, "jax 0.11 or newer, and Python 3.12, for pages of 8 bits")
+        return super().scale_shape(num_pages, page_size, num_kv_heads, latent=latent)
 
     def attend(
         self,
@@ -87,7 +98,8 @@ class MosaicGpuBackend(InterleavedLayout):
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         """See `Backend.attend`: q [T, N, D] -> [T, N, D], 16-bit. Raises ConfigError for dtypes it cannot take."""
-        _require(q.dtype == cache.dtype and q.dtype.itemsize == 2, f"16 bit activations and cache, not {q.dtype}")
+        held = q.dtype == cache.dtype or is_scaled(cache.dtype)
+        _require(held and q.dtype.itemsize == 2, f"16 bit activations and a cache of them or of 8 bits, not {q.dtype}")
         _require(q.shape[1] <= spec.num_kv_heads * ROWS, f"at most {ROWS} query heads a kv head")
         layer = LayerPages(cache, metadata.page_table, spec, sinks)
         decode = functools.partial(_attend_last_tokens, self, layer)
@@ -143,27 +155,32 @@ def _attend_blocks(
     grouped = grouped.reshape(num_blocks, kv_heads, size * group, head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - size * group), (0, 0)))
     tile, stages, dtype = backend.tuning.tile, backend.tuning.stages, q.dtype
-    tiled = (plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE))
-    page_copies = tile // page_size
+    tiled, page_copies = _tiled(head_dim, dtype), tile // page_size
+    stored, scaled = layer.cache.dtype, isinstance(layer.cache, ScaledPages)
+    in_flight = plgpu.SMEM((stages, tile, head_dim), stored, transforms=_tiled(head_dim, stored))
+    wide = plgpu.SMEM((tile, head_dim), dtype, transforms=tiled)
+    scales = mosaic_scaled.scales_in_flight(stages, page_copies, layer.cache.shape[2] // kv_heads, page_size)
+    body = functools.partial(_kernel, spec=layer.spec, splits=splits, group=group if size > 1 else ROWS)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, spec=layer.spec, splits=splits, group=group if size > 1 else ROWS),
+        body if scaled else lambda q, kv, *refs, **scratch: body(q, kv, None, *refs, **scratch),
         out_type=[
             jax.ShapeDtypeStruct((num_blocks, splits, kv_heads, padded, head_dim), dtype),
             jax.ShapeDtypeStruct((num_blocks, splits, kv_heads, ROWS), jnp.float32),
         ],
         scratch_types={
             "q_smem": plgpu.SMEM((ROWS, head_dim), dtype, transforms=tiled),
-            "k_smem": plgpu.SMEM((stages, tile, head_dim), dtype, transforms=tiled),
-            "v_smem": plgpu.SMEM((stages, tile, head_dim), dtype, transforms=tiled),
+            "k_smem": in_flight,
+            "v_smem": in_flight,
             "weights_smem": plgpu.SMEM((ROWS, tile), dtype, transforms=tiled),
             "out_smem": plgpu.SMEM((ROWS, head_dim), dtype, transforms=tiled),
             "lse_smem": plgpu.SMEM((ROWS,), jnp.float32),
             "q_ready": plgpu.Barrier(),
-            "k_ready": plgpu.Barrier(num_arrivals=page_copies, num_barriers=stages),
+            "k_ready": plgpu.Barrier(num_arrivals=page_copies * (2 if scaled else 1), num_barriers=stages),
             "v_ready": plgpu.Barrier(num_arrivals=page_copies, num_barriers=stages),
             "k_free": plgpu.Barrier(num_barriers=stages),
             "v_free": plgpu.Barrier(num_barriers=stages),
-        },
+        }
+        | ({"wide_smem": wide, "scales_smem": scales} if scaled else {}),
         grid=(num_blocks, kv_heads, splits),
         grid_names=("block", "head", "split"),
         num_threads=2,
@@ -172,7 +189,7 @@ def _attend_blocks(
         # InterpretGPUParams exists since jax 0.11.
         interpret=plgpu.InterpretGPUParams() if backend.interpret else False,  # pyright: ignore[reportAttributeAccessIssue]
     )
-    out, lse = kernel(grouped, layer.cache, layer.page_table, *blocks)
+    out, lse = kernel(grouped, *jax.tree.leaves(layer.cache), layer.page_table, *blocks)
 
     def by_token(rows: jax.Array) -> jax.Array:
         """Reorder [B, S, KH, rows of a block, ...] to [B * tokens of a block, S, N, ...]."""
@@ -183,9 +200,16 @@ def _attend_blocks(
     return join_splits(by_token(out), by_token(lse), layer.sinks).astype(dtype).reshape(q.shape)
 
 
+def _tiled(columns: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+    """Return the layout in shared memory of rows of `columns` numbers: swizzled by as many bytes as divide a row."""
+    swizzle = SWIZZLE if columns * dtype.itemsize % SWIZZLE == 0 else SWIZZLE // 2
+    return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
 def _kernel(
     q_ref,  # [B, KH, M, D], M = tokens of a block * G, rounded up to a multiple of HEAD_ALIGN
     kv_ref,  # [P, page_size, 2 * KH, D], or [P, page_size, KH, D] if V is K
+    scales_ref,  # float32, see PageScalesLayout; None: the pages are wide
     table_ref,  # int32 [R, max_pages]
     row_ref,  # int32 [B], as the next two: see _Blocks
     first_ref,
@@ -204,13 +228,15 @@ def _kernel(
     v_ready,
     k_free,
     v_free,
+    wide_smem: Any = None,  # [tile, D] in q's dtype, and the scales of the tiles in flight: if the pages have 8 bits
+    scales_smem: Any = None,
     spec: AttentionSpec,
     splits: int,
     group: int,  # rows per token
 ) -> None:
     block, head, split = (lax.axis_index(name) for name in ("block", "head", "split"))
     stages, tile, head_dim = k_smem.shape
-    page_size = kv_ref.shape[1]
+    heads, page_size = q_ref.shape[2], kv_ref.shape[1]
     # Rows per kv head: 2, or 1 if V is K. A single row is copied to both buffers, because V's is cleared below.
     kept = kv_ref.shape[2] // q_ref.shape[1]
     row, position, end = row_ref[block], first_ref[block], end_ref[block]
@@ -219,6 +245,26 @@ def _kernel(
     share = pl.cdiv(last - first, splits)
     begin = first + split * share
     steps = jnp.maximum(jnp.minimum(begin + share, last) - begin, 0)
+
+    def to_multiply(tiles, slot: jax.Array) -> Any:
+        """Return the tile of a stage, an int32 [], in q's dtype, in shared memory. Pages of 8 bits share one."""
+        if scales_ref is None:
+            return tiles.at[slot]
+        mosaic_scaled.widen(tiles.at[slot], wide_smem)
+        return wide_smem
+
+    def is_live(place: jax.Array) -> jax.Array:
+        """Return whether a query of the block may see places of the context, int32 [...]."""
+        live = place < end
+        return live if spec.sliding_window is None else live & (place >= oldest)
+
+    def by_scales(numbers: jax.Array, step: jax.Array, row: int) -> jax.Array:
+        """Multiply numbers [64, tile] by the scales of a tile's tokens, those of K (row 0) or of V."""
+        if scales_ref is None:
+            return numbers
+        first = (begin + step) * tile
+        scales = mosaic_scaled.column_scales(scales_smem.at[lax.rem(step, stages)], row, first, is_live)
+        return numbers * lax.broadcast_in_dim(scales, numbers.shape, [1])
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _memory() -> None:
@@ -234,6 +280,9 @@ def _kernel(
                 plgpu.copy_gmem_to_smem(kv_ref.at[page, :, kept * head], k_smem.at[slot, place], k_ready.at[slot])
                 v_row = kept * head + kept - 1
                 plgpu.copy_gmem_to_smem(kv_ref.at[page, :, v_row], v_smem.at[slot, place], v_ready.at[slot])
+                if scales_ref is not None:
+                    rows = scales_smem.at[slot, page_of_tile, pl.ds(0, kept)]
+                    plgpu.copy_gmem_to_smem(scales_ref.at[page, 0, pl.ds(kept * head, kept)], rows, k_ready.at[slot])
 
         @pl.loop(0, jnp.minimum(steps, stages))
         def _fill(step: jax.Array) -> None:
@@ -256,7 +305,6 @@ def _kernel(
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        heads = q_ref.shape[2]
         plgpu.copy_gmem_to_smem(q_ref.at[block, head], q_smem.at[pl.ds(0, heads)], q_ready)
         plgpu.barrier_wait(q_ready)
 
@@ -265,7 +313,8 @@ def _kernel(
             values, top, total = state
             slot = lax.rem(step, stages)
             plgpu.barrier_wait(k_ready.at[slot])
-            scores = _wgmma((ROWS, tile), q_smem, k_smem.at[slot].transpose((1, 0))) * spec.scale
+            keys = to_multiply(k_smem, slot).transpose((1, 0))
+            scores = by_scales(_wgmma((ROWS, tile), q_smem, keys) * spec.scale, step, 0)
             plgpu.barrier_arrive(k_free.at[slot])
             if spec.soft_cap is not None:
                 scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
@@ -278,8 +327,11 @@ def _kernel(
             new_top = jnp.maximum(top, scores.max(axis=1))
             fade = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-            weights_smem[...] = weights.astype(weights_smem.dtype)  # the interpreter's wgmma reads no registers
+            total = total * fade + weights.sum(axis=1)
+            # through shared memory, because the interpreter's wgmma reads no registers
+            weights_smem[...] = by_scales(weights, step, kept - 1).astype(weights_smem.dtype)
             plgpu.barrier_wait(v_ready.at[slot])
+            v = to_multiply(v_smem, slot)
 
             partial = (begin + step + 1) * tile > end
             if spec.sliding_window is not None:
@@ -287,18 +339,15 @@ def _kernel(
 
             @pl.when(partial)
             def _clear() -> None:  # 0 * NaN is NaN: the page may hold another request's NaN
-                v = v_smem[slot]
-                place = _places((begin + step) * tile, (tile, head_dim), 0)
-                live = place < end
-                if spec.sliding_window is not None:
-                    live &= place >= oldest
-                v_smem[slot] = jnp.where(live, v, jnp.zeros_like(v))
+                numbers = v[...]
+                live = is_live(_places((begin + step) * tile, numbers.shape, 0))
+                v[...] = jnp.where(live, numbers, jnp.zeros_like(numbers))
 
             plgpu.commit_smem()
-            added = _wgmma((ROWS, head_dim), weights_smem, v_smem.at[slot])
+            added = _wgmma((ROWS, head_dim), weights_smem, v)
             plgpu.barrier_arrive(v_free.at[slot])
             values = values * lax.broadcast_in_dim(fade, values.shape, [0]) + added
-            return values, new_top, total * fade + weights.sum(axis=1)
+            return values, new_top, total
 
         one_a_row = plgpu.Layout.WGMMA.reduce(1)
         nothing = (
