@@ -2,7 +2,7 @@
 
     python -m benchmarks.divergence MODEL [--stories 300] [--forms int8 fp8 int4] [--rounded]
 
---rounded: with the products of `runtime.cpu_products: rounded`, also for bfloat16 weights.
+--rounded: with the products of `runtime.products: rounded`, also for bfloat16 weights.
 
 The divergence is that of Kullback and Leibler from the float32 model, a mean over tokens in nats. A perplexity may fall
 by chance where a model's numbers change, and does so for a small model; the divergence may not.
@@ -63,7 +63,7 @@ def main() -> None:
     linear = Products()
     if options.rounded:
         native.load()
-        linear = Products(native=True, rounded=True)
+        linear = Products(native=True, rounded="cpu")
     print(f"float32: perplexity {math.exp(-np.take_along_axis(plain, following, 2).mean()):.4f}")
     for form in options.forms:
         wide = form == "bfloat16"

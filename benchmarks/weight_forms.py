@@ -5,7 +5,7 @@
 Each form multiplies the same rows by the same numbers. The weights of a form are larger than the caches. The result has
 the median of each form's milliseconds and its ratio to float32 over the same turns. Q6_K and Q4_K are held as int8 with
 a scale for 16 numbers, and as 4 bits with a scale and a zero for 32. "int8 rounded" is int8 with rows
-that are rounded too (`runtime.cpu_products: rounded`), on processors that have the instructions.
+that are rounded too (`runtime.products: rounded`), on processors that have the instructions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def milliseconds(rows: int, turns: int) -> dict[str, np.ndarray]:
     @functools.partial(jax.jit, static_argnames="rounded")
     def multiply(x: jax.Array, ws: list[Weight], *, rounded: bool) -> list[jax.Array]:
         """x [rows, K], ws [N, K] each -> [rows, N] each"""
-        product = Products(native=True, rounded=rounded)
+        product = Products(native=True, rounded="cpu" if rounded else None)
         return [product(x, w) for w in ws]
 
     held = {form: weights(form) for form in FORMS}

@@ -134,11 +134,14 @@ class RuntimeSection(Section):
         description="What multiplies rows by routed experts. auto: Triton kernels on a GPU, C kernels with native "
         "attention, else XLA. An explicit choice never falls back.",
     )
-    cpu_products: Literal["exact", "rounded"] = Field(
-        "exact",
-        description="Activations in linear layers on a CPU. exact: float32. rounded: to bfloat16 for weights in "
-        "bfloat16 and to 8 bits for weights in int8 and int4, twice to four times as fast with many rows, "
-        "about twice with AVX2. It needs a processor with AVX512_BF16 and AVX512_VNNI, or for int8 and int4 one with "
+    products: Literal["auto", "exact", "rounded"] = Field(
+        "auto",
+        description="Activations in linear layers. exact: as they are. rounded: as the weight's form, which is faster "
+        "with many rows. auto: rounded on a GPU or a TPU for checkpoints that were made for activations of 8 bits, "
+        "else exact. A GPU of compute capability 8.9 or more and a TPU round more than 128 rows to 8 bits, for weights "
+        "in int8 and FP8 with one scale for a row, and on Hopper in groups of 128; not with runtime.deterministic. "
+        "A CPU rounds to bfloat16 for weights in bfloat16 and to 8 bits for weights in int8 and int4, twice to four "
+        "times as fast, about twice with AVX2. It needs AVX512_BF16 and AVX512_VNNI, or for int8 and int4 "
         "AVX2, where bfloat16 stays exact. "
         "Weights in other forms and routed experts stay exact everywhere.",
     )

@@ -37,6 +37,7 @@ from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
+from jaxserve.runtime.chosen_products import chosen_rounding, native_products
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import CompileCounter, ProgramStorage
 from jaxserve.runtime.encoder_runner import EncoderRunner
@@ -46,7 +47,6 @@ from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.numerics.numeric_check import check_numbers, serving_cases
 from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
-from jaxserve.runtime.runner_setup import native_products, rounded_products
 from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle
 from jaxserve.runtime.saved_programs.program_store import open_store
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
@@ -235,7 +235,7 @@ def make_runner(
         loaded.structure.activation_dtype,
         deterministic=resolved.deterministic,
         of_experts=None if loaded.config.moe is None else resolved.experts,
-        rounded=rounded_products(resolved, loaded, mesh, backend),
+        rounded=chosen_rounding(resolved, loaded, mesh, backend),
     )
     check_numbers(cases, mesh, deterministic=resolved.deterministic, store=store)
 
@@ -275,7 +275,7 @@ def pages_name(config: Config, resolved: RunnerConfig, loaded: LoadedModel, mesh
     """Return a name for the pages of the model; another one if anything changes that changes their content."""
     weights = config.model.load_format, config.runtime.random_seed, loaded.leaves[0].dtype.name, repr(loaded.config)
     numbers = resolved.cache_dtype.name, resolved.page_size
-    kernels = resolved.attention, resolved.experts, resolved.deterministic, resolved.cpu_products
+    kernels = resolved.attention, resolved.experts, resolved.deterministic, resolved.products
     devices = mesh.devices[0].device_kind, len(mesh.devices), mesh.tensor
     return fingerprint(directory, __version__, weights, numbers, kernels, devices)
 

@@ -102,7 +102,7 @@ def keep_stored(model: nnx.Module, form: StoredForm) -> None:
         depth = module.weight.shape[-1]
         own = form.holding(quantized)
         kind = _kind(own)
-        group = _stored_group(own, depth, kind)
+        group = _stored_group(own, depth, kind, experts=isinstance(module, ExpertProj))
         if not quantized or (kind == "fp8" and not group):
             continue
         if len(quantized) < len(names):
@@ -126,10 +126,16 @@ def _kind(form: StoredForm) -> Kind:
     return "int4" if form.bits == 4 else "int8"
 
 
-def _stored_group(form: StoredForm, depth: int, kind: Kind) -> int:
-    """Return the numbers of a row of `depth` that share a scale of a leaf; 0: they cannot be grouped."""
+def _stored_group(form: StoredForm, depth: int, kind: Kind, *, experts: bool) -> int:
+    """Return the numbers of a row of `depth` that share a scale of a leaf; 0: they cannot be grouped.
+
+    A scale for a row is held once for 8 bits, so that products may be of rows (`ops.linear.rounded`). For 4 bits and
+    experts, whose kernels read a scale with each tile, it is repeated.
+    """
     if form.group is None:
-        return group_size(depth, kind) if depth % BLOCK == 0 else 0
+        if depth % BLOCK:
+            return 0
+        return group_size(depth, kind) if experts or kind == "int4" else depth
     if kind != "fp8":
         return form.group
     group = math.gcd(form.group, depth)  # the last block of a row may be shorter

@@ -6,6 +6,7 @@ split over "tensor" alone, because the KV cache is. To try another strategy, cha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import MappingProxyType
 
@@ -43,9 +44,12 @@ def for_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ModelConfig:
 
 def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of a parameter. Raises ModelLoadError if a dimension cannot be split evenly."""
+    if spec.packing and spec.shape[-1] == 1:  # what the numbers of a row share is on all of its devices
+        spec = dataclasses.replace(spec, axes=(*spec.axes[:-1], None))
     if not _divides(spec, "vocab", mesh):  # split the hidden size instead of the vocabulary
         hidden = tuple("tensor" if axis == "embed" else None for axis in spec.axes)
-        _check(spec, "embed", mesh.shape.get("tensor", 1), "model.quantize_head: false")
+        if "embed" in spec.axes:
+            _check(spec, "embed", mesh.shape.get("tensor", 1), "model.quantize_head: false")
         return _named(hidden, mesh)
     for axis in filter(None, spec.axes):
         _check(spec, axis, _count(axis, mesh), "model.quantization: none")

@@ -51,7 +51,7 @@ class StoredForm:
     zeros: whether the checkpoint has them; None: the middle of the codes. zero_offset: added to those that it has.
     wide: modules that are not quantised, as regular expressions.
     permuted: whether inputs that share a scale may be anywhere in a row (act-order), as the files say.
-    rounds_activations: whether it was made for activations of 8 bits, which are not rounded here.
+    rounds_activations: whether it was made for activations of 8 bits, see `runtime.products`.
     found: the quantised modules, known once the files are open; then `wide` has no effect.
     types: of GGUF, the quantised modules with their types; then `wide` has no effect, and bits, group and zeros are
       those of all modules together.

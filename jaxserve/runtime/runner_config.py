@@ -35,7 +35,7 @@ class RunnerConfig:
     cache_dtype: jnp.dtype
     attention: str = "auto"
     experts: str = "auto"
-    cpu_products: str = "exact"
+    products: str = "auto"
     num_pages: int | None = None
     num_window_pages: int | None = None
     host_memory: int | None = None  # bytes for copies of evicted pages
@@ -79,7 +79,7 @@ class RunnerConfig:
             cache_dtype=resolve_cache_dtype(cache.dtype, dtype),
             attention=config.runtime.attention,
             experts=config.runtime.experts,
-            cpu_products=config.runtime.cpu_products,
+            products=config.runtime.products,
             num_pages=None if cache.num_pages == "auto" else cache.num_pages,
             num_window_pages=None if cache.num_window_pages == "auto" else cache.num_window_pages,
             host_memory=cache.host_memory,

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.errors import ConfigError
 from jaxserve.models.loading.loader import LoadedModel
-from jaxserve.models.weights import ParamSpec
-from jaxserve.ops import native
-from jaxserve.ops.linear import FewBits, Products
-from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
-from jaxserve.ops.quantized import BLOCK
 from jaxserve.runtime import kv_cache, memory
+from jaxserve.runtime.chosen_products import chosen_products
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
 from jaxserve.runtime.fingerprint import describe
@@ -35,9 +29,6 @@ from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.sampling import slots
 from jaxserve.runtime.sampling.vocab import Vocab
 from jaxserve.types.scheduling.window_size import WindowSize
-
-logger = logging.getLogger(__name__)
-
 
 _BOUND = ("bind", "mesh", "layers")  # fields of StepPrograms whose text differs between processes
 
@@ -82,7 +73,7 @@ class RunnerSetup:
             backend=backend,
             layers=layers,
             page_size=config.page_size,
-            linear=_products(loaded, config, mesh, backend),
+            linear=chosen_products(config, loaded, mesh, backend),
             mesh=mesh.mesh,
             normalize_embeddings=config.normalize_embeddings,
             per_token=config.deterministic,
@@ -178,68 +169,9 @@ class RunnerSetup:
         return 10 * 4 * max(self.buckets.max_tokens * widest, rows * model.vocab_size)
 
 
-def _products(loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh, backend: Backend) -> Products:
-    """Return the products of the step programs. Raises ConfigError if the named kernels of experts cannot run here."""
-    experts = kernels_of(config.experts, mesh.platform)
-    if loaded.config.moe is not None:
-        logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
-    rounded, sharded = rounded_products(config, loaded, mesh, backend), len(mesh.devices) > 1
-    return Products(
-        config.deterministic, native_products(backend, mesh), few_bits_platform(backend), rounded, experts, sharded
-    )
-
-
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Return the bytes of an array over all devices."""
     sharding = leaf.sharding
     if sharding is None:
         return math.prod(leaf.shape) * leaf.dtype.itemsize
     return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * len(sharding.device_set)
-
-
-def native_products(backend: Backend, mesh: DeviceMesh) -> bool:
-    """Return whether linear layers are the C kernels, which run on one device only."""
-    return backend.name == "native" and len(mesh.devices) == 1
-
-
-def rounded_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None) -> bool:
-    """Return whether activations are rounded in linear layers. backend: None for an encoder.
-
-    Raises ConfigError if the configuration asks for it and this machine or these weights cannot have it.
-    """
-    if config.cpu_products == "exact":
-        return False
-    fix = "leave runtime.cpu_products out"
-    if backend is None or not native_products(backend, mesh):
-        raise ConfigError("runtime.cpu_products 'rounded' is for decoders on one CPU with native attention", fix=fix)
-    specs = filter(_may_be_rounded, loaded.structure.specs)
-    forms = {jnp.dtype(spec.dtype) for spec in specs} & set(map(jnp.dtype, native.ROUNDED_FORMS))
-    if not forms:
-        raise ConfigError(
-            "runtime.cpu_products 'rounded' has no effect on weights in float32, FP8 or MXFP4, or with a scale for 16 "
-            "numbers, or of routed experts",
-            fix="set model.dtype: bfloat16 or model.quantization: int8 or int4, or " + fix,
-        )
-    if not any(map(native.can_round, forms)):
-        narrow = forms - {jnp.dtype(jnp.bfloat16)}
-        needs = "AVX2, for weights in int8 and int4"
-        if not narrow:
-            needs = "AVX512_BF16 and AVX512_VNNI, for weights in bfloat16"
-        fix = fix if narrow else "set model.quantization: int8 or int4, which need AVX2, or " + fix
-        raise ConfigError(f"runtime.cpu_products 'rounded' needs a processor with {needs}", fix=fix)
-    return True
-
-
-def _may_be_rounded(spec: ParamSpec) -> bool:
-    """Return whether the activations that a weight meets may be rounded, if its dtype is one of ROUNDED_FORMS."""
-    packing = spec.packing
-    if "expert" in spec.axes:
-        return False
-    return packing is None or (packing.group % BLOCK == 0 and packing.kind != "mxfp4")
-
-
-def few_bits_platform(backend: Backend) -> FewBits | None:
-    """Return the platform whose kernel multiplies quantised weights; None: XLA widens them."""
-    if backend.name in ("triton", "mosaic_gpu"):
-        return "gpu"
-    return "tpu" if backend.name == "tpu" else None

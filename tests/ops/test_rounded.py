@@ -1,4 +1,4 @@
-"""Products of rounded activations: numbers beside numpy's, bits that depend on no neighbour, and refusals."""
+"""Products of rounded activations on a CPU: numbers beside numpy's, bits that depend on no neighbour, and refusals."""
 
 import ctypes
 import platform
@@ -20,10 +20,10 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.native import Weight
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
+from jaxserve.runtime.chosen_products import chosen_rounding
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.numerics.numeric_check import serving_cases, wrong_numbers
 from jaxserve.runtime.runner_config import RunnerConfig
-from jaxserve.runtime.runner_setup import rounded_products
 from tests.ops.test_native import _loaded  # noqa: F401
 
 RNG = np.random.default_rng(5)
@@ -125,7 +125,7 @@ def test_which_weights_have_them() -> None:
     for dtype, has in lines.items():
         values = jnp.zeros((8, 64), dtype)
         w = values if has is None or dtype.startswith(("float32", "bf")) else Quantized(values, jnp.ones((8, 2)))
-        text = jax.jit(Products(native=True, rounded=True)).lower(jnp.zeros((9, 64)), w).as_text()
+        text = jax.jit(Products(native=True, rounded="cpu")).lower(jnp.zeros((9, 64)), w).as_text()
         assert ("matmul_rounded" in text) == bool(has), dtype
         assert "matmul_rounded" not in jax.jit(Products(native=True)).lower(jnp.zeros((9, 64)), w).as_text()
 
@@ -133,7 +133,7 @@ def test_which_weights_have_them() -> None:
 def test_the_check_at_the_start_has_them() -> None:
     cpu = make_mesh("cpu")
     backend = get_backend("native", "cpu")
-    cases = serving_cases(backend, cpu, jnp.dtype("float32"), deterministic=False, rounded=True)
+    cases = serving_cases(backend, cpu, jnp.dtype("float32"), deterministic=False, rounded="cpu")
     [case] = [case for case in cases if case.name == "rounded products"]
     assert not wrong_numbers([case], cpu.devices[0], {})
     wrong = replace(case, expected=(case.expected[0] + 1, *case.expected[1:]))
@@ -142,27 +142,27 @@ def test_the_check_at_the_start_has_them() -> None:
 
 def _asked(
     dtypes: list[str], attention: str = "native", group: int = 32, kind: str = "int8", axes: tuple[str, ...] = ()
-) -> bool:
-    config = Config.model_validate({"runtime": {"cpu_products": "rounded"}})
+) -> str | None:
+    config = Config.model_validate({"runtime": {"products": "rounded"}})
     packing = SimpleNamespace(group=group, kind=kind)
     specs = [SimpleNamespace(dtype=jnp.dtype(d), packing=None if "float" in d else packing, axes=axes) for d in dtypes]
     loaded: Any = SimpleNamespace(structure=SimpleNamespace(specs=specs))
-    resolved: Any = SimpleNamespace(cpu_products=config.runtime.cpu_products)
+    resolved: Any = SimpleNamespace(products=config.runtime.products)
     backend = None if attention == "none" else get_backend(attention, "cpu")
-    return rounded_products(resolved, loaded, make_mesh("cpu"), backend)
+    return chosen_rounding(resolved, loaded, make_mesh("cpu"), backend)
 
 
 def test_what_cannot_have_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RunnerConfig.__dataclass_fields__["cpu_products"].default == "exact"
+    assert RunnerConfig.__dataclass_fields__["products"].default == "auto"
     assert _asked(["bfloat16", "int8"]) and _asked(["float32", "uint8"])
-    with pytest.raises(ConfigError, match=r"cpu_products 'rounded' has no effect on weights in float32, FP8 or MXFP4"):
+    with pytest.raises(ConfigError, match=r"products 'rounded' has no effect on weights in float32, FP8 or MXFP4"):
         _asked(["float32", "float8_e4m3fn"])
     others: list[dict[str, Any]] = [{"group": 16}, {"kind": "mxfp4"}, {"axes": ("expert",)}]
     for unlike in others:
         with pytest.raises(ConfigError, match="with a scale for 16 numbers, or of routed experts"):
             _asked(["float32", "uint8"], **unlike)
     for attention in ("xla", "none"):
-        with pytest.raises(ConfigError, match=r"cpu_products 'rounded' is for decoders on one CPU"):
+        with pytest.raises(ConfigError, match=r"products 'rounded' on a CPU is for decoders on one"):
             _asked(["int8"], attention)
     wide = "needs a processor with AVX512_BF16 and AVX512_VNNI, for weights in bfloat16"
     narrow = "needs a processor with AVX2, for weights in int8 and int4"

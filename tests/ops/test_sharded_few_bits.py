@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +34,24 @@ def test_over_devices() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def split_over(mesh: Mesh, w: Quantized, rows: P) -> Quantized:
+    """Place a weight as models do: what a row shares is on all devices of its columns."""
+
+    def placed(leaf: jax.Array) -> jax.Array:
+        spec = rows if leaf.shape[1] > 1 else P(rows[0], None)
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(placed, w)
+
+
 def check(
-    mesh: Mesh, kind: str, rows: P, *, zeros: bool = False, product: sharded_few_bits.Product = few_bits.matmul
+    mesh: Mesh, kind: str, rows: P, *, product: sharded_few_bits.Product = few_bits.matmul, **form: Any
 ) -> None:
     """Compare the product with that of one device. rows: how the weight [N, K] is split."""
-    w = quantized(kind, 128, 512, zeros=zeros)
+    w = quantized(kind, 128, 512, **form)
     x = jnp.asarray(RNG.standard_normal((3, 512), np.float32)).astype(jnp.bfloat16)
     want = product(x, w, jnp.float32, interpret=True)
-    split = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, rows)), w)
+    split = split_over(mesh, w, rows)
     whole = jax.device_put(x, NamedSharding(mesh, P()))
 
     @jax.jit
@@ -63,7 +74,8 @@ def main() -> None:
     check(mesh, "int4", P(None, both))
     check(mesh, "int8", P(None, both))
     check(mesh, "int4", P(both, None), zeros=True, product=few_bits_tpu.matmul)
-    check(mesh, "int8", P(None, both), product=few_bits_tpu.matmul)
+    check(mesh, "int8", P(None, both), product=few_bits_tpu.matmul, group=512)
+    check(mesh, "fp8", P(None, both), group=512)
 
 
 if __name__ == "__main__":

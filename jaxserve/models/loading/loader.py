@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import re
 import time
 from collections.abc import Callable
@@ -34,8 +33,6 @@ from jaxserve.models.loading.structure import LoadedModel, ModelStructure, build
 from jaxserve.models.sharding import for_mesh, param_sharding
 from jaxserve.models.weights import ParamSpec
 from jaxserve.ops.quantized import MIDDLE
-
-logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint read so far, bytes in all
 LoadFormat = Literal["auto", "safetensors", "orbax"]
@@ -77,9 +74,6 @@ def load_model(
         checkpoint = open_checkpoint(directory)
         structure = build(_as_published(config, checkpoint), dtype)
         leaves, read = _read_leaves(structure, _shardings(structure, mesh), checkpoint, progress)
-    form = config.stored_form
-    if form is not None and form.rounds_activations:
-        logger.info("%s was made for activations of 8 bits, which are not rounded here", directory)
     jax.block_until_ready(leaves)
     return LoadedModel(structure, leaves, directory, read, time.perf_counter() - start)
 

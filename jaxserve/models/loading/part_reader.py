@@ -73,7 +73,7 @@ class PartReader:
                 for role, array in leaves.items():
                     per = part.shape[-1] // array.shape[-1]
                     if role not in out:
-                        out[role] = empty_aligned((*rows, depth // per), array.dtype)
+                        out[role] = empty_aligned((*rows, max(1, depth // per)), array.dtype)
                     out[role][_shrunk(place, per)][piece] = array[..., _shrunk(region, per)[-1]]
         return out
 
@@ -239,8 +239,9 @@ def _row_pieces(shape: tuple[int, ...], most: int) -> Iterator[Region]:
 
 
 def _shrunk(region: Region, per: int) -> Region:
+    """Return the region of what each `per` numbers of a row share; what a whole row shares is in each."""
     *rows, last = region
-    return (*rows, slice(last.start // per, last.stop // per))
+    return (*rows, slice(last.start // per, -(-last.stop // per)))
 
 
 def _overlaps(bounds: list[tuple[int, int]], part: Part) -> Iterator[tuple[int, int]]:

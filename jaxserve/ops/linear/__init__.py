@@ -1,8 +1,7 @@
 """Linear layers: x @ W.T, in the formulation that is fastest on the platform.
 
-That is an XLA dot, or on a CPU the C kernel of `ops.native`, or for quantised weights `few_bits` on a GPU and
-`few_bits_tpu` on a TPU. Weights keep
-the checkpoint's layout, [out, in].
+That is an XLA dot, or on a CPU the C kernel of `ops.native`. For quantised weights it is `few_bits` on a GPU and
+`few_bits_tpu` on a TPU, and `rounded` on both. Weights keep the checkpoint's layout, [out, in].
 BENCHMARKS.md, "Tried and rejected", has the measurements behind the choice.
 """
 
@@ -22,12 +21,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxserve.ops import native as kernels
-from jaxserve.ops.linear import sharded_few_bits
+from jaxserve.ops.linear import rounded, sharded_few_bits
 from jaxserve.ops.native import Weight
 from jaxserve.ops.quantized import Quantized
 from jaxserve.ops.sums import on_each, sum_in_order
 
 FewBits = Literal["gpu", "tpu"]
+Rounding = Literal["cpu"] | rounded.Device
 GroupedProduct = Callable[[jax.Array, Weight, jax.Array], jax.Array]  # rows [T, in], w [E, out, in], sizes [E]
 
 
@@ -56,7 +56,8 @@ class Products:
       CPU. A bfloat16 or quantised weight gives the bits of the same numbers in float32.
     few_bits: the platform whose kernel multiplies a quantised weight and few rows of 16-bit activations, unless
       deterministic. The program runs there.
-    rounded: with native, round the activations for weights that `native.rounds` names, which is faster.
+    rounded: the device for which activations are rounded, which is faster. cpu: with native, for weights that
+      `native.rounds` names. Others: many rows of 16 bits, for weights that `rounded.takes` names, unless deterministic.
     experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA.
     sharded: the program runs over several devices.
     XLA's formulations convert a weight of another form to x's dtype first.
@@ -65,7 +66,7 @@ class Products:
     deterministic: bool = False
     native: bool = False
     few_bits: FewBits | None = None
-    rounded: bool = False
+    rounded: Rounding | None = None
     experts: Literal["auto", "xla", "triton"] = "auto"
     sharded: bool = False
 
@@ -97,10 +98,12 @@ class Products:
 
     def _multiply(self, x: jax.Array, w: Weight, out_dtype: DTypeLike) -> jax.Array:
         if self.native and x.dtype == out_dtype == jnp.float32 and kernels.takes(w):
-            y = _native(x, _matrix(w), few=not self.deterministic, rounded=self.rounded)
+            y = _native(x, _matrix(w), few=not self.deterministic, rounded=self.rounded == "cpu")
             return y.reshape(x.shape[0], *w.shape[:-1])
         if self.deterministic:
             return _at_least_two_rows(x, w, out_dtype)
+        if isinstance(w, Quantized) and self._rounds(x, w):
+            return self._rounded(x, w, out_dtype)
         if self.few_bits and isinstance(w, Quantized) and (kernel := _kernel(self.few_bits)).takes(x):
             product = partial(sharded_few_bits.matmul, kernel.matmul) if self.sharded else kernel.matmul
             return product(x, w, out_dtype)
@@ -108,6 +111,15 @@ class Products:
             return _plain(x, w, out_dtype)
         on_cpu, elsewhere = partial(_weight_first, out_dtype=out_dtype), partial(_plain, out_dtype=out_dtype)
         return lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere)
+
+    def _rounds(self, x: jax.Array, w: Quantized) -> bool:
+        return self.rounded is not None and self.rounded != "cpu" and rounded.takes(x, w, self.rounded)
+
+    def _rounded(self, x: jax.Array, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
+        """Multiply rounded rows. Over several devices a row's scales are those of one: the maxima are of all of K."""
+        if self.sharded:
+            return sharded_few_bits.matmul(rounded.multiply, rounded.rounded(x, w), w, out_dtype)
+        return rounded.matmul(x, w, out_dtype)
 
     def whole(self, x: jax.Array, function: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
         """Return function(x) for x [...]; if `in_order`, every device computes it from all of x.
@@ -135,12 +147,13 @@ def _added_in_order(x: jax.Array, w: Weight, out_dtype: DTypeLike, split: tuple[
     """
     mesh = jax.typeof(jax.tree.leaves(w)[0]).sharding.mesh
     cut = PartitionSpec(None, split)
+    cut_of_w = jax.tree.map(lambda leaf: cut if leaf.shape[-1] > 1 else PartitionSpec(), w)  # not a row's only scale
 
     def local(x: jax.Array, w: Weight) -> jax.Array:
         """Multiply what one device holds, x [T, its in] and w [out, its in], and add to the others' -> [T, out]."""
         return sum_in_order(_at_least_two_rows(x, w, jnp.float32), split)
 
-    y = jax.shard_map(local, mesh=mesh, in_specs=(cut, cut), out_specs=PartitionSpec(), check_vma=False)(x, w)
+    y = jax.shard_map(local, mesh=mesh, in_specs=(cut, cut_of_w), out_specs=PartitionSpec(), check_vma=False)(x, w)
     return y.astype(out_dtype)
 
 

@@ -136,6 +136,35 @@ def rounded_products(linear: Products) -> NumericCase:
     return NumericCase("rounded products", function, (weight, *rows), expected, identity=repr(linear))
 
 
+def rounded_rows(linear: Products, tolerance: float) -> NumericCase:
+    """Make products of x bfloat16 [130, 256] that rounding to 8 bits leaves as they are.
+
+    The weights are int8 and E4M3 [128, 256], on Hopper with scales of rows and of groups, else of rows. The largest
+    number of a group of x is 127, or 448 for E4M3, so that its scale is 1.
+    """
+    weight, x = _whole_numbers((128, 256)), _whole_numbers((130, 256), seed=1)
+    groups = (1, 2) if linear.rounded == "hopper" else (1,)
+    largest = {"int8": 127, "float8_e4m3fn": 448}
+
+    def function(weight: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+        """weight: float32 [128, 256], x: float32 [130, 256]"""
+        scales = [jnp.ones((128, count), jnp.float32) for count in groups]
+        return tuple(
+            linear(x.at[:, ::128].set(most).astype(jnp.bfloat16), Quantized(weight.astype(form), scale))
+            for form, most in largest.items()
+            for scale in scales
+        )
+
+    def expected(most: int) -> np.ndarray:
+        """Return the product [130, 128] where the largest number of a group is `most`."""
+        rows = x.copy()
+        rows[:, ::128] = most
+        return rows @ weight.T
+
+    wanted = tuple(expected(most) for most in largest.values() for _ in groups)
+    return NumericCase("rounded products", function, (weight, x), wanted, tolerance, repr(linear))
+
+
 def attention(backend: Backend, dtype: jnp.dtype, tolerance: float) -> NumericCase:
     """Make a step of three rows, prompts among them, and a decode step of the same rows, over scattered pages."""
     rng = np.random.default_rng(7)

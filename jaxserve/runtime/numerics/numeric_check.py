@@ -16,9 +16,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
-from jaxserve.ops.linear import Products
+from jaxserve.ops.linear import Products, Rounding
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend
+from jaxserve.runtime.chosen_products import native_products
 from jaxserve.runtime.compilation.compiler import Program, ProgramStorage, compile_all, compiler_options
 from jaxserve.runtime.mesh import AXES, DeviceMesh
 from jaxserve.runtime.numerics.numeric_cases import (
@@ -27,10 +28,10 @@ from jaxserve.runtime.numerics.numeric_cases import (
     experts,
     products,
     rounded_products,
+    rounded_rows,
     sampler,
     sums,
 )
-from jaxserve.runtime.runner_setup import native_products
 
 # Differences of sums in another order, and, elsewhere than in float32 on a CPU, of products in fewer bits.
 _ROUNDING, _FEW_BITS = 1e-4, 3e-2
@@ -43,7 +44,7 @@ def serving_cases(
     *,
     deterministic: bool,
     of_experts: str | None = None,
-    rounded: bool = False,
+    rounded: Rounding | None = None,
 ) -> list[NumericCase]:
     """Return the cases of the kernels that serve.
 
@@ -57,8 +58,10 @@ def serving_cases(
     if of_experts is not None:
         chosen = dataclasses.replace(product, experts=kernels_of(of_experts, mesh.platform))
         cases.append(experts(chosen, dtype, _tolerance(mesh, dtype)))
-    if rounded:
-        cases.append(rounded_products(dataclasses.replace(product, rounded=True)))
+    if rounded is not None:
+        rounding = dataclasses.replace(product, rounded=rounded)
+        on_cpu = rounded == "cpu"
+        cases.append(rounded_products(rounding) if on_cpu else rounded_rows(rounding, _tolerance(mesh, dtype)))
     return cases if backend is None else [*cases, attention_case(backend, mesh, dtype), sampler()]
 
 

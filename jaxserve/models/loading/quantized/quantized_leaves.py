@@ -49,6 +49,8 @@ def read_parameter(
             assert order is not None
             return order(spec.wide())[index]
         bounds = _wide_bounds(spec, index)
+        if spec.shape[-1] == 1:  # a row's only scale was read with some of its numbers
+            bounds = next((each for each in encoded if each[:-1] == bounds[:-1]), bounds)
         if bounds not in encoded:
             index = tuple(slice(*bound) for bound in bounds)
             if spec.packing.stored:
@@ -61,7 +63,9 @@ def read_parameter(
     def leaf(spec: ParamSpec, sharding: Sharding) -> jax.Array:
         return jax.make_array_from_callback(spec.shape, sharding, lambda i: part(spec, i), dtype=spec.dtype)
 
-    return tuple(map(leaf, specs, shardings))
+    last = sorted(zip(specs, shardings, strict=True), key=lambda pair: pair[0].shape[-1] == 1)
+    made = {spec.name: leaf(spec, sharding) for spec, sharding in last}
+    return tuple(made[spec.name] for spec in specs)
 
 
 def _wide_bounds(spec: ParamSpec, index: tuple[slice, ...]) -> Bounds:

@@ -1,0 +1,112 @@
+"""Linear layers whose activations are rounded to the 8 bits of the weight, on GPUs and TPUs.
+
+A number of x is value * scale: int8 with the scale max |x| / 127, or E4M3 with max |x| / 448. The maximum is a row's
+where the weight has one scale for each output, and else that of a row's group of K. Values are multiplied as they are,
+int8 to int32 and E4M3 to float32, and the sums are scaled in float32.
+
+One scale for an output is an XLA dot of 8-bit operands. On a GPU that is a Triton or a cuBLASLt kernel of 8-bit tensor
+cores, on a TPU one fusion that writes the scaled result. Groups are a kernel for Hopper (`rounded_groups`), because
+XLA's dot writes the sums of every group: 3.5 GiB for 2,048 rows of 14,336 outputs at K = 4,096. Other GPUs and TPUs do
+not round groups. On a TPU XLA estimates 9.1 million cycles for that product on a v5e and 7.1 on a v6e, where widening
+the weight and a bfloat16 product take 3.2 and 2.2, and one scale for an output takes 1.2 and 0.5.
+
+Few rows are not rounded. The weight's bytes are the floor of both forms there, 0.21 ps a weight on an H200 and 1.2 on a
+v5e, and `few_bits` is one kernel where rounding takes three. Arithmetic in bfloat16 passes that floor at 103 rows on an
+H200, 120 on a v5e and 280 on a v6e; in 8 bits it takes half as long.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxserve.ops.quantized import Quantized
+
+FEW_ROWS = 128  # of x, which are not rounded
+GROUP = 128  # numbers: a rounded group is a multiple, because the sum of fewer costs more to scale than to make
+TILE = 128  # outputs of a weight in groups are a multiple
+_MAX_DEPTH = 2**17  # of K: the sum of so many products of int8 fits in int32
+_LEAST = 1e-30  # of a maximum, so that the reciprocal of no scale is infinite
+_LIMITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+_CONTRACT_LAST = (((1,), (1,)), ((), ()))
+
+Device = Literal["gpu", "hopper", "tpu"]  # gpu: NVIDIA's of compute capability 8.9 or more, but 9.0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounded:
+    """Rows in 8 bits: values int8 or float8_e4m3fn [T, K], scales float32 [T, 1] or [T, groups of K]."""
+
+    values: jax.Array
+    scales: jax.Array
+
+    def astype(self, dtype: DTypeLike) -> jax.Array:
+        """Return the numbers [T, K] in `dtype`, rounded from float32."""
+        grouped = self.values.astype(jnp.float32).reshape(*self.scales.shape, -1)
+        return (grouped * self.scales[..., None]).reshape(self.values.shape).astype(dtype)
+
+
+def rounds_form(dtype: DTypeLike, group: int, depth: int, device: Device, *, zeros: bool) -> bool:
+    """Return whether products with weights of this form are rounded on a device.
+
+    dtype: of the values. group: numbers that share a scale. depth: K. zeros: whether the weight has them.
+    """
+    if jnp.dtype(dtype) not in _LIMITS or zeros or depth > _MAX_DEPTH:
+        return False
+    return group == depth or (device == "hopper" and group % GROUP == 0)
+
+
+def takes(x: jax.Array, w: Quantized, device: Device) -> bool:
+    """Return whether the product of x [T, K] and w is rounded on a device."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or x.shape[0] <= FEW_ROWS:
+        return False
+    return rounds_form(w.values.dtype, w.group, w.shape[-1], device, zeros=w.zeros is not None)
+
+
+def rounded(x: jax.Array, w: Quantized) -> Rounded:
+    """Round x [T, K] to the form of w's values, with as many scales for a row as w has."""
+    rows, depth = x.shape
+    grouped = x.astype(jnp.float32).reshape(rows, w.scales.shape[-1], -1)
+    dtype = jnp.dtype(w.values.dtype)
+    largest, limit = jnp.maximum(jnp.max(jnp.abs(grouped), axis=2), _LEAST), _LIMITS[dtype]
+    steps = grouped * (limit / largest)[..., None]
+    values = jnp.rint(steps) if dtype == jnp.int8 else steps
+    return Rounded(values.astype(dtype).reshape(rows, depth), largest / limit)
+
+
+def multiply(x: Rounded, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
+    """Multiply rows by w [N, K] transposed -> [T, N] in `out_dtype`. interpret: slowly, on any device.
+
+    With groups and an N that is no multiple of TILE, as of a part of a weight, the rounded rows are multiplied wide.
+    """
+    if w.scales.shape[1] == 1:
+        return _by_row(x, w, out_dtype)
+    if len(w.values) % TILE:
+        wide, weight = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+        return lax.dot_general(wide, weight, _CONTRACT_LAST, preferred_element_type=out_dtype)
+    kernel = importlib.import_module("jaxserve.ops.linear.rounded_groups")
+    return kernel.matmul(x, w, out_dtype, interpret=interpret)
+
+
+def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
+    """Round x [T, K] and multiply it by w [*out, K] transposed -> [T, *out] in `out_dtype`. See `multiply`."""
+    y = multiply(rounded(x, w), w.matrix(), out_dtype, interpret=interpret)
+    return y.reshape(x.shape[0], *w.shape[:-1])
+
+
+def _by_row(x: Rounded, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
+    """Multiply where rows and outputs have one scale each."""
+    sums = lax.dot_general(x.values, w.values, _CONTRACT_LAST, preferred_element_type=sum_dtype(w.values.dtype))
+    return (sums.astype(jnp.float32) * x.scales * w.scales.T).astype(out_dtype)
+
+
+def sum_dtype(dtype: DTypeLike) -> DTypeLike:
+    """Return in what products of values of this dtype are summed."""
+    return jnp.int32 if dtype == jnp.int8 else jnp.float32
