@@ -35,6 +35,8 @@ FAMILIES = (
     "gpt-oss-120b",
     "DeepSeek-V3",
 )
+# quantization_config of checkpoints that were made for activations of 8 bits
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _BFLOAT16 = jnp.dtype("bfloat16")
 _SEQS, _TOKENS, _CONTEXT, _PAGES, _PAGE = 512, 8192, 16384, 16384, 16
 
@@ -46,15 +48,17 @@ def make_set(
     attention: str = "triton",
     layers: int = 2,
     pages: str = "bfloat16",
-    weights: str = "none",
+    weights: str | dict[str, Any] = "none",
+    products: str = "auto",
 ) -> ProgramSet:
     """Return the program set of a published model, cut to `layers` layers. Allocates nothing.
 
-    pages: as cache.dtype. weights: as model.quantization; "stored": MXFP4, as the checkpoint has them.
+    pages: as cache.dtype. weights: as model.quantization, or the quantization_config of a checkpoint that is kept.
+    products: as runtime.products.
     """
     hf: dict[str, Any] = PUBLISHED[name].hf | {"num_hidden_layers": layers, "first_k_dense_replace": layers - 2}
-    if weights == "stored":
-        hf["quantization_config"] = {"quant_method": "mxfp4"}
+    if isinstance(weights, dict):
+        hf["quantization_config"], weights = weights, "stored"
     if "layer_types" in hf:
         hf["layer_types"] = hf["layer_types"][:layers]
     structure = build(from_hf(hf).replace(quantization=weights, activation_dtype="bfloat16"), _BFLOAT16)
@@ -69,6 +73,7 @@ def make_set(
         page_size=_PAGE,
         cache_dtype=resolve_cache_dtype(pages, _BFLOAT16),
         attention=attention,
+        products=products,
         num_pages=_PAGES,
     )
     setup = RunnerSetup.of(LoadedModel(structure, leaves, Path(), 0, 0.0), config, target)
@@ -90,11 +95,28 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     for weights in ("int8", "int4", "fp8"):
         few = make_set(LLAMA, target, weights=weights)
         yield from _named(f"{LLAMA} in {weights}", few.decode(1), few.decode(128), few.extend(2048))
-    mxfp4 = make_set("gpt-oss-120b", target, weights="stored")
+    mxfp4 = make_set("gpt-oss-120b", target, weights={"quant_method": "mxfp4"})
     yield from _named("gpt-oss-120b in mxfp4", mxfp4.decode(64), mxfp4.extend(512))
+    for form, config in (("W8A8", w8a8("int8")), ("FP8 of rows", w8a8("fp8")), ("FP8 in blocks", FP8_BLOCKS)):
+        for products in ("exact", "rounded"):
+            made = make_set(LLAMA, target, weights=config, products=products)
+            yield from _named(f"{LLAMA} {form} {products}", made.decode(512), made.extend(2048))
     for name in FAMILIES:
         family = make_set(name, target)
         yield from _named(name, family.decode(64), family.extend(512))
+
+
+def w8a8(form: str) -> dict[str, Any]:
+    """Return the quantization_config of a compressed-tensors checkpoint with one scale for a row: int8 or fp8."""
+    kind = {"num_bits": 8, "type": "int" if form == "int8" else "float"}
+    layers = {
+        "targets": ["Linear"],
+        "weights": kind | {"strategy": "channel"},
+        "input_activations": kind | {"strategy": "token", "dynamic": True},
+    }
+    stored = "int-quantized" if form == "int8" else "float-quantized"
+    config = {"format": stored, "config_groups": {"group_0": layers}, "ignore": ["lm_head"]}
+    return {"quant_method": "compressed-tensors"} | config
 
 
 def _by_cublas(program: Program) -> Program:
@@ -108,6 +130,10 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     yield from _named(LLAMA, llama.decode(1), llama.decode(64), llama.extend(512))
     int8 = make_set(LLAMA, target, attention="tpu", weights="int8")
     yield from _named(f"{LLAMA} in int8", int8.decode(1), int8.decode(64), int8.extend(512))
+    for form in ("int8", "fp8"):
+        for products in ("exact", "rounded"):
+            made = make_set(LLAMA, target, attention="tpu", weights=w8a8(form), products=products)
+            yield from _named(f"{LLAMA} {form} of rows {products}", made.extend(2048))
     yield from _named(f"{LLAMA} in int4", make_set(LLAMA, target, attention="tpu", weights="int4").decode(64))
     yield from _named(f"{LLAMA} with int8 pages", make_set(LLAMA, target, attention="tpu", pages="int8").decode(64))
     for name in FAMILIES:

@@ -1,4 +1,4 @@
-"""The kernels for few bits over several devices: interpreted on four simulated ones, against one."""
+"""Products with weights of few bits over several devices: on four simulated ones, against one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxserve.ops.linear import few_bits, few_bits_tpu, sharded_few_bits
+from jaxserve.ops.linear import Products, few_bits, few_bits_tpu, rounded, sharded_few_bits
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_quantized import RNG, quantized
 from tests.quick import QUICK_FLAGS
@@ -44,9 +45,7 @@ def split_over(mesh: Mesh, w: Quantized, rows: P) -> Quantized:
     return jax.tree.map(placed, w)
 
 
-def check(
-    mesh: Mesh, kind: str, rows: P, *, product: sharded_few_bits.Product = few_bits.matmul, **form: Any
-) -> None:
+def check(mesh: Mesh, kind: str, rows: P, *, product: sharded_few_bits.Product = few_bits.matmul, **form: Any) -> None:
     """Compare the product with that of one device. rows: how the weight [N, K] is split."""
     w = quantized(kind, 128, 512, **form)
     x = jnp.asarray(RNG.standard_normal((3, 512), np.float32)).astype(jnp.bfloat16)
@@ -67,6 +66,23 @@ def check(
     assert ("all-reduce" in text) == (rows[0] is None)
 
 
+def check_rounded(mesh: Mesh, kind: str, rows: P) -> None:
+    """Compare a product of rounded rows, one scale each, with that of one device. rows: how the weight is split.
+
+    The largest number of a row of x is on one device of K, and the others round by it too.
+    """
+    w = quantized(kind, 128, 512, group=512)
+    x = jnp.asarray(RNG.standard_normal((130, 512), np.float32)).at[:, 3].mul(20).astype(jnp.bfloat16)
+    want = rounded.matmul(x, w, jnp.float32)
+    multiply = jax.jit(partial(Products(rounded="gpu", sharded=True), out_dtype=jnp.float32))
+    placed = jax.device_put(x, NamedSharding(mesh, P(None, rows[1])))
+    compiled = multiply.lower(placed, split_over(mesh, w, rows)).compile()
+    got = compiled(placed, split_over(mesh, w, rows))
+    np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+    sums = re.findall(r"= f32\[130,128\]\S* all-reduce\(", str(compiled.as_text()))
+    assert len(sums) == (rows[0] is None)
+
+
 def main() -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(1, 2, 2), ("data", "tensor", "expert"))
     both = ("tensor", "expert")
@@ -76,6 +92,9 @@ def main() -> None:
     check(mesh, "int4", P(both, None), zeros=True, product=few_bits_tpu.matmul)
     check(mesh, "int8", P(None, both), product=few_bits_tpu.matmul, group=512)
     check(mesh, "fp8", P(None, both), group=512)
+    for kind in ("int8", "fp8"):
+        check_rounded(mesh, kind, P(None, both))
+    check_rounded(mesh, "int8", P(both, None))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Products:
     few_bits: the platform whose kernel multiplies a quantised weight and few rows of 16-bit activations, unless
       deterministic. The program runs there.
     rounded: the device for which activations are rounded, which is faster. cpu: with native, for weights that
-      `native.rounds` names. Others: many rows of 16 bits, for weights that `rounded.takes` names, unless deterministic.
+      `native.rounds` names. Others: many rows, for weights that `rounded.takes` names, unless deterministic.
     experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA.
     sharded: the program runs over several devices.
     XLA's formulations convert a weight of another form to x's dtype first.

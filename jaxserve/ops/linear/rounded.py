@@ -65,9 +65,9 @@ def rounds_form(dtype: DTypeLike, group: int, depth: int, device: Device, *, zer
 
 def takes(x: jax.Array, w: Quantized, device: Device) -> bool:
     """Return whether the product of x [T, K] and w is rounded on a device."""
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or x.shape[0] <= FEW_ROWS:
-        return False
-    return rounds_form(w.values.dtype, w.group, w.shape[-1], device, zeros=w.zeros is not None)
+    return x.shape[0] > FEW_ROWS and rounds_form(
+        w.values.dtype, w.group, w.shape[-1], device, zeros=w.zeros is not None
+    )
 
 
 def rounded(x: jax.Array, w: Quantized) -> Rounded:
