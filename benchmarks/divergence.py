@@ -47,6 +47,21 @@ def log_probabilities(model: LoadedModel, windows: jax.Array, linear: Products) 
     return np.stack([of(model.leaves, window) for window in windows])
 
 
+def stories(model: Path, count: int) -> jax.Array:
+    """Return the tokens of stories in windows, int32 [N, WINDOW]."""
+    rng = random.Random(0)
+    text = " ".join(tell(rng, rng.choice(CHARACTERS)) for _ in range(count))
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
+    return jnp.array([ids[first : first + WINDOW] for first in range(0, len(ids) - WINDOW, WINDOW)])
+
+
+def compared(plain: np.ndarray, found: np.ndarray, windows: jax.Array) -> str:
+    """Return the change of perplexity and the divergence of log-probabilities [N, WINDOW - 1, vocabulary] in words."""
+    change = np.take_along_axis(plain - found, np.asarray(windows)[:, 1:, None], 2).mean()
+    divergence = (np.exp(plain) * (plain - found)).sum(-1).mean()
+    return f"perplexity {math.expm1(change):+.2%}, divergence {divergence:.5f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -54,10 +69,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", default=["int8", "fp8", "int4"])
     parser.add_argument("--rounded", action="store_true")
     options = parser.parse_args()
-    config, rng = read_config(options.model), random.Random(0)
-    text = " ".join(tell(rng, rng.choice(CHARACTERS)) for _ in range(options.stories))
-    ids = Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(text).ids
-    windows = jnp.array([ids[first : first + WINDOW] for first in range(0, len(ids) - WINDOW, WINDOW)])
+    config, windows = read_config(options.model), stories(options.model, options.stories)
     following = np.asarray(windows)[:, 1:, None]
     plain = log_probabilities(load_model(options.model, dtype=FLOAT32, config=config), windows, Products())
     linear = Products()
@@ -70,9 +82,7 @@ def main() -> None:
         kept = config.replace(activation_dtype="float32") if wide else config.replace(quantization=form)
         model = load_model(options.model, dtype=jnp.dtype("bfloat16") if wide else FLOAT32, config=kept)
         found = log_probabilities(model, windows, linear)
-        change = np.take_along_axis(plain - found, following, 2).mean()
-        divergence = (np.exp(plain) * (plain - found)).sum(-1).mean()
-        print(f"{form}: perplexity {math.expm1(change):+.2%}, divergence {divergence:.5f}", flush=True)
+        print(f"{form}: {compared(plain, found, windows)}", flush=True)
 
 
 if __name__ == "__main__":

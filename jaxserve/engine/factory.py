@@ -37,13 +37,13 @@ from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.loader import LoadedModel, load_model, random_model
 from jaxserve.models.pooling import PoolingConfig, read_pooling
 from jaxserve.ops.paged_attention import Backend, get_backend
-from jaxserve.runtime.chosen_products import chosen_rounding, native_products
 from jaxserve.runtime.compilation import program_cache
 from jaxserve.runtime.compilation.compiler import CompileCounter, ProgramStorage
 from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
+from jaxserve.runtime.numerics.chosen_products import chosen_rounding, native_products
 from jaxserve.runtime.numerics.numeric_check import check_numbers, serving_cases
 from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.runtime import kv_cache, memory
-from jaxserve.runtime.chosen_products import chosen_products
 from jaxserve.runtime.compilation.buckets import Buckets, make_buckets
 from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.numerics.chosen_products import chosen_products
 from jaxserve.runtime.program_set import ProgramSet, Shapes
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.runner_config import RunnerConfig

@@ -20,8 +20,8 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.native import Weight
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
-from jaxserve.runtime.chosen_products import chosen_rounding
 from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.numerics.chosen_products import chosen_rounding
 from jaxserve.runtime.numerics.numeric_check import serving_cases, wrong_numbers
 from jaxserve.runtime.runner_config import RunnerConfig
 from tests.ops.test_native import _loaded  # noqa: F401

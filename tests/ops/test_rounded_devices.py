@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,8 @@ from jaxserve.ops.linear import Products, rounded
 from jaxserve.ops.linear.rounded import Device
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
-from jaxserve.runtime.chosen_products import chosen_rounding
 from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.numerics.chosen_products import chosen_rounding
 from jaxserve.runtime.numerics.numeric_check import serving_cases, wrong_numbers
 from tests.ops.test_quantized import RNG, decoded, quantized
 
@@ -51,7 +52,8 @@ def check(kind: str, count: int, depth: int, group: int, outputs: int) -> None:
     w = quantized(kind, outputs, depth, group=group)
     x = rows(count, depth)
     want = rounded_by_numpy(np.asarray(x), kind, group) @ decoded(w).astype(np.float64).T
-    got = rounded.matmul(x, w, jnp.float32, interpret=True)
+    multiply = jax.jit(functools.partial(rounded.matmul, out_dtype=jnp.float32, interpret=True))
+    got = multiply(x, w)
     bound = 2e-5 * np.abs(want).max(axis=1, keepdims=True) + 1e-30
     assert np.all(np.abs(np.asarray(got) - want) <= bound), np.max(np.abs(np.asarray(got) - want) / bound)
 
@@ -98,8 +100,9 @@ def lowered(count: int, w: Any, device: Device, **options: Any) -> str:
 
 def weight(kind: str, group: int, zeros: bool = False) -> Any:
     dtype = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}[kind]
-    shared = jax.ShapeDtypeStruct((1024, 2048 // group), jnp.float32)
-    return Quantized(jax.ShapeDtypeStruct((1024, 2048), dtype), shared, shared if zeros else None)
+    values: Any = jax.ShapeDtypeStruct((1024, 2048), dtype)
+    shared: Any = jax.ShapeDtypeStruct((1024, 2048 // group), jnp.float32)
+    return Quantized(values, shared, shared if zeros else None)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

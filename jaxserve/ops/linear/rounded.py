@@ -29,8 +29,8 @@ from jax.typing import DTypeLike
 from jaxserve.ops.quantized import Quantized
 
 FEW_ROWS = 128  # of x, which are not rounded
-GROUP = 128  # numbers: a rounded group is a multiple, because the sum of fewer costs more to scale than to make
-TILE = 128  # outputs of a weight in groups are a multiple
+GROUP_NUMBERS = 128  # numbers: a rounded group is a multiple, because the sum of fewer costs more to scale than to make
+TILE_OUTPUTS = 128  # outputs of a weight in groups are a multiple
 _MAX_DEPTH = 2**17  # of K: the sum of so many products of int8 fits in int32
 _LEAST = 1e-30  # of a maximum, so that the reciprocal of no scale is infinite
 _LIMITS = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
@@ -60,7 +60,7 @@ def rounds_form(dtype: DTypeLike, group: int, depth: int, device: Device, *, zer
     """
     if jnp.dtype(dtype) not in _LIMITS or zeros or depth > _MAX_DEPTH:
         return False
-    return group == depth or (device == "hopper" and group % GROUP == 0)
+    return group == depth or (device == "hopper" and group % GROUP_NUMBERS == 0)
 
 
 def takes(x: jax.Array, w: Quantized, device: Device) -> bool:
@@ -84,11 +84,11 @@ def rounded(x: jax.Array, w: Quantized) -> Rounded:
 def multiply(x: Rounded, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
     """Multiply rows by w [N, K] transposed -> [T, N] in `out_dtype`. interpret: slowly, on any device.
 
-    With groups and an N that is no multiple of TILE, as of a part of a weight, the rounded rows are multiplied wide.
+    Rows that were rounded in groups are multiplied wide if N is no multiple of TILE_OUTPUTS, as in part of a weight.
     """
     if w.scales.shape[1] == 1:
         return _by_row(x, w, out_dtype)
-    if len(w.values) % TILE:
+    if len(w.values) % TILE_OUTPUTS:
         wide, weight = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
         return lax.dot_general(wide, weight, _CONTRACT_LAST, preferred_element_type=out_dtype)
     kernel = importlib.import_module("jaxserve.ops.linear.rounded_groups")

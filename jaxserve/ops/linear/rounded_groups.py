@@ -22,39 +22,40 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jaxserve.ops.linear.rounded import GROUP, TILE, Rounded, sum_dtype
+from jaxserve.ops.linear.rounded import GROUP_NUMBERS, TILE_OUTPUTS, Rounded, sum_dtype
 from jaxserve.ops.quantized import Quantized
 
 _STAGES = 4
 _SWIZZLE = 128  # bytes
+_ROWS = 128  # of a program
 _WARPGROUP = 64  # rows of a wgmma
 _COPIES = 4  # of a stage: x, w and the scales of both
 
 
 def matmul(x: Rounded, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False) -> jax.Array:
-    """Multiply rows [T, K] by w [N, K] transposed -> [T, N] in `out_dtype`. N is a multiple of TILE.
+    """Multiply rows [T, K] by w [N, K] transposed -> [T, N] in `out_dtype`. N is a multiple of TILE_OUTPUTS.
 
     x and w have the same groups, each a multiple of 128 numbers. interpret: slowly, on any device, with jax 0.11.
     """
     rows, outputs = len(x.values), len(w.values)
-    behind = -rows % TILE
+    behind = -rows % _ROWS
     dtype = x.values.dtype
     tiled = _tiled(dtype)
     kernel = plgpu.kernel(
         _kernel,
         out_type=jax.ShapeDtypeStruct((rows + behind, outputs), out_dtype),
         scratch_types={
-            "x_smem": plgpu.SMEM((_STAGES, TILE, GROUP), dtype, transforms=tiled),
-            "w_smem": plgpu.SMEM((_STAGES, TILE, GROUP), dtype, transforms=tiled),
-            "x_scales_smem": plgpu.SMEM((_STAGES, TILE), jnp.float32),
-            "w_scales_smem": plgpu.SMEM((_STAGES, TILE), jnp.float32),
-            "out_smem": plgpu.SMEM((TILE, TILE), out_dtype, transforms=_tiled(out_dtype)),
+            "x_smem": plgpu.SMEM((_STAGES, _ROWS, GROUP_NUMBERS), dtype, transforms=tiled),
+            "w_smem": plgpu.SMEM((_STAGES, TILE_OUTPUTS, GROUP_NUMBERS), dtype, transforms=tiled),
+            "x_scales_smem": plgpu.SMEM((_STAGES, _ROWS), jnp.float32),
+            "w_scales_smem": plgpu.SMEM((_STAGES, TILE_OUTPUTS), jnp.float32),
+            "out_smem": plgpu.SMEM((_ROWS, TILE_OUTPUTS), out_dtype, transforms=_tiled(out_dtype)),
             "ready": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=_STAGES),
-            "free": plgpu.Barrier(num_arrivals=TILE // _WARPGROUP, num_barriers=_STAGES),
+            "free": plgpu.Barrier(num_arrivals=_ROWS // _WARPGROUP, num_barriers=_STAGES),
         },
-        grid=(outputs // TILE, (rows + behind) // TILE),
+        grid=(outputs // TILE_OUTPUTS, (rows + behind) // _ROWS),
         grid_names=("output", "row"),
-        num_threads=1 + TILE // _WARPGROUP,
+        num_threads=1 + _ROWS // _WARPGROUP,
         thread_name="warpgroup",
         # InterpretGPUParams exists since jax 0.11.
         interpret=plgpu.InterpretGPUParams() if interpret else False,  # pyright: ignore[reportAttributeAccessIssue]
@@ -69,7 +70,7 @@ def _tiled(dtype: DTypeLike) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransf
 
 
 def _kernel(
-    x_ref,  # [T, K], T a multiple of TILE
+    x_ref,  # [T, K], T a multiple of _ROWS
     x_scales_ref,  # float32 [groups, T]
     w_ref,  # [N, K]
     w_scales_ref,  # float32 [groups, N]
@@ -83,19 +84,19 @@ def _kernel(
     ready,
     free,
 ) -> None:
-    steps = x_ref.shape[1] // GROUP
+    steps = x_ref.shape[1] // GROUP_NUMBERS
     per = steps // x_scales_ref.shape[0]  # steps of a group
-    rows = pl.ds(lax.axis_index("row") * TILE, TILE)
-    outputs = pl.ds(lax.axis_index("output") * TILE, TILE)
+    rows = pl.ds(lax.axis_index("row") * _ROWS, _ROWS)
+    outputs = pl.ds(lax.axis_index("output") * TILE_OUTPUTS, TILE_OUTPUTS)
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == TILE // _WARPGROUP)
+    @pl.when(warpgroup == _ROWS // _WARPGROUP)
     def _memory() -> None:
         plgpu.set_max_registers(40, action="decrease")
 
         def copy_tile(step: jax.Array) -> None:
             """Copy the tiles of `step`, an int32 [], to its stage."""
-            slot, columns, group = lax.rem(step, _STAGES), pl.ds(step * GROUP, GROUP), step // per
+            slot, columns, group = lax.rem(step, _STAGES), pl.ds(step * GROUP_NUMBERS, GROUP_NUMBERS), step // per
             plgpu.copy_gmem_to_smem(x_ref.at[rows, columns], x_smem.at[slot], ready.at[slot])
             plgpu.copy_gmem_to_smem(w_ref.at[outputs, columns], w_smem.at[slot], ready.at[slot])
             plgpu.copy_gmem_to_smem(x_scales_ref.at[group, rows], x_scales_smem.at[slot], ready.at[slot])
@@ -114,14 +115,14 @@ def _kernel(
         def _drain(step: jax.Array) -> None:  # every arrival must be waited for before the barriers are freed
             plgpu.barrier_wait(free.at[lax.rem(step, _STAGES)])
 
-    @pl.when(warpgroup < TILE // _WARPGROUP)
+    @pl.when(warpgroup < _ROWS // _WARPGROUP)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         own = pl.ds(warpgroup * _WARPGROUP, _WARPGROUP)
-        shape = (_WARPGROUP, TILE)
+        shape = (_WARPGROUP, TILE_OUTPUTS)
 
         def add(step: jax.Array, total: jax.Array) -> jax.Array:
-            """Add the products of `step`, an int32 []: total float32 [64, TILE]."""
+            """Add the products of `step`, an int32 []: total float32 [64, TILE_OUTPUTS]."""
             slot = lax.rem(step, _STAGES)
             plgpu.barrier_wait(ready.at[slot])
             sums = _wgmma(shape, x_smem.at[slot, own], w_smem.at[slot].transpose((1, 0)))
@@ -135,7 +136,7 @@ def _kernel(
         total = lax.fori_loop(0, steps, add, nothing)
         out_smem[own] = total.astype(out_smem.dtype)
         plgpu.commit_smem()
-        first = lax.axis_index("row") * TILE + warpgroup * _WARPGROUP
+        first = lax.axis_index("row") * _ROWS + warpgroup * _WARPGROUP
         plgpu.copy_smem_to_gmem(out_smem.at[own], out_ref.at[pl.ds(first, _WARPGROUP), outputs])
         plgpu.wait_smem_to_gmem(0)
 

@@ -19,9 +19,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import Products, Rounding
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend
-from jaxserve.runtime.chosen_products import native_products
 from jaxserve.runtime.compilation.compiler import Program, ProgramStorage, compile_all, compiler_options
 from jaxserve.runtime.mesh import AXES, DeviceMesh
+from jaxserve.runtime.numerics.chosen_products import native_products
 from jaxserve.runtime.numerics.numeric_cases import (
     NumericCase,
     attention,
