@@ -43,10 +43,10 @@ from jaxserve.runtime.encoder_runner import EncoderRunner
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.model_runner import ModelRunner
-from jaxserve.runtime.numerics.chosen_products import chosen_rounding, native_products
 from jaxserve.runtime.numerics.numeric_check import check_numbers, serving_cases
 from jaxserve.runtime.pages.page_file import PageFileConfig, fingerprint
 from jaxserve.runtime.runner_config import RunnerConfig, resolve_dtypes
+from jaxserve.runtime.runner_setup import chosen_rounding, native_products
 from jaxserve.runtime.saved_programs.bundle import UNTUNED, Bundle
 from jaxserve.runtime.saved_programs.program_store import open_store
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights

@@ -1,1 +1,1 @@
-"""The choice of products, and the numeric check of a start: small programs of the kernels that serve, beside numpy."""
+"""The numeric check of a start: small programs of the kernels that serve, compared with numpy."""

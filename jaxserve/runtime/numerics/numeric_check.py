@@ -21,7 +21,6 @@ from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend
 from jaxserve.runtime.compilation.compiler import Program, ProgramStorage, compile_all, compiler_options
 from jaxserve.runtime.mesh import AXES, DeviceMesh
-from jaxserve.runtime.numerics.chosen_products import native_products
 from jaxserve.runtime.numerics.numeric_cases import (
     NumericCase,
     attention,
@@ -32,6 +31,7 @@ from jaxserve.runtime.numerics.numeric_cases import (
     sampler,
     sums,
 )
+from jaxserve.runtime.runner_setup import native_products
 
 # Differences of sums in another order, and, elsewhere than in float32 on a CPU, of products in fewer bits.
 _ROUNDING, _FEW_BITS = 1e-4, 3e-2
