@@ -1,4 +1,4 @@
-"""The decisions that come before a runner allocates memory: buckets, layer caches, products, step functions, memory plan.
+"""What is decided before a runner allocates memory: buckets, layer caches, products, step functions, memory plan.
 
 Makes the program set that follows from them. Allocates nothing; `plan` may compile programs to measure their memory.
 """
