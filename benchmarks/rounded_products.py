@@ -3,9 +3,9 @@
     ENVIRONMENT/bin/python -m benchmarks.rounded_products [--chip h200|v5e|v6e] [--rows 2048] [--shape 14336 4096]
 
 ENVIRONMENT has jax with its CUDA plugin or libtpu. Prints for each form of weight and each kind of product the
-megabytes that the program's operations read and write, its temporary memory, the kernels, and of a TPU the million
-cycles that XLA estimates. The floor is the longer of these bytes at the chip's bandwidth and the products at its rate,
-in microseconds.
+temporary memory and the number of operations. Of a GPU also the megabytes that these read and write, and a floor in
+microseconds: the longer of these bytes at its bandwidth and the products at its rate. Of a TPU the million cycles that
+XLA estimates; it has no estimate of a Pallas kernel.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import math
 import re
 import string
 import warnings
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,21 +32,8 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _FREE = {"parameter", "bitcast", "get-tuple-element", "tuple", "constant"}
 
 
-class Chip(NamedTuple):
-    """As published: GB/s, and products a second in units of 1e12 operations, of bfloat16, int8 and E4M3."""
-
-    bandwidth: float
-    bfloat16: float
-    rounded: dict[str, float]
-
-
-_PUBLISHED = MappingProxyType(
-    {
-        "h200": Chip(4800, 989, {"int8": 1979, "fp8": 1979}),
-        "v5e": Chip(819, 197, {"int8": 394, "fp8": 197}),
-        "v6e": Chip(1640, 918, {"int8": 1836, "fp8": 918}),
-    }
-)
+# Of an H200 as published: GB/s, and 1e12 operations a second of bfloat16 and 8 bits.
+_BANDWIDTH, _EXACT, _ROUNDED = 4800, 989, 1979
 
 
 def moved(text: str) -> tuple[int, int]:
@@ -92,7 +78,7 @@ def main() -> None:
                     products: Any = Products(few_bits=few, rounded=rounding)
                     compiled = compile_for(Program("product", products, (x, w), (), target.replicated))
                     words = f"{form}, a scale for a {name}, {'rounded' if rounding else 'exact'}"
-                    rate = _PUBLISHED[options.chip].rounded[form] if rounding else _PUBLISHED[options.chip].bfloat16
+                    rate = _ROUNDED if rounding else _EXACT
                     print(f"{rows} rows, {words}: {_figures(compiled, options.chip, rows * outputs * depth, rate)}")
 
 
@@ -101,10 +87,12 @@ def _figures(compiled: jax.stages.Compiled, chip: str, multiplications: int, rat
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     assert memory is not None
     size, count = moved(text)
-    floor = max(size / _PUBLISHED[chip].bandwidth * 1e-3, 2 * multiplications / rate * 1e-6)
-    found = f"{size / 2**20:.0f} MiB, temporary {memory.temp_size_in_bytes / 2**20:.0f} MiB, {count} operations"
+    found = f"temporary {memory.temp_size_in_bytes / 2**20:.0f} MiB, {count} operations"
+    if chip == "h200":
+        floor = max(size / _BANDWIDTH * 1e-3, 2 * multiplications / rate * 1e-6)
+        return f"{found}, {size / 2**20:.0f} MiB, floor {floor:.0f} us"
     cycles = sum(map(int, _CYCLES.findall(text.partition("\nENTRY ")[2])))
-    return f"{found}, floor {floor:.0f} us" + (f", {cycles / 1e6:.2f} million cycles" if cycles else "")
+    return found + (", a Pallas kernel" if "tpu_custom_call" in text else f", {cycles / 1e6:.2f} million cycles")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     config, windows = read_config(options.model), stories(options.model, options.stories)
     plain = log_probabilities(load_model(options.model, dtype=FLOAT32, config=config), windows, Products())
-    exact, by_row = Products(), Products(rounded="tpu")
+    exact, by_row = Products(), Products(rounded="gpu")
     for form in ("int8", "fp8"):
         with tempfile.TemporaryDirectory() as folder:
             write(options.model, form, directory := Path(folder, form))

@@ -284,10 +284,11 @@ def _asked(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend:
     if device is None:
         raise ConfigError("runtime.products 'rounded' needs a GPU of compute capability 8.9 or more", fix=_FIX)
     if not _any_rounded(loaded, device):
+        forms = "int8" if device == "tpu" else "int8 or FP8"
         groups = ", or one for each multiple of 128 numbers" if device == "hopper" else ""
         raise ConfigError(
-            "runtime.products 'rounded' has an effect here only on linear layers in int8 or FP8 without zeros, with "
-            f"one scale for a row{groups}, but not on routed experts",
+            f"runtime.products 'rounded' has an effect here only on linear layers in {forms} without zeros, with one "
+            f"scale for a row{groups}, but not on routed experts",
             fix=_FIX,
         )
     return device

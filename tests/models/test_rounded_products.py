@@ -72,7 +72,7 @@ def test_logits_are_those_of_activations_rounded_in_numpy(kind: str, tmp_path: P
     """Within a thousandth of the largest logit: a number halfway between two steps may go either way."""
     model = checkpoint(kind, tmp_path)
     want, exact = logits(model, ByNumpy(kind=kind)), logits(model, Products())
-    got = logits(model, Products(rounded="tpu"))
+    got = logits(model, Products(rounded="gpu"))
     bound = 1e-3 * np.abs(want).max()
     assert np.abs(got - want).max() < bound
     assert np.abs(exact - want).max() > 3 * bound

@@ -6,9 +6,12 @@ int8 to int32 and E4M3 to float32, and the sums are scaled in float32.
 
 One scale for an output is an XLA dot of 8-bit operands. On a GPU that is a Triton or a cuBLASLt kernel of 8-bit tensor
 cores, on a TPU one fusion that writes the scaled result. Groups are a kernel for Hopper (`rounded_groups`), because
-XLA's dot writes the sums of every group: 3.5 GiB for 2,048 rows of 14,336 outputs at K = 4,096. Other GPUs and TPUs do
-not round groups. On a TPU XLA estimates 9.1 million cycles for that product on a v5e and 7.1 on a v6e, where widening
-the weight and a bfloat16 product take 3.2 and 2.2, and one scale for an output takes 1.2 and 0.5.
+XLA's dot writes the sums of every group: 3.5 GiB for 2,048 rows of 14,336 outputs at K = 4,096. Other GPUs do not round
+groups.
+
+A TPU rounds for int8 with one scale for an output only, by XLA's estimates for that product: 1.18 million cycles on a
+v5e and 0.54 on a v6e, where a widened weight takes 1.90 and 0.81. E4M3 would take 2.13 and 0.67: these chips multiply
+it as bfloat16. Groups would take 9.5 and 7.1 or more, where a widened weight takes 3.26 and 2.16.
 
 Few rows are not rounded. The weight's bytes are the floor of both forms there, 0.21 ps a weight on an H200 and 1.2 on a
 v5e, and `few_bits` is one kernel where rounding takes three. Arithmetic in bfloat16 passes that floor at 103 rows on an
@@ -58,7 +61,8 @@ def rounds_form(dtype: DTypeLike, group: int, depth: int, device: Device, *, zer
 
     dtype: of the values. group: numbers that share a scale. depth: K. zeros: whether the weight has them.
     """
-    if jnp.dtype(dtype) not in _LIMITS or zeros or depth > _MAX_DEPTH:
+    dtype = jnp.dtype(dtype)
+    if dtype not in _LIMITS or zeros or depth > _MAX_DEPTH or (device == "tpu" and dtype != jnp.int8):
         return False
     return group == depth or (device == "hopper" and group % GROUP_NUMBERS == 0)
 

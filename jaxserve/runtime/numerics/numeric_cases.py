@@ -139,12 +139,12 @@ def rounded_products(linear: Products) -> NumericCase:
 def rounded_rows(linear: Products, tolerance: float) -> NumericCase:
     """Make products of x bfloat16 [130, 256] that rounding to 8 bits leaves as they are.
 
-    The weights are int8 and E4M3 [128, 256], on Hopper with scales of rows and of groups, else of rows. The largest
-    number of a group of x is 127, or 448 for E4M3, so that its scale is 1.
+    The weights are int8 and, but for a TPU, E4M3 [128, 256], on Hopper with scales of rows and of groups, else of rows.
+    The largest number of a group of x is 127, or 448 for E4M3, so that its scale is 1.
     """
     weight, x = _whole_numbers((128, 256)), _whole_numbers((130, 256), seed=1)
     groups = (1, 2) if linear.rounded == "hopper" else (1,)
-    largest = {"int8": 127, "float8_e4m3fn": 448}
+    largest = {"int8": 127} if linear.rounded == "tpu" else {"int8": 127, "float8_e4m3fn": 448}
 
     def function(weight: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
         """weight: float32 [128, 256], x: float32 [130, 256]"""
