@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import platform
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxserve.ops.linear import Products
 from jaxserve.ops.native import PagedContext
 from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
+from tests.ops import emulated
 from tests.ops.prompt_attention import check_prompts
 from tests.ops.test_quantized import check_bits
 
@@ -245,6 +247,23 @@ def test_every_instruction_set(level: str, tmp_path: Path, monkeypatch: pytest.M
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(symbol), platform="cpu")
         monkeypatch.setattr(native, name, target)
     assert library.jaxserve_rounds() == (level != "x86-64")  # no level has AVX512_BF16
+    _check_kernels()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("march", ["armv8-a", "armv8.2-a+dotprod", "armv8.4-a+sve+bf16+i8mm"])
+def test_every_instruction_set_of_aarch64(march: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, emulator = (shutil.which(name) for name in ("aarch64-linux-gnu-gcc", "qemu-aarch64"))
+    if compiler is None:
+        pytest.skip("no aarch64-linux-gnu-gcc")
+    program = emulated.compiled(tmp_path, compiler, march)
+    if emulator is None:
+        pytest.skip("no qemu-aarch64 to run what was compiled")
+    emulated.use(monkeypatch, emulator, program)
+    _check_kernels()
+
+
+def _check_kernels() -> None:
     for shape in SHAPES:
         test_matmul_is_numpys(shape)
     test_matmul_few_is_numpys(100, 200)

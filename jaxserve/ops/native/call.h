@@ -2,6 +2,10 @@
 // The interface is XLA's C API for foreign functions, xla/ffi/api/c_api.h of the jaxlib that is installed.
 #pragma once
 
+#if defined(__aarch64__) && !defined(__clang__)
+#pragma GCC optimize("no-schedule-insns")  // GCC would move a tile's loads so far ahead that sums leave their registers
+#endif
+
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>

@@ -18,6 +18,9 @@ typedef float wide_vector __attribute__((vector_size(64), aligned(4), may_alias)
 #elif defined(__AVX__)
 enum { WIDE = 16, WIDE_ROWS = 6 };
 typedef float wide_vector __attribute__((vector_size(32), aligned(4), may_alias));
+#elif defined(__aarch64__)
+enum { WIDE = 16, WIDE_ROWS = 6 };
+typedef float wide_vector __attribute__((vector_size(16), aligned(4), may_alias));
 #else
 enum { WIDE = 8, WIDE_ROWS = 6 };
 typedef float wide_vector __attribute__((vector_size(16), aligned(4), may_alias));
@@ -28,6 +31,7 @@ typedef float vector8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float vector4 __attribute__((vector_size(16), aligned(4), may_alias));
 
 enum {
+  WIDE_COLUMNS = WIDE * sizeof(float) / sizeof(wide_vector),
   NARROW_ROWS = 8,  // of w in the tile of a panel of one vector; with 12 eight tokens took 22.4 ms instead of 20.8
   GROUP = 24,       // rows of w that meet one panel after another: whole tiles of either kind
   PIECES = 8,       // of all rows of w for each thread: the last to finish is late by at most so much
@@ -129,7 +133,7 @@ WIDEN(INT8_16)
       UNROLL for (int v = 0; v < COLUMNS; v++) x[v] = ((const VECTOR*)panel)[k * COLUMNS + v];                \
       UNROLL for (int r = 0; r < HEIGHT; r++) {                                                               \
         VECTOR weight = quad[r / 4][r % 4 * depth + k] - (VECTOR){0};                                                       \
-        if (COLUMNS > 1) IN_REGISTER(weight);                                                                 \
+        if (COLUMNS > 1) { IN_VECTOR(weight); }                                                                \
         UNROLL for (int v = 0; v < COLUMNS; v++) {                                                            \
           sum[r][v] += weight * x[v];                                                                         \
           IN_REGISTER(sum[r][v]);                                                                             \
@@ -163,10 +167,12 @@ WIDEN(INT8_16)
     return NAME##_of_1(p, panel, row, tile), 1;                                                               \
   }
 
-TILES(tile_wide, wide_vector, WIDE_ROWS, 2)
+TILES(tile_wide, wide_vector, WIDE_ROWS, WIDE_COLUMNS)
 TILES(tile_4, vector4, NARROW_ROWS, 1)
 #if defined(__AVX__)
 TILES(tile_8, vector8, NARROW_ROWS, 1)
+#elif defined(__aarch64__)
+TILES(tile_8, vector4, NARROW_ROWS, 2)
 #endif
 #if defined(__AVX512F__)
 TILES(tile_16, wide_vector, NARROW_ROWS, 1)
@@ -178,7 +184,7 @@ INLINE int64_t make_tile(const Product* p, int64_t width, const float* panel, in
 #if defined(__AVX512F__)
   if (width == 16) return tile_16(p, panel, row, rows, tile);
 #endif
-#if defined(__AVX__)
+#if defined(__AVX__) || defined(__aarch64__)
   if (width == 8) return tile_8(p, panel, row, rows, tile);
 #endif
   return tile_4(p, panel, row, rows, tile);

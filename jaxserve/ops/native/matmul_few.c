@@ -11,6 +11,11 @@ enum {
   PIECES = 4,      // of all rows of w for each thread
   AHEAD = 16384,   // bytes: the processor by itself asks for no line beyond a page, and stalls at each
   CACHE_LINE = 64,
+#if defined(__aarch64__)
+  PARTS = 4,  // of a sum of one token; with VECTORS of them the registers would not do
+#else
+  PARTS = VECTORS,
+#endif
 };
 
 // Tokens and rows of w that meet at a time: as many as there are registers for their sums.
@@ -25,11 +30,11 @@ typedef struct {
 } Product;
 
 // The products of `tokens` rows of x, from `token` on, with lines_for rows of w, `apart` rows from one another. What would
-// lie behind the last row of either is the last again. One token has a sum for each vector of a block, for one sum would
-// wait on its last addition.
+// lie behind the last row of either is the last again. One token has PARTS sums, for one sum would wait on its last
+// addition.
 INLINE void multiply_rows(const Product* p, int64_t row, int64_t last, int64_t apart, int64_t token, int tokens, Form form,
                           bool zeros) {
-  const int lines = lines_for(tokens, form), parts = tokens == 1 ? VECTORS : 1;
+  const int lines = lines_for(tokens, form), parts = tokens == 1 ? PARTS : 1;
   vector sums[LINES][FEW][VECTORS] = {0};
   int64_t numbers[LINES];
   const char* rows[LINES];

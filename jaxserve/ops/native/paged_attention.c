@@ -66,11 +66,11 @@ INLINE void find_places(const Attention* a, int64_t row, int64_t first, int64_t 
   }
 }
 
-// Scores of `heads` queries [heads, D] with the keys at k[0 .. LANES / heads], to scores [heads, PIECE].
+// Scores of `heads` queries [heads, D] with the keys at k[0 .. SUMS / heads], to scores [heads, PIECE].
 INLINE void score(const Attention* a, const float* q, int heads, const int64_t* k, int64_t at, float* scores,
                   Form form) {
-  const int tokens = LANES / heads;
-  vector sums[LANES] = {0};
+  const int tokens = SUMS / heads;
+  vector sums[SUMS] = {0};
   for (int64_t d = 0; d < a->depth; d += LANES) {
     vector query[HEADS];
     UNROLL for (int h = 0; h < heads; h++) query[h] = *(const vector*)(q + h * a->depth + d);
@@ -80,14 +80,15 @@ INLINE void score(const Attention* a, const float* q, int heads, const int64_t* 
       UNROLL for (int h = 0; h < heads; h++) sums[h * tokens + t] += query[h] * key;
     }
   }
-  vector all = sums_of(sums);
-  UNROLL for (int h = 0; h < heads; h++) memcpy(scores + h * PIECE, (float*)&all + h * tokens, tokens * sizeof(float));
+  float all[SUMS];
+  sums_of(sums, all);
+  UNROLL for (int h = 0; h < heads; h++) memcpy(scores + h * PIECE, all + h * tokens, tokens * sizeof(float));
 }
 
-// Adds the values at v[0 .. LANES / heads] to `heads` sums [heads, D], by weights [heads, PIECE].
+// Adds the values at v[0 .. SUMS / heads] to `heads` sums [heads, D], by weights [heads, PIECE].
 INLINE void weigh(const Attention* a, const float* weights, int heads, const int64_t* v, int64_t at, float* values,
                   Form form) {
-  const int tokens = LANES / heads;
+  const int tokens = SUMS / heads;
   for (int64_t d = 0; d < a->depth; d += LANES) {
     vector sums[HEADS];
     UNROLL for (int h = 0; h < heads; h++) sums[h] = *(vector*)(values + h * a->depth + d);
@@ -100,7 +101,7 @@ INLINE void weigh(const Attention* a, const float* weights, int heads, const int
   }
 }
 
-// Scores of `count` tokens to weights, in place, with zeros up to a whole vector: their maximum and their sum.
+// Scores of `count` tokens to weights, in place, with zeros up to SUMS: their maximum and their sum.
 INLINE void soften(const Attention* a, float* scores, int64_t count, float* top, float* total) {
   if (a->soft_cap > 0)
     for (int64_t i = 0; i < count; i++) scores[i] = tanhf(scores[i] / a->soft_cap) * a->soft_cap;
@@ -114,6 +115,7 @@ INLINE void soften(const Attention* a, float* scores, int64_t count, float* top,
     *(vector*)(scores + i) = weights;
     sums += weights;
   }
+  for (int64_t i = (count + LANES - 1) / LANES * LANES; i % SUMS != 0; i++) scores[i] = 0;
   *total = 0;
   for (int i = 0; i < LANES / 2; i++) *total += sums[i] + sums[LANES / 2 + i];
 }
@@ -129,7 +131,7 @@ INLINE void apply_scales(const Attention* a, const int64_t* places, int64_t coun
 // The heads of one group for `block` tokens from `token` on: WORK(query head, how many, first token) until all have met.
 #define MEET(WORK, HEADS_NOW)                                                                          \
   for (; head + HEADS_NOW <= last; head += HEADS_NOW)                                                  \
-    for (int64_t t = token; t < min(token + block, count); t += LANES / HEADS_NOW) WORK(HEADS_NOW);
+    for (int64_t t = token; t < min(token + block, count); t += SUMS / HEADS_NOW) WORK(HEADS_NOW);
 #define FOR_EACH(WORK)                                                                                 \
   for (int64_t token = 0; token < count; token += block)                                               \
     for (int64_t kv_head = 0, group = a->heads / a->kv_heads; kv_head < a->kv_heads; kv_head++) {      \
@@ -143,10 +145,10 @@ INLINE void attend(const Attention* a, int64_t piece, Form form) {
   int64_t row = a->pieces[piece].row, first = max(a->pieces[piece].first, first_seen(a, row));
   int64_t count = min(a->pieces[piece].first + PIECE, length(a, row)) - first, state = piece * a->heads;
   const float* q = a->q + row * a->heads * a->depth;
-  int64_t block = a->heads / a->kv_heads % HEADS == 0 ? LANES / HEADS : LANES;  // few: in the order of the addresses
+  int64_t block = a->heads / a->kv_heads % HEADS == 0 ? SUMS / HEADS : SUMS;  // few: in the order of the addresses
   float *values = a->values + state * a->depth, scores[a->heads * PIECE];
-  int64_t k[PIECE + LANES], v[PIECE + LANES];
-  find_places(a, row, first, count, (count + 2 * LANES - 1) / LANES * LANES, k, v);
+  int64_t k[PIECE + SUMS], v[PIECE + SUMS];
+  find_places(a, row, first, count, (count + 2 * SUMS - 1) / SUMS * SUMS, k, v);
 #define SCORE(heads) score(a, q + head * a->depth, heads, k + t, at, scores + head * PIECE + t, form)
   FOR_EACH(SCORE)
   if (has_scales(form)) apply_scales(a, k, count, scores);

@@ -18,6 +18,8 @@ enum {
   TILE = 64,                     // tokens of context
 #if defined(__AVX512F__)
   ROWS = 8, COLUMNS = 2,  // numbers of the cache and vectors of queries that meet in registers
+#elif defined(__aarch64__)
+  ROWS = 4, COLUMNS = 4,
 #else
   ROWS = 4, COLUMNS = 1,
 #endif

@@ -1,17 +1,31 @@
-// Vectors of 16 float32 numbers, for attention: read from a cache in each of its forms, summed, exponentiated.
+// Vectors of float32 numbers, for attention: read from a cache in each of its forms, summed, exponentiated.
 #pragma once
 #include "call.h"
 
+#include <string.h>
+
 #if defined(__AVX2__)
 #include <immintrin.h>  // compilers turn generic conversions of bytes into scalar code there
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
+// Compilers split vectors wider than a register well for x86-64. For AArch64 they split comparisons and conversions into
+// scalar code, and keep the parts in memory.
+#if defined(__aarch64__)
+enum { LANES = 4 };
+#else
 enum { LANES = 16 };
+#endif
+enum { SUMS = 16 };  // vectors of which `sums_of` makes sums at a time
 
-typedef float vector __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t integers __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t halfwords __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#if !defined(__aarch64__)
+typedef uint16_t halfwords __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+INLINE words from_halfwords(const char* at) { return __builtin_convertvector(*(const halfwords*)at, words); }
+#endif
 
 // What a cache's numbers are. E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa; NaN is not expected in it.
 typedef enum { FLOAT32, BFLOAT16, INT8, FP8 } Form;
@@ -29,7 +43,7 @@ INLINE int64_t bytes_of(Form form) { return form == FLOAT32 ? 4 : form == BFLOAT
 
 INLINE bool has_scales(Form form) { return form == INT8 || form == FP8; }
 
-// 16 bytes, widened without and with their sign.
+// LANES bytes, widened without and with their sign.
 #if defined(__AVX512F__)
 INLINE words from_bytes(const char* at) { return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
 INLINE integers from_signed(const char* at) {
@@ -50,6 +64,13 @@ INLINE integers from_signed(const char* at) {
                              _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 8)))}}
       .all;
 }
+#elif defined(__aarch64__)
+INLINE words from_halfwords(const char* at) { return (words)vmovl_u16(vld1_u16((const uint16_t*)at)); }
+INLINE integers from_signed(const char* at) {
+  int32_t four;
+  memcpy(&four, at, sizeof four);
+  return (integers)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
+}
 #else
 typedef uint8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
 typedef int8_t signed_bytes __attribute__((vector_size(16), aligned(1), may_alias));
@@ -57,6 +78,16 @@ INLINE words from_bytes(const char* at) { return __builtin_convertvector(*(const
 INLINE integers from_signed(const char* at) { return __builtin_convertvector(*(const signed_bytes*)at, integers); }
 #endif
 
+#if defined(__aarch64__)
+// A number divided by 256 has the bits of a half, whose exponent is biased by 8 more.
+INLINE vector from_e4m3(const char* at) {
+  int32_t four;
+  memcpy(&four, at, sizeof four);
+  int16x8_t moved = vshll_n_s8(vreinterpret_s8_s32(vdup_n_s32(four)), 7);
+  int16x4_t half = vand_s16(vget_low_s16(moved), vdup_n_s16((int16_t)0xbf80));
+  return (vector)vcvt_f32_f16(vreinterpret_f16_s16(half)) * 256;
+}
+#else
 // Exponent 0 is read as if its numbers had the leading 1 of exponent 1, 2^-6, which is subtracted again.
 INLINE vector from_e4m3(const char* at) {
   words bits = from_bytes(at), magnitude = bits & 0x7f, small = (words)(magnitude < 8);
@@ -64,12 +95,13 @@ INLINE vector from_e4m3(const char* at) {
   wide -= (vector)((words)((vector){0} + 0x1p-6f) & small);
   return (vector)((words)wide | (bits & 0x80) << 24);
 }
+#endif
 
-// 16 numbers of the cache from place `index` on, 8-bit ones without their scale.
+// LANES numbers of the cache from place `index` on, 8-bit ones without their scale.
 INLINE vector load(const char* cache, int64_t index, Form form) {
   const char* at = cache + index * bytes_of(form);
   if (form == FLOAT32) return *(const vector*)at;
-  if (form == BFLOAT16) return (vector)(__builtin_convertvector(*(const halfwords*)at, words) << 16);
+  if (form == BFLOAT16) return (vector)(from_halfwords(at) << 16);
   return form == INT8 ? __builtin_convertvector(from_signed(at), vector) : from_e4m3(at);
 }
 
@@ -77,13 +109,23 @@ INLINE void prefetch(const char* cache, int64_t index, Form form) {
   __builtin_prefetch(cache + index * bytes_of(form), 0, 3);
 }
 
-// The sum of each of 16 vectors, in their order: halves are added crosswise, 16 by 16 numbers in four steps.
+// The sum of each of SUMS vectors, in their order.
+#if defined(__aarch64__)
+INLINE void sums_of(const vector* v, float* out) {
+  UNROLL for (int i = 0; i < SUMS; i += 4) {
+    float32x4_t low = vpaddq_f32((float32x4_t)v[i], (float32x4_t)v[i + 1]);
+    float32x4_t high = vpaddq_f32((float32x4_t)v[i + 2], (float32x4_t)v[i + 3]);
+    *(vector*)(out + i) = (vector)vpaddq_f32(low, high);
+  }
+}
+#else
+// Halves are added crosswise, 16 by 16 numbers in four steps.
 #if defined(__clang__) || __GNUC__ >= 12
 #define JOIN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define JOIN(a, b, ...) __builtin_shuffle(a, b, (integers){__VA_ARGS__})
 #endif
-INLINE vector sums_of(const vector* v) {
+INLINE void sums_of(const vector* v, float* out) {
   vector a[8], b[4], c[2];
   UNROLL for (int i = 0; i < 8; i++)
     a[i] = JOIN(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
@@ -94,9 +136,10 @@ INLINE vector sums_of(const vector* v) {
   UNROLL for (int i = 0; i < 2; i++)
     c[i] = JOIN(b[i], b[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
            JOIN(b[i], b[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  return JOIN(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-         JOIN(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  *(vector*)out = JOIN(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+                  JOIN(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
+#endif
 
 INLINE vector choose(integers mask, vector yes, vector no) {
   return (vector)(((integers)yes & mask) | ((integers)no & ~mask));

@@ -9,6 +9,8 @@
 
 #if defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>  // compilers turn generic conversions of bytes into scalar code there
+#elif defined(__aarch64__)
+#include <arm_neon.h>  // and there
 #endif
 
 typedef enum { FLOAT32, BFLOAT16, INT8, INT4, FP8, MXFP4, INT8_16, FORMS } Form;
@@ -28,10 +30,13 @@ typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_
 
 // Empty assembly, for what the compiler would do otherwise: read a broadcast from memory once for each of two vectors;
 // and in some loops, not in others, take a sum's multiplication and addition apart, which rounds twice.
+// IN_VECTOR is for a broadcast; AArch64 multiplies by one number of a register, and needs none.
 #if defined(__x86_64__)
 #define IN_REGISTER(value) __asm__("" : "+v"(value))
+#define IN_VECTOR(value) IN_REGISTER(value)
 #else
 #define IN_REGISTER(value) __asm__("" : "+w"(value))
+#define IN_VECTOR(value)
 #endif
 
 typedef struct {
@@ -95,8 +100,25 @@ INLINE const char* place(const Weight* w, Form form, int64_t row, int64_t k) {
 }
 
 // LANES numbers of 16 bits, of 8 bits, of 8 bits with a sign, and of E4M3 divided by 256: with the bits of a half, whose
-// exponent is biased by 8 more.
-#if defined(__AVX512F__)
+// exponent is biased by 8 more. For AArch64: vector `v` of those from `at` on, cut from the 16 bytes that it lies in.
+#if defined(__aarch64__)
+INLINE integers widened(int8x16_t all, int v) {
+  int16x8_t wide = v % 4 < 2 ? vmovl_s8(vget_low_s8(all)) : vmovl_high_s8(all);
+  return (integers)(v % 2 == 0 ? vmovl_s16(vget_low_s16(wide)) : vmovl_high_s16(wide));
+}
+INLINE int8x16_t bytes_around(const char* at, int v) { return vld1q_s8((const int8_t*)at + v / 4 * 16); }
+INLINE vector bfloat16_at(const char* at, int v) {
+  uint16x8_t all = vld1q_u16((const uint16_t*)at + v / 2 * 8);
+  return (vector)(v % 2 == 0 ? vshll_n_u16(vget_low_u16(all), 16) : vshll_high_n_u16(all, 16));
+}
+INLINE integers signed_at(const char* at, int v) { return widened(bytes_around(at, v), v); }
+INLINE vector e4m3_at(const char* at, int v) {
+  int8x16_t all = bytes_around(at, v);
+  int16x8_t moved = v % 4 < 2 ? vshll_n_s8(vget_low_s8(all), 7) : vshll_high_n_s8(all, 7);
+  float16x8_t halves = vreinterpretq_f16_s16(vandq_s16(moved, vdupq_n_s16((int16_t)0xbf80)));
+  return (vector)(v % 2 == 0 ? vcvt_f32_f16(vget_low_f16(halves)) : vcvt_high_f32_f16(halves));
+}
+#elif defined(__AVX512F__)
 INLINE words from_halfwords(const char* at) {
   return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
 }
@@ -142,6 +164,11 @@ INLINE vector from_e4m3(const char* at) {
   return (vector)((words)wide | (bits & 0x80) << 24);
 }
 #endif
+#if !defined(__aarch64__)
+INLINE vector bfloat16_at(const char* at, int v) { return (vector)(from_halfwords(at + v * LANES * 2) << 16); }
+INLINE integers signed_at(const char* at, int v) { return from_signed(at + v * LANES); }
+INLINE vector e4m3_at(const char* at, int v) { return from_e4m3(at + v * LANES); }
+#endif
 
 // What the numbers of one group share. For INT4 `table` has its 16 numbers, where one vector holds them. The last 16
 // numbers of a group of INT8_16 share what is called second.
@@ -160,10 +187,25 @@ INLINE float power(uint8_t exponent) {
   return wide.number;
 }
 
-#if !defined(__AVX512F__)
-// Numbers of E2M1 codes. Those with exponent 0 are 0 and a half.
-INLINE vector from_e2m1(words codes) {
-  words magnitude = codes & 7, small = (words)(magnitude < 2);
+// Vector `v` of a BLOCK of 4 bits from `at` on, as numbers from 0 to 15 and as those of E2M1.
+#if defined(__aarch64__)
+INLINE int8x16_t halves_around(const char* at, int v) {
+  uint8x16_t all = vld1q_u8((const uint8_t*)at);
+  return vreinterpretq_s8_u8(v < 4 ? vandq_u8(all, vdupq_n_u8(15)) : vshrq_n_u8(all, 4));
+}
+INLINE integers int4_at(const char* at, int v) { return widened(halves_around(at, v), v); }
+INLINE vector e2m1_at(const char* at, int v) {
+  const int8x16_t doubled = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  int8x16_t all = vqtbl1q_s8(doubled, vreinterpretq_u8_s8(halves_around(at, v)));
+  return (vector)vcvtq_n_f32_s32((int32x4_t)widened(all, v), 1);
+}
+#elif !defined(__AVX512F__)
+INLINE integers int4_at(const char* at, int v) {
+  return (integers)(from_bytes(at + v * LANES % 16) >> (v * LANES < 16 ? 0 : 4) & 15);
+}
+// Numbers with exponent 0 are 0 and a half.
+INLINE vector e2m1_at(const char* at, int v) {
+  words codes = (words)int4_at(at, v), magnitude = codes & 7, small = (words)(magnitude < 2);
   vector wide = (vector)(((magnitude << 22) + (126u << 23)) & ~small);
   vector half = __builtin_convertvector((integers)(magnitude & small), vector) * 0.5f;
   return (vector)((words)(wide + half) | (codes & 8) << 28);
@@ -204,25 +246,25 @@ INLINE void widen(Form form, bool zeros, const char* at, const Group* group, vec
     if (form == FLOAT32) {
       out[v] = ((const vector*)at)[v];
     } else if (form == BFLOAT16) {
-      out[v] = (vector)(from_halfwords(at + v * LANES * 2) << 16);
+      out[v] = bfloat16_at(at, v);
     } else if (form == FP8) {
-      out[v] = from_e4m3(at + v * LANES) * group->scale;
+      out[v] = e4m3_at(at, v) * group->scale;
     } else if (form == INT8_16) {
       const bool second = v * LANES >= BLOCK / 2;
-      vector number = __builtin_convertvector(from_signed(at + v * LANES), vector);
+      vector number = __builtin_convertvector(signed_at(at, v), vector);
       if (zeros) number -= second ? group->second_zero : group->zero;
       out[v] = number * (second ? group->second_scale : group->scale);
     } else if (form == INT8) {
-      vector number = __builtin_convertvector(from_signed(at + v * LANES), vector);
+      vector number = __builtin_convertvector(signed_at(at, v), vector);
       if (zeros) number -= group->zero;
       out[v] = number * group->scale;
     } else {
-      words bits = from_bytes(at + v * LANES % 16) >> (v * LANES < 16 ? 0 : 4);
 #if defined(__AVX512F__)
+      words bits = from_bytes(at + v * LANES % 16) >> (v * LANES < 16 ? 0 : 4);
       out[v] = (vector)_mm512_permutexvar_ps((__m512i)bits, (__m512)group->table);
 #else
-      out[v] = form == MXFP4 ? from_e2m1(bits & 15) * group->scale
-                             : (__builtin_convertvector((integers)(bits & 15), vector) - group->zero) * group->scale;
+      out[v] = form == MXFP4 ? e2m1_at(at, v) * group->scale
+                             : (__builtin_convertvector(int4_at(at, v), vector) - group->zero) * group->scale;
 #endif
     }
   }
