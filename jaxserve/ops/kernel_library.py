@@ -31,6 +31,7 @@ SOURCES = (  # the longest to compile first
     "matmul_rounded_few.c",
     "matmul_rounded.c",
     "matmul_rounded_few_avx2.c",
+    "matmul_rounded_few_neon.c",
     "matmul_few.c",
     "paged_attention.c",
     "prompt_attention.c",

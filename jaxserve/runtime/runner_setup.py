@@ -259,10 +259,10 @@ def _asked_on_cpu(loaded: LoadedModel, mesh: DeviceMesh, backend: Backend | None
         )
     if not any(map(native.can_round, forms)):
         narrow = forms - {jnp.dtype(jnp.bfloat16)}
-        needs = "AVX2, for weights in int8 and int4"
+        needs = "AVX2 or NEON's dot products, for weights in int8 and int4"
         if not narrow:
             needs = "AVX512_BF16 and AVX512_VNNI, for weights in bfloat16"
-        fix = _FIX if narrow else f"set model.quantization: int8 or int4, which need AVX2, or {_FIX}"
+        fix = _FIX if narrow else f"set model.quantization: int8 or int4, which need less, or {_FIX}"
         raise ConfigError(f"runtime.products 'rounded' needs a processor with {needs}", fix=fix)
     return "cpu"
 

@@ -24,6 +24,7 @@ from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.numerics.numeric_check import serving_cases, wrong_numbers
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.runtime.runner_setup import chosen_rounding
+from tests.ops import emulated
 from tests.ops.test_native import _loaded  # noqa: F401
 
 RNG = np.random.default_rng(5)
@@ -37,7 +38,7 @@ TOKENS = [1, 2, 4, 5, 8, 9, 16, 17, 33, 70]
 @pytest.fixture(autouse=True)
 def _can_round() -> None:
     if not native.can_round(jnp.int8):
-        pytest.skip("no AVX2")
+        pytest.skip("no AVX2 or dot products of NEON")
 
 
 def _weight(form: str, rows: int, depth: int, group: int, zeros: bool = False) -> Weight:
@@ -103,6 +104,17 @@ def test_the_numbers_of_other_processors_with_avx2(tmp_path: Path, monkeypatch: 
         test_the_numbers_are_those_of_rounded_activations(case, True)
 
 
+@pytest.mark.slow
+def test_the_numbers_with_neon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated.use(monkeypatch, tmp_path, "armv8.2-a+dotprod")
+    monkeypatch.setattr(f"{__name__}.TOKENS", [1, 2, 4, 5, 9, 17])
+    for case in CASES[2:]:
+        test_the_numbers_are_those_of_rounded_activations(case, True)
+    for case in (CASES[3], CASES[5], CASES[6]):
+        test_the_numbers_are_those_of_rounded_activations(case, False)
+    test_a_number_that_is_none_stays_in_its_row(CASES[8])
+
+
 @pytest.mark.parametrize("case", CASES[::2], ids=str)
 def test_a_number_that_is_none_stays_in_its_row(case: tuple[str, int, int, int]) -> None:
     w = _weight(*case)
@@ -165,7 +177,7 @@ def test_what_cannot_have_them_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ConfigError, match=r"products 'rounded' on a CPU is for decoders on one"):
             _asked(["int8"], attention)
     wide = "needs a processor with AVX512_BF16 and AVX512_VNNI, for weights in bfloat16"
-    narrow = "needs a processor with AVX2, for weights in int8 and int4"
+    narrow = "needs a processor with AVX2 or NEON's dot products, for weights in int8 and int4"
     cases = ((0, ["bfloat16"], wide), (0, ["int8", "bfloat16"], narrow), (1, ["float32", "bfloat16"], wide))
     for rounds, forms, needs in cases:
         monkeypatch.setattr(native, "load", lambda rounds=rounds: SimpleNamespace(jaxserve_rounds=lambda: rounds))

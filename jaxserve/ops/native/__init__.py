@@ -51,7 +51,8 @@ def load() -> ctypes.CDLL:
 def can_round(dtype: jnp.dtype) -> bool:
     """Return whether `matmul_rounded` takes weights whose values have this dtype, on this processor.
 
-    int8, and uint8 with two numbers of 4 bits in each, need AVX2. bfloat16 needs AVX512_BF16 and AVX512_VNNI.
+    int8, and uint8 with two numbers of 4 bits in each, need AVX2 or NEON's dot products. bfloat16 needs AVX512_BF16
+    and AVX512_VNNI.
     """
     has = load().jaxserve_rounds()
     return (dtype in (jnp.int8, jnp.uint8) and has > 0) or (dtype == jnp.bfloat16 and has > 1)

@@ -8,6 +8,8 @@
 
 #if ROUNDS == 2
 #include "rounded_avx512.h"
+#elif ROUNDS == 1 && defined(__aarch64__)
+#include "rounded_neon.h"
 #elif ROUNDS == 1
 #include "rounded_avx2.h"
 #endif

@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-#if ROUNDS == 1
+#if ROUNDS == 1 && defined(__AVX2__)
 
 enum {
   MOST = 4,       // tokens

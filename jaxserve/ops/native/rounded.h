@@ -7,7 +7,7 @@
 // What the processor can round for: 1: weights in INT8 and INT4; 2: in bfloat16 too.
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #define ROUNDS 2
-#elif defined(__AVX2__) && defined(__FMA__)
+#elif (defined(__AVX2__) && defined(__FMA__)) || (defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD))
 #define ROUNDS 1
 #else
 #define ROUNDS 0
@@ -47,6 +47,39 @@ INLINE void round_group(const float* x, int64_t group, int8_t* out, float* scale
   }
   *sum = _mm512_reduce_add_epi32(total);
   *scale = sound == 0xffff ? largest / 127 : NAN;
+}
+#elif ROUNDS == 1 && defined(__aarch64__)
+// Rounds a group of x to bytes `out`. Its sum is that of the bytes. The scale is NaN if x has a number that is none.
+INLINE void round_group(const float* x, int64_t group, int8_t* out, float* scale, int32_t* sum) {
+  float32x4_t most = vdupq_n_f32(0);
+  uint32x4_t sound = vdupq_n_u32(UINT32_MAX);
+  for (int64_t k = 0; k < group; k += 4) {
+    float32x4_t some = vabsq_f32(vld1q_f32(x + k));
+    most = vmaxq_f32(most, some);
+    sound = vandq_u32(sound, vcltq_f32(some, vdupq_n_f32(INFINITY)));
+  }
+  const float largest = vmaxvq_f32(most), inverse = largest > 1e-30f ? 127 / largest : 0;
+  int32x4_t total = vdupq_n_s32(0);
+  for (int64_t k = 0; k < group; k += 8) {
+    int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + k), inverse));
+    int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + k + 4), inverse));
+    total = vaddq_s32(total, vaddq_s32(low, high));
+    vst1_s8(out + k, vqmovn_s16(vcombine_s16(vqmovn_s32(low), vqmovn_s32(high))));
+  }
+  *sum = vaddvq_s32(total);
+  *scale = vminvq_u32(sound) == UINT32_MAX ? largest / 127 : NAN;
+}
+
+// A BLOCK of w from `at` on, less 8 for INT4 without zeros.
+INLINE void block_of(const Weight* w, Form form, const char* at, int8x16_t* out) {
+  const int8x16_t some = vld1q_s8((const int8_t*)at), less = vdupq_n_s8(w->zeros ? 0 : 8);
+  if (form == INT8) {
+    out[0] = some;
+    out[1] = vld1q_s8((const int8_t*)at + 16);
+  } else {
+    out[0] = vsubq_s8(vandq_s8(some, vdupq_n_s8(15)), less);
+    out[1] = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(some), 4)), less);
+  }
 }
 #elif ROUNDS == 1
 XLA_FFI_Error* jaxserve_matmul_rounded(XLA_FFI_CallFrame* frame);
