@@ -52,7 +52,7 @@ SECTIONS = (
     "attention-mosaic_gpu",
     "tune-mosaic_gpu",
 )
-_TPU = ("ceilings", "numerics", "steps-{0}", "attention", "engine-{0}", "restart-{0}", "write", "linear")
+_TPU = ("ceilings", "numerics", "steps-{0}", "attention", "engine-{0}", "restart-{0}", "write", "linear", "experts")
 # A v5e has 16 GB, a v6e 32. "gpu" has all sections but those of the smaller model.
 CHIPS = {
     "gpu": SECTIONS,

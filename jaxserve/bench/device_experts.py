@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.bench.device_kernels import DTYPE, TOLERANCE, HeadSizes, clock, normal, rates, time_grid
 from jaxserve.bench.device_rows import Bench, Row
 from jaxserve.models.layers import GatedActivation
-from jaxserve.ops.linear import TritonExperts
+from jaxserve.ops.linear import ExpertKernels, TpuExperts, TritonExperts
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.quantized import Quantized
 
@@ -45,29 +45,35 @@ LAYERS = {
     "qwen3-30b": ExpertSizes(128, 8, 768, 2048),
     "gpt-oss-120b": ExpertSizes(128, 4, 2880, 2880, mxfp4=True),
 }
+TPU_LAYERS = {
+    "gpt-oss-20b": ExpertSizes(32, 4, 2880, 2880, mxfp4=True)
+}  # XLA's form of more experts takes all the memory
+KERNELS = {"triton": TritonExperts, "tpu": TpuExperts}
 
 
 def experts(bench: Bench) -> None:
-    """Compare Triton's kernels with XLA's form on few rows, then time both."""
-    layers, counts = LAYERS, (1, 16, 64, 512, 4096)
+    """Compare the device's kernels, on a CPU Triton's, with XLA's form on few rows, then time both."""
+    layers, counts, kernel = LAYERS, (1, 16, 64, 512, 4096), "triton"
+    if jax.default_backend() == "tpu":
+        layers, kernel = TPU_LAYERS, "tpu"
     if bench.tiny:
         layers, counts = (
             {"tiny": ExpertSizes(4, 2, 32, 64), "tiny-mxfp4": ExpertSizes(4, 2, 32, 64, mxfp4=True)},
             (1, 5),
         )
     for name, sizes in layers.items():
-        bench.cell(f"numerics {name}", 20, functools.partial(_compare, bench, sizes))
+        bench.cell(f"numerics {name}", 20, functools.partial(_compare, bench, sizes, kernel))
     for name, sizes in layers.items():
         for rows in counts:
-            for form in ("triton", "xla"):
-                if form == "triton" or rows <= 512:  # XLA's form of more rows takes all the memory
+            for form in (kernel, "xla"):
+                if form == kernel or rows <= 512:  # XLA's form of more rows takes all the memory
                     cell = functools.partial(_time, bench, sizes, rows, form)
                     bench.cell(f"{form} {name} {rows} rows", 20, cell)
 
 
-def _kernels(form: str) -> TritonExperts | None:
-    """Return the choice of kernels; on a CPU, Triton's are interpreted."""
-    return TritonExperts(interpret=jax.default_backend() == "cpu") if form == "triton" else None
+def _kernels(form: str) -> ExpertKernels | None:
+    """Return the choice of kernels, which a CPU interprets. None: XLA's form."""
+    return KERNELS[form](interpret=jax.default_backend() == "cpu") if form in KERNELS else None
 
 
 def _weights(sizes: ExpertSizes, seed: int) -> ExpertWeights:
@@ -106,9 +112,9 @@ def _run(form: str) -> Callable[..., jax.Array]:
     return jax.jit(function, compiler_options=_options())
 
 
-def _compare(bench: Bench, sizes: ExpertSizes) -> Row:
+def _compare(bench: Bench, sizes: ExpertSizes, kernel: str) -> Row:
     args = *_inputs(sizes, 3 if bench.tiny else 40), _weights(sizes, 2)
-    got, want = (np.asarray(_run(form)(*args).astype(jnp.float32)) for form in ("triton", "xla"))
+    got, want = (np.asarray(_run(form)(*args).astype(jnp.float32)) for form in (kernel, "xla"))
     error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
     return {"rel_err": error, "ok": bool(error < TOLERANCE)}
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.errors import ConfigError
 from jaxserve.models.layers import GatedActivation
 from jaxserve.models.loading.quantized.encode import encode
-from jaxserve.ops.linear import TritonExperts
+from jaxserve.ops.linear import ExpertKernels, TpuExperts, TritonExperts
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.quantized import Quantized
@@ -117,7 +117,7 @@ def run(
     ids: jax.Array,
     weights: jax.Array,
     experts: ExpertWeights,
-    kernels: TritonExperts = KERNELS,
+    kernels: ExpertKernels = KERNELS,
 ) -> np.ndarray:
     compiled = jax.jit(moe, static_argnums=(3, 4), compiler_options=QUICK)
     out = compiled(x, Chosen(ids, weights), experts, case.activation, kernels)
@@ -168,7 +168,7 @@ def test_one_size_gives_a_row_the_same_bits_among_any_others() -> None:
 
 
 def test_auto_takes_the_best_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [kernels_of("auto", platform) for platform in ("cpu", "gpu", "tpu")] == ["auto", "triton", "auto"]
+    assert [kernels_of("auto", platform) for platform in ("cpu", "gpu", "tpu")] == ["auto", "triton", "tpu"]
     assert kernels_of("xla", "gpu") == "xla"
     with pytest.raises(ConfigError, match="'triton' runs on gpu only, and this is cpu"):
         kernels_of("triton", "cpu")
@@ -184,22 +184,47 @@ SPLIT = Case("split", tuple((i % 8, (i + 3) % 8) for i in range(9)), experts=8, 
 def split_over_devices() -> list[float]:
     """The largest differences to numpy over 2 x 2 devices, tensor and expert, and over 4 of either."""
     x, ids, weights, experts = draw(SPLIT)
-    want, differences = oracle(SPLIT, x, ids, weights, experts), []
-    for tensor, expert in ((2, 2), (4, 1), (1, 4)):
-        mesh = jax.make_mesh((tensor, expert), ("tensor", "expert"), axis_types=(AxisType.Auto,) * 2)
-        specs = (P("expert", "tensor"), P("expert", None, "tensor"), P("expert", "tensor"), P("expert"))
-        leaves, structure = jax.tree.flatten(experts)
-        split = [jax.device_put(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)]
-        out = moe(x, Chosen(ids, weights), jax.tree.unflatten(structure, split), SPLIT.activation, KERNELS)
-        differences.append(float(np.abs(wide(out) - want).max()))
-    return differences
+    return [_difference(x, ids, weights, experts, KERNELS, sizes) for sizes in ((2, 2), (4, 1), (1, 4))]
+
+
+def few_bits_split_over_devices() -> list[float]:
+    """The same of the TPU's kernel over 2 x 2, with weights in int8."""
+    x, ids, weights, experts = draw(dataclasses.replace(SPLIT, dtype="bfloat16"))
+    gate_up, down = (quantized(w, "int8", 16, False) for w in (experts.gate_up, experts.down))
+    few = dataclasses.replace(experts, gate_up=gate_up, down=down)
+    return [_difference(x, ids, weights, few, TpuExperts(interpret=True), (2, 2))]
+
+
+def _difference(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: ExpertWeights,
+    kernels: ExpertKernels,
+    sizes: tuple[int, int],
+) -> float:
+    mesh = jax.make_mesh(sizes, ("tensor", "expert"), axis_types=(AxisType.Auto,) * 2)
+    specs = ExpertWeights(P("expert", "tensor"), P("expert", None, "tensor"), P("expert", "tensor"), P("expert"))  # type: ignore
+    split = jax.tree.map(
+        lambda spec, leaves, mesh=mesh: jax.device_put(leaves, NamedSharding(mesh, spec)),
+        specs,
+        experts,
+        is_leaf=lambda spec: isinstance(spec, P),
+    )
+    out = moe(x, Chosen(ids, weights), split, SPLIT.activation, kernels)
+    return float(np.abs(wide(out) - oracle(SPLIT, x, ids, weights, experts)).max())
 
 
 def test_experts_and_their_rows_split_over_devices() -> None:
     """One all-reduce adds up what each device's experts, or parts of experts, gave."""
     env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count=4 {QUICK_FLAGS}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", "from tests.ops.test_moe_triton import *; print(split_over_devices())"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.ops.test_moe_triton import *; print([split_over_devices(), few_bits_split_over_devices()])",
+    ]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert max(json.loads(done.stdout)) < 1e-5
+    wide, few = json.loads(done.stdout)
+    assert max(wide) < 1e-5 and max(few) < 1e-2

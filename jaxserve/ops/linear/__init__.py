@@ -43,6 +43,15 @@ class TritonExperts:
     interpret: bool = False
 
 
+@dataclass(frozen=True)
+class TpuExperts:
+    """The choice of the TPU kernel of `ops.moe`, for quantised weights. Options as for `TritonExperts`."""
+
+    one_size: bool = False
+    interpret: bool = False
+
+
+ExpertKernels = TritonExperts | TpuExperts  # each runs over several devices too
 WEIGHT_FIRST_ROWS = 64  # up to this many rows W @ x.T is faster on a CPU: x @ W.T repacks W at every call
 
 
@@ -58,7 +67,8 @@ class Products:
       deterministic. The program runs there.
     rounded: the device for which activations are rounded, which is faster. cpu: with native, for weights that
       `native.rounds` names. Others: many rows, for weights that `rounded.takes` names, unless deterministic.
-    experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA.
+    experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA. tpu: the kernel for
+      quantised weights and bfloat16 activations.
     sharded: the program runs over several devices.
     XLA's formulations convert a weight of another form to x's dtype first.
     """
@@ -67,7 +77,7 @@ class Products:
     native: bool = False
     few_bits: FewBits | None = None
     rounded: Rounding | None = None
-    experts: Literal["auto", "xla", "triton"] = "auto"
+    experts: Literal["auto", "xla", "triton", "tpu"] = "auto"
     sharded: bool = False
 
     @property
@@ -128,13 +138,15 @@ class Products:
         """
         return on_each(function, x) if self.in_order else function(x)
 
-    def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | TritonExperts | None:
+    def of_experts(self, dtype: DTypeLike, *weights: Weight) -> GroupedProduct | ExpertKernels | None:
         """Return what multiplies rows by these weights of experts, for activations of `dtype`. None: XLA.
 
         The C kernel does not take all weights; Triton's do.
         """
         if self.experts == "triton":
             return TritonExperts(one_size=self.deterministic)
+        if self.experts == "tpu" and dtype == jnp.bfloat16 and all(isinstance(w, Quantized) for w in weights):
+            return TpuExperts(one_size=self.deterministic)
         if not self.native or self.experts == "xla" or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
             return None
         return partial(kernels.matmul_grouped, few=not self.deterministic)

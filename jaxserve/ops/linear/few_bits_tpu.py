@@ -27,7 +27,7 @@ from jaxserve.ops.quantized import Quantized, powers
 # Of x. A tile of x, of the sums and of the result, each twice for the next tile's copy, fill 10 of the 16 MiB that a
 # program may use on a v5e.
 MAX_TPU_ROWS = 1024
-_LANES = 128
+TPU_LANES = 128
 _SUBLANES = 32  # rows of bytes in a tile of the memory layout
 _OUTPUTS = 512  # of a tile
 _FEW_ROWS = 128  # with so few a tile of 1 MiB hides the 0.3 us that a program of the grid costs
@@ -55,13 +55,13 @@ def _matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, interpret: bool) -
     """Multiply x [T, K] by w [N, K] transposed -> [T, N]."""
     rows = x.shape[0]
     outputs, columns = w.values.shape
-    if columns % _LANES:
+    if columns % TPU_LANES:
         return lax.dot_general(x, w.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     width = columns // w.scales.shape[1]  # bytes of a group
     lanes = _lanes(columns, 2048 if rows <= _FEW_ROWS else 512)
     parts = codes.halves(x) if w.packed else x[None]
     values, *shared = jax.tree.leaves(w)
-    groups = pl.BlockSpec((_OUTPUTS, _LANES), lambda n, k: (n, k * lanes // (width * _LANES)))
+    groups = pl.BlockSpec((_OUTPUTS, TPU_LANES), lambda n, k: (n, k * lanes // (width * TPU_LANES)))
     steps = columns // lanes
     return pl.pallas_call(
         functools.partial(_kernel, width=width, steps=steps, mxfp4=w.mxfp4),
@@ -96,11 +96,11 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, width: int, steps: int, mxfp4:
 
     scales = powers(scales_ref[...]) if mxfp4 else scales_ref[...]
     pieces: list[tuple[jax.Array, ...]] = []  # of 128 lanes; each of one or two halves [outputs, 128]
-    for first in range(0, lanes, _LANES):
-        lane = step * lanes + first + lax.broadcasted_iota(jnp.int32, (outputs, _LANES), 1)
-        group = (lane // width) % _LANES
-        scale, *zero = [_repeated(each, group) for each in (scales, *(ref[...] for ref in zeros_ref))]
-        values = values_ref[:, first : first + _LANES]
+    for first in range(0, lanes, TPU_LANES):
+        lane = step * lanes + first + lax.broadcasted_iota(jnp.int32, (outputs, TPU_LANES), 1)
+        group = (lane // width) % TPU_LANES
+        scale, *zero = [repeated(each, group) for each in (scales, *(ref[...] for ref in zeros_ref))]
+        values = values_ref[:, first : first + TPU_LANES]
         numbers = codes.wide(values, scale, zero[0] if zero else None, mxfp4=mxfp4)
         pieces.append(tuple(each.astype(x_ref.dtype) for each in numbers))
     for half, parts in enumerate(zip(*pieces, strict=True)):
@@ -113,6 +113,6 @@ def _kernel(x_ref, values_ref, scales_ref, *refs, width: int, steps: int, mxfp4:
         out_ref[...] = total_ref[...].astype(out_ref.dtype)
 
 
-def _repeated(shared: jax.Array, group: jax.Array) -> jax.Array:
+def repeated(shared: jax.Array, group: jax.Array) -> jax.Array:
     """Return what groups share for each lane: shared [outputs, 128], group int32 [outputs, 128] -> [outputs, 128]."""
     return jnp.take_along_axis(shared, group, axis=1, mode="promise_in_bounds")

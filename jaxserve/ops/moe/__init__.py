@@ -8,7 +8,8 @@ Rows (token, choice) are sorted by expert, so the rows of one expert are contigu
     starts      0          3    4           local rows
     tiles       each group is cut into tiles of TILE_ROWS rows; a tile is one dense product with its expert's weights
 
-On an NVIDIA GPU two Triton kernels run the tiles and read each expert's weights in place, see `triton`. On a CPU
+On an NVIDIA GPU two Triton kernels run the tiles and read each expert's weights in place, see `triton`. On a TPU one
+kernel does for weights of 8 and 4 bits, see `tpu`. On a CPU
 `product` is a C kernel that does. Without it a loop runs over the tiles in use there. Other platforms, or
 runtime.experts: xla, use lax.ragged_dot, which XLA makes a product of every row with every expert.
 """
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxserve.ops.linear import GroupedProduct, TritonExperts
+from jaxserve.ops.linear import ExpertKernels, GroupedProduct, TpuExperts, TritonExperts
 from jaxserve.ops.moe.choices import Choices, Chosen
 from jaxserve.ops.moe.experts import Activation, ExpertWeights
 from jaxserve.ops.quantized import Quantized
@@ -38,14 +39,14 @@ def moe(
     chosen: Chosen,
     experts: ExpertWeights,
     activation: Activation,
-    product: GroupedProduct | TritonExperts | None = None,
+    product: GroupedProduct | ExpertKernels | None = None,
     *,
     in_order: bool = False,
 ) -> jax.Array:
     """Return the weighted sum of each token's experts: sum over k of weight * down(activation(gate(x), up(x))).
 
     x [T, D] -> [T, D] in x's dtype. The sum is float32.
-    product: multiplies rows sorted by expert, on one device; or the choice of the Triton kernels; None: XLA does.
+    product: multiplies rows sorted by expert, on one device; or the choice of kernels for a GPU or TPU; None: XLA does.
     If the weights are sharded over the mesh axes "expert" or "tensor", it runs under shard_map: experts are split
     over "expert", F over "tensor", every device has all tokens, and one all-reduce ends it.
     in_order: add over devices in their order instead, see `ops.sums`.
@@ -54,9 +55,9 @@ def moe(
     axes = tuple(name for name in ("expert", "tensor") if mesh.shape.get(name, 1) > 1)
     if not axes:
         return _local(x, chosen, experts, _choices_function(activation, product), 0)
-    triton = product if isinstance(product, TritonExperts) else None
+    kernels = product if isinstance(product, ExpertKernels) else None
     add = partial(sum_in_order, axes=axes) if in_order else partial(lax.psum, axis_name=axes)
-    body = partial(_sharded, run=_choices_function(activation, triton), axes=axes, add=add)
+    body = partial(_sharded, run=_choices_function(activation, kernels), axes=axes, add=add)
     whole = PartitionSpec()
     specs = whole, whole, _specs(experts, axes)
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)(x, chosen, experts)
@@ -89,12 +90,16 @@ def _sharded(
     return add(_local(x, chosen, experts, run, first))
 
 
-def _choices_function(activation: Activation, product: GroupedProduct | TritonExperts | None) -> ChoicesFunction:
+def _choices_function(activation: Activation, product: GroupedProduct | ExpertKernels | None) -> ChoicesFunction:
     """Return the function that runs choices, in the order of the experts, through them."""
     if isinstance(product, TritonExperts):
         from jaxserve.ops.moe import triton  # noqa: PLC0415  not every build of jax has it
 
         return partial(triton.run_choices, activation=activation, kernels=product)
+    if isinstance(product, TpuExperts):
+        from jaxserve.ops.moe import tpu  # noqa: PLC0415
+
+        return partial(_by_rows, run=partial(tpu.run_rows, activation=activation, kernels=product))
     return partial(_by_rows, run=_rows_function(activation, product))
 
 

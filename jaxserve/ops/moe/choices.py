@@ -30,11 +30,14 @@ class Choices(NamedTuple):
     per_token: int  # K
 
 
-def kernels_of(name: str, platform: str) -> Literal["auto", "xla", "triton"]:
+def kernels_of(name: str, platform: str) -> Literal["auto", "xla", "triton", "tpu"]:
     """Return the kernels that `runtime.experts` names, on a platform ("cpu", "gpu" or "tpu"). See `Products.experts`.
 
-    "auto" takes Triton's on a GPU, if this jax has them. Raises ConfigError if "triton" cannot run here.
+    "auto" takes Triton's on a GPU, if this jax has them, and the kernel for few bits on a TPU. Raises ConfigError if
+    "triton" cannot run here.
     """
+    if name == "auto" and platform == "tpu":
+        return "tpu"
     if name == "xla" or (name == "auto" and platform != "gpu"):
         return name  # type: ignore[return-value]
     if platform != "gpu":
