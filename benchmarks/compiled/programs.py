@@ -135,9 +135,11 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
         yield from _named(f"{LLAMA} W8A8 {products}", made.extend(2048))
     yield from _named(f"{LLAMA} in int4", make_set(LLAMA, target, attention="tpu", weights="int4").decode(64))
     yield from _named(f"{LLAMA} with int8 pages", make_set(LLAMA, target, attention="tpu", pages="int8").decode(64))
-    for name, weights in (("Qwen3-30B-A3B", "int8"), ("Qwen3-30B-A3B", "int4"), ("gpt-oss-120b", "stored")):
-        few = make_set(name, target, attention="tpu", weights=weights)
-        yield from _named(f"{name} in {weights.replace('stored', 'mxfp4')}", few.decode(64))
+    for weights in ("int8", "int4"):
+        experts = make_set("Qwen3-30B-A3B", target, attention="tpu", weights=weights)
+        yield from _named(f"Qwen3-30B-A3B in {weights}", experts.decode(64))
+    mxfp4 = make_set("gpt-oss-120b", target, attention="tpu", weights={"quant_method": "mxfp4"})
+    yield from _named("gpt-oss-120b in mxfp4", mxfp4.decode(64))
     for name in FAMILIES:
         yield from _named(name, make_set(name, target, attention="tpu").decode(64))
 

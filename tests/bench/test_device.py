@@ -14,6 +14,7 @@ import pytest
 from jaxserve.bench import device
 from jaxserve.bench.device_engine import MODELS
 from jaxserve.bench.device_engine import SECTIONS as ENGINE
+from jaxserve.bench.device_experts import SECTIONS as EXPERTS
 from jaxserve.bench.device_kernels import SECTIONS as KERNELS
 from jaxserve.bench.device_kernels import published_machine
 from jaxserve.bench.device_linear import SECTIONS as LINEAR
@@ -214,7 +215,7 @@ def test_the_sections_of_a_tpu(tmp_path: Path) -> None:
     for chip, gigabytes in (("v5e", 16), ("v6e", 32)):
         for section in device.CHIPS[chip]:
             kind, _, of = section.partition("-")
-            assert kind in KERNELS | LINEAR if not of else (kind in STEPS | ENGINE and of in MODELS), section
+            assert kind in KERNELS | LINEAR | EXPERTS if not of else (kind in STEPS | ENGINE and of in MODELS), section
             assert "mosaic" not in section and kind not in device._ENVIRONMENTS
             if of:
                 (tmp_path / "config.json").write_text(json.dumps(MODELS[of]))
