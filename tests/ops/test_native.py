@@ -185,7 +185,8 @@ def test_attention_of_a_row_does_not_depend_on_the_others(window: int | None) ->
         np.testing.assert_array_equal(_attend([length], seed=i, window=window)[0], crowd[i])
 
 
-def test_scores_that_are_far_apart() -> None:
+@pytest.mark.parametrize("length", [34, 47])
+def test_scores_that_are_far_apart(length: int) -> None:
     """Weights down to nothing: the exponential's whole range, against one in double precision."""
     rng = np.random.default_rng(0)
     keys, values = (
@@ -194,8 +195,8 @@ def test_scores_that_are_far_apart() -> None:
     q = np.random.default_rng(1).standard_normal((1, 6, 64)).astype(np.float32) * 8
     cache = np.stack([keys, values], axis=1).reshape(3, 2, 16, 128)
     context = PagedContext(jnp.asarray(cache), jnp.arange(3, dtype=jnp.int32)[None])
-    out = native.attend(jnp.asarray(q), jnp.array([47], jnp.int32), context)
-    k, v = (half.reshape(48, 2, 64)[:47].astype(np.float64).repeat(3, axis=1) for half in (keys, values))
+    out = native.attend(jnp.asarray(q), jnp.array([length], jnp.int32), context)
+    k, v = (half.reshape(48, 2, 64)[:length].astype(np.float64).repeat(3, axis=1) for half in (keys, values))
     scores = np.einsum("nd,tnd->nt", q[0].astype(np.float64), k)
     assert scores.max() - scores.min() > 200
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -269,7 +270,8 @@ def _check_kernels() -> None:
     check_bits("int8", True, ((25, 96, 16),), (1, 8, 17))
     for dtype in ("int8", "float8_e4m3fn"):
         test_attention_to_pages_of_8_bits(dtype)
-    test_scores_that_are_far_apart()
+    for length in (34, 47):
+        test_scores_that_are_far_apart(length)
     check_prompts()
 
 
