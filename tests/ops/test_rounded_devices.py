@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxserve.ops.paged_attention import get_backend
 from jaxserve.ops.quantized import Quantized
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.numerics.numeric_check import serving_cases, wrong_numbers
-from jaxserve.runtime.runner_setup import chosen_rounding
+from jaxserve.runtime.runner_setup import chosen_products, chosen_rounding
 from tests.ops.test_quantized import RNG, decoded, quantized
 
 INTERPRETS = pytest.mark.skipif(
@@ -62,6 +63,14 @@ def check(kind: str, count: int, depth: int, group: int, outputs: int) -> None:
 @pytest.mark.parametrize(("count", "depth"), [(1, 384), (8, 96), (600, 352)])
 def test_rows_with_one_scale(kind: str, count: int, depth: int) -> None:
     check(kind, count, depth, depth, outputs=40)
+
+
+def test_a_tpu_multiplies_gate_and_up_as_they_lie() -> None:
+    """With the bits of any other order."""
+    w, x = quantized("int8", 5, 2, 64, group=64), rows(rounded.FEW_ROWS + 1, 64)
+    got, want = Products(rounded="tpu")(x, w), Products(rounded="gpu")(x, w)
+    assert got.shape == (len(x), 5, 2)
+    np.testing.assert_array_equal(got, want)
 
 
 @INTERPRETS
@@ -130,10 +139,10 @@ def test_the_check_at_the_start_has_them() -> None:
     assert not wrong_numbers([case], cpu.devices[0], {})
 
 
-def chosen(
+def setup_of(
     asked: str, platform: str = "gpu", capability: str = "9.0", *, made_for: bool = True, **form: Any
-) -> str | None:
-    """What a model of one weight gets. form: of the weight."""
+) -> tuple[Any, ...]:
+    """What the choice is made of, for a model of one weight. form: of the weight."""
     form = {"dtype": "int8", "group": 256, "zeros": False, "axes": (), "deterministic": False} | form
     packing = SimpleNamespace(role="values", wide=(64, 256), group=form["group"], zeros=form["zeros"])
     spec = SimpleNamespace(dtype=jnp.dtype(form["dtype"]), packing=packing, axes=form["axes"])
@@ -143,8 +152,24 @@ def chosen(
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     mesh: Any = SimpleNamespace(platform=platform, devices=[device])
     resolved: Any = SimpleNamespace(products=asked, deterministic=form["deterministic"], experts="auto")
-    backend = None if form.get("encoder") else get_backend("xla", "cpu")
-    return chosen_rounding(resolved, loaded, mesh, backend)
+    return resolved, loaded, mesh, None if form.get("encoder") else get_backend("xla", "cpu")
+
+
+def chosen(*asked: str, **form: Any) -> str | None:
+    return chosen_rounding(*setup_of(*asked, **form))
+
+
+def test_the_log_says_which_products_a_model_has(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert chosen_products(*setup_of("auto", "tpu")).rounded == "tpu"
+    assert "runtime.products auto: activations of more than 128 rows are rounded to 8 bits" in caplog.text
+    for exact in (setup_of("exact", "tpu"), setup_of("auto", "cpu"), setup_of("auto", "tpu", group=128)):
+        caplog.clear()
+        assert chosen_products(*exact).rounded is None
+        assert "here was made for activations of 8 bits, which are not rounded here" in caplog.text
+    caplog.clear()
+    chosen_products(*setup_of("auto", "cpu", made_for=False))
+    assert not caplog.text
 
 
 def test_auto_rounds_for_checkpoints_that_were_made_for_it() -> None:

@@ -129,7 +129,8 @@ class Products:
         """Multiply rounded rows. Over several devices a row's scales are those of one: the maxima are of all of K."""
         if self.sharded:
             return sharded_few_bits.matmul(rounded.multiply, rounded.rounded(x, w), w, out_dtype)
-        return rounded.matmul(x, w, out_dtype)
+        product = rounded.matmul_on_tpu if self.rounded == "tpu" else rounded.matmul
+        return product(x, w, out_dtype)
 
     def whole(self, x: jax.Array, function: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
         """Return function(x) for x [...]; if `in_order`, every device computes it from all of x.

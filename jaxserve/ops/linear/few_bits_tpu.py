@@ -22,13 +22,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from jaxserve.ops.linear import codes
+from jaxserve.ops.linear.tpu_layout import multiply_as_kept
 from jaxserve.ops.quantized import Quantized, powers
 
 # Of x. A tile of x, of the sums and of the result, each twice for the next tile's copy, fill 10 of the 16 MiB that a
 # program may use on a v5e.
 MAX_TPU_ROWS = 1024
 TPU_LANES = 128
-_SUBLANES = 32  # rows of bytes in a tile of the memory layout
 _OUTPUTS = 512  # of a tile
 _FEW_ROWS = 128  # with so few a tile of 1 MiB hides the 0.3 us that a program of the grid costs
 
@@ -43,12 +43,7 @@ def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool 
 
     Rows of values that are no multiple of 128 bytes are widened by XLA.
     """
-    if w.ndim > 2 and w.shape[-2] < _SUBLANES:
-        # XLA keeps such a weight with this axis first, so that nothing is padded. Any other order would be a copy.
-        moved = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, -2, 0), w)
-        y = _matmul(x, moved.matrix(), out_dtype, interpret)
-        return jnp.moveaxis(y.reshape(x.shape[0], *moved.shape[:-1]), 1, -1)
-    return _matmul(x, w.matrix(), out_dtype, interpret).reshape(x.shape[0], *w.shape[:-1])
+    return multiply_as_kept(lambda matrix: _matmul(x, matrix, out_dtype, interpret), w)
 
 
 def _matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, interpret: bool) -> jax.Array:

@@ -20,6 +20,7 @@ H200, 120 on a v5e and 280 on a v6e; in 8 bits it takes half as long.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxserve.ops.linear.tpu_layout import multiply_as_kept
 from jaxserve.ops.quantized import Quantized
 
 FEW_ROWS = 128  # of x, which are not rounded
@@ -103,6 +105,11 @@ def matmul(x: jax.Array, w: Quantized, out_dtype: DTypeLike, *, interpret: bool 
     """Round x [T, K] and multiply it by w [*out, K] transposed -> [T, *out] in `out_dtype`. See `multiply`."""
     y = multiply(rounded(x, w), w.matrix(), out_dtype, interpret=interpret)
     return y.reshape(x.shape[0], *w.shape[:-1])
+
+
+def matmul_on_tpu(x: jax.Array, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
+    """Do `matmul` with the weight as a TPU keeps it."""
+    return multiply_as_kept(functools.partial(multiply, rounded(x, w), out_dtype=out_dtype), w)
 
 
 def _by_row(x: Rounded, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
