@@ -89,6 +89,8 @@ def all_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     by_cublas = [_by_cublas(llama.decode(rows)) for rows in (8, 128, 512)]
     yield from _named(f"{LLAMA} by cuBLASLt", *by_cublas, _by_cublas(llama.extend(2048)))
     yield from _named(f"{LLAMA} on mosaic_gpu", make_set(LLAMA, target, attention="mosaic_gpu").decode(128))
+    mosaic = make_set(LLAMA, target, attention="mosaic_gpu", pages="int8")
+    yield from _named(f"{LLAMA} on mosaic_gpu with int8 pages", mosaic.decode(128), mosaic.extend(2048))
     for pages in ("int8", "fp8"):
         scaled = make_set(LLAMA, target, pages=pages)
         yield from _named(f"{LLAMA} with {pages} pages", scaled.decode(128), scaled.extend(2048))

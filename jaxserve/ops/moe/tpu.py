@@ -176,6 +176,8 @@ def _outputs_are_last(outputs: int, columns: int) -> bool:
     """Return whether XLA keeps values [.., outputs, columns] with the outputs last.
 
     It takes the order with the least padding to its tiles of 32 x 128 bytes; any other would be a copy of the weight.
+    If neither axis fits the tiles and 128 divides the experts of a device, that is yet another order with the experts
+    last, and the weight is copied in every step: gpt-oss-120b, unless `mesh.expert` divides its 128 experts.
     """
 
     def padded(rows: int, lanes: int) -> int:
