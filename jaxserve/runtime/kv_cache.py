@@ -30,7 +30,7 @@ class LayerCache:
     """The geometry of one layer's cache, an array [num_pages, *page_shape]."""
 
     page_shape: tuple[int, ...]
-    dtype: jnp.dtype  # with 8 bits each layer has a second array, the scales [num_pages, *scale_shape] in float32
+    dtype: jnp.dtype  # of the array; with 8 bits each layer has a second array, the scales [num_pages, *scale_shape] in float32
     sharding: NamedSharding
     num_kv_heads: int
     attention: AttentionSpec
@@ -84,7 +84,7 @@ def _layer_cache(
     spec = AttentionSpec(layer.scale, heads, layer.sliding_window, layer.soft_cap, layer.value_columns)
     group = int(windowed and layer.sliding_window is not None)
     scales = backend.scale_shape(1, page_size, heads, latent=layer.latent)[1:] if is_scaled(dtype) else None
-    return LayerCache(tuple(shape[1:]), dtype, sharding, heads, spec, group, scales)
+    return LayerCache(tuple(shape[1:]), backend.held_dtype(dtype), sharding, heads, spec, group, scales)
 
 
 def group_window(layers: Sequence[AttentionLayer], max_model_len: int) -> int | None:

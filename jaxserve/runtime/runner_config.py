@@ -69,8 +69,6 @@ class RunnerConfig:
             raise ConfigError(
                 "speculation.method and runtime.deterministic work together on a CPU only", fix="leave one of them out"
             )
-        if cache.dtype == "fp8" and platform == "cpu":
-            logger.warning("cache.dtype fp8: on a CPU XLA converts all pages in each step; int8 is as small, and quick")
         return cls(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=_or(scheduler.max_num_batched_tokens, max(tokens, max_num_seqs)),

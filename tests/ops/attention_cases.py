@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
-from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages, is_scaled
+from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages, held, is_scaled
 from tests.quick import QUICK
 
 # The numbers of FP8 E4M3 that are not negative, in the order of their codes: 4 bits of exponent, 3 of mantissa.
@@ -106,9 +106,10 @@ def empty_cache(backend: Backend, case: Case, num_pages: int, fill: float = 0.0)
     shape = backend.cache_shape(*sizes, case.head_dim, latent=case.latent)
     dtype = jnp.dtype(case.pages or case.dtype)
     if not is_scaled(dtype):
-        return jnp.full(shape, fill, dtype)
+        return held(jnp.full(shape, fill), backend.held_dtype(dtype))
     scales = jnp.full(backend.scale_shape(*sizes, latent=case.latent), fill, jnp.float32)
-    return ScaledPages(jnp.full(shape, 1 if dtype == jnp.int8 else fill, dtype), scales)
+    values = jnp.full(shape, 1 if dtype == jnp.int8 else fill)
+    return ScaledPages(held(values, backend.held_dtype(dtype)), scales)
 
 
 def filled_cache(backend: Backend, batch: Batch) -> Pages:

@@ -42,12 +42,7 @@ def test_what_is_configured_is_taken() -> None:
 
 def test_dtypes_of_the_cache() -> None:
     assert resolve(cache={"dtype": "int8"}).cache_dtype == jnp.dtype("int8")
-    assert resolve(cache={"dtype": "fp8"}, platform="gpu").cache_dtype == jnp.dtype("float8_e4m3fn")
-
-
-def test_pages_of_fp8_on_a_cpu_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert resolve(cache={"dtype": "fp8"}).cache_dtype == jnp.dtype("float8_e4m3fn")
-    assert "int8 is as small, and quick" in caplog.text
 
 
 def test_a_context_beyond_the_models_is_refused() -> None:

@@ -147,8 +147,8 @@ def _call(name: str, x: jax.Array, w: Weight, rows: int, *behind: jax.Array) -> 
 class PagedContext(NamedTuple):
     """What the rows of a layer attend to.
 
-    cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32 or bfloat16, or int8 or float8_e4m3fn with
-      scales: float32 [P, 2, page_size, KH].
+    cache: [P, 2, page_size, KH * D], or [P, 1, ...] if V is K; float32, bfloat16 or its bits in uint16, or
+      with scales float32 [P, 2, page_size, KH] int8, float8_e4m3fn or its bits in uint8.
     page_table: int32 [R, max_pages]. sinks: [N]. sliding_window: tokens. soft_cap: of the scores.
     """
 
@@ -181,7 +181,7 @@ def attend_prompts(q: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array], c
 def _attend(name: str, q: jax.Array, rows: tuple[jax.Array, ...], context: PagedContext) -> jax.Array:
     cache, page_table, sinks, sliding_window, soft_cap, scales = context
     assert q.dtype == jnp.float32 and q.shape[2] % HEAD_DIM_STEP == 0
-    assert (cache.dtype in (jnp.float32, jnp.bfloat16)) == (scales is None)
+    assert (cache.dtype in (jnp.float32, jnp.bfloat16, jnp.uint16)) == (scales is None)
     none = jnp.full((q.shape[1],), -jnp.inf, jnp.float32)
     call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     return call(

@@ -130,6 +130,10 @@ class Backend(Protocol):
         """
         ...
 
+    def held_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """Return the dtype of the array that holds pages of a dtype: unsigned integers if it holds their bits."""
+        ...
+
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """Return the cache with k and v [T, KH, D] written at slot_mapping int32 [T]. In place if it is donated."""
         ...
@@ -191,6 +195,10 @@ class InterleavedLayout:
         self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
     ) -> tuple[int, ...]:
         return InterleavedLayout.cache_shape(self, num_pages, page_size, num_kv_heads, 1, latent=latent)
+
+    def held_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """See `Backend.held_dtype`."""
+        return dtype
 
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""

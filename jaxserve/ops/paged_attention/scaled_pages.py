@@ -2,6 +2,9 @@
 
 A number is value * scale, computed in float32. The scale is the row's largest magnitude over the format's largest
 number, so what is stored of a token depends on that token only.
+
+An array of unsigned integers holds the bits of bfloat16 or FP8. XLA on a CPU has no gather and scatter of those: it
+converts the whole array to float32 and back, 3.2 s for one row of 625 MiB.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from jax.typing import DTypeLike
 
 # The largest number of each format that is used. E4M3 has no infinity, and rounds what is above 464 to NaN.
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+BITS = {jnp.dtype(jnp.bfloat16): jnp.dtype("uint16"), jnp.dtype(jnp.float8_e4m3fn): jnp.dtype("uint8")}
+_NUMBERS = {bits: numbers for numbers, bits in BITS.items()}
 SMALLEST = 2.0**-126  # a scale below is subnormal, which some devices take for 0: the row becomes 0
 
 
@@ -22,7 +27,7 @@ SMALLEST = 2.0**-126  # a scale below is subnormal, which some devices take for 
 class ScaledPages:
     """A layer's pages in 8 bits.
 
-    values: int8 or float8_e4m3fn, shaped as the backend's pages of a wide dtype.
+    values: int8, float8_e4m3fn or its bits, shaped as the backend's pages of a wide dtype.
     scales: float32, shaped as the backend's `scale_shape`.
     """
 
@@ -48,15 +53,15 @@ class ScaledPages:
     def of(cls, rows: jax.Array, dtype: DTypeLike) -> ScaledPages:
         """Quantise rows [..., D] -> values [..., D] and scales [..., 1]. What is not finite makes its scale so too."""
         wide = rows.astype(jnp.float32)
-        largest = LARGEST[jnp.dtype(dtype)]
+        largest = LARGEST[numbers_dtype(dtype)]
         scales = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) * (1.0 / largest)
         values = jnp.clip(wide * (1.0 / jnp.where(scales >= SMALLEST, scales, 1.0)), -largest, largest)
         steps = 1.0 if dtype == jnp.int8 else _e4m3_steps(values)
-        return cls((jnp.round(values / steps) * steps).astype(dtype), scales)
+        return cls(held(jnp.round(values / steps) * steps, dtype), scales)
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
         """Return the numbers, rounded from float32: values [..., D * n] with scales [..., n], or [..., 1]."""
-        by_scale = self.values.astype(jnp.float32).reshape(*self.scales.shape, -1)
+        by_scale = numbers(self.values).astype(jnp.float32).reshape(*self.scales.shape, -1)
         return (by_scale * self.scales[..., None]).reshape(self.values.shape).astype(dtype)
 
 
@@ -74,9 +79,26 @@ Pages = jax.Array | ScaledPages
 
 def is_scaled(dtype: DTypeLike) -> bool:
     """Return whether pages of this dtype have scales."""
-    return jnp.dtype(dtype) in LARGEST
+    return numbers_dtype(dtype) in LARGEST
+
+
+def numbers_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype of the numbers that an array of this dtype holds."""
+    return _NUMBERS.get(jnp.dtype(dtype), jnp.dtype(dtype))
+
+
+def numbers(array: jax.Array) -> jax.Array:
+    """Return the numbers that an array [...] holds, itself if they are not held as bits."""
+    dtype = numbers_dtype(array.dtype)
+    return array if array.dtype == dtype else jax.lax.bitcast_convert_type(array, dtype)
+
+
+def held(array: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return numbers [...], rounded, in the dtype of the array that is to hold them."""
+    rounded = array.astype(numbers_dtype(dtype))
+    return rounded if rounded.dtype == dtype else jax.lax.bitcast_convert_type(rounded, dtype)
 
 
 def stored(rows: jax.Array, dtype: DTypeLike) -> Pages:
     """Return rows [..., D] as they are stored in pages of a dtype, with scales [..., 1] if that has 8 bits."""
-    return ScaledPages.of(rows, dtype) if is_scaled(dtype) else rows.astype(dtype)
+    return ScaledPages.of(rows, dtype) if is_scaled(dtype) else held(rows, dtype)

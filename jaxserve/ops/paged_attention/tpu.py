@@ -59,6 +59,10 @@ class TpuBackend:
     ) -> tuple[int, ...]:
         return num_pages, 1 if latent else 2, num_kv_heads, 1, page_size
 
+    def held_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """See `Backend.held_dtype`."""
+        return dtype
+
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
         page, offset = split_slots(slot_mapping, cache.shape[0], cache.shape[3])

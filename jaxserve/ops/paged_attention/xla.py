@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxserve.ops.paged_attention.base import AttentionMetadata, AttentionSpec, split_slots
 from jaxserve.ops.paged_attention.ragged import Rows, attend_ragged, query_blocks
-from jaxserve.ops.paged_attention.scaled_pages import Pages, stored
+from jaxserve.ops.paged_attention.scaled_pages import BITS, Pages, held, numbers, stored
 from jaxserve.ops.paged_attention.xla_decode import attend_each_alone, attend_single_tokens
 from jaxserve.ops.paged_attention.xla_tiles import (
     Softmax,
@@ -53,6 +53,10 @@ class XlaBackend:
         self, num_pages: int, page_size: int, num_kv_heads: int, *, latent: bool = False
     ) -> tuple[int, ...]:
         return self.cache_shape(num_pages, page_size, num_kv_heads, 1, latent=latent)
+
+    def held_dtype(self, dtype: jnp.dtype) -> jnp.dtype:
+        """See `Backend.held_dtype`: bits of bfloat16 and FP8."""
+        return BITS.get(dtype, dtype)
 
     def write(self, cache: Pages, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> Pages:
         """See `Backend.write`: k and v [T, KH, D], slot_mapping int32 [T]."""
@@ -104,7 +108,7 @@ class XlaBackend:
 
         def take(leaf: jax.Array) -> jax.Array:
             """Return the pages of leaf [P, 2, page_size, KH * D] -> [n, page_size, 2 * KH, D]."""
-            pages = leaf.at[page_ids].get(mode="clip")  # [n, 2 or 1, page_size, KH * D]
+            pages = numbers(leaf.at[page_ids].get(mode="clip"))  # [n, 2 or 1, page_size, KH * D]
             num, halves, page_size, width = pages.shape
             heads = pages.reshape(num, halves, page_size, num_kv_heads, width // num_kv_heads)
             return heads.transpose(0, 2, 3, 1, 4).reshape(num, page_size, halves * num_kv_heads, -1)
@@ -119,7 +123,8 @@ class XlaBackend:
             num, page_size, rows, head_dim = new.shape
             count = leaf.shape[1]
             halves = new.reshape(num, page_size, rows // count, count, head_dim).transpose(0, 3, 1, 2, 4)
-            return leaf.at[page_ids].set(halves.reshape(num, count, page_size, -1).astype(leaf.dtype), mode="drop")
+            rows = held(halves.reshape(num, count, page_size, -1), leaf.dtype)
+            return leaf.at[page_ids].set(rows, mode="drop")
 
         return jax.tree.map(put, cache, pages)
 

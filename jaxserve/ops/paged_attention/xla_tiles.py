@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.ops.paged_attention.base import MASKED, AttentionSpec
-from jaxserve.ops.paged_attention.scaled_pages import Pages
+from jaxserve.ops.paged_attention.scaled_pages import Pages, numbers
 
 
 class TiledLayer(NamedTuple):
@@ -56,7 +56,8 @@ def read_tiles(
         def take(leaf: jax.Array) -> jax.Array:
             """Return this half of the pages of leaf [P, 2, page_size, KH * D] -> [*S, size, KH * D]."""
             halves = leaf.reshape(count * num_pages, page_size, leaf.shape[3])
-            return halves.at[count * pages + index].get(mode="clip").reshape(*tile.shape, size, leaf.shape[3])
+            taken = numbers(halves.at[count * pages + index].get(mode="clip"))
+            return taken.reshape(*tile.shape, size, leaf.shape[3])
 
         return jax.tree.map(take, layer.cache).astype(jnp.float32)
 
