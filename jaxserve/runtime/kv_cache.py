@@ -30,7 +30,7 @@ class LayerCache:
     """The geometry of one layer's cache, an array [num_pages, *page_shape]."""
 
     page_shape: tuple[int, ...]
-    dtype: jnp.dtype  # of the array; with 8 bits each layer has a second array, the scales [num_pages, *scale_shape] in float32
+    dtype: jnp.dtype  # of the array; with 8 bits a second one has the scales, float32 [num_pages, *scale_shape]
     sharding: NamedSharding
     num_kv_heads: int
     attention: AttentionSpec
