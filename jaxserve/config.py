@@ -139,12 +139,12 @@ class RuntimeSection(Section):
         "auto",
         description="Activations in linear layers. exact: as they are. rounded: as the weight's form, which is faster "
         "with many rows. auto: rounded on a GPU or a TPU for checkpoints that were made for activations of 8 bits, "
-        "else exact. They round more than 128 rows to 8 bits: a GPU of compute capability 8.9 or more for weights in "
+        "else exact. They round to 8 bits: a GPU of compute capability 8.9 or more for weights in "
         "int8 and FP8 with one scale for a row, Hopper also in groups of 128, a TPU for int8 with one scale for a row; "
         "not with runtime.deterministic. "
         "A CPU rounds to bfloat16 for weights in bfloat16 and to 8 bits for weights in int8 and int4, twice to four "
         "times as fast, about twice with AVX2. It needs AVX512_BF16 and AVX512_VNNI, or for int8 and int4 "
-        "AVX2, where bfloat16 stays exact. "
+        "AVX2 or NEON's dot products, where bfloat16 stays exact. "
         "Weights in other forms and routed experts stay exact everywhere.",
     )
     deterministic: bool = Field(

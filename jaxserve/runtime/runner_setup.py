@@ -20,7 +20,7 @@ from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.models.weights import ParamSpec
 from jaxserve.ops import native
 from jaxserve.ops.linear import FewBits, Products, Rounding
-from jaxserve.ops.linear.rounded import FEW_ROWS, Device, rounds_form
+from jaxserve.ops.linear.rounded import Device, rounds_form
 from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.quantized import BLOCK
@@ -197,9 +197,7 @@ def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh,
     if rounding == "cpu":
         logger.info("runtime.products %s: activations are rounded", config.products)
     elif rounding is not None:
-        logger.info(
-            "runtime.products %s: activations of more than %d rows are rounded to 8 bits", config.products, FEW_ROWS
-        )
+        logger.info("runtime.products %s: activations are rounded to 8 bits", config.products)
     elif _made_for_8_bits(loaded):
         logger.info("%s was made for activations of 8 bits, which are not rounded here", loaded.directory)
     return Products(

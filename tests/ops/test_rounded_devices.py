@@ -131,6 +131,15 @@ def test_a_linear_layer_is_rounded_for_many_rows(kind: str, form: str) -> None:
     assert "mosaic_gpu" not in lowered(rounded.FEW_ROWS, in_groups, "hopper")
 
 
+@pytest.mark.parametrize(("kind", "group"), [("int8", 256), ("fp8", 256), ("fp8", 128)])
+def test_a_row_has_its_numbers_among_few_and_many(kind: str, group: int) -> None:
+    """But for bfloat16's rounding, which is finer."""
+    w, x = quantized(kind, 40, 256, group=group), rows(rounded.FEW_ROWS + 3, 256)
+    few, exact = (np.asarray(Products(rounded=device)(x[:9], w, out_dtype=jnp.float32)) for device in ("hopper", None))
+    many = np.asarray(Products(rounded="hopper")(x, w, out_dtype=jnp.float32))[:9]
+    assert np.abs(few - many).mean() < np.abs(exact - many).mean() / 3
+
+
 def test_the_check_at_the_start_has_them() -> None:
     cpu = make_mesh("cpu")
     cases = serving_cases(None, cpu, jnp.dtype("bfloat16"), deterministic=False, rounded="gpu")
@@ -162,7 +171,7 @@ def chosen(*asked: str, **form: Any) -> str | None:
 def test_the_log_says_which_products_a_model_has(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert chosen_products(*setup_of("auto", "tpu")).rounded == "tpu"
-    assert "runtime.products auto: activations of more than 128 rows are rounded to 8 bits" in caplog.text
+    assert "runtime.products auto: activations are rounded to 8 bits" in caplog.text
     for exact in (setup_of("exact", "tpu"), setup_of("auto", "cpu"), setup_of("auto", "tpu", group=128)):
         caplog.clear()
         assert chosen_products(*exact).rounded is None

@@ -66,7 +66,7 @@ class Products:
     few_bits: the platform whose kernel multiplies a quantised weight and few rows of 16-bit activations, unless
       deterministic. The program runs there.
     rounded: the device for which activations are rounded, which is faster. cpu: with native, for weights that
-      `native.rounds` names. Others: many rows, for weights that `rounded.takes` names, unless deterministic.
+      `native.rounds` names. Others: for weights that `rounded.takes` names, unless deterministic.
     experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA. tpu: the kernel for
       quantised weights and bfloat16 activations.
     sharded: the program runs over several devices.
@@ -112,8 +112,10 @@ class Products:
             return y.reshape(x.shape[0], *w.shape[:-1])
         if self.deterministic:
             return _at_least_two_rows(x, w, out_dtype)
-        if isinstance(w, Quantized) and self._rounds(x, w):
-            return self._rounded(x, w, out_dtype)
+        if isinstance(w, Quantized) and self._rounds(w):
+            if x.shape[0] > rounded.FEW_ROWS:
+                return self._rounded(x, w, out_dtype)
+            x = rounded.rounded(x, w).astype(x.dtype)
         if self.few_bits and isinstance(w, Quantized) and (kernel := _kernel(self.few_bits)).takes(x):
             product = partial(sharded_few_bits.matmul, kernel.matmul) if self.sharded else kernel.matmul
             return product(x, w, out_dtype)
@@ -122,8 +124,8 @@ class Products:
         on_cpu, elsewhere = partial(_weight_first, out_dtype=out_dtype), partial(_plain, out_dtype=out_dtype)
         return lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere)
 
-    def _rounds(self, x: jax.Array, w: Quantized) -> bool:
-        return self.rounded is not None and self.rounded != "cpu" and rounded.takes(x, w, self.rounded)
+    def _rounds(self, w: Quantized) -> bool:
+        return self.rounded is not None and self.rounded != "cpu" and rounded.takes(w, self.rounded)
 
     def _rounded(self, x: jax.Array, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
         """Multiply rounded rows. Over several devices a row's scales are those of one: the maxima are of all of K."""

@@ -13,9 +13,10 @@ A TPU rounds for int8 with one scale for an output only, by XLA's estimates for 
 v5e and 0.54 on a v6e, where a widened weight takes 1.90 and 0.81. E4M3 would take 2.13 and 0.67: these chips multiply
 it as bfloat16. Groups would take 9.5 and 7.1 or more, where a widened weight takes 3.26 and 2.16.
 
-Few rows are not rounded. The weight's bytes are the floor of both forms there, 0.21 ps a weight on an H200 and 1.2 on a
-v5e, and `few_bits` is one kernel where rounding takes three. Arithmetic in bfloat16 passes that floor at 103 rows on an
-H200, 120 on a v5e and 280 on a v6e; in 8 bits it takes half as long.
+Few rows are rounded alike, so that a token's numbers do not depend on the size of its step, but multiplied in bfloat16
+by `few_bits`. The weight's bytes are the floor of both forms there, 0.21 ps a weight on an H200 and 1.2 on a v5e.
+Arithmetic in bfloat16 passes that floor at 103 rows on an H200, 120 on a v5e and 280 on a v6e; in 8 bits it takes half
+as long.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jax.typing import DTypeLike
 from jaxserve.ops.linear.tpu_layout import multiply_as_kept
 from jaxserve.ops.quantized import Quantized
 
-FEW_ROWS = 128  # of x, which are not rounded
+FEW_ROWS = 128  # of x: with so few 8-bit products are no faster
 GROUP_NUMBERS = 128  # numbers: a rounded group is a multiple, because the sum of fewer costs more to scale than to make
 TILE_OUTPUTS = 128  # outputs of a weight in groups are a multiple
 _MAX_DEPTH = 2**17  # of K: the sum of so many products of int8 fits in int32
@@ -69,11 +70,9 @@ def rounds_form(dtype: DTypeLike, group: int, depth: int, device: Device, *, zer
     return group == depth or (device == "hopper" and group % GROUP_NUMBERS == 0)
 
 
-def takes(x: jax.Array, w: Quantized, device: Device) -> bool:
-    """Return whether the product of x [T, K] and w is rounded on a device."""
-    return x.shape[0] > FEW_ROWS and rounds_form(
-        w.values.dtype, w.group, w.shape[-1], device, zeros=w.zeros is not None
-    )
+def takes(w: Quantized, device: Device) -> bool:
+    """Return whether products with w are rounded on a device."""
+    return rounds_form(w.values.dtype, w.group, w.shape[-1], device, zeros=w.zeros is not None)
 
 
 def rounded(x: jax.Array, w: Quantized) -> Rounded:
