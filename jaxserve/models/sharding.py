@@ -44,7 +44,7 @@ def for_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh) -> ModelConfig:
 
 def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of a parameter. Raises ModelLoadError if a dimension cannot be split evenly."""
-    if spec.packing and spec.shape[-1] == 1:  # what the numbers of a row share is on all of its devices
+    if _shared_by_row(spec):
         spec = dataclasses.replace(spec, axes=(*spec.axes[:-1], None))
     if not _divides(spec, "vocab", mesh):  # split the hidden size instead of the vocabulary
         hidden = tuple("tensor" if axis == "embed" else None for axis in spec.axes)
@@ -54,6 +54,18 @@ def param_sharding(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
     for axis in filter(None, spec.axes):
         _check(spec, axis, _count(axis, mesh), "model.quantization: none")
     return _named((_present(axis, mesh) or None for axis in spec.axes), mesh)
+
+
+def _shared_by_row(spec: ParamSpec) -> bool:
+    """Return whether a leaf has one number for a row, which is then on all devices of the row.
+
+    A row is not split if its numbers are quantised here, because that takes all of them; nor if they have 4 bits or are
+    of experts, whose products take whole groups.
+    """
+    packing = spec.packing
+    if packing is None or spec.shape[-1] != 1 or "expert" in spec.axes:
+        return False
+    return packing.stored and packing.kind in ("int8", "fp8")
 
 
 def _check(spec: ParamSpec, axis: str, devices: int, wide: str) -> None:

@@ -138,6 +138,16 @@ def test_a_head_whose_groups_cannot_be_split(tmp_path: Path) -> None:
     assert param_sharding(scales, AbstractMesh((2,), ("tensor",))).spec == PartitionSpec(None, "tensor")
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_rows_of_one_group_are_not_split(kind: str, tmp_path: Path) -> None:
+    """Each device would quantise its part of a group by a scale of its own."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"intermediate_size": 32}))
+    specs = build(read_config(tmp_path).replace(quantization=kind), FLOAT32).specs
+    scales = next(spec for spec in specs if spec.name.endswith("down_proj.weight.scales"))
+    with pytest.raises(ModelLoadError, match="ffn of 1 cannot be split over 2 devices"):
+        param_sharding(scales, AbstractMesh((2,), ("tensor",)))
+
+
 def test_the_head_where_it_is_not_quantised_at_load(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "model", LLAMA, random_tensors(LLAMA))
     assert choose_head(True, "int4", directory)
