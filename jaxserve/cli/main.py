@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -55,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of the output left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes there once more when it ends
+        return 141
     except UnexpectedEndError as error:
         print(describe(error), file=sys.stderr)
     except Exception as error:

@@ -1,5 +1,7 @@
 """Flags of other servers: every one is taken, said to have no effect, or answered with what to do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -176,3 +178,12 @@ def test_every_alias_names_a_key() -> None:
 def test_the_page_is_made_from_the_table() -> None:
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == reference()
     assert {type(answer) for _, answer in ROWS} == {Key, NoEffect, Refused}
+
+
+def test_a_reader_that_leaves() -> None:
+    """`jaxserve launch --help | head`: 141 is what a shell says of a process that SIGPIPE ended."""
+    command = [sys.executable, "-m", "jaxserve", "launch", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", 141)

@@ -2,7 +2,8 @@
 
 A number of x is value * scale: int8 with the scale max |x| / 127, or E4M3 with max |x| / 448. The maximum is a row's
 where the weight has one scale for each output, and else that of a row's group of K. Values are multiplied as they are,
-int8 to int32 and E4M3 to float32, and the sums are scaled in float32.
+int8 to int32 and E4M3 to float32, and the sums are scaled in float32. XLA may sum E4M3 in fewer bits, by Hopper's fast
+accumulation.
 
 One scale for an output is an XLA dot of 8-bit operands. On a GPU that is a Triton or a cuBLASLt kernel of 8-bit tensor
 cores, on a TPU one fusion that writes the scaled result. Groups are a kernel for Hopper (`rounded_groups`), because

@@ -2,8 +2,8 @@
 // reading w, which is read as in matmul_few.c.
 //
 // A vector of w has numbers of one row side by side, which meet the same numbers of each token. Of weights in 4 bits a
-// chunk is 128 numbers of a row, one vector, and in 8 bits 64 numbers, or 128 if they share a scale. Its products are of w without its sign: the integers start from x times what was
-// added. Sums are in an order of their own, which with 8 and 4 bits is the same for any number of tokens.
+// chunk is 128 numbers of a row, one vector, and in 8 bits 64 numbers, or 128 if they share a scale. Its products are of w
+// without its sign: the integers start from x times what was added. Sums are in an order of their own, which with 8 and 4 bits is the same for any number of tokens.
 #include "rounded.h"
 
 #include <string.h>

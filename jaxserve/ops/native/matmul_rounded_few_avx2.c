@@ -3,8 +3,8 @@
 //
 // A vector has numbers of one row of w side by side, which meet the same numbers of each token: of INT8 16 at a time,
 // widened to 16 bits, and of INT4 a BLOCK of bytes without sign. Products of bytes are summed in 16 bits over a chunk of
-// numbers with the same scales, at most 8 of 15 * 127. For w without zeros they start from -8 times x. Sums are in an order of their own, which is
-// the same for 1 to MOST tokens.
+// numbers with the same scales, at most 8 of 15 * 127. For w without zeros they start from -8 times x. Sums are in an
+// order of their own, which is the same for 1 to MOST tokens.
 #include "rounded.h"
 
 #include <string.h>

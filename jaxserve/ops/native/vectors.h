@@ -27,7 +27,8 @@ typedef uint16_t halfwords __attribute__((vector_size(2 * LANES), aligned(2), ma
 INLINE words from_halfwords(const char* at) { return __builtin_convertvector(*(const halfwords*)at, words); }
 #endif
 
-// What a cache's numbers are; unsigned integers hold bits. E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa; NaN is not expected in it.
+// What a cache's numbers are; unsigned integers hold bits. E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa;
+// NaN is not expected in it.
 typedef enum { FLOAT32, BFLOAT16, INT8, FP8 } Form;
 
 INLINE Form form_of(const XLA_FFI_Buffer* cache) {

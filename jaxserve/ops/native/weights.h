@@ -2,7 +2,8 @@
 //
 // In INT8, INT4 and FP8 (E4M3) a number is (value - zero) * scale, both float32 [N, K / group] and the same for `group`
 // numbers of a row; the group is a multiple of BLOCK. INT8_16 is INT8 with groups of 16: a BLOCK has two scales and two
-// zeros. Without zeros they are 0, and 8 in INT4. INT4 has 16 bytes a BLOCK: the low halves are its first 16 numbers. E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa; NaN is not expected.
+// zeros. Without zeros they are 0, and 8 in INT4. INT4 has 16 bytes a BLOCK: the low halves are its first 16 numbers.
+// E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa; NaN is not expected.
 // MXFP4 is packed as INT4; its values are E2M1, 2 bits of exponent biased by 1, and its scales bytes, 2^(byte - 127).
 #pragma once
 #include "call.h"
