@@ -26,7 +26,7 @@ def sum_in_order(partial: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
 
 
 def on_each(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Return function(x), which every device computes from all of x, so that no sum in it is over devices.
+    """Return function(x) of x [...], which every device computes from all of x, so that no sum in it is over devices.
 
     A sharding constraint is not enough: if the result is used in parts, the compiler splits the sum again.
     """
