@@ -47,7 +47,7 @@ def test_a_tpu_holds_its_caches_in_place(chip: str) -> None:
     assert {f"{name} decode[64]" for name in FAMILIES} <= set(programs)
     assert {f"Llama-3.1-8B {rest}" for rest in ("decode[1]", "in int8 decode[1]", "extend[512]")} <= set(programs)
     for name, found in programs.items():
-        if name.split()[0] in TOO_LARGE[chip]:
+        if name.partition(" decode")[0] in TOO_LARGE[chip]:
             assert "RESOURCE_EXHAUSTED" in found["error"], name
             continue
         assert "error" not in found, name
