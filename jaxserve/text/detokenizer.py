@@ -23,11 +23,11 @@ class Detokenizer(Protocol):
     """The text state of one output. Not shared between threads."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text these tokens complete; "" while a character is unfinished."""
+        """Return the text these tokens complete; "" while a character is unfinished."""
         ...
 
     def flush(self) -> str:
-        """The text still held at the end. A character cut in half by the end of the output is dropped."""
+        """Return the text still held at the end. A character cut in half by the end of the output is dropped."""
         ...
 
 
@@ -38,7 +38,7 @@ def make_detokenizer(
     skip_special_tokens: bool = True,
     visible_token_ids: Collection[int] = (),
 ) -> Detokenizer:
-    """A detokenizer for the output that follows a prompt (only its last few ids are read).
+    """Return a detokenizer for the output that follows a prompt (only its last few ids are read).
 
     visible_token_ids: special tokens that are not skipped; with any, the "other" kind skips none
     """
@@ -74,7 +74,7 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """The library's DecodeStream: decodes a short window again with each token."""
+    """Decodes with DecodeStream of the tokenizers library, which decodes a short window again with each token."""
 
     def __init__(self, tokenizer: Tokenizer, tail: Sequence[int], skip_special_tokens: bool) -> None:
         self._backend, self._skip = tokenizer.backend, skip_special_tokens

@@ -47,16 +47,16 @@ class OutputParser(Protocol):
     """Reads one output's text. Never raises for what a model wrote: text it cannot read is content."""
 
     def feed(self, delta: str) -> list[Event]:
-        """The events that this text completes."""
+        """Return the events that this text completes."""
         ...
 
     def finish(self) -> list[Event]:
-        """The events still held at the end of the output. Call once."""
+        """Return the events still held at the end of the output. Call once."""
         ...
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """The same events with neighbouring deltas of one kind joined."""
+    """Return the same events with neighbouring deltas of one kind joined."""
     if len(events) < 2:
         return events
     out: list[Event] = []

@@ -17,8 +17,9 @@ from jaxserve.errors import InvalidValueError
 MAX_PATTERNS = 32
 MAX_PATTERN_CHARS = 256
 LOOK_BACK = 256  # bytes before the newest text in which a match may begin; it bounds the cost of a search
-# Instructions of RE2's program for all patterns, times the choices of the request. An expression made so that RE2 can
-# keep no states costs up to 6 ns an instruction and byte: 13 ms a step for the whole request. Most take 4 us a token.
+# Instructions of RE2's program for all patterns, times the choices of the request. An expression for which RE2 cannot
+# reuse its states takes up to 6 ns per instruction and byte: with this limit and LOOK_BACK bytes 13 ms a step for the
+# whole request. Most expressions take 4 us a token.
 MAX_INSTRUCTIONS = 8192
 # Bytes that RE2 may hold for one expression: its program and its cache of automaton states. Without room for the
 # states it is slower, still in linear time. A program of 1,000 character classes takes about 100 kB.
@@ -51,7 +52,7 @@ class StopPatterns:
         return self._any is not None
 
     def first_end(self, text: bytes, least: int, *, cut: bool) -> tuple[int, str] | None:
-        """The earliest place where a match ends, not before `least`, and the pattern that matches there.
+        """Return the earliest place where a match ends, not before `least`, and the pattern that matches there.
 
         text: UTF-8. cut: the first byte of the text is context only, since the output began before it.
         """

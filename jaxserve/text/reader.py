@@ -247,7 +247,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _open_suffix(text: str, start: int, markers: Sequence[str]) -> int:
-    """Length of the longest end of text[start:] that begins one of `markers`."""
+    """Return the length of the longest end of text[start:] that begins one of `markers`."""
     longest = min(max(map(len, markers)) - 1, len(text) - start)
     for size in range(longest, 0, -1):
         suffix = text[len(text) - size :]
@@ -257,7 +257,7 @@ def _open_suffix(text: str, start: int, markers: Sequence[str]) -> int:
 
 
 def decode_json_string(text: str) -> str | None:
-    """The value of a JSON string literal; control characters are let through."""
+    """Return the value of a JSON string literal; control characters are let through."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:

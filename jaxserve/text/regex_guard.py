@@ -22,15 +22,15 @@ _COMMENT = re.compile(r"\?[a-z-]+\)")  # (?i): switches for what follows
 
 @dataclass
 class _Branches:
-    """What an alternation holds: the most repeats of one branch, and whether there are several branches."""
+    """An alternation: the number of its branches, and the largest number of repeats in one of them."""
 
     repeats: int = 0
     branches: int = 1
-    required_behind: bool = False  # something that must match stands behind the last repeat
+    required_behind: bool = False  # something that must match follows the last repeat
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises ValueError with the reason for a pattern that may take very long."""
+    """Raise ValueError with the reason if a pattern may take very long."""
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"it has more than {MAX_PATTERN} characters")
     position, _ = _alternation(pattern, 0, 0)
@@ -39,7 +39,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def _alternation(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
-    """Reads up to the closing parenthesis or the end."""
+    """Read up to the closing parenthesis or the end. Returns the position there and what was read."""
     if depth > MAX_NESTED_GROUPS:
         raise ValueError("it is nested too deep")
     whole, branch = _Branches(), _Branches()
@@ -72,7 +72,7 @@ def _add(branch: _Branches, inner: _Branches, least: int, endless: bool) -> None
 
 
 def _atom(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
-    """One character, class, escape or group."""
+    """Read one character, class, escape or group. Returns the position behind it and its repeats."""
     match pattern[position]:
         case "\\":
             found = _ESCAPE.match(pattern, position)
@@ -94,7 +94,7 @@ def _atom(pattern: str, position: int, depth: int) -> tuple[int, _Branches]:
 
 
 def _class_end(pattern: str, position: int) -> int:
-    """Behind the class that begins here; classes may hold classes."""
+    """Return the position behind the class that begins here. Classes may contain classes."""
     depth, start = 0, position
     while position < len(pattern):
         char = pattern[position]
@@ -111,7 +111,7 @@ def _class_end(pattern: str, position: int) -> int:
 
 
 def _bounds(match: re.Match[str]) -> tuple[int, bool]:
-    """How often at least, and whether without end or as good as that."""
+    """Return the least count of a quantifier, and whether it repeats more than MANY times or without end."""
     sign, low, comma, high = match.groups()
     if sign:
         return (1 if sign == "+" else 0), sign != "?"

@@ -22,12 +22,12 @@ class Shield:
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def text(self, text: str) -> str:
-        """A text without any is returned unchanged. Marks in it are dropped."""
+        """Mark the special tokens in a text. Marks that it already has are dropped."""
         text = text.replace(SHIELD, "")
         return self.pattern.sub(lambda match: match[0][0] + SHIELD + match[0][1:], text)
 
     def value(self, value: Any) -> Any:
-        """A JSON value from a client; roles and types stay as they are."""
+        """Mark the special tokens in the strings of a JSON value, except those of the keys role and type."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, list):

@@ -62,12 +62,12 @@ class StopChecker:
         return text[:cut], None
 
     def flush(self) -> str:
-        """The text held back for a stop that did not come."""
+        """Return the text held back for a stop that did not come."""
         held, self._held = self._held, ""
         return held
 
     def _find_string(self, delta: str) -> tuple[int, str | None]:
-        """Where the first stop string ends in the delta, and the longest that ends there."""
+        """Return where in the delta a stop string ends first, and the longest one that ends there."""
         for end, char in enumerate(delta, 1):
             self._state = self._automaton.next(self._state, char)
             if (found := self._automaton.output[self._state]) is not None:
@@ -122,7 +122,7 @@ class _Automaton:
                 queue.append(target)
 
     def next(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         while state and char not in self._goto[state]:
             state = self._fail[state]
         return self._goto[state].get(char, 0)

@@ -105,7 +105,7 @@ class Tokenizer:
         return self._encode_shielded(text, add_special_tokens)
 
     def shield(self, text: str) -> str:
-        """`text` marked so that special-token texts in it are encoded as plain text after rendering.
+        """Mark `text` so that the texts of special tokens in it are encoded as plain text after rendering.
 
         A text without any is returned unchanged. Noncharacters U+FDD0 in it are dropped.
         """
@@ -113,35 +113,37 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> list[str]:
-        """What `shield` marks."""
+        """The texts that `shield` marks."""
         return list(self._special_ids_by_text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes this token adds to the output; joined they are the text, also where a token is half a
-        character. Empty for an id outside the vocabulary."""
+        """Return the bytes that this token adds to the output; none for an id outside the vocabulary.
+
+        The bytes of all tokens make the text, also if a character is split between tokens.
+        """
         found = self._bytes.get(token_id)
         if found is None:
             found = self._bytes[token_id] = self._compute_bytes(token_id)
         return found
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token's text in the vocabulary's own spelling (with G-dots or low lines for spaces)."""
+        """Return the token as the vocabulary spells it: with Ġ or ▁ for a space."""
         return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
 
     def special_tokens_map(self) -> dict[str, str]:
-        """Names that chat templates may use: bos_token, eos_token, ... as far as they are set."""
+        """Return the special tokens by the names that chat templates use: bos_token, eos_token, ... if they are set."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
         texts = {name: _token_text(self.config.get(name)) for name in names}
         return {name: text for name, text in texts.items() if text is not None}
 
     def to_json(self) -> str:
-        """The text of tokenizer.json, for libraries that build their own from it."""
+        """Return the text of tokenizer.json, for libraries that build their own from it."""
         return self.backend.to_str()
 
     def plain_backend(self) -> tokenizers.Tokenizer:
@@ -160,7 +162,7 @@ class Tokenizer:
         return None if text is None else self.backend.token_to_id(text)
 
     def _encode_shielded(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Special tokens of the template become ids, the text between them is read by the plain backend."""
+        """Encode the special tokens of the template as such, and the text between them with the plain backend."""
         frame = self.backend.encode("", add_special_tokens=add_special_tokens).ids
         ids, position = list(frame), 0
         for match in self._shield.pattern.finditer(text):
@@ -186,12 +188,12 @@ class Tokenizer:
 
 
 def _token_text(value: Any) -> str | None:
-    """tokenizer_config writes a token as its text or as an AddedToken object."""
+    """Return the text of a token that tokenizer_config.json writes as its text or as an AddedToken object."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's invertible map of the 256 bytes to printable characters, character to byte."""
+    """Return the byte of each character of GPT-2's invertible map from bytes to printable characters."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -202,7 +204,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """As the library's decoder: a token with a character outside the alphabet stands for itself."""
+    """Return a token's bytes as the tokenizers library does: one with a character outside the alphabet is its text."""
     try:
         return bytes([_ALPHABET[char] for char in token])
     except KeyError:
@@ -215,7 +217,7 @@ def _byte_fallback_bytes(token: str) -> bytes:
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's part of tokenizer.json; the whole file may have megabytes of vocabulary."""
+    """Return the decoder's part of tokenizer.json; the whole file may have megabytes of vocabulary."""
     if backend.decoder is None:
         return []
     blank = tokenizers.Tokenizer(BPE())
@@ -264,7 +266,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _check_backend(backend: tokenizers.Tokenizer) -> None:
-    """Raises ValueError for what would take the server's time or memory with each text, or make ids that are none."""
+    """Raise ValueError if the tokenizer can take too much time or memory, or can make ids outside the vocabulary."""
     parts = _parts(backend)
     steps = [step for part in parts.values() for step in _steps(part)]
     for step in steps:
@@ -288,7 +290,7 @@ def _check_backend(backend: tokenizers.Tokenizer) -> None:
 
 
 def _parts(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """The JSON of everything but the vocabulary, which may have megabytes."""
+    """Return the JSON of everything but the vocabulary, which may have megabytes."""
     blank = tokenizers.Tokenizer(BPE())
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         part = getattr(backend, name)
@@ -298,7 +300,7 @@ def _parts(backend: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """A step with those inside it, of a Sequence."""
+    """Return a step and, if it is a Sequence, the steps inside it."""
     if not isinstance(part, dict):
         return []
     lists = [part.get(name) or [] for name in ("normalizers", "pretokenizers", "processors", "decoders")]

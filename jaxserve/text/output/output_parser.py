@@ -52,7 +52,7 @@ class ParserChoice:
         separate_reasoning: bool = True,
         fallback_tool: str | None = None,
     ) -> OutputParser:
-        """A parser for one output.
+        """Return a parser for one output.
 
         tools: None leaves calls in the text (no tools in the request, or tool_choice none)
         prompt: the rendered prompt; continued: the assistant's text that the output continues, if any
@@ -74,14 +74,14 @@ class ParserChoice:
         return _Pipeline(thinking, tool_parser, separate_reasoning)
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
-        """Texts that the parsers look for; where they are special tokens, detokenizing must not skip them."""
+        """Return the texts that the parsers look for. If one is a special token, detokenizing must not skip it."""
         if self.harmony:
             return HarmonyParser.markers
         found = TOOL_FORMATS[self.tool].parser.markers if tools and self.tool else ()
         return found + (self.think_tags.markers(tools=tools) if self.think_tags else ())
 
     def visible_token_ids(self, tokenizer: Tokenizer, *, tools: bool) -> tuple[int, ...]:
-        """Ids of the special tokens that must stay in the text (SamplingParams.visible_token_ids)."""
+        """Return the ids of the special tokens that must stay in the text (SamplingParams.visible_token_ids)."""
         ids = (tokenizer.token_to_id(marker) for marker in self.markers(tools=tools))
         return tuple(i for i in ids if i is not None and i in tokenizer.special_ids)
 

@@ -49,7 +49,7 @@ class RequestOutput(msgspec.Struct):
         return self.finish_reason is not None
 
     def held_bytes(self) -> int:
-        """About the memory that it takes."""
+        """Return the approximate size in memory, in bytes."""
         size = 500 + len(self.text) + 36 * len(self.token_ids)
         if self.logprobs:
             entry = self.logprobs[-1]
@@ -58,7 +58,7 @@ class RequestOutput(msgspec.Struct):
 
 
 def make_stops(params: SamplingParams) -> Stops | None:
-    """The stops of a request, to be shared by its choices; None if it has none. Raises InvalidValueError."""
+    """Return the stops of a request, to be shared by its choices; None if it has none. Raises InvalidValueError."""
     if not (params.stop or params.stop_regex):
         return None
     return Stops(params.stop, StopPatterns(params.stop_regex))
@@ -113,7 +113,7 @@ class SequenceText:
         )
 
     def fail(self, error: HTTPError) -> RequestOutput:
-        """The last output of a sequence that failed."""
+        """Return the last output of a sequence that failed."""
         self.finished = True
         return RequestOutput(
             self.request_id,
@@ -126,7 +126,7 @@ class SequenceText:
         )
 
     def push(self, output: TokenOutput) -> RequestOutput:
-        """The next tokens of the sequence. After a stop string, or too long a thinking, the rest is dropped."""
+        """Return the next tokens of the sequence. After a stop string, or too long a thinking, the rest is dropped."""
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         result = RequestOutput(
             self.request_id,
@@ -196,12 +196,12 @@ class SequenceText:
         return matched
 
     def _checked(self, text: str, *, early: bool = False) -> tuple[str, str | None]:
-        """What of the text may go out, and the stop string found. early: none counts yet."""
+        """Return the text that may be sent, and the stop string found. early: no stop counts yet (min_tokens)."""
         return (text, None) if self._stops is None else self._stops.push(text, ignore=early)
 
 
 def error_of(output: TokenOutput) -> HTTPError:
-    """The exception that a failed output means."""
+    """Return the exception that a failed output means."""
     message = output.error or "the request failed"
     if 400 <= output.error_status < 500:
         return InvalidValueError(message, param=output.error_param)

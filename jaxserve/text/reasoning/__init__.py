@@ -57,7 +57,7 @@ REASONING_ALIASES: dict[str, str] = {
 
 
 def reasoning_of_template(template: str) -> str | None:
-    """The family that a chat template's text shows, or None."""
+    """Return the family that a chat template's text shows, or None."""
     if "<|channel|>" in template and "<|start|>" in template:
         return "harmony"
     if "</think>" in template or "<think>" in template:

@@ -49,7 +49,7 @@ class ThinkTags:
     calls: tuple[CallOpening, ...] = ()
 
     def markers(self, *, tools: bool) -> tuple[str, ...]:
-        """Texts that the parser looks for. tools: the request offers some."""
+        """Return the texts that the parser looks for. tools: the request offers some."""
         return (self.start, self.end, *((call.marker for call in self.calls) if tools else ()))
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:

@@ -81,8 +81,10 @@ class ChatTemplate:
     def load_plain(
         cls, source: str, *, tools_source: str | None = None, special_tokens: Mapping[str, str] | None = None
     ) -> ChatTemplate | None:
-        """One that may be rendered anywhere, because it is cheap by construction; None for any other, also for one
-        that does not parse."""
+        """Return the template if it may be rendered in any process, because its syntax bounds its cost.
+
+        Returns None for any other template, and for one that does not parse.
+        """
         given = [source, *(special_tokens or {}).values(), tools_source or ""]
         if sum(map(len, given)) > MAX_SOURCE:
             return None
@@ -104,14 +106,15 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Special tokens in it are the template's own if user text went through
-        `Tokenizer.shield`.
+        """Return the prompt's text. If user text went through `Tokenizer.shield`, all special tokens in it are the
+        template's own.
 
         messages: in OpenAI's form, as plain JSON types
-        add_generation_prompt: None leaves it undefined, a few templates ask for that
+        add_generation_prompt: None leaves it undefined, which a few templates test
         kwargs: chat_template_kwargs, e.g. {"enable_thinking": False}
-        Raises InvalidValueError (param messages or chat_template_kwargs): a reserved name, a conversation the
-        template refuses, more than the limits on time (1 s) and output (16 MiB).
+
+        Raises InvalidValueError (param messages or chat_template_kwargs) for a reserved name, if the template refuses
+        the conversation, or if it exceeds the limits on time (1 s) or output (16 MiB).
         """
         variables = check_kwargs(kwargs)
         prepared = [self._prepare(message) for message in messages]
@@ -149,7 +152,7 @@ class ChatTemplate:
             raise InvalidValueError("the messages are nested too deep or too large", param="messages") from error
 
     def _prepare(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as templates expect it: a known role, content text or parts, arguments as objects."""
+        """Return a message as templates expect it: a known role, content text or parts, arguments as objects."""
         prepared = dict(message)
         if prepared.get("role") in self.foreign_roles:
             prepared["role"] = "system"

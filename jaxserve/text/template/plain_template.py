@@ -93,7 +93,7 @@ def _allowed(node: nodes.Node) -> bool:
 
 
 def _is_short(node: nodes.Expr) -> bool:
-    """Whether it is a constant whose texts are short."""
+    """Return whether it is a constant whose texts are short."""
     if isinstance(node, nodes.List | nodes.Tuple):
         return all(_is_short(each) for each in node.items)
     return isinstance(node, nodes.Const) and not (isinstance(node.value, str) and len(node.value) > MAX_CONSTANT)
@@ -179,7 +179,7 @@ class PlainRewriter(Rewriter):
         return filtered("_made", node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        """What a macro puts out is joined before anything can count it: its own texts are counted one by one."""
+        """Count the texts of a macro one by one, because its output is joined before it can be counted."""
         self.generic_visit(node)
         for output in node.find_all(nodes.Output):
             output.nodes = [_as_constant(each) for each in output.nodes]

@@ -36,16 +36,17 @@ class Renderer:
 
     @classmethod
     def load(cls, tokenizer: Tokenizer, override: str | None = None) -> Renderer | None:
-        """The operator's template (a file, or the template itself), else the tokenizer's; None without any.
+        """Load the operator's template (a file, or the template itself), else the tokenizer's; None if there is none.
 
-        Raises ConfigError.
+        Raises ConfigError if it cannot be read or does not parse.
         """
         sources = template_sources(tokenizer, override)
         return None if sources is None else cls(*sources, tokenizer)
 
     def render_here(self, conversation: TemplateInput) -> str | None:
-        """The prompt of a small conversation, within 20 ms; None where only the worker may tell. Raises
-        InvalidValueError for messages that the template refuses."""
+        """Return the prompt of a small conversation within 20 ms; None if only the worker may render it.
+
+        Raises InvalidValueError if the template refuses the messages."""
         if self._plain is None:
             return None
         try:
@@ -54,10 +55,11 @@ class Renderer:
             return None
 
     def render(self, conversation: TemplateInput, size: int = 0) -> str:
-        """The prompt of any conversation. Blocks. Raises InvalidValueError for messages that the template refuses or
-        that take too much.
+        """Return the prompt of any conversation. Blocks.
 
-        size: of the body that brought it; one of over LONG_BYTES has the other worker, and delays no shorter one
+        Raises InvalidValueError if the template refuses the messages, or takes too much time or memory.
+
+        size: bytes of the request's body. More than LONG_BYTES go to a worker of their own and delay no shorter one.
         """
         return (self.long_process if size > LONG_BYTES else self.process).render(conversation)
 

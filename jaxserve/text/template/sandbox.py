@@ -29,7 +29,7 @@ _CHECK_EVERY = 256  # loop steps between two looks at the clock: 256 empty steps
 
 
 class RenderLimitError(Exception):
-    """A template went over its time or size."""
+    """A template exceeded its time or size."""
 
 
 class RenderBudget:
@@ -62,7 +62,7 @@ class RenderBudget:
             raise RenderLimitError(f"its output passes {self.max_chars} characters")
 
     def join(self, pieces: Iterable[Any]) -> str:
-        """Joined as text, within the limits."""
+        """Join the pieces as text. Raises RenderLimitError beyond the limits."""
         parts, size = [], 0
         for piece in pieces:
             part = str(piece)
@@ -134,7 +134,7 @@ def _modulo_filter(left: Any, right: Any) -> Any:
 
 
 def _format_filter(text: str, *args: Any, **kwargs: Any) -> str:
-    """printf style, with widths of at most three digits."""
+    """Format in printf style. Raises RenderLimitError for a width over 999."""
     if "*" in text or re.search(r"%[^a-zA-Z%]*\d{4}", text):
         raise RenderLimitError("a width over 999")
     return str(text) % (kwargs or (args[0] if len(args) == 1 else args))
@@ -160,8 +160,11 @@ def _length(value: Any) -> int:
 
 @jinja2.pass_context
 def _as_it_is(_: Context, value: Any) -> Any:
-    """What goes out, unchanged. Jinja computes no constant at compile time that goes through a function of the context:
-    a template could compute for hours before it is loaded."""
+    """Return the output unchanged.
+
+    Jinja does not compute a constant at compile time if it passes through a function of the context. Otherwise a
+    template could compute for hours before it is loaded.
+    """
     return value
 
 
@@ -211,11 +214,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             self.globals.pop(name, None)
 
     def parse_only(self, source: str, name: str | None = None, filename: str | None = None) -> nodes.Template:
-        """Jinja's own tree of a template. Raises TemplateSyntaxError."""
+        """Parse a template as Jinja does. Raises TemplateSyntaxError."""
         return super()._parse(source, name, filename)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Jinja's tree with loops, joins and products sent through the filters above."""
+        """Parse a template, and send its loops, joins and products through the filters above."""
         if RenderBudget.NAME in unicodedata.normalize("NFKC", source):
             raise jinja2.TemplateSyntaxError(f"the name {RenderBudget.NAME} is reserved", 1, name, filename)
         tree = self.parse_only(source, name, filename)
@@ -224,7 +227,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return self._rewriter().visit(tree)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As the sandbox does it, counted; a text's `replace` and `join` go the filters' way."""
+        """Count the call and make it in the sandbox. `replace` and `join` of a text become the filters above."""
         context.parent[RenderBudget.NAME].step()
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str) and getattr(obj, "__name__", "") == "join":
@@ -241,7 +244,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return wrapped
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Texts' own `center` and the like can make any width and no template needs them."""
+        """Refuse methods like `center` of a text: they make any width, and no template needs them."""
         if isinstance(obj, str) and attr in ("center", "ljust", "rjust", "zfill", "expandtabs", "translate"):
             return False
         return super().is_safe_attribute(obj, attr, value)
@@ -273,8 +276,7 @@ def filtered(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of widths, refusing numbers that only serve to make strings huge."""
-
+    """Return the filter with a limit on its numbers, which otherwise make strings of any size."""
     skipped = 2 if vars(function) else 1  # the environment, where jinja gives it, and the text itself
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -296,14 +298,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As model authors know it: no HTML escapes, characters as they are."""
+    """Return the value as JSON in the form that models are trained on: no HTML escapes, characters as they are."""
     if _length(indent) > 16 or (isinstance(indent, int) and indent > 16):
         raise RenderLimitError("an indent over 16")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def raise_exception(message: str) -> None:
-    """Raises jinja2.TemplateError: the template refuses the conversation."""
+    """Raise jinja2.TemplateError. A template calls this to refuse the conversation."""
     raise jinja2.TemplateError(message)
 
 

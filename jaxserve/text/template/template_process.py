@@ -55,7 +55,7 @@ class TemplateProcess:
             self._running()
 
     def render(self, conversation: TemplateInput) -> str:
-        """The prompt's text. Raises InvalidValueError, also for one that takes too much time or memory."""
+        """Return the prompt's text. Raises InvalidValueError, also if it takes too much time or memory."""
         try:
             body = msgspec.json.encode(conversation)
         except (UnicodeEncodeError, RecursionError):

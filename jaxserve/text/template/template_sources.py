@@ -9,7 +9,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 def template_sources(tokenizer: Tokenizer, override: str | None) -> tuple[str, str | None] | None:
-    """The text of the template that is used, and of its variant for requests with tools, if there is one."""
+    """Return the text of the template that is used, and of its variant for requests with tools, if there is one."""
     if override is not None:
         return _read_override(override), None
     templates = tokenizer.chat_templates

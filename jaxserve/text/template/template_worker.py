@@ -52,7 +52,7 @@ class Rendered(msgspec.Struct):
 
 
 def render(template: ChatTemplate, shield: Shield, conversation: TemplateInput) -> str:
-    """The prompt's text. Raises InvalidValueError."""
+    """Return the prompt's text. Raises InvalidValueError."""
     return template.render(
         shield.value(conversation.messages),
         tools=shield.value(conversation.tools),

@@ -44,7 +44,7 @@ class ToolSet:
         return (*self.parameters, *self.custom)
 
     def types(self, name: str, parameter: str) -> set[str]:
-        """JSON types that a parameter may have; empty if the schema does not say."""
+        """Return the JSON types that a parameter may have; empty if the schema does not say."""
         if name in self.custom:
             return {"string"}
         properties = self.parameters.get(name, {}).get("properties")
@@ -66,9 +66,9 @@ def _schema_types(schema: Any, depth: int) -> set[str]:
 
 
 class ToolParser(ABC):
-    """A streaming parser of one family's tool calls. One object an output."""
+    """A streaming parser of one family's tool calls. Each output needs its own object."""
 
-    # texts that must reach the parser though they may be special tokens
+    # texts that the parser must see, even if they are special tokens
     markers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: ToolSet | None = None) -> None:
@@ -90,7 +90,7 @@ class ToolParser(ABC):
         """Read the output, using the methods below; what follows after the end of the generator is content."""
 
     def heads(self) -> Iterable[str]:
-        """Texts with which a call may begin where one is certain, without white space; NAME is a tool's."""
+        """Return the beginnings of calls without white space. NAME stands for the name of a tool."""
         return ()
 
     def make_id(self) -> str:
@@ -169,7 +169,7 @@ class ToolParser(ABC):
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """The next characters of the call's JSON arguments."""
+        """Emit the next characters of the call's JSON arguments."""
         self._arguments_sent = True
         if self._input is not None:
             text = self._input.feed(text)
@@ -177,7 +177,7 @@ class ToolParser(ABC):
             self._events.append(ToolCallDelta(self.num_calls - 1, text))
 
     def end_call(self, *, whole: bool = True) -> None:
-        """whole: the call did not break off; one without arguments then gets an empty object."""
+        """Emit the end of a call. whole: it did not break off; if it has no arguments, it gets an empty object."""
         if whole and not self._arguments_sent:
             self.arguments("{}")
         if self._input is not None and (rest := self._input.finish()):
@@ -186,7 +186,7 @@ class ToolParser(ABC):
         self._trim = True
 
     def offered(self, name: str) -> bool:
-        """Whether a call of `name` is a call. One of a tool that the request does not have stays text."""
+        """Return whether the request offers the tool `name`. A call of any other tool stays text."""
         if name in self.tools:
             return True
         if self._marked and _NAME.fullmatch(name) and self.tools.on_unoffered is not None:
@@ -194,7 +194,9 @@ class ToolParser(ABC):
         return False
 
     def give_up(self) -> None:
-        """What was read since `mark` was no call. The beginning of one that the output's end cut off is dropped."""
+        """Emit as content what was read since `mark`: it was no call. The beginning of a call that the output's end
+        cut off is dropped.
+        """
         text = self.reader.unmark()
         if not (self.reader.ended and self._begins_call(text)):
             self.content(text)
@@ -271,14 +273,14 @@ class ToolParser(ABC):
         return found
 
     def close_parameters(self, *, first: bool) -> bool:
-        """After the last parameter; False (and an open object) if the output was cut off here."""
+        """Close the object of the parameters. Returns False and leaves it open if the output was cut off here."""
         if self.reader.ended:
             return False
         self.arguments("{}" if first else "}")
         return True
 
     def _text_parameter(self, end: Sequence[str], take: bool) -> Reading[str]:
-        """The text as a JSON string while it comes, without one line break at each side."""
+        """Stream the text as a JSON string, without one line break at each end."""
         self.arguments('"')
         yield from self.reader.accept("\n")
         held = ""
@@ -366,7 +368,7 @@ class _JsonCall:
 
 
 def as_json(text: str, types: Collection[str] = ()) -> str:
-    """A parameter's text as JSON: itself if it is JSON of an allowed type, else a string."""
+    """Return a parameter's text as JSON: itself if it is JSON of an allowed type, else a string."""
     stripped = text.strip()
     try:
         value = json.loads(stripped)

@@ -34,7 +34,7 @@ class InputDecoder:
         return self._decode()
 
     def finish(self) -> str:
-        """What is left of arguments that ended early or have another form."""
+        """Return the rest of the text, if the arguments ended early or have another form."""
         if self._done or self._raw:
             return ""
         if not self._inside:
@@ -65,7 +65,7 @@ class InputDecoder:
 
 
 def _escaped(text: str, tail: int) -> bool:
-    """Is the backslash that begins the last `tail` characters itself escaped?"""
+    """Return whether the backslash that begins the last `tail` characters is itself escaped."""
     head = text[: len(text) - tail]
     return (len(head) - len(head.rstrip("\\"))) % 2 == 1
 
