@@ -132,7 +132,7 @@ def _owners() -> tuple[int, int]:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether this user is the only member: the private group that many systems create, or one without a name."""
+    """Return whether this user is the only member: of the private group of many systems, or of one without a name."""
     if group not in {os.getegid(), *os.getgroups()}:
         return False
     try:

@@ -57,12 +57,12 @@ def _over(text: bytes, limits: JsonLimits) -> str | None:
 
 
 def may_be_beyond_a_float(raw: bytes) -> bool:
-    """Whether the text may contain NaN, Infinity, or a number with an exponent of three or more digits."""
+    """Return whether the text may contain NaN, Infinity, or a number with an exponent of three or more digits."""
     return b"NaN" in raw or b"Infinity" in raw or may_have_large_exponent(raw)
 
 
 def may_have_large_exponent(raw: bytes) -> bool:
-    """Whether the text may contain a number with a three-digit exponent."""
+    """Return whether the text may contain a number with a three-digit exponent."""
     shapes = raw.translate(_SHAPES)
     return any(each in shapes for each in _LARGE_EXPONENTS)
 

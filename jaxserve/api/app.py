@@ -142,8 +142,8 @@ def check_files(app: FastAPI) -> bool:
 async def warm_up(app: FastAPI) -> None:
     """Check the tokenizer against the model's vocabulary, and start the process that compiles grammars.
 
-    No request then waits for it. Call this once the engine is ready. Raises ConfigError if a text can give token ids
-    that the model lacks.
+    Call this once the engine is ready and before requests come, so that none waits for either. Raises ConfigError if a
+    text can give token ids that the model lacks.
     """
     state: ServerState = app.state.server
     await asyncio.to_thread(check_vocabulary, state)  # renders the chat template

@@ -51,7 +51,7 @@ class Results:
         temporary.replace(self._path)
 
     def done(self, section: str, name: str) -> bool:
-        """Whether a row is there. A cell that ended its process is not run again; one that raised is."""
+        """Return whether a row is there. A cell that ended its process is not run again; one that raised is."""
         row = self.rows.get((section, name), {"error": ""})
         return "error" not in row or bool(row.get("ended_process"))
 
@@ -84,7 +84,7 @@ class Bench:
         return self.options.until - time.time()
 
     def wants(self, name: str, estimate: float) -> bool:
-        """Whether a cell is missing and `estimate` seconds are left for it."""
+        """Return whether a cell is missing and `estimate` seconds are left for it."""
         return not self.results.done(self.section, name) and self.seconds_left > estimate
 
     def cell(self, name: str, estimate: float, measure: Cell, *, limit: float = CELL_SECONDS) -> bool:

@@ -164,7 +164,7 @@ class Launch:
         self._server.should_exit = True  # it served what the workers passed on
 
     def _keeper(self) -> GroupKeeper:
-        """What this process does for the workers' limits."""
+        """Return the keeper of the workers' limits in this process."""
         state = self._app.state.server
         return GroupKeeper(
             state.group, lambda: self.engine.load, lambda: state.key_usages.all() if self.engine.was_ready else []

@@ -165,7 +165,7 @@ class AsyncEngine:
         return Load(len(self._live), self._live.num_waiting_tokens)
 
     def stats(self) -> EngineStats:
-        """The latest statistics of all replicas together, at most 1 s old."""
+        """Return the latest statistics of all replicas together, at most 1 s old."""
         return self._replicas.stats()
 
     def check_ready(self) -> None:
@@ -300,7 +300,7 @@ class AsyncEngine:
         self._deliver(TokenOutput(request_id=sequence.engine_id, finish_reason=FinishReason.ABORT))
 
     async def waiting(self) -> list[WaitingRequest]:
-        """The requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
+        """Return the requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
         return msgspec.convert(await self.call("waiting"), list[WaitingRequest])
 
     async def call(self, method: str, **args: Any) -> Any:

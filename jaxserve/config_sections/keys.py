@@ -18,7 +18,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def digest_of(key: str) -> bytes:
-    """SHA-256 of a key, 32 bytes."""
+    """Return the SHA-256 of a key, 32 bytes."""
     return hashlib.sha256(key.encode()).digest()
 
 

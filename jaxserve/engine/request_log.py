@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_received(requests: Iterable[EngineRequest], num_prompt_tokens: int) -> None:
-    """The requests have come in. num_prompt_tokens: of the prompt that they share."""
+    """Log that the requests have come in. num_prompt_tokens: of the prompt that they share."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for request in requests:
@@ -27,7 +27,7 @@ def log_received(requests: Iterable[EngineRequest], num_prompt_tokens: int) -> N
 
 
 def log_turn(started: Iterable[str], outputs: Iterable[TokenOutput]) -> None:
-    """What one turn of the engine's loop did. started: ids of the requests that were given a slot."""
+    """Log what one turn of the engine's loop did. started: ids of the requests that were given a slot."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for request_id in started:

@@ -113,7 +113,7 @@ class ModelProcess:
             end.cancel()
 
     async def is_idle(self) -> bool:
-        """Whether no request runs or waits, batches and background responses included."""
+        """Return whether no request runs or waits, batches and background responses included."""
         families = await self.metrics()
         values = [value for family in families for name, _, value in family["samples"] if name in _WORK]
         return len(values) == len(_WORK) and not any(values)

@@ -21,7 +21,8 @@ class BitmaskFiller:
     def fill(self, rows: Sequence[tuple[Matcher, int]], bitmask: np.ndarray) -> None:
         """Fill row r of bitmask int32 [R, ceil(V/32)] (all ones on entry, C-contiguous) for each (matcher, r).
 
-        A FillRows of the engine. A matcher whose grammar has not begun is filled on this thread.
+        Has the signature FillRows. Rows whose mask depends only on the grammar are filled in parallel, the others on
+        this thread.
         """
         parallel = []
         for matcher, row in rows:

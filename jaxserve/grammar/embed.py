@@ -68,7 +68,11 @@ def _escaped(literal: str) -> str:
 
 @dataclass
 class _Embedding:
-    """limit: a terminal's expression that restricts patterns. literal: converts a text in quotes."""
+    """Rewrites a tool's Lark grammar so that it can stand in another one.
+
+    source: the grammar. limit: the expression that the text of every terminal must match too. literal: converts a
+    text in quotes.
+    """
 
     source: str
     limit: str
@@ -143,7 +147,7 @@ class _Embedding:
 
 
 def _is_algebra(body: str) -> bool:
-    """Whether it is a conjunction or a complement, whose parts cannot be restricted one by one."""
+    """Return whether it is a conjunction or a complement, whose parts cannot be restricted one by one."""
     return any(match.lastgroup == "foreign" and match[0] in "&~" for match in _TOKEN.finditer(body))
 
 

@@ -127,7 +127,7 @@ def no_call_grammar(model: CallModel) -> GrammarSpec | None:
 
 
 def is_raw_input(tools: Sequence[GrammarTool], *, required: bool) -> bool:
-    """Whether the output is the input of the only tool, without a call around it."""
+    """Return whether the output is the input of the only tool, without a call around it."""
     return required and len(tools) == 1 and tools[0].lark is not None
 
 

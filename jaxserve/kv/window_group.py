@@ -68,8 +68,8 @@ class WindowGroup:
         # The prefix's last window is locked for the first tokens, so the prompt's own pages need room beside it.
         room = num_pages - size.decoding
         self._max_reserved = min(size.prefilling, room) if room >= size.decoding else num_pages
-        # Allocate at least enough for chunks of half a window. Waiting for more can take long: two chunks can need 16
-        # windows.
+        # Two windows serve chunks of half a window. More is allocated only if it is free (`surplus`): two whole chunks
+        # can need 16 windows, and waiting for these can take long.
         self._min_reserved = min(self._max_reserved, 2 * size.decoding)
         assert num_pages >= size.least(longest)
 

@@ -74,7 +74,7 @@ class WindowIndex:
         return sum(node in self._idle for node in nodes)
 
     def is_last_user(self, node: Node) -> bool:
-        """Whether unlocking the page makes it evictable."""
+        """Return whether unlocking the page makes it evictable."""
         return self._locks[node] == 1
 
     # --- use

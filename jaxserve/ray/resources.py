@@ -74,7 +74,10 @@ def _device_bundle(kind: str, count: int) -> dict[str, float]:
 
 
 def _bundles(group: Any, kind: str, count: int, hosts: int) -> list[dict[str, float]]:
-    """Return the resources of each host. bundle_per_worker is one device's share, as in `ray.serve.llm`."""
+    """Return the resources of each host from placement_group_config. Raises ConfigError.
+
+    count: devices of a host. bundle_per_worker is one device's share, as in `ray.serve.llm`.
+    """
     if not isinstance(group, dict) or set(group) - {"bundles", "bundle_per_worker", "strategy"}:
         raise ConfigError("placement_group_config: its keys are bundles or bundle_per_worker, and strategy")
     if ("bundles" in group) == ("bundle_per_worker" in group):

@@ -41,7 +41,7 @@ class PrefixRouter(RequestRouter):
         return [[by_name[name]] for name in self._rule.rank(loads, matched, len(blocks))]
 
     def _load(self, replica: RunningReplica) -> RayReplicaLoad:
-        """What this router has sent there, or what the replica counted itself, if that is more."""
+        """Return the replica's load: what this router has sent there, or the replica's own count if that is more."""
         own = self.replica_queue_len_cache.get(replica.replica_id) or 0
         said: dict[str, Any] = replica.routing_stats or {}
         return RayReplicaLoad(bool(said.get("is_ready", True)), max(own, int(said.get("num_requests", 0))))

@@ -111,7 +111,7 @@ class RaySettings:
 
     @property
     def max_body_bytes(self) -> int:
-        """The most of a body that the ingress reads; the engine's own limit is this or less."""
+        """The largest body in bytes that the ingress reads. The engine's own limit is the same or smaller."""
         return BodyLimits.of(self.config.server, LONGEST_CONTEXT).max_bytes
 
 
@@ -211,7 +211,7 @@ def _max_num_seqs(config: Config, kind: str) -> int:
 
 
 def _name(model: Mapping[str, Any], config: Config) -> str:
-    """Return the model's name in the form of a deployment's."""
+    """Return the model's name for a deployment: each run of characters that may not stand there becomes `--`."""
     name = _section(model, "model_loading_config").get("model_id") or config.model.path or "demo"
     return re.sub(r"[^\w.]+", "--", str(name))
 

@@ -144,7 +144,7 @@ class PrefillsInProgress:
             del self._leaders[key]
 
     def awaits_prefill(self, request: Request, step: int) -> bool:
-        """Whether `worth_waiting` holds for a sibling, or held in an earlier step for a prompt compared with this one.
+        """Return whether it is worth waiting for the prefill of a sibling, or of one compared with it before.
 
         Does not read the prompt. A sibling is also the hint for the request's next match in the prefix cache.
         """
@@ -157,7 +157,7 @@ class PrefillsInProgress:
         return known is not None and self._is_worth(request, known, known.cache_node.depth, step)
 
     def worth_waiting(self, request: Request, node: Node, step: int) -> bool:
-        """Whether a prefill in progress will save `request` at least half the tokens that it still has to compute.
+        """Return whether a prefill in progress saves `request` at least half the tokens that it still has to compute.
 
         The request waits only until the pages that both prompts share are computed.
         """

@@ -101,12 +101,12 @@ class Admitter:
         return self._kv.match(request).depth * self._kv.page_size
 
     def arrived(self, request: Request) -> None:
-        """A request was queued. If no slot is free it is not tried, so its reason is noted here."""
+        """Note that a request was queued. If no slot is free, it is not tried, so its reason is noted here."""
         if not self._kv.num_free_slots:
             self._refusals.note(request, WaitReason.SLOT)
 
     def reason(self, request: Request) -> WaitReason:
-        """Why a waiting request could not start in the last step."""
+        """Return why a waiting request could not start in the last step."""
         if (refused := self._refusals.of(request)) is not None:
             return refused
         if not self._tenants.may_start(request):
@@ -202,15 +202,15 @@ class Refusals:
         self._before: dict[str, WaitReason] = {}
 
     def open(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self._before, self._now = self._now, {}
 
     def note(self, request: Request, reason: WaitReason) -> None:
-        """The request could not start in this step."""
+        """Note that the request could not start in this step."""
         self._now[request.request_id] = reason
         if self._before.get(request.request_id) is not reason:
             logger.debug("request %s waits: %s", request.request_id, reason.value)
 
     def of(self, request: Request) -> WaitReason | None:
-        """The reason of the last step; None if the request was not tried in it."""
+        """Return the reason of the last step; None if the request was not tried in it."""
         return self._now.get(request.request_id)

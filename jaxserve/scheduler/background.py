@@ -40,7 +40,7 @@ class PriorityOnly:
         self.num_batch = 0  # batch requests that wait or run
 
     def is_batch(self, request: Request) -> bool:
-        """Whether the request is a batch request that is not aged."""
+        """Return whether the request is a batch request that is not aged."""
         return request.priority >= self._batch_priority and not request.aged
 
     def online(self, requests: list[Request]) -> list[Request]:
@@ -60,7 +60,9 @@ class PriorityOnly:
         """Note that a request got its slot and has `num_tokens` prompt tokens to compute."""
 
     def joins(self, num_live: int, online_prompts: bool, now: float) -> bool:
-        """Whether batch requests take part in the next step, whatever online requests do in it. Called once per step.
+        """Return whether batch requests take part in the next step, whatever online requests do in it.
+
+        Call once per step.
 
         num_live: requests of both kinds. online_prompts: whether online requests wait or compute their prompts.
         """
@@ -71,7 +73,7 @@ class PriorityOnly:
         return self._budget
 
     def runs_ahead(self, in_flight: SchedulerOutput, now: float) -> bool:
-        """Whether another step may be dispatched while `in_flight` still runs."""
+        """Return whether another step may be dispatched while `in_flight` still runs."""
         return True
 
     def retime(self, times: StepTimes) -> None:
@@ -120,7 +122,7 @@ class YieldToOnline(PriorityOnly):
         return self._steps_sat_out % BATCH_EVERY == 0
 
     def _expects_online(self, now: float) -> bool:
-        """Whether there are batch requests, and an online request was live in the last ONLINE_MEMORY seconds."""
+        """Return whether there are batch requests, and an online request was live in the last ONLINE_MEMORY seconds."""
         return self.num_batch > 0 and now - self._last_online <= ONLINE_MEMORY
 
     def budget(self, num_decode_rows: int, *, batch: bool, now: float) -> int:

@@ -72,7 +72,7 @@ class Preemption:
     # --- if a better request waits
 
     def could_help(self, priority: int) -> bool:
-        """Whether a request of worse priority than this one runs."""
+        """Return whether a request of worse priority than this one runs."""
         return any(request.priority > priority for request in self._running)
 
     def preempt_for(self, request: Request, missing: list[int], started: Collection[Request] = ()) -> None:

@@ -45,7 +45,7 @@ class PromptShares:
         half = budget if self.whole else (budget + step % 2) // 2
         left = budget - self._serve(in_order, half, shares)
         if left and not self.whole:
-            shortest = sorted((*running, *waiting), key=self._num_left)
+            shortest = sorted((*running, *waiting), key=self._shortest_first)
             self._serve(shortest, left, shares)
         given = [(request, tokens) for request, tokens in shares.items() if tokens and _runs(request)]
         return dict(sorted(given, key=lambda share: self._rest(*share)))
@@ -72,8 +72,8 @@ class PromptShares:
     def _order(self, request: Request) -> tuple[TurnKey, float]:
         return self.turn(request), request.arrival
 
-    def _num_left(self, request: Request) -> tuple[int, tuple[int, float], int, float]:
-        """Sort key: priority, turn of the tenant, then the fewest tokens left."""
+    def _shortest_first(self, request: Request) -> tuple[int, tuple[int, float], int, float]:
+        """Sort key: priority, turn of the tenant, fewest tokens left, arrival."""
         if _runs(request):
             left = request.num_prefill_tokens - request.num_computed_tokens
         else:

@@ -199,7 +199,7 @@ class Scheduler:
             self._preempt(request)
 
     def waits_for_read(self, now: float) -> bool:
-        """Whether the step in flight must be read before the next one is scheduled. now: seconds"""
+        """Return whether the step in flight must be read before the next one is scheduled. now: seconds"""
         return bool(self.in_flight) and not self.batch_policy.runs_ahead(self.in_flight.newest, now)
 
     @property

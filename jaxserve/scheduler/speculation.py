@@ -29,7 +29,7 @@ class Speculation:
         self.counters = DraftCounters()
 
     def wants(self, in_flight: SchedulerOutput, decoding: Iterable[Request], *, prompts: bool) -> bool:
-        """Whether the next step should have drafts, or the step in flight has some, so that it must be read before.
+        """Return whether the step in flight must be read first: it has drafts, or the next step should have some.
 
         prompts: the next step will probably have a prompt, and so no drafts
         """

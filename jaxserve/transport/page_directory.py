@@ -15,7 +15,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class PageDirectory:
-    """Files of the pages of one server. Those of servers that were killed are removed first. Raises ConfigError."""
+    """The page files of one server. Removes those of killed servers first. Raises ConfigError if it cannot be made."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """folder: where to make it; None: in shared memory, or in the temporary folder"""

@@ -82,7 +82,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Whether its lock is free. A directory without the file is being made by another process."""
+    """Return whether its lock is free. A directory without the file is being made by another process."""
     try:
         descriptor = os.open(directory / STATE, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

@@ -282,8 +282,8 @@ _KINDS: dict[str, type[HTTPError]] = {
 
 ToEngine = Add | Abort | Call | Stop
 
-# What the engine takes in between two steps, as `weight` counts: 256 sequences, or prompts of 262,144 tokens. Either
-# costs it 3 to 5 ms: a sequence 12 us, a token 10 to 20 ns.
+# The most that the engine takes in between two steps, in units of `weight`: 256 sequences, or prompts of 262,144
+# tokens. Either takes 3 to 5 ms: a sequence 12 us, a token 10 to 20 ns.
 MAX_WEIGHT = 2**20
 SEQUENCE_WEIGHT = 2**12
 

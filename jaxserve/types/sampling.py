@@ -13,7 +13,7 @@ from jaxserve.types.bounds import Count, Int32, Real
 from jaxserve.types.extras import ExtraParams
 
 # Requests with this or a higher number are background work (batches). Under every policy online requests start before
-# them, unless one is aged (scheduler/waiting/aging.py).
+# them, unless a background request is aged (scheduler/waiting/aging.py).
 BACKGROUND_PRIORITY = 2**30
 
 MAX_LOGIT_BIAS = 4096  # logit_bias entries per request; the size of the device's array

@@ -1,7 +1,7 @@
 """Run a batch request by calling the server's own route function in process.
 
 A batch request and an online request share all code from the route on, so every check, limit and field is the same. A
-new route is usable in batches once it is listed here.
+new route is usable in batches once it is listed in BATCH_ENDPOINTS of api/app.py.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RouteHandler:
 
 
 def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
-    """A `receive` that sends one body, then blocks: the client of a batch request leaves only by cancelling the
+    """Return a `receive` that sends one body, then blocks: the client of a batch request leaves only by cancelling the
     call.
     """
     messages = [{"type": "http.request", "body": body, "more_body": False}]

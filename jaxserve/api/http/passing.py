@@ -97,7 +97,7 @@ async def _parts(receive: Receive) -> AsyncIterator[bytes]:
 
 
 def _head(scope: Scope, *, chunked: bool, length: int | None) -> bytes:
-    """The request line and the headers. length: of a body that has been read"""
+    """Return the request line and the headers. length: of a body that has been read"""
     headers = _passed_on(scope["headers"])
     if length is not None:
         headers = [each for each in headers if each[0] != b"content-length"]

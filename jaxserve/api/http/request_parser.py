@@ -12,7 +12,7 @@ import httptools
 
 
 class ParserCallbacks(Protocol):
-    """What the parser's callbacks have collected of a request."""
+    """The parts of a request that the parser's callbacks have collected."""
 
     url: bytes
     headers: list[tuple[bytes, bytes]]  # names in lower case

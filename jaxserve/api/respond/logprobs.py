@@ -20,9 +20,9 @@ def floor(value: float) -> float:
 
 
 def _top(entry: TokenLogprobs, count: int, watched: Sequence[int] = ()) -> list[tuple[int, float]]:
-    """Return the most likely tokens and the chosen one.
+    """Return (token id, log-probability) of the `count` most likely tokens.
 
-    If the request names tokens and the entry has their values (`watched`), return the chosen token and those instead.
+    If the request names tokens (`watched`) and the entry has their values, return the chosen token and those instead.
     """
     if watched and entry.watched:
         pairs, own = dict(zip(watched, entry.watched, strict=True)), {entry.token_id: entry.logprob}

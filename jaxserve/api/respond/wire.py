@@ -93,7 +93,10 @@ class ChunkWriter:
 
 
 def finish_fields(output: RequestOutput, stop_token_ids: tuple[int, ...]) -> dict[str, Any]:
-    """Return finish_reason, SGLang's matched_stop and vLLM's stop_reason (null at the end-of-sequence token)."""
+    """Return finish_reason, SGLang's matched_stop, and vLLM's stop_reason.
+
+    stop_reason is the stop text or the one of `stop_token_ids` that ended the output, else null.
+    """
     matched = output.matched_stop
     named = isinstance(matched, str) or matched in stop_token_ids
     return {

@@ -250,7 +250,11 @@ class BackgroundRunner:
                 log.stop()
 
     async def _answer(self, response: StartedResponse, keeper: BackgroundKeeper, log: EventLog | None) -> None:
-        """Run a response to its end. Attempts that fail before its first event are repeated as those of batches are."""
+        """Run a response to its end.
+
+        An attempt that fails before the first event with a status of 500 or more is repeated, up to MAX_ATTEMPTS
+        attempts in all. A full queue or an engine that is not ready is waited for and counts as no attempt.
+        """
         attempt = 1
         while True:
             while not self._settings.ready():

@@ -59,7 +59,7 @@ class PairScorer:
         )
 
     async def _by_head(self, task: PairTask) -> Scores:
-        """The model's number for each pair, or its sigmoid."""
+        """Score by the model's number for each pair, or its sigmoid."""
         encoder, info = self.state.pair_encoder, self.state.engine.info
         limit = info.max_model_len if task.keep is None or task.keep < 0 else min(task.keep, info.max_model_len)
         queries = [await self._encoding(each, task.params[0]) for each in task.queries]
@@ -79,7 +79,7 @@ class PairScorer:
         return [sigmoid(x) if activated else x for x in numbers], generation.usage.prompt_tokens
 
     async def _by_words(self, task: PairTask) -> Scores:
-        """The probability of the word for relevant against that of the other, or the difference of their logits."""
+        """Score by the probability of the word for relevant against the other, or by the difference of their logits."""
         about = [await pair_prompt(each, task.instruction, task.keep, self.state) for each in task.queries]
         ids = [
             await about[task.query_of(number)].token_ids(text, self.state, task.params)
@@ -92,7 +92,7 @@ class PairScorer:
         return [sigmoid(x) if task.activation else x for x in numbers], generation.usage.prompt_tokens
 
     async def _by_cosine(self, task: PairTask) -> Scores:
-        """The cosine of the two embeddings. Each text is embedded once."""
+        """Score by the cosine of the two embeddings. Each text is embedded once."""
         queries, documents = task.params
         tokens = [await whole_text(each, TextCut(), self.state, queries) for each in task.queries]
         tokens += [await whole_text(each, TextCut(task.keep), self.state, documents) for each in task.documents]

@@ -61,7 +61,10 @@ async def score(request: Request) -> Response:
 
 
 def _scorer(request: Request, body: ScoringFields, prefix: str) -> tuple[str, PairScorer]:
-    """Return the model's name and what scores. Raises a RequestError if the model is another or cannot score pairs."""
+    """Return the model's name and its scorer. prefix: of the request's id.
+
+    Raises ModelNotFoundError, or InvalidValueError if the model cannot score pairs.
+    """
     state = server_state(request)
     model = state.check_model(body.model)
     check_scores_pairs(state.engine.info, model)

@@ -62,7 +62,7 @@ class BodyLimits:
 
 
 def is_large(raw: bytes) -> bool:
-    """Whether to decode the body off the event loop."""
+    """Return whether to decode the body off the event loop."""
     return len(raw) > LARGE_BYTES or (len(raw) > LARGE_STRUCTURES and most_structures(raw) > LARGE_STRUCTURES)
 
 

@@ -69,7 +69,7 @@ class EngineProtocol(Protocol):
         ...
 
     async def waiting(self) -> list[WaitingRequest]:
-        """The requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
+        """Return the requests that have no slot yet, the first 1,024 of them, each with the reason why it waits."""
         ...
 
     async def call(self, method: str, **args: Any) -> Any:

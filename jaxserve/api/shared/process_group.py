@@ -74,7 +74,7 @@ class ProcessGroup:
         return BodySum(self.board.rows[self.row], _BODIES, lambda: self.board.total(_BODIES))
 
     def engine_load(self) -> Load:
-        """The engine's queue as the main process has last written it."""
+        """Return the engine's queue as the main process has last written it."""
         row = self.board.rows[MAIN]
         return Load(int(row[_LIVE]), int(row[_WAITING]))
 

@@ -47,7 +47,7 @@ def _lws(environ: Environment) -> tuple[int, int, str]:
 
 
 def _slurm(environ: Environment) -> tuple[int, int, str]:
-    """The job step of this process: `srun` with one task on each node."""
+    """Read the job step of this process: `srun` with one task on each node."""
     hosts, tasks = _number(environ, "SLURM_STEP_NUM_NODES"), _number(environ, "SLURM_STEP_NUM_TASKS")
     if tasks != hosts:
         raise ConfigError(
@@ -57,7 +57,7 @@ def _slurm(environ: Environment) -> tuple[int, int, str]:
 
 
 def _tpu(environ: Environment) -> tuple[int, int, str]:
-    """A slice of TPUs of GKE."""
+    """Read the slice of TPUs that GKE describes."""
     names = [name for name in _text(environ, "TPU_WORKER_HOSTNAMES").split(",") if name]
     return len(names), _number(environ, "TPU_WORKER_ID"), names[0]
 

@@ -45,8 +45,9 @@ def check_roles(config: Config) -> None:
 
 
 def ends_with_prompt(params: SamplingParams) -> bool:
-    """Whether the engine that computes the prompt answers the request: it asks for at most one token, or for a value
-    of every token of the prompt, which no page holds.
+    """Return whether the engine that computes the prompt also ends the request.
+
+    It does if at most one token is asked for, or a value of every token of the prompt, which no page holds.
     """
     of_prompt = params.prompt_logprobs is not None or params.extras.of_prompt
     return params.embed or of_prompt or (params.max_tokens is not None and params.max_tokens <= 1)

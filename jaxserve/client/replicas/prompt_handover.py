@@ -55,7 +55,7 @@ class PromptHandover:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Make the directory. Raises ConfigError."""
+        """Make the directory of the page files. Raises ConfigError if it cannot be made."""
         self._directory = PageDirectory()
 
     async def stop(self) -> None:

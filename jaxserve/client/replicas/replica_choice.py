@@ -53,7 +53,7 @@ class ReplicaChoice:
         return self._best(replicas, request, prompt_bytes(request))
 
     def passes_on(self, replica: Replica, request: EngineRequest) -> bool:
-        """Whether a replica only computes the prompt of a request, which then goes on in another."""
+        """Return whether a replica only computes the prompt of a request, which then goes on in another."""
         if replica.role != "prefill" or request.replica == replica.index or ends_with_prompt(request.params):
             return False
         return bool(self._usable("decode"))

@@ -147,7 +147,7 @@ class ReplicaSet:
         return [replica.state for replica in self._replicas]
 
     def stats(self) -> EngineStats:
-        """The latest statistics of all engines together."""
+        """Return the latest statistics of all engines together."""
         return joined_stats([replica.stats for replica in self._replicas])
 
     # -- requests ------------------------------------------------------------------------------------------

@@ -109,7 +109,10 @@ class EngineControl:
     def update_from_file(
         self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False
     ) -> str:
-        """Replace the weights by the tensors of one safetensors file."""
+        """Replace the weights by the tensors of one safetensors file; see `Engine.update_weights`.
+
+        Returns the new label. If the file cannot be read or does not fit, the old weights stay.
+        """
         file = Path(path)
         contents = list(read_contents(file))
         names = [name for name, _ in contents]

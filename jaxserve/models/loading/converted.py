@@ -24,7 +24,7 @@ def is_converted(directory: Path) -> bool:
 
 
 def manifest_of(structure: ModelStructure) -> dict[str, Any]:
-    """Return the manifest of a model, but its checksums."""
+    """Return the manifest of a model without its checksums."""
     shapes, config = {spec.name: list(spec.shape) for spec in structure.specs}, structure.config
     found = None if config.stored_form is None else config.stored_form.found
     form = {"quantization": config.quantization, "quantized_modules": None if found is None else sorted(found)}

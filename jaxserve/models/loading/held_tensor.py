@@ -28,6 +28,6 @@ class HeldTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, first: int, last: int | None) -> np.ndarray:
-        """Return the rows [first, last) of the first axis, which the caller must not change. None: all."""
+        """Return the rows [first, last) of the first axis, or all rows if last is None. Do not change them."""
         whole = np.asarray(self.array)
         return whole if last is None else whole[first:last]

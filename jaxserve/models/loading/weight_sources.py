@@ -45,7 +45,7 @@ class WeightSource(Protocol):
 
     @property
     def parameters(self) -> frozenset[str]:
-        """Names of the parameters that it has."""
+        """The names of the parameters that the source has."""
         ...
 
     @property
@@ -76,13 +76,13 @@ def source_of(given: Any, structure: ModelStructure, *, partial: bool = False) -
 
 
 def _has_leaf_names(given: Mapping[Any, Any], structure: ModelStructure) -> bool:
-    """Whether a mapping is a tree of leaves: it is nested, or every key is the name of a leaf."""
+    """Return whether a mapping is a tree of leaves: it is nested, or every key is the name of a leaf."""
     names = {spec.name for spec in structure.specs} | {spec.wide().name for spec in structure.specs}
     return all(name in names or isinstance(value, Mapping) for name, value in given.items())
 
 
 def held_checkpoint(pairs: Iterable[tuple[str, Any]]) -> Checkpoint:
-    """Return the checkpoint of (name, array) pairs. Raises ModelLoadError for what is no array."""
+    """Return the checkpoint of (name, array) pairs. Raises ModelLoadError if a value is not an array."""
     pairs = list(pairs)
     for name, array in pairs:
         _check_array(name, array)

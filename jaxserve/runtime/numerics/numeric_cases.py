@@ -137,10 +137,10 @@ def rounded_products(linear: Products) -> NumericCase:
 
 
 def rounded_rows(linear: Products, tolerance: float) -> NumericCase:
-    """Make products of x bfloat16 [130, 256] that rounding to 8 bits leaves as they are.
+    """Make products of x bfloat16 [130, 256], whose numbers rounding to 8 bits does not change.
 
-    The weights are int8 and, but for a TPU, E4M3 [128, 256], on Hopper with scales of rows and of groups, else of rows.
-    The largest number of a group of x is 127, or 448 for E4M3, so that its scale is 1.
+    The weights [128, 256] are int8 on a TPU, and int8 and E4M3 elsewhere. They have one scale for a row; on Hopper
+    also one for a group. The largest number of a group of x is 127, or 448 for E4M3, so that its scale is 1.
     """
     weight, x = _whole_numbers((128, 256)), _whole_numbers((130, 256), seed=1)
     groups = (1, 2) if linear.rounded == "hopper" else (1,)

@@ -130,7 +130,7 @@ class DeviceWeights:
         self.place = "device"
 
     def _shares(self, arrays: Sequence[Any]) -> bool:
-        """Whether one of the arrays has memory of this runner's leaves."""
+        """Return whether one of the arrays shares memory with this runner's leaves."""
         own = sorted(bounds for leaf in self._runner.leaves for bounds in _bounds(leaf))
         ends = [end for _, end in own]
         for array in arrays:

@@ -80,7 +80,7 @@ class _Watched:
 
 
 def _may_age(request: Request) -> bool:
-    """Whether the request waits or computes its prompt."""
+    """Return whether the request waits or computes its prompt."""
     if request.aged or request.status is RequestStatus.FINISHED:
         return False
     return request.status is not RequestStatus.RUNNING or request.num_computed_tokens < request.num_prefill_tokens

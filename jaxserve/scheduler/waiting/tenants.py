@@ -140,17 +140,18 @@ class TenantShares:
         return limited if before > limited else budget
 
     def may_start(self, request: Request) -> bool:
-        """Whether the tenant's limit on running requests allows another one."""
+        """Return whether the tenant's limit on running requests allows another one."""
         return self._account(request).num_startable != 0
 
     def keeps_last_slot(self, request: Request) -> bool:
-        """Whether the request must leave the last free slot to other tenants: with it, its tenant would exceed its
-        share of the slots.
+        """Return whether the request must leave the last free slot to other tenants.
+
+        It must if its tenant would otherwise exceed its share of the slots.
         """
         return self.counts and self._num_slots >= MIN_SLOTS and not self._is_below(self._account(request))
 
     def some_may_start(self, num_free_slots: int) -> bool:
-        """Whether the free slots, or a claim on those of another tenant, may let a waiting request start."""
+        """Return whether the free slots, or a claim on those of another tenant, may let a waiting request start."""
         if num_free_slots > 1 or not self.counts or self._num_slots < MIN_SLOTS:
             return num_free_slots > 0 or (self.several and self._some_claim())
         waiting = (account for account in self._live.values() if account.num_live > account.num_running)
@@ -166,7 +167,7 @@ class TenantShares:
         )
 
     def _is_below(self, account: _Account) -> bool:
-        """Whether one more running request keeps a tenant within its share of the slots, but for the last one."""
+        """Return whether a tenant may run one more: it runs none, or stays within its share of all slots but one."""
         return not account.num_running or account.num_running + 1 <= self._share(account) * (self._num_slots - 1)
 
     def _share(self, account: _Account) -> float:

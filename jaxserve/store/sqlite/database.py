@@ -98,7 +98,7 @@ class Database:
 
     @contextlib.contextmanager
     def scan(self) -> Iterator[sqlite3.Connection]:
-        """A connection of its own for a long read. Raises as `read`."""
+        """Return a connection of its own for a long read. Raises as `read`."""
         with self._noted(), contextlib.closing(self.connect_reader()) as connection:
             yield connection
 

@@ -63,7 +63,7 @@ def mark(directory: Path, disk: Disk) -> None:
 
 
 def own_files(directory: Path, kind: str) -> Iterator[Path]:
-    """The files in `directory`/`kind` (FILES or TMP) that the store has made."""
+    """Return the files in `directory`/`kind` (FILES or TMP) that the store has made."""
     for path in (directory / kind).iterdir():
         if _OWN_NAMES[kind].fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode):
             yield path
@@ -80,7 +80,7 @@ def remove(directory: Path) -> None:
 
 
 def _is_new(directory: Path) -> bool:
-    """Whether nothing is there but what a start that was cut short may have left."""
+    """Return whether nothing is there but what a start that was cut short may have left."""
     for path in directory.iterdir():
         if path.name in _OWN_NAMES:
             if set(path.iterdir()) - set(own_files(directory, path.name)):

@@ -20,7 +20,7 @@ class Disk:
     """The real disk. Every method either has happened when it returns or raises OSError."""
 
     def create(self, path: Path) -> BinaryIO:
-        """A new file for unbuffered writing; it must not exist."""
+        """Return a new file for unbuffered writing; it must not exist."""
         return open(path, "xb", buffering=0)
 
     def write(self, file: BinaryIO, data: bytes) -> None:

@@ -22,7 +22,7 @@ DAMAGED = "The server's store is damaged and cannot be changed until it is repai
 
 
 def find_damage(connection: sqlite3.Connection) -> str | None:
-    """What is wrong with a database; None if nothing is. Reads all of it.
+    """Return what is wrong with a database; None if nothing is. Reads all of it.
 
     Raises sqlite3.Error if it cannot be read at all.
     """
@@ -31,7 +31,7 @@ def find_damage(connection: sqlite3.Connection) -> str | None:
 
 
 def missing_columns(connection: sqlite3.Connection, schema: str) -> list[str]:
-    """The columns, as table.column, that `schema` has and the database lacks."""
+    """Return the columns, as table.column, that `schema` has and the database lacks."""
     with contextlib.closing(sqlite3.connect(":memory:")) as fresh:
         fresh.executescript(schema)
         expected = _columns(fresh)
@@ -47,7 +47,7 @@ def _columns(connection: sqlite3.Connection) -> set[str]:
 
 
 def store_error(error: sqlite3.Error) -> HTTPError | None:
-    """The error for clients that an error of SQLite means; None for a bug of ours."""
+    """Return the error for clients that an error of SQLite means; None for a bug of ours."""
     code = getattr(error, "sqlite_errorcode", -1)
     primary = code & 0xFF
     if primary == sqlite3.SQLITE_FULL or code == sqlite3.SQLITE_IOERR_SHMSIZE:  # the second: no room for its index

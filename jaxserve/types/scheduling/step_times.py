@@ -52,9 +52,9 @@ class StepTimes:
         return _seconds(self.prefill, tokens)
 
     def full_rows(self, most: int) -> int:
-        """Return the fewest decode rows with which throughput is nearly as high as with any number up to `most`.
+        """Return the fewest decode rows whose throughput is NEARLY that of the best number of rows up to `most`.
 
-        Returns `most` if nothing was timed.
+        Returns `most` if no decode step of up to `most` rows was timed.
         """
         speeds = {rows: rows / seconds for rows, seconds in self.decode.items() if seconds > 0 and rows <= most}
         return min((rows for rows in speeds if speeds[rows] >= NEARLY * max(speeds.values())), default=most)
