@@ -7,6 +7,7 @@
 // those of the float32 weight it stands for.
 //
 // The tile in registers is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008.
+#include "transpose.h"
 #include "weights.h"
 
 #include <string.h>
@@ -34,11 +35,12 @@ enum {
   WIDE_COLUMNS = WIDE * sizeof(float) / sizeof(wide_vector),
   NARROW_ROWS = 8,  // of w in the tile of a panel of one vector; with 12 eight tokens took 22.4 ms instead of 20.8
   GROUP = 24,       // rows of w that meet one panel after another: whole tiles of either kind
-  PIECES = 8,       // of all rows of w for each thread: the last to finish is late by at most so much
+  PIECES = 32,      // of all rows of w for each thread: the last to finish is late by at most so much
   LINE = 16,        // floats in a cache line
   AT_ONCE = 512,    // tokens packed at a time, whatever the step's size: what the scratch is for
-  COPIED = 3,       // panels from which on a float32 weight is copied: its rows may share cache sets
-  CHUNK = 128,      // numbers of a row that are widened at a time: at most 6 KiB for a tile
+  IN_PLACE = 2,     // panels up to which a float32 weight is read in place; more are quicker with a copy
+  CHUNK = 128,      // numbers of a row that meet all tokens at a time: GROUP rows and a panel are in the first cache
+  APART = CHUNK + LINE,  // numbers from one copied row to the next: rows a power of two apart share cache sets
 };
 
 typedef struct Product Product;
@@ -46,15 +48,15 @@ typedef struct Product Product;
 typedef struct {
   int64_t row, height, k, count;
 } Piece;
-// Writes a piece as float32, with rows `apart` from one another.
-typedef void Widen(const Product* p, Piece piece, float* out, int64_t apart);
+// Writes a piece as float32, with rows APART from one another.
+typedef void Widen(const Product* p, Piece piece, float* out);
 
 struct Product {
   Weight w;
-  Widen* widen;  // NULL: w is float32 and is read in place
+  Widen* widen;
   const float* x;
   float *packed, *y;
-  int64_t tokens, apart;  // numbers from a row of w to the next
+  int64_t tokens;
 };
 
 // Tokens of the panel that starts at `token`, zeros behind the last included.
@@ -69,34 +71,33 @@ static void pack(void* job, int64_t first, int64_t last) {
   for (int64_t token = first * WIDE; token < min(last * WIDE, p->tokens); token += WIDE) {
     int64_t width = panel_width(p, token), live = min(width, p->tokens - token);
     float* panel = p->packed + token * p->w.depth;
+    const float* x = p->x + token * p->w.depth;
     for (int64_t k = 0; k < p->w.depth; k += LINE) {  // a line of each token at a time: rows of x may share cache sets
-      int64_t end = min(k + LINE, p->w.depth);
-      for (int64_t t = 0; t < width; t++)
-        for (int64_t i = k; i < end; i++) panel[i * width + t] = t < live ? p->x[(token + t) * p->w.depth + i] : 0;
+      int64_t count = min(LINE, p->w.depth - k);
+      transpose(x + k, p->w.depth, live, count, panel + k * width, width);
+      for (int64_t i = 0; live < width && i < count; i++)
+        memset(panel + (k + i) * width + live, 0, (size_t)(width - live) * sizeof(float));
     }
   }
 }
 
-INLINE void widen_rows(const Product* p, Piece piece, float* out, int64_t apart, Form form,
-                       bool zeros) {
+INLINE void widen_rows(const Product* p, Piece piece, float* out, Form form, bool zeros) {
   int64_t end = piece.k + piece.count;
-  for (int64_t row = piece.row; row < piece.row + piece.height; row++, out += apart) {
+  for (int64_t row = piece.row; row < piece.row + piece.height; row++, out += APART) {
     int64_t k = piece.k;
     for (int64_t index = k / p->w.group; k + BLOCK <= end; index++) {
       Group group = group_at(&p->w, form, zeros, row, index);
-      for (int64_t until = min(end, (index + 1) * p->w.group); k + BLOCK <= until; k += BLOCK) {
-        __builtin_prefetch(place(&p->w, form, row + piece.height, k), 0, 3);
+      for (int64_t until = min(end, (index + 1) * p->w.group); k + BLOCK <= until; k += BLOCK)
         widen(form, zeros, place(&p->w, form, row, k), &group, (vector*)(out + k - piece.k));
-      }
     }
     for (; k < end; k++) out[k - piece.k] = widen_one(form, place(&p->w, form, row, k));
   }
 }
 
 #define WIDEN(FORM)                                                                         \
-  static void widen_##FORM(const Product* p, Piece piece, float* out, int64_t apart) {      \
-    if (has_groups(FORM) && p->w.zeros) widen_rows(p, piece, out, apart, FORM, true);       \
-    else widen_rows(p, piece, out, apart, FORM, false);                                     \
+  static void widen_##FORM(const Product* p, Piece piece, float* out) {                     \
+    if (has_groups(FORM) && p->w.zeros) widen_rows(p, piece, out, FORM, true);              \
+    else widen_rows(p, piece, out, FORM, false);                                            \
   }
 WIDEN(FLOAT32)
 WIDEN(BFLOAT16)
@@ -106,51 +107,42 @@ WIDEN(FP8)
 WIDEN(MXFP4)
 WIDEN(INT8_16)
 
-// The next rows of w are asked for in time, one line each LINE steps and row; the processor by itself does not look
-// beyond a page. Few tokens wait on memory, which is quickest in the order of its addresses: 20.7 ms instead of 22.9
-// for eight. Many wait on arithmetic, and 33 ms instead of 37 are had for 32 where the order is that of the use.
-#define NEXT_ROWS(HEIGHT, COLUMNS)                                                                            \
-  UNROLL for (int r = 0; r < HEIGHT; r++) {                                                                   \
-    if (COLUMNS == 1) __builtin_prefetch(w + HEIGHT * (depth + k) + r * LINE, 0, 2);                          \
-    else __builtin_prefetch(w + (HEIGHT + r) * depth + k, 0, 2);                                              \
-  }
+// What is asked for while a tile is made, every LINE steps: a line for each of its rows, `row` bytes from one to the next,
+// and `step` bytes further each time. The processor by itself does not look beyond a page. NULL: nothing.
+typedef struct {
+  const char* at;
+  int64_t row, step;
+} Ahead;
 
-// tile [HEIGHT, COLUMNS of tokens] of y^T, from row `row` of w on. With a pointer to every fourth row, all addresses of a
-// step are in registers.
+// tile [HEIGHT, COLUMNS of tokens] of y^T plus the products of `count` numbers of rows of w, `apart` from one another. With
+// a pointer to every fourth row, all addresses of a step are in registers.
 #define TILE(NAME, VECTOR, HEIGHT, COLUMNS)                                                                   \
-  INLINE void NAME##_add(const float* panel, const float* w, int64_t count, int64_t depth, bool in_place,     \
-                         VECTOR sum[HEIGHT][COLUMNS]) {                                                       \
+  static void NAME(const float* panel, const float* w, int64_t count, int64_t apart, Ahead ahead, float* tile) { \
+    VECTOR sum[HEIGHT][COLUMNS];                                                                              \
     const float* quad[(HEIGHT + 3) / 4];                                                                      \
     UNROLL for (int r = 0; r < HEIGHT; r += 4) {                                                              \
-      quad[r / 4] = w + r * depth;                                                                            \
+      quad[r / 4] = w + r * apart;                                                                            \
       __asm__("" : "+r"(quad[r / 4]));                                                                        \
     }                                                                                                         \
-    for (int64_t k = 0; k < count; k++) {                                                                     \
-      VECTOR x[COLUMNS];                                                                                      \
-      if (in_place && k % LINE == 0) {                                                                        \
-        NEXT_ROWS(HEIGHT, COLUMNS)                                                                            \
+    UNROLL for (int r = 0; r < HEIGHT; r++)                                                                   \
+      UNROLL for (int v = 0; v < COLUMNS; v++) sum[r][v] = ((const VECTOR*)tile)[r * COLUMNS + v];            \
+    for (int64_t k = 0, end; k < count; k = end) {                                                            \
+      end = min(k + LINE, count);                                                                             \
+      if (ahead.at != NULL) {                                                                                 \
+        UNROLL for (int r = 0; r < HEIGHT; r++) __builtin_prefetch(ahead.at + r * ahead.row, 0, 2);           \
+        ahead.at += ahead.step;                                                                               \
       }                                                                                                       \
-      UNROLL for (int v = 0; v < COLUMNS; v++) x[v] = ((const VECTOR*)panel)[k * COLUMNS + v];                \
-      UNROLL for (int r = 0; r < HEIGHT; r++) {                                                               \
-        VECTOR weight = quad[r / 4][r % 4 * depth + k] - (VECTOR){0};                                                       \
-        if (COLUMNS > 1) { IN_VECTOR(weight); }                                                                \
-        UNROLL for (int v = 0; v < COLUMNS; v++) {                                                            \
-          sum[r][v] += weight * x[v];                                                                         \
-          IN_REGISTER(sum[r][v]);                                                                             \
+      for (int64_t i = k; i < end; i++) {                                                                     \
+        VECTOR x[COLUMNS];                                                                                    \
+        UNROLL for (int v = 0; v < COLUMNS; v++) x[v] = ((const VECTOR*)panel)[i * COLUMNS + v];              \
+        UNROLL for (int r = 0; r < HEIGHT; r++) {                                                             \
+          VECTOR weight = quad[r / 4][r % 4 * apart + i] - (VECTOR){0};                                       \
+          if (COLUMNS > 1) { IN_VECTOR(weight); }                                                             \
+          UNROLL for (int v = 0; v < COLUMNS; v++) {                                                          \
+            sum[r][v] += weight * x[v];                                                                       \
+            IN_REGISTER(sum[r][v]);                                                                           \
+          }                                                                                                   \
         }                                                                                                     \
-      }                                                                                                       \
-    }                                                                                                         \
-  }                                                                                                           \
-  INLINE void NAME(const Product* p, const float* panel, int64_t row, float* tile) {                          \
-    VECTOR sum[HEIGHT][COLUMNS] = {0};                                                                        \
-    if (p->widen == NULL) {                                                                                   \
-      NAME##_add(panel, (const float*)p->w.values + row * p->apart, p->w.depth, p->apart, true, sum);         \
-    } else {                                                                                                  \
-      float w[HEIGHT * CHUNK] __attribute__((aligned(64)));                                                   \
-      for (int64_t k = 0; k < p->w.depth; k += CHUNK) {                                                       \
-        int64_t count = min(CHUNK, p->w.depth - k);                                                           \
-        p->widen(p, (Piece){row, HEIGHT, k, count}, w, CHUNK);                                                \
-        NAME##_add(panel + k * (COLUMNS * sizeof(VECTOR) / sizeof(float)), w, count, CHUNK, false, sum);      \
       }                                                                                                       \
     }                                                                                                         \
     memcpy(tile, sum, sizeof sum);                                                                            \
@@ -161,10 +153,11 @@ WIDEN(INT8_16)
   TILE(NAME##_full, VECTOR, HEIGHT, COLUMNS)                                                                  \
   TILE(NAME##_of_4, VECTOR, 4, COLUMNS)                                                                       \
   TILE(NAME##_of_1, VECTOR, 1, COLUMNS)                                                                       \
-  static int64_t NAME(const Product* p, const float* panel, int64_t row, int64_t rows, float* tile) {         \
-    if (rows >= HEIGHT) return NAME##_full(p, panel, row, tile), HEIGHT;                                      \
-    if (rows >= 4) return NAME##_of_4(p, panel, row, tile), 4;                                                \
-    return NAME##_of_1(p, panel, row, tile), 1;                                                               \
+  static int64_t NAME(const float* panel, const float* w, int64_t count, int64_t apart, Ahead ahead, int64_t rows, \
+                      float* tile) {                                                                          \
+    if (rows >= HEIGHT) return NAME##_full(panel, w, count, apart, ahead, tile), HEIGHT;                      \
+    if (rows >= 4) return NAME##_of_4(panel, w, count, apart, ahead, tile), 4;                                \
+    return NAME##_of_1(panel, w, count, apart, ahead, tile), 1;                                               \
   }
 
 TILES(tile_wide, wide_vector, WIDE_ROWS, WIDE_COLUMNS)
@@ -178,49 +171,63 @@ TILES(tile_8, vector4, NARROW_ROWS, 2)
 TILES(tile_16, wide_vector, NARROW_ROWS, 1)
 #endif
 
-INLINE int64_t make_tile(const Product* p, int64_t width, const float* panel, int64_t row, int64_t rows,
-                         float* tile) {
-  if (width == WIDE) return tile_wide(p, panel, row, rows, tile);
+INLINE int64_t make_tile(int64_t width, const float* panel, const float* w, int64_t count, int64_t apart, Ahead ahead,
+                         int64_t rows, float* tile) {
+  if (width == WIDE) return tile_wide(panel, w, count, apart, ahead, rows, tile);
 #if defined(__AVX512F__)
-  if (width == 16) return tile_16(p, panel, row, rows, tile);
+  if (width == 16) return tile_16(panel, w, count, apart, ahead, rows, tile);
 #endif
 #if defined(__AVX__) || defined(__aarch64__)
-  if (width == 8) return tile_8(p, panel, row, rows, tile);
+  if (width == 8) return tile_8(panel, w, count, apart, ahead, rows, tile);
 #endif
-  return tile_4(p, panel, row, rows, tile);
+  return tile_4(panel, w, count, apart, ahead, rows, tile);
 }
 
-// The rows [row, end) of w, at most GROUP, with all tokens.
-static void multiply_group(const Product* p, int64_t row, int64_t end) {
-  float tile[WIDE_ROWS * WIDE] __attribute__((aligned(64)));
+// The sums [rows, width] of each panel of tokens to y.
+static void write_sums(const Product* p, int64_t row, int64_t rows, const float* sums) {
   for (int64_t token = 0; token < p->tokens; token += WIDE) {
     int64_t width = panel_width(p, token), live = min(width, p->tokens - token);
-    for (int64_t first = row, height; first < end; first += height) {
-      height = make_tile(p, width, p->packed + token * p->w.depth, first, end - first, tile);
-      for (int64_t t = 0; t < live; t++)
-        for (int64_t r = 0; r < height; r++) p->y[(token + t) * p->w.rows + first + r] = tile[r * width + t];
-    }
+    transpose(sums + token * GROUP, width, rows, live, p->y + token * p->w.rows + row, p->w.rows);
   }
 }
 
-// Rows that meet several panels are widened once for all of them, if there is memory for it. They are a line further
-// apart than in w, for rows a power of two apart push each other out of the first cache.
-static void multiply(void* job, int64_t first, int64_t last) {
-  const Product* p = job;
-  const int64_t apart = p->w.depth + LINE;
-  float* wide = p->widen && p->tokens > WIDE ? scratch(GROUP * apart) : NULL;
-  for (int64_t row = first; row < last; row += GROUP) {
-    int64_t end = min(row + GROUP, last);
-    Product widened = *p;
-    if (wide != NULL) {
-      p->widen(p, (Piece){row, end - row, 0, p->w.depth}, wide, apart);
-      widened.w.values = (const char*)(wide - row * apart);
-      widened.apart = apart;
-      widened.widen = NULL;
+// What is asked for in the tile of rows from `first` on whose piece of w starts at k. In place it is the next tile's rows:
+// few tokens wait on memory, which is quickest in the order of its addresses, 20.7 ms instead of 22.9 for eight, and more
+// of them on arithmetic, where that of the use takes 33 ms instead of 37 for 32. Else it is the next numbers to be copied.
+INLINE Ahead ahead_of(const Weight* w, int64_t first, int64_t k, int64_t width, bool in_place) {
+  const int64_t row = bytes(w->form, w->depth), line = LINE * sizeof(float);
+  if (in_place && width < WIDE) return (Ahead){place(w, w->form, first + NARROW_ROWS, 0), line, NARROW_ROWS * line};
+  if (in_place) return (Ahead){place(w, w->form, first + WIDE_ROWS, 0), row, line};
+  bool last = k + CHUNK >= w->depth;
+  return (Ahead){place(w, w->form, first + (last ? GROUP : 0), last ? 0 : k + CHUNK), row, bytes(w->form, LINE)};
+}
+
+// The rows [row, end) of w, at most GROUP, with all tokens. Those that meet many are copied as float32, CHUNK numbers at a
+// time.
+static void multiply_group(const Product* p, int64_t row, int64_t end) {
+  float sums[GROUP * (AT_ONCE + WIDE)] __attribute__((aligned(64))), wide[GROUP * APART] __attribute__((aligned(64)));
+  const bool in_place = p->w.form == FLOAT32 && p->tokens <= IN_PLACE * WIDE;
+  const int64_t depth = p->w.depth, step = in_place ? depth : CHUNK, apart = in_place ? depth : APART;
+  memset(sums, 0, (size_t)(GROUP * (p->tokens + WIDE)) * sizeof(float));
+  for (int64_t k = 0; k < depth; k += step) {
+    const int64_t count = min(step, depth - k);
+    const float* w = in_place ? (const float*)p->w.values + row * depth : wide;
+    if (!in_place) p->widen(p, (Piece){row, end - row, k, count}, wide);
+    for (int64_t token = 0; token < p->tokens; token += WIDE) {
+      int64_t width = panel_width(p, token);
+      float* tile = sums + token * GROUP;
+      const float* panel = p->packed + token * depth + k * width;
+      for (int64_t first = row, height; first < end; first += height, tile += height * width) {
+        Ahead ahead = token == 0 ? ahead_of(&p->w, first, k, width, in_place) : (Ahead){NULL, 0, 0};
+        height = make_tile(width, panel, w + (first - row) * apart, count, apart, ahead, end - first, tile);
+      }
     }
-    multiply_group(&widened, row, end);
   }
-  free(wide);
+  write_sums(p, row, end - row, sums);
+}
+
+static void multiply(void* job, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; row += GROUP) multiply_group(job, row, min(row + GROUP, last));
 }
 
 int64_t scratch_for(const Weight* w, int64_t tokens) { return (min(tokens, AT_ONCE) + WIDE) * w->depth; }
@@ -230,8 +237,7 @@ void multiply_all(XLA_FFI_CallFrame* frame, Weight w, const float* x, float* y, 
                                       widen_INT8_16};
   for (int64_t token = 0; token < tokens; token += AT_ONCE) {
     int64_t count = min(tokens - token, AT_ONCE), panels = (count + WIDE - 1) / WIDE;
-    Widen* widen = w.form == FLOAT32 && count <= COPIED * WIDE ? NULL : widens[w.form];
-    Product p = {w, widen, x + token * w.depth, packed, y + token * w.rows, count, w.depth};
+    Product p = {w, widens[w.form], x + token * w.depth, packed, y + token * w.rows, count};
     int64_t groups = rows_in_piece(frame, (w.rows + GROUP - 1) / GROUP, PIECES, panels * GROUP * w.depth);
     parallel_for(frame, panels, 1, pack, &p);
     parallel_for(frame, w.rows, groups * GROUP, multiply, &p);

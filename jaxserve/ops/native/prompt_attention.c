@@ -20,6 +20,8 @@ enum {
   ROWS = 8, COLUMNS = 2,  // numbers of the cache and vectors of queries that meet in registers
 #elif defined(__aarch64__)
   ROWS = 4, COLUMNS = 4,
+#elif defined(__AVX2__)
+  ROWS = 4, COLUMNS = 2,
 #else
   ROWS = 4, COLUMNS = 1,
 #endif

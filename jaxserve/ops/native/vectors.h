@@ -10,23 +10,20 @@
 #include <arm_neon.h>
 #endif
 
-// Compilers split vectors wider than a register well for x86-64. For AArch64 they split comparisons and conversions into
-// scalar code, and keep the parts in memory.
+// Numbers of a vector, and vectors of which `sums_of` makes sums at a time, which are in registers. Vectors are as wide as
+// registers: compilers split wider ones into code that keeps the parts in memory. For x86-64 without AVX2 nothing else
+// was measured.
 #if defined(__aarch64__)
-enum { LANES = 4 };
+enum { LANES = 4, SUMS = 16 };
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+enum { LANES = 8, SUMS = 8 };
 #else
-enum { LANES = 16 };
+enum { LANES = 16, SUMS = 16 };
 #endif
-enum { SUMS = 16 };  // vectors of which `sums_of` makes sums at a time
 
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#if !defined(__aarch64__)
-typedef uint16_t halfwords __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-INLINE words from_halfwords(const char* at) { return __builtin_convertvector(*(const halfwords*)at, words); }
-#endif
-
 // What a cache's numbers are; unsigned integers hold bits. E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa;
 // NaN is not expected in it.
 typedef enum { FLOAT32, BFLOAT16, INT8, FP8 } Form;
@@ -46,26 +43,22 @@ INLINE int64_t bytes_of(Form form) { return form == FLOAT32 ? 4 : form == BFLOAT
 
 INLINE bool has_scales(Form form) { return form == INT8 || form == FP8; }
 
-// LANES bytes, widened without and with their sign.
+// LANES numbers of 16 bits, and bytes, widened without and with their sign.
 #if defined(__AVX512F__)
+INLINE words from_halfwords(const char* at) {
+  return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+}
 INLINE words from_bytes(const char* at) { return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at)); }
 INLINE integers from_signed(const char* at) {
   return (integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at));
 }
 #elif defined(__AVX2__)
-typedef union {
-  __m256i half[2];
-  words all;
-} Halves;
-INLINE words from_bytes(const char* at) {
-  return (Halves){{_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)),
-                   _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(at + 8)))}}
-      .all;
+INLINE words from_halfwords(const char* at) {
+  return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
 }
+INLINE words from_bytes(const char* at) { return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
 INLINE integers from_signed(const char* at) {
-  return (integers)(Halves){{_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)),
-                             _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 8)))}}
-      .all;
+  return (integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
 }
 #elif defined(__aarch64__)
 INLINE words from_halfwords(const char* at) { return (words)vmovl_u16(vld1_u16((const uint16_t*)at)); }
@@ -75,6 +68,8 @@ INLINE integers from_signed(const char* at) {
   return (integers)vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)))));
 }
 #else
+typedef uint16_t halfwords __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+INLINE words from_halfwords(const char* at) { return __builtin_convertvector(*(const halfwords*)at, words); }
 typedef uint8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
 typedef int8_t signed_bytes __attribute__((vector_size(16), aligned(1), may_alias));
 INLINE words from_bytes(const char* at) { return __builtin_convertvector(*(const bytes*)at, words); }
@@ -122,12 +117,22 @@ INLINE void sums_of(const vector* v, float* out) {
   }
 }
 #else
-// Halves are added crosswise, 16 by 16 numbers in four steps.
+// Halves are added crosswise, 16 by 16 numbers in four steps, or 8 by 8 in three.
 #if defined(__clang__) || __GNUC__ >= 12
 #define JOIN(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define JOIN(a, b, ...) __builtin_shuffle(a, b, (integers){__VA_ARGS__})
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+INLINE void sums_of(const vector* v, float* out) {
+  vector a[4], b[2];
+  UNROLL for (int i = 0; i < 4; i++)
+    a[i] = JOIN(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) + JOIN(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  UNROLL for (int i = 0; i < 2; i++)
+    b[i] = JOIN(a[i], a[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) + JOIN(a[i], a[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  *(vector*)out = JOIN(b[0], b[1], 0, 8, 2, 10, 4, 12, 6, 14) + JOIN(b[0], b[1], 1, 9, 3, 11, 5, 13, 7, 15);
+}
+#else
 INLINE void sums_of(const vector* v, float* out) {
   vector a[8], b[4], c[2];
   UNROLL for (int i = 0; i < 8; i++)
@@ -142,6 +147,7 @@ INLINE void sums_of(const vector* v, float* out) {
   *(vector*)out = JOIN(c[0], c[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
                   JOIN(c[0], c[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
+#endif
 #endif
 
 INLINE vector choose(integers mask, vector yes, vector no) {
