@@ -1,4 +1,4 @@
-"""Measure the engine beside llama.cpp on this CPU: the same weights in four forms, closed batches, by turns.
+r"""Measure the engine beside llama.cpp on this CPU: the same weights in four forms, closed batches, by turns.
 
     python -m venv PEER && CMAKE_ARGS=-DGGML_NATIVE=ON PEER/bin/pip install llama-cpp-python gguf safetensors
     python -m benchmarks.make_model DIR
@@ -9,6 +9,12 @@ one prompt after the other and then decodes all rows together, on all cores. Eac
 their own, one after the other, and each takes the best of its tries. Ours runs with `runtime.products` exact and
 rounded; in float32 there is only exact. Our keys and values are float32 unless --cache is bfloat16; llama.cpp's are
 float16. Prints output tokens a second and the ratios to llama.cpp.
+
+--avx2 compares both without AVX-512 on a processor that has it: our kernels are compiled for x86-64-v3, and XLA's code
+is limited to AVX2. llama.cpp is built so:
+
+    CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF" \
+        PEER/bin/pip install --no-binary llama-cpp-python llama-cpp-python
 """
 
 from __future__ import annotations
@@ -62,6 +68,18 @@ def ours(model: str, form: str, rows: list[int], products: str, tries: int, cach
         print(best)
 
 
+def without_avx512(directory: Path) -> dict[str, str]:
+    """Return what the environment of our side adds, so that it runs what a processor with AVX2 alone runs.
+
+    Our kernels are compiled by a script in `directory`, and kept there.
+    """
+    compiler = directory / "gcc-v3"
+    compiler.write_text('#!/bin/sh\nexec gcc "$@" -march=x86-64-v3\n')  # the last -march is the one that counts
+    compiler.chmod(0o700)
+    cache = str(directory / "cache")
+    return {"CC": str(compiler), "XDG_CACHE_HOME": cache, "XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -73,6 +91,7 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--cache", default="auto", choices=["auto", "bfloat16"], help="of ours; llama.cpp's is float16")
     parser.add_argument("--files", help="directory with the GGUF files, which are made there if they are missing")
+    parser.add_argument("--avx2", action="store_true", help="without AVX-512; the peer is built without it")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # FORM: our side of one measurement
     options = parser.parse_args()
     if options.only:
@@ -80,6 +99,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.files or temporary
+        if options.avx2:
+            os.environ |= without_avx512(Path(temporary))
         if not all(Path(directory, f"model-{form}.gguf").exists() for form in options.forms):
             subprocess.run([options.peer, str(_PEER), "make", options.model, directory], check=True)
         for form in options.forms:

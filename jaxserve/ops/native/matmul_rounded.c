@@ -17,8 +17,9 @@
 #if ROUNDS > 0
 enum {
   GROUP = 24,           // rows of w that meet one panel after another
-  PIECES = 8,           // of all rows of w for each thread
+  PIECES = 32,          // of all rows of w for each thread
   AT_ONCE = 512,        // tokens packed at a time
+  LINE_BYTES = 64,      // in a cache line
 };
 
 static void pack(void* job, int64_t first, int64_t last) {
@@ -29,6 +30,15 @@ static void pack(void* job, int64_t first, int64_t last) {
   }
 }
 
+// Asks for the rows [row, row + rows) of w and their scales: a tile takes as long as they need to come, and the processor
+// by itself asks for them only when they are unpacked.
+INLINE void ask_for(const Weight* w, int64_t row, int64_t rows) {
+  const char* at = place(w, w->form, row, 0);
+  const float* scales = w->scales + row * w->groups;
+  for (int64_t i = 0; i < rows * bytes(w->form, w->depth); i += LINE_BYTES) __builtin_prefetch(at + i, 0, 2);
+  for (int64_t i = 0; i < rows * w->groups; i += LINE_BYTES / 4) __builtin_prefetch(scales + i, 0, 2);
+}
+
 // The rows [row, end) of w, at most GROUP, with all tokens. unpacked: their words, if w is not in bfloat16.
 static void multiply_group(const Product* p, int64_t row, int64_t end, const uint8_t* unpacked) {
   float tile[TILE_ROWS * WIDE] __attribute__((aligned(64)));
@@ -36,6 +46,7 @@ static void multiply_group(const Product* p, int64_t row, int64_t end, const uin
     int64_t width = panel_width(p->tokens - token), live = min(width, p->tokens - token);
     for (int64_t first = row, height; first < end; first += height) {
       const uint8_t* w = unpacked == NULL ? NULL : unpacked + (first - row) * p->words * 4;
+      if (token == 0 && w != NULL) ask_for(&p->w, first + GROUP, min(TILE_ROWS, end - first));
       height = make_tile(p, token, width, w, first, end - first, tile);
       for (int64_t t = 0; t < live; t++)
         for (int64_t r = 0; r < height; r++) p->y[(token + t) * p->w.rows + first + r] = tile[r * width + t];

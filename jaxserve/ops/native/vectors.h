@@ -24,6 +24,7 @@ enum { LANES = 16, SUMS = 16 };
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
 // What a cache's numbers are; unsigned integers hold bits. E4M3 has 4 bits of exponent, biased by 7, and 3 of mantissa;
 // NaN is not expected in it.
 typedef enum { FLOAT32, BFLOAT16, INT8, FP8 } Form;
