@@ -147,7 +147,7 @@ def _run_child(section: str, options: Options, show: Show) -> Watch | None:
 
 
 def _run_to_the_end(section: str, options: Options, show: Show) -> None:
-    """Run a section. If a cell ends the process, run the cells after it in a new one, three times at most."""
+    """Run a section. If a cell ends the process, run the cells after it in a new one, in at most three new ones."""
     for _ in range(4):
         watch = _run_child(section, options, show)
         if watch is None or watch.killed is None:

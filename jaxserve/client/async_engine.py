@@ -28,7 +28,8 @@ from jaxserve.client.processes.supervisor import EngineStatus
 from jaxserve.client.queue_limit import Load, check_queue
 from jaxserve.client.replicas.replica import Replica, ReplicaState
 from jaxserve.client.replicas.replica_set import ReplicaSet, SequenceEvents
-from jaxserve.client.sequences.sequence_table import LiveSequence, Outbox, SequenceTable
+from jaxserve.client.sequences.outbox import Outbox
+from jaxserve.client.sequences.sequence_table import LiveSequence, SequenceTable
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, NotReadyError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, make_stops

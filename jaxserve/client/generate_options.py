@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from jaxserve.client.abort_signal import AbortSignal
-from jaxserve.client.sequences.sequence_table import Outbox
+from jaxserve.client.sequences.outbox import Outbox
 from jaxserve.types.sampling import Tenant
 
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from jaxserve.api.generate.generation import PromptTask, coalesce
-from jaxserve.api.respond.native_output import NativeChoice
+from jaxserve.api.respond.native_choice import NativeChoice
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks import native
 from jaxserve.api.tasks.native import NativeOptions

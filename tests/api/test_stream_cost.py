@@ -14,10 +14,10 @@ import orjson
 import pytest
 
 from jaxserve.api.generate.generation import PromptTask, coalesce
-from jaxserve.api.respond.chat_output import JoinedMessage
-from jaxserve.api.respond.completion_output import JoinedText
+from jaxserve.api.respond.chat_choices import JoinedMessage
+from jaxserve.api.respond.completion_choices import JoinedText
 from jaxserve.api.respond.details import RoutedExperts
-from jaxserve.api.respond.native_output import NativeChoice
+from jaxserve.api.respond.native_choice import NativeChoice
 from jaxserve.api.shared.sessions import Session, SessionTurn
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.native import NativeOptions

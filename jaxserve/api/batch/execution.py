@@ -12,7 +12,7 @@ import msgspec
 
 from jaxserve.api.batch.batch_request import RequestRunner
 from jaxserve.api.batch.committer import Committer
-from jaxserve.api.batch.window import Window
+from jaxserve.api.batch.request_window import RequestWindow
 from jaxserve.store import BatchLine
 from jaxserve.store.jsonl import Line, read_lines
 
@@ -42,7 +42,7 @@ def _take(lines: Iterator[Line]) -> list[Line]:
 class Execution:
     """Run every request of an input, each once the window has room for it."""
 
-    def __init__(self, left: Input, runner: RequestRunner, window: Window, committer: Committer) -> None:
+    def __init__(self, left: Input, runner: RequestRunner, window: RequestWindow, committer: Committer) -> None:
         self._left = left
         self._runner = runner
         self._window = window

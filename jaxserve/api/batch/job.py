@@ -18,7 +18,7 @@ from jaxserve.api.batch.committer import Committer
 from jaxserve.api.batch.execution import Execution, Input
 from jaxserve.api.batch.failure_log import FailureLog
 from jaxserve.api.batch.pause import StoragePause
-from jaxserve.api.batch.window import Window
+from jaxserve.api.batch.request_window import RequestWindow
 from jaxserve.errors import StorageError
 from jaxserve.store import BatchError, BatchRecord, BatchStatus, LineResult, Store, Validator
 from jaxserve.store.validation import MAX_LINES
@@ -64,7 +64,7 @@ class BatchJob:
         batch_id: str,
         store: Store,
         handlers: Handlers,
-        window: Window,
+        window: RequestWindow,
         turn: asyncio.Semaphore,
         settings: BatchSettings,
     ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 
 from jaxserve.api.batch.batch_request import Handlers
 from jaxserve.api.batch.job import BatchJob, BatchSettings
-from jaxserve.api.batch.window import Window
+from jaxserve.api.batch.request_window import RequestWindow
 from jaxserve.errors import HTTPError, StorageError, StoreDamagedError
 from jaxserve.store import BatchError, BatchRecord, NewBatch, Store
 from jaxserve.store.sqlite.database import LeaseLostError
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 class BatchRunner:
     """Run the batches of `store` on `handlers`.
 
-    limit: returns how many batch requests may be in flight, given how many are (see Window)
+    limit: returns how many batch requests may be in flight, given how many are (see RequestWindow)
     """
 
     def __init__(self, store: Store, handlers: Handlers, settings: BatchSettings, limit: Callable[[int], int]) -> None:
         self.store = store
         self.handlers = handlers
-        self.window = Window(limit)
+        self.window = RequestWindow(limit)
         self._settings = settings
         self._turn = asyncio.Semaphore(settings.max_running)
         self._jobs: dict[str, BatchJob] = {}

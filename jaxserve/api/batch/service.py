@@ -11,9 +11,9 @@ from starlette.requests import Request
 
 from jaxserve.api.batch.batch_request import engine_ready
 from jaxserve.api.batch.job import BatchSettings
+from jaxserve.api.batch.request_window import spare_slots
 from jaxserve.api.batch.route_handler import Endpoint, route_handlers
 from jaxserve.api.batch.runner import BatchRunner
-from jaxserve.api.batch.window import spare_slots
 from jaxserve.api.shared.body_cost import max_line_bytes
 from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.api.shared.state import ServerState

@@ -21,7 +21,7 @@ from jaxserve.api.shared.keys import DEFAULT_CALLER, Caller
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.task import RequestOptions
 from jaxserve.client.abort_signal import AbortSignal
-from jaxserve.client.sequences.sequence_table import Outbox
+from jaxserve.client.sequences.outbox import Outbox
 from jaxserve.errors import HTTPError, InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.extras import TokenExtras

@@ -1,4 +1,7 @@
-"""Combine the constraint on a request's text, its tools and its reasoning into one compiled grammar."""
+"""Combine the constraint on a request's text, its tools and its reasoning into one grammar, and have it checked.
+
+The check compiles it in a helper process (grammar/worker.py). The engine compiles the checked text again.
+"""
 
 from __future__ import annotations
 
@@ -77,17 +80,17 @@ def _either(answer: Constraint, use: ToolUse, state: ServerState) -> Constraint:
     return either, param
 
 
-async def compiled(found: Constraint | None, state: ServerState) -> GrammarSpec | None:
+async def checked(found: Constraint | None, state: ServerState) -> GrammarSpec | None:
     """Return the grammar once the grammar compiler accepts it. Raises InvalidSchemaError that names the field."""
     return None if found is None else await state.grammars.check(*found, state.engine)
 
 
 async def chat_grammar(prompt: ChatPrompt, rendered: RenderedChat, state: ServerState) -> GrammarSpec | None:
-    """Return the compiled grammar of the whole output of a conversation."""
+    """Return the checked grammar of the whole output of a conversation."""
     is_beam_search = prompt.mode.beam_length_penalty is not None  # takes no grammar
     tools = ToolUse() if is_beam_search and prompt.tools.forbids_calls else prompt.tools
     found = with_tools(prompt.constraint, tools, state)
-    spec = await compiled(found, state)
+    spec = await checked(found, state)
     if spec is None:
         return None
     if state.parsers.harmony and found is not prompt.constraint:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from jaxserve.api.generate.generation import Generation, PromptTask, Usage
-from jaxserve.api.generate.grammars import chat_grammar, compiled
+from jaxserve.api.generate.grammars import chat_grammar, checked
 from jaxserve.api.generate.modes import with_beam_search, with_repetition_rule, with_session
 from jaxserve.api.generate.prompts import check_length, session_context, text_tokens
 from jaxserve.api.generate.rendering import RenderedChat, rendered_chat
@@ -53,7 +53,7 @@ class Planner:
         tasks = []
         for prompt in prompts:
             if prompt.constraint not in grammars:
-                grammars[prompt.constraint] = await compiled(prompt.constraint, self.state)
+                grammars[prompt.constraint] = await checked(prompt.constraint, self.state)
             token_ids = self._context(prompt, await text_tokens(prompt, self.state), prompt.param)
             params = self._params(prompt, token_ids, grammars[prompt.constraint])
             tasks.append(self._with_mode(prompt, PromptTask(token_ids, params, request_id=prompt.request_id)))

@@ -32,7 +32,7 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    """Without speculation, or if it was not used, the last two fields are absent."""
+    """Counts of completion tokens. The fields of predictions are absent if no drafts were made."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int | None = None

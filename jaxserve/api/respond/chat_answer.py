@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from jaxserve.api.generate.planner import ChatPlan
-from jaxserve.api.respond.chat_output import ChatChoices, JoinedMessage
+from jaxserve.api.respond.chat_choices import ChatChoices, JoinedMessage
 from jaxserve.api.respond.wire import ChunkWriter, Envelope
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.chat import ChatOptions

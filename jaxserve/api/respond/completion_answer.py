@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from jaxserve.api.generate.generation import Generation
-from jaxserve.api.respond.completion_output import CompletionChoices, JoinedText
+from jaxserve.api.respond.completion_choices import CompletionChoices, JoinedText
 from jaxserve.api.respond.wire import ChunkWriter, Envelope
 from jaxserve.api.tasks.completion import CompletionOptions
 

@@ -10,7 +10,7 @@ import orjson
 
 from jaxserve.api.generate.generation import Generation
 from jaxserve.api.http.sse import event
-from jaxserve.api.respond.native_output import NativeChoice
+from jaxserve.api.respond.native_choice import NativeChoice
 from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks.native import NativeOptions
 

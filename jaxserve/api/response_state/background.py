@@ -17,7 +17,7 @@ import orjson
 
 from jaxserve.api.batch.batch_request import MAX_ATTEMPTS, MAX_WAIT, READY_POLL
 from jaxserve.api.batch.pause import StoragePause
-from jaxserve.api.batch.window import Window
+from jaxserve.api.batch.request_window import RequestWindow
 from jaxserve.api.errors.responses import as_http_error
 from jaxserve.api.response_state.event_log import FIRST_EVENTS, EventLog, Followers, replayed
 from jaxserve.api.response_state.items import stored_output
@@ -121,7 +121,7 @@ class BackgroundRunner:
     """
 
     def __init__(
-        self, store: ResponseStore, window: Window, locks: ConversationLocks, settings: BackgroundSettings
+        self, store: ResponseStore, window: RequestWindow, locks: ConversationLocks, settings: BackgroundSettings
     ) -> None:
         self._store = store
         self._window = window

@@ -14,7 +14,7 @@ from jaxserve.api.http.sse import EventStream, until_disconnect
 from jaxserve.api.protocol.answers import TextCompletion
 from jaxserve.api.protocol.completions import CompletionRequest
 from jaxserve.api.respond.completion_answer import CompletionAnswer
-from jaxserve.api.respond.completion_output import CompletionChoices
+from jaxserve.api.respond.completion_choices import CompletionChoices
 from jaxserve.api.respond.wire import json_answer
 from jaxserve.api.shared.keys import caller_of
 from jaxserve.api.shared.state import ServerState, server_state

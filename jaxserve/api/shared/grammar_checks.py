@@ -21,8 +21,8 @@ class GrammarChecks:
         await (await self._made(engine)).start()
 
     async def check(self, spec: GrammarSpec, param: str, engine: EngineProtocol) -> GrammarSpec:
-        """Return the compiled spec for the engine. Raises InvalidSchemaError naming `param` if it cannot be
-        enforced.
+        """Return the spec with the text that was checked, for the engine. Raises InvalidSchemaError naming `param` if
+        it cannot be enforced.
         """
         return await (await self._made(engine)).check(spec, param=param)
 

@@ -10,7 +10,7 @@ _MAPPED_BYTES = 1 << 20
 
 
 def keep_heap_small() -> None:
-    """Give back the memory of large bodies. Call it before other threads are there. For glibc; others do nothing.
+    """Give back the memory of large bodies. Call it before other threads are there. Has no effect without glibc.
 
     glibc keeps a heap for each thread, and after the first large block is freed it takes blocks of up to 32 MiB from
     these heaps. After this call blocks of a megabyte are mapped, and unmapped when they are freed. After 2,000 requests

@@ -82,7 +82,7 @@ class Replica:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it computes a new request at once: it is ready, has the weights, and looks for no culprit."""
+        """Whether it computes a new request at once: it is ready, has the weights, and is not isolating a request."""
         return self.sender.is_up and not (self.is_stale or self.sender.is_isolating or self.is_dead)
 
     @property

@@ -32,7 +32,7 @@ class ServingState:
         return self.paused is not None or bool(self.asleep)
 
     def pause_after(self, request_ids: Iterable[str]) -> None:
-        """Start no other request, and pause when these have ended. If no steps run, `pauses_now` does so."""
+        """Start no other request, and pause when these have ended. While halted, pause at the next `pauses_now`."""
         self.finishing = frozenset(() if self.halted else request_ids)
 
     def pauses_now(self, live_ids: Iterable[str]) -> bool:

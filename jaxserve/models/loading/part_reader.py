@@ -173,7 +173,10 @@ class PartReader:
             self._fill(target[i : i + 1], once, (slice(source, source + 1), *region[1:]))
 
     def _fill_rows(self, target: np.ndarray, part: Part, region: Region, info: Tensor) -> None:
-        """Read chunk by chunk along the view's first axis longer than 1; an index of it is `per` tensor rows."""
+        """Read the part in chunks along the first axis of its view that is longer than 1.
+
+        One index of this axis is `per` rows of the tensor.
+        """
         first, last = part.rows or (0, info.shape[0])
         axis = next((i for i, size in enumerate(part.view) if size > 1), 0) if last - first > 1 else 0
         per = (last - first) // part.view[axis]

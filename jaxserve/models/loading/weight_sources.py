@@ -154,7 +154,10 @@ def _check_numbers(specs: Sequence[ParamSpec], checkpoint: Checkpoint, form: Sto
 
 
 class LeafTree:
-    """One array a leaf. A quantised parameter may be given as one wide float32 array, and is quantised as at load."""
+    """New weights with one array for each leaf.
+
+    A quantised parameter may be one wide float32 array instead; it is then quantised as at load.
+    """
 
     def __init__(self, structure: ModelStructure, tree: Any, *, partial: bool = False) -> None:
         groups = by_parameter(structure.specs)

@@ -2,14 +2,14 @@ import asyncio
 
 import pytest
 
-from jaxserve.api.batch.window import Window, spare_slots
+from jaxserve.api.batch.request_window import RequestWindow, spare_slots
 from tests.waiting import LAST_RESORT
 
 
 def test_the_limit_holds_and_is_read_again() -> None:
     async def main() -> None:
         limit = 2
-        window = Window(lambda lines: limit)
+        window = RequestWindow(lambda lines: limit)
         await window.enter(1)
         await window.enter(1)
         third = asyncio.create_task(window.enter(1))
@@ -24,7 +24,7 @@ def test_the_limit_holds_and_is_read_again() -> None:
 
 def test_one_line_is_always_let_in() -> None:
     async def main() -> None:
-        window = Window(lambda lines: -5, max_bytes=10)
+        window = RequestWindow(lambda lines: -5, max_bytes=10)
         await window.enter(1000)
         second = asyncio.create_task(window.enter(1))
         await asyncio.sleep(0.05)
@@ -37,7 +37,7 @@ def test_one_line_is_always_let_in() -> None:
 
 def test_bytes_are_bounded() -> None:
     async def main() -> None:
-        window = Window(lambda lines: 100, max_bytes=10)
+        window = RequestWindow(lambda lines: 100, max_bytes=10)
         await window.enter(6)
         await window.enter(4)
         third = asyncio.create_task(window.enter(1))
@@ -51,7 +51,7 @@ def test_bytes_are_bounded() -> None:
 
 def test_batches_take_turns() -> None:
     async def main() -> None:
-        window, order = Window(lambda lines: 1), []
+        window, order = RequestWindow(lambda lines: 1), []
 
         async def batch(name: str) -> None:
             for _ in range(3):
@@ -67,7 +67,7 @@ def test_batches_take_turns() -> None:
 
 def test_giving_up_takes_no_place() -> None:
     async def main() -> None:
-        window = Window(lambda lines: 1)
+        window = RequestWindow(lambda lines: 1)
         await window.enter(1)
         waiting = asyncio.create_task(window.enter(1))
         await asyncio.sleep(0)

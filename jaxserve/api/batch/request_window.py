@@ -1,7 +1,7 @@
-"""Limit how many batch requests are in flight at once, over all batches.
+"""Limit how many batch requests and background responses are in flight at once, over all batches.
 
-A batch request is in flight from its start until its result is durable. The window therefore also limits the work that
-a crash can lose and the memory that a full disk can hold.
+Either is in flight from its start until its result is durable. The window therefore also limits the work that a crash
+can lose, and the memory that results take while the disk is full.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_INPUT_BYTES = 32 * 2**20  # bytes of input in flight; a larger batch request
 LIMIT_POLL = 0.02  # seconds after which the limit is read again, because online load changes without notice
 
 
-class Window:
+class RequestWindow:
     """Admit batch requests in first-in first-out order, so that batches take turns.
 
     limit: returns how many may be in flight now, given how many are; called repeatedly
