@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.processes.roles import check_roles
+from jaxserve.client.replicas.prompt_handover import MAX_FILES
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.text.output.sequence_text import RequestOutput
@@ -180,6 +181,34 @@ def test_a_prefill_engine_dies(phase: str) -> None:
         for engine_id in decode.ids:
             decode.give(engine_id, 6, FinishReason.STOP)
         assert [await asked.task, await again.task] == [[5, 6], [6]]
+
+    run(test)
+
+
+def test_a_prefill_engine_dies_while_prompts_wait_for_their_files() -> None:
+    """Each is taken up when the call of one before it has failed. There is no engine then that would answer."""
+
+    async def test(engine: AsyncEngine, prefill: ReplicaLink, decode: ReplicaLink) -> None:
+        asked = [Asked(engine, str(number)) for number in range(MAX_FILES + 3)]
+        await until(lambda: len(prefill.requests) == len(asked))
+        for number in range(len(asked)):
+            end_prompt(prefill, number)
+        await until(lambda: len(prefill.calls) == MAX_FILES)
+        prefill.die_at()
+        await until(lambda: len(decode.requests) == len(asked))
+        for engine_id in decode.ids:
+            decode.give(engine_id, 5, FinishReason.STOP)
+        assert [await each.task for each in asked] == [[5]] * len(asked)
+        prefill.become_ready()
+        await until(lambda: engine.replicas[0].alive)
+        prefill.calls.clear()
+        again = Asked(engine, "again")
+        await until(lambda: len(prefill.requests) > len(asked))
+        end_prompt(prefill)
+        await answer_read(decode, await answer_write(prefill), 32)
+        await until(lambda: len(decode.requests) > len(asked))
+        decode.give(decode.ids[-1], 6, FinishReason.STOP)
+        assert await again.task == [6]
 
     run(test)
 

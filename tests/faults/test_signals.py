@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import psutil
 
+from tests.faults.helpers import is_engine
 from tests.faults.launched import Launched
 from tests.waiting import LAST_RESORT, wait_until
 
@@ -73,10 +74,13 @@ def test_sigterm_drains(compile_cache: str, tmp_path: Path) -> None:
     with Launched(compile_cache, tmp_path) as server:
         processes = everyone(server)
         streams = [Stream(server, LONG) for _ in range(3)]
+        [engine] = [process for process in processes if is_engine(process)]
+        engine.suspend()  # no stream ends before the server was seen to drain
         server.send(signal.SIGTERM)
         wait_until(lambda: health(server) == 503, "the server drains")
         refused = post(server)
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        engine.resume()
         for stream in streams:
             stream.join()
             assert stream.error is None and stream.events[-1] == "[DONE]" and stream.finish_reasons == ["length"]

@@ -23,6 +23,7 @@ class EngineCalls:
     def __init__(self, send: Callable[[Call], None]) -> None:
         self._send = send
         self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._failure: HTTPError | None = None  # why the engine takes no calls; None: it takes them
         self._ids = itertools.count()
 
     async def call(self, method: str, args: dict[str, Any]) -> Any:
@@ -39,7 +40,10 @@ class EngineCalls:
         call_id = next(self._ids)
         future = self._waiting[call_id] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda _: self._waiting.pop(call_id))
-        self._send(Call(call_id, method, args))
+        if self._failure is None:
+            self._send(Call(call_id, method, args))
+        else:  # nobody would answer: an engine that is being started again gets no message from before
+            future.set_exception(self._failure)
         return future
 
     def take(self, reply: Reply) -> None:
@@ -52,8 +56,13 @@ class EngineCalls:
         else:
             future.set_exception(_ERRORS.get(reply.status, ServerError)(reply.error))
 
+    def ready(self) -> None:
+        """Note that an engine is ready, which takes calls."""
+        self._failure = None
+
     def fail(self, error: HTTPError) -> None:
-        """End all calls with an error."""
+        """End all calls with an error, and those that are made until `ready`."""
+        self._failure = error
         for future in [*self._waiting.values()]:
             if not future.done():
                 future.set_exception(error)

@@ -238,6 +238,7 @@ class ReplicaSet:
         if len(self._replicas) > 1 and self._choice.router is None:
             self._choice.router = Router(info.page_size)
         self._join()
+        replica.calls.ready()
         self._restore(replica)
         replica.sender.ready()
         if replica.is_usable:
