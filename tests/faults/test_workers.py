@@ -127,7 +127,8 @@ class Stream(threading.Thread):
             self.reasons += [choice["finish_reason"]] * bool(choice["finish_reason"])
 
     def leave(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # it has read its end
+            self._socket.shutdown(socket.SHUT_RDWR)
         self.join(LAST_RESORT)
 
     def _find_worker(self) -> int | None:

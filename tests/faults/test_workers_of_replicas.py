@@ -66,8 +66,8 @@ def test_a_request_to_any_worker_may_name_its_engine(server: RunningServer) -> N
 
 def test_an_engine_dies_under_the_streams_of_both_workers(server: RunningServer) -> None:
     streams = on_both(server, 4)
-    found = live(server)
-    assert min(found) >= 2, found
+    while min(live(server)) < 2:  # on a busy machine some have ended
+        streams += on_both(server, 4)
     restarts = server.launch.engine.restarts
     children(ENGINE)[0].kill()
     assert all(stream.is_whole for stream in streams)
