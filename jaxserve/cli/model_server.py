@@ -25,6 +25,8 @@ from jaxserve.front.model_process import ModelServerStart
 from jaxserve.log import configure_logging
 from jaxserve.transport.child_process import end_with_parent
 
+_START = msgspec.json.Decoder(ModelServerStart)
+
 
 async def _serve(config: Config, listener: socket.socket) -> int:
     launch = Launch(config, listener, quiet=True)
@@ -36,7 +38,7 @@ def main() -> int:
     """Serve until SIGTERM or the front's end and return the exit code, as `jaxserve launch`."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the front handles them
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=ModelServerStart)
+    start = _START.decode(sys.stdin.buffer.readline())
     end_with_parent()
     config = Config.parse(json.loads(start.config))
     configure_logging(config.logging)

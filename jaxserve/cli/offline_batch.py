@@ -34,6 +34,9 @@ UNLIMITED_REQUESTS = 10**9  # only a digest of each id is kept in memory
 POLL_SECONDS = 0.2
 
 
+_LINE = msgspec.json.Decoder(BatchLine)
+
+
 @dataclass(frozen=True, slots=True)
 class OfflineBatch:
     """The files of a run. `errors` gets the requests that failed. A file without a line is not created."""
@@ -69,7 +72,7 @@ def validate(batch: OfflineBatch, max_line_bytes: int) -> tuple[str, Validation]
 def _endpoint(path: Path, max_line_bytes: int) -> str:
     first = next(read_lines(path, max_line_bytes), None)
     try:
-        url = normalize_url(msgspec.json.decode(first.data, type=BatchLine).url) if first and first.data else ""
+        url = normalize_url(_LINE.decode(first.data).url) if first and first.data else ""
     except msgspec.DecodeError:
         url = ""  # Validator reports the error
     return url if url in BATCH_ENDPOINTS else next(iter(BATCH_ENDPOINTS))

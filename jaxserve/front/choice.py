@@ -18,6 +18,10 @@ class _Named(msgspec.Struct):
     model: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+_NAMED = msgspec.json.Decoder(_Named)
+_NAME = msgspec.json.Decoder(str | None)
+
+
 async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLimits) -> ModelPlan:
     """Return the model. body: empty if there is none, or it is passed on unread
 
@@ -38,12 +42,12 @@ def _model_of(body: bytes, limits: BodyLimits, path: str) -> str | None:
     """Return the body's model; None if it has none. Raises InvalidValueError and PayloadTooLargeError."""
     limits.check_json(body, path)
     try:
-        found = msgspec.json.decode(body, type=_Named).model
+        found = _NAMED.decode(body).model
     except msgspec.ValidationError:
         raise InvalidValueError("body: should be an object", code="invalid_type") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidValueError(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     try:
-        return None if isinstance(found, msgspec.UnsetType) else msgspec.json.decode(found, type=str | None)
+        return None if isinstance(found, msgspec.UnsetType) else _NAME.decode(found)
     except msgspec.DecodeError:
         raise InvalidValueError("model: should be a string", param="model", code="invalid_type") from None

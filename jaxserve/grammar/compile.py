@@ -30,6 +30,9 @@ from jaxserve.types.sampling import GrammarSpec
 log = logging.getLogger(__name__)
 
 
+_VERDICT = msgspec.msgpack.Decoder(Verdict)
+
+
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
     """Limits of the checks.
@@ -175,7 +178,7 @@ class GrammarCompiler:
             while True:
                 head = await process.stdout.readexactly(4)
                 body = await process.stdout.readexactly(struct.unpack(">I", head)[0])
-                verdict = msgspec.msgpack.decode(body, type=Verdict)
+                verdict = _VERDICT.decode(body)
                 future = self._pending.get(verdict.id)
                 if future is not None and not future.done():
                     future.set_result(verdict)

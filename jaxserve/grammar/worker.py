@@ -66,6 +66,10 @@ class Verdict(msgspec.Struct, tag=True):
     failed: bool = False
 
 
+_SETUP = msgspec.msgpack.Decoder(GrammarSetup)
+_MESSAGE = msgspec.msgpack.Decoder(Check | Cancel)
+
+
 def parser_limits() -> llguidance.LLParserLimits:
     """Return llguidance's own limits. The same ones apply where a grammar is checked and where it is used."""
     return llguidance.LLParserLimits(
@@ -135,7 +139,7 @@ class _GrammarServer:
                 body = read_frame(self.stdin)
                 if body is None:
                     break
-                self.handle(msgspec.msgpack.decode(body, type=Check | Cancel))
+                self.handle(_MESSAGE.decode(body))
         for child in self.children.values():
             os.kill(child.pid, signal.SIGKILL)
 
@@ -206,7 +210,7 @@ def main() -> None:
     body = read_frame(stdin)
     if body is None:
         return
-    _GrammarServer(msgspec.msgpack.decode(body, type=GrammarSetup), stdin, stdout).run()
+    _GrammarServer(_SETUP.decode(body), stdin, stdout).run()
 
 
 if __name__ == "__main__":

@@ -37,13 +37,16 @@ class _Prompt(msgspec.Struct):
     query: msgspec.Raw = msgspec.Raw()
 
 
+_PROMPT = msgspec.json.Decoder(_Prompt)
+
+
 def prompt_blocks(body: bytes) -> list[int]:
     """Name the blocks of a request's prompt; none if the body is no JSON object or has no prompt.
 
     The JSON text of a conversation is the beginning of that of its next turn.
     """
     try:
-        found = msgspec.json.decode(body, type=_Prompt)
+        found = _PROMPT.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         return []
     text = b"\0".join(bytes(getattr(found, name)) for name in _Prompt.__struct_fields__)

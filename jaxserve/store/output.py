@@ -19,6 +19,7 @@ from jaxserve.store.validation import BatchLine
 
 MissingLine = Callable[[str], bytes]  # custom_id -> the line of the error file, without the newline
 
+_LINE = msgspec.json.Decoder(BatchLine)
 PAGE_LINES = 256
 
 
@@ -67,14 +68,13 @@ def write_results(
         for _, succeeded, payload in results:
             files.write(succeeded, payload)
         return
-    decode = msgspec.json.Decoder(BatchLine).decode
     result = next(results, None)
     for line in read_lines(input_path, max_line_bytes):
         if result is not None and result[0] == line.number:
             files.write(result[1], result[2])
             result = next(results, None)
         elif line.data is not None:
-            files.write(False, missing_line(decode(line.data).custom_id))
+            files.write(False, missing_line(_LINE.decode(line.data).custom_id))
 
 
 def stored_results(connection: sqlite3.Connection, batch_id: str) -> Iterator[tuple[int, bool, bytes]]:

@@ -41,6 +41,10 @@ class _Body(msgspec.Struct, frozen=True):
     conversation: Any = None
 
 
+_ENVELOPE = msgspec.json.Decoder(BatchLine)
+_BODY = msgspec.json.Decoder(_Body)
+
+
 @dataclass(frozen=True, slots=True)
 class Validation:
     """The outcome: `errors` is empty for a file that may run."""
@@ -72,8 +76,6 @@ class Validator:
     _errors: list[BatchError] = field(default_factory=list)
     # digests instead of ids: 50,000 ids may be of any length
     _seen: set[bytes] = field(default_factory=set)
-    _envelope: msgspec.json.Decoder[BatchLine] = field(default_factory=lambda: msgspec.json.Decoder(BatchLine))
-    _body: msgspec.json.Decoder[_Body] = field(default_factory=lambda: msgspec.json.Decoder(_Body))
 
     def run(self, path: Path) -> Validation:
         """Check all lines and return the outcome."""
@@ -102,9 +104,9 @@ class Validator:
     def _check_json(self, line: Line, data: bytes) -> None:
         prefix = ""
         try:
-            envelope = self._envelope.decode(data)
+            envelope = _ENVELOPE.decode(data)
             prefix = "body"
-            body = self._body.decode(envelope.body)
+            body = _BODY.decode(envelope.body)
         except msgspec.ValidationError as error:
             self._add(line, "invalid_request", f"{error}.", _param(prefix, str(error)))
         except msgspec.DecodeError as error:

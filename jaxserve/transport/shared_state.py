@@ -25,6 +25,9 @@ _LENGTH = struct.Struct("<I")
 _SIZE = _HALVES[1] + 2**20
 
 
+_IDS = msgspec.msgpack.Decoder(list[str])
+
+
 class Pulse(NamedTuple):
     """Counters of an engine process since its start."""
 
@@ -69,7 +72,7 @@ class SharedState:
         start = _HALVES[self._memory[_VALID] & 1]
         (length,) = _LENGTH.unpack_from(self._memory, start)
         start += _LENGTH.size
-        return msgspec.msgpack.decode(self._memory[start : start + length], type=list[str]) if length else []
+        return _IDS.decode(self._memory[start : start + length]) if length else []
 
     def write(self, ids: list[str]) -> None:
         """Replace the ids in work."""

@@ -144,9 +144,12 @@ class _Answer(msgspec.Struct):
     usage: _Usage | None = None
 
 
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
 def read_usage(body: bytes) -> TokenCounts:
     """Read the token counts from an answer."""
-    usage = msgspec.json.decode(body, type=_Answer).usage or _Usage()
+    usage = _ANSWER.decode(body).usage or _Usage()
     cached = usage.prompt_tokens_details or usage.input_tokens_details or _InputDetails()
     reasoning = usage.completion_tokens_details or usage.output_tokens_details or _OutputDetails()
     return TokenCounts(

@@ -53,6 +53,9 @@ class WorkerStart(msgspec.Struct, frozen=True):
     seed: int
 
 
+_START = msgspec.json.Decoder(WorkerStart)
+
+
 class Worker:
     """One run of a worker."""
 
@@ -104,7 +107,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the main process handles them
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerStart)
+    start = _START.decode(sys.stdin.buffer.readline())
     end_with_parent()
     tree: dict[str, Any] = json.loads(start.config)
     config = Config.parse(tree)

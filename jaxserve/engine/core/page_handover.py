@@ -46,6 +46,9 @@ class _PagesHeader(msgspec.Struct, frozen=True):
     checksums: list[int]
 
 
+_HEADER = msgspec.msgpack.Decoder(_PagesHeader)
+
+
 def check_passing(config: Config, model: ModelConfig, *, generates: bool) -> None:
     """Raise ConfigError if a model's prompts cannot be computed by one engine and go on in another."""
     if not config.mesh.prefill_replicas:
@@ -136,7 +139,7 @@ class PageHandover:
         """Return the header of a file, checked, and the bytes of its pages, uint8 [n]."""
         try:
             data = _mapped(path)
-            header = msgspec.msgpack.decode(data[_LENGTH : _end_of_header(data)].tobytes(), type=_PagesHeader)
+            header = _HEADER.decode(data[_LENGTH : _end_of_header(data)].tobytes())
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise InvalidValueError(f"{path} has no pages: {error}", param="path") from None
         if (header.form, header.version) != (self._form, self._core.serving.version):

@@ -58,6 +58,9 @@ class Manifest(msgspec.Struct, frozen=True):
     programs: dict[str, ProgramFile]
 
 
+_MANIFEST = msgspec.json.Decoder(Manifest)
+
+
 class Bundle:
     """An opened bundle (implements compiler.ProgramStorage). Raises ConfigError in place of compiling."""
 
@@ -177,7 +180,7 @@ def _read_manifest(directory: Path) -> Manifest:
         raise ConfigError(f"there is no bundle {directory}", fix="write one with jaxserve compile")
     try:
         with opened(directory) as held:
-            return msgspec.json.decode(read_code(held.descriptor, MANIFEST), type=Manifest)
+            return _MANIFEST.decode(read_code(held.descriptor, MANIFEST))
     except CacheDirectoryError as error:
         raise ConfigError(f"the bundle {directory} is not safe: {error}", fix=error.fix or _AGAIN) from None
     except OSError as error:

@@ -33,6 +33,8 @@ MAGIC = b"jaxserve program 1\n"
 _DIGEST = 32  # bytes of SHA-256
 LIMIT = 4 * 2**30  # bytes; a larger file is refused before it is read
 KEPT = 4 * 2**30  # bytes of all programs together; those of the demo model have 12 MB
+# Not made by each thread that reads a program: msgspec ends a process in which two threads meet nested types at once.
+_PROGRAM = msgspec.msgpack.Decoder(StoredProgram)
 UNFINISHED = 86400.0  # seconds after which a temporary file is one that a killed process left
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ def decode(data: bytes) -> StoredProgram:
     if hashlib.sha256(memoryview(data)[start:]).digest() != data[len(MAGIC) : start]:
         raise ProgramFormatError("its checksum is wrong: the file was cut or changed")
     try:
-        return msgspec.msgpack.decode(memoryview(data)[start:], type=StoredProgram)
+        return _PROGRAM.decode(memoryview(data)[start:])
     except msgspec.MsgspecError as error:
         raise ProgramFormatError(f"it cannot be read: {error}") from error
 

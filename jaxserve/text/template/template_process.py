@@ -28,6 +28,8 @@ WALL_SECONDS = 15.0  # the last resort, on a machine that gives the worker too l
 MEMORY_BYTES = 1 << 30
 TEMPLATE_READ_BYTES = 1 << 20  # bytes of a read
 
+_RENDERED = msgspec.json.Decoder(Rendered)
+
 logger = logging.getLogger(__name__)
 
 
@@ -112,7 +114,7 @@ class TemplateProcess:
         try:
             _send(process.stdin.fileno(), framed(body), deadline)
             size = frame_size(_receive(process.stdout.fileno(), HEAD_BYTES, deadline))
-            return msgspec.json.decode(_receive(process.stdout.fileno(), size, deadline), type=Rendered)
+            return _RENDERED.decode(_receive(process.stdout.fileno(), size, deadline))
         except (OSError, ValueError, TimeoutError) as error:
             self._forget()
             raise _Ended from error

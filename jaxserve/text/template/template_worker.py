@@ -51,6 +51,10 @@ class Rendered(msgspec.Struct):
     param: str | None = None
 
 
+_SETUP = msgspec.json.Decoder(TemplateSetup)
+_INPUT = msgspec.json.Decoder(TemplateInput)
+
+
 def render(template: ChatTemplate, shield: Shield, conversation: TemplateInput) -> str:
     """Return the prompt's text. Raises InvalidValueError."""
     return template.render(
@@ -74,7 +78,7 @@ class _TemplateServer:
         """Render one conversation; an error becomes a message."""
         signal.setitimer(signal.ITIMER_PROF, self.setup.cpu_seconds)
         try:
-            return Rendered(render(self.template, self.shield, msgspec.json.decode(body, type=TemplateInput)))
+            return Rendered(render(self.template, self.shield, _INPUT.decode(body)))
         except RequestError as error:
             return Rendered(error=error.message, param=error.param)
         except (MemoryError, RecursionError, msgspec.MsgspecError):
@@ -96,7 +100,7 @@ def main() -> None:
     body = read_frame(stdin)
     if body is None:
         return
-    setup = msgspec.json.decode(body, type=TemplateSetup)
+    setup = _SETUP.decode(body)
     signal.setitimer(signal.ITIMER_PROF, setup.cpu_seconds)
     limit_memory(setup.memory_bytes)
     try:
