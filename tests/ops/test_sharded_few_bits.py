@@ -49,13 +49,14 @@ def check(mesh: Mesh, kind: str, rows: P, *, product: sharded_few_bits.Product =
     """Compare the product with that of one device. rows: how the weight [N, K] is split."""
     w = quantized(kind, 128, 512, **form)
     x = jnp.asarray(RNG.standard_normal((3, 512), np.float32)).astype(jnp.bfloat16)
-    want = product(x, w, jnp.float32, interpret=True)
+    product = partial(product, interpret=True)
+    want = product(x, w, jnp.float32)
     split = split_over(mesh, w, rows)
     whole = jax.device_put(x, NamedSharding(mesh, P()))
 
     @jax.jit
     def multiply(x: jax.Array, w: Quantized) -> jax.Array:
-        return sharded_few_bits.matmul(product, x, w, jnp.float32, interpret=True)
+        return sharded_few_bits.matmul(product, x, w, jnp.float32)
 
     got = multiply(whole, split)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
@@ -66,20 +67,20 @@ def check(mesh: Mesh, kind: str, rows: P, *, product: sharded_few_bits.Product =
     assert ("all-reduce" in text) == (rows[0] is None)
 
 
-def check_rounded(mesh: Mesh, kind: str, rows: P) -> None:
+def check_rounded(mesh: Mesh, kind: str, rows: P, count: int = rounded.FEW_ROWS + 2) -> None:
     """Compare a product of rounded rows, one scale each, with that of one device. rows: how the weight is split.
 
     The largest number of a row of x is on one device of K, and the others round by it too.
     """
     w = quantized(kind, 128, 512, group=512)
-    x = jnp.asarray(RNG.standard_normal((130, 512), np.float32)).at[:, 3].mul(20).astype(jnp.bfloat16)
+    x = jnp.asarray(RNG.standard_normal((count, 512), np.float32)).at[:, 3].mul(20).astype(jnp.bfloat16)
     want = rounded.matmul(x, w, jnp.float32)
     multiply = jax.jit(partial(Products(rounded="gpu", sharded=True), out_dtype=jnp.float32))
     placed = jax.device_put(x, NamedSharding(mesh, P(None, rows[1])))
     compiled = multiply.lower(placed, split_over(mesh, w, rows)).compile()
     got = compiled(placed, split_over(mesh, w, rows))
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
-    sums = re.findall(r"= f32\[130,128\]\S* all-reduce\(", str(compiled.as_text()))
+    sums = re.findall(rf"= f32\[{count},128\]\S* all-reduce\(", str(compiled.as_text()))
     assert len(sums) == (rows[0] is None)
 
 
@@ -94,7 +95,9 @@ def main() -> None:
     check(mesh, "fp8", P(None, both), group=512)
     for kind in ("int8", "fp8"):
         check_rounded(mesh, kind, P(None, both))
-    check_rounded(mesh, "int8", P(both, None))
+        check_rounded(mesh, kind, P(None, both), count=5)
+    for count in (5, rounded.FEW_ROWS, rounded.FEW_ROWS + 2):
+        check_rounded(mesh, "int8", P(both, None), count)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ BENCHMARKS.md, "Tried and rejected", has the measurements behind the choice.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,9 +114,12 @@ class Products:
         if self.deterministic:
             return _at_least_two_rows(x, w, out_dtype)
         if isinstance(w, Quantized) and self._rounds(w):
-            if x.shape[0] > rounded.FEW_ROWS:
-                return self._rounded(x, w, out_dtype)
-            x = rounded.rounded(x, w).astype(x.dtype)
+            few = x.shape[0] <= rounded.FEW_ROWS
+            return self._few_rounded(x, w, out_dtype) if few else self._rounded(x, w, out_dtype)
+        return self._widened(x, w, out_dtype)
+
+    def _widened(self, x: jax.Array, w: Weight, out_dtype: DTypeLike) -> jax.Array:
+        """Multiply x as it is, by the numbers of w in x's dtype."""
         if self.few_bits and isinstance(w, Quantized) and (kernel := _kernel(self.few_bits)).takes(x):
             product = partial(sharded_few_bits.matmul, kernel.matmul) if self.sharded else kernel.matmul
             return product(x, w, out_dtype)
@@ -133,6 +137,14 @@ class Products:
             return sharded_few_bits.matmul(rounded.multiply, rounded.rounded(x, w), w, out_dtype)
         product = rounded.matmul_on_tpu if self.rounded == "tpu" else rounded.matmul
         return product(x, w, out_dtype)
+
+    def _few_rounded(self, x: jax.Array, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
+        """Multiply few rounded rows. What all of a row shares multiplies the sums, as it does for many rows."""
+        rows = rounded.rounded(x, w)
+        if rows.scales.shape[1] > 1:
+            return self._widened(rows.astype(x.dtype), w, out_dtype)
+        product = partial(rounded.multiply_wide, dataclasses.replace(self, sharded=False)._widened, x.dtype)
+        return sharded_few_bits.matmul(product, rows, w, out_dtype) if self.sharded else product(rows, w, out_dtype)
 
     def whole(self, x: jax.Array, function: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
         """Return function(x) for x [...]; if `in_order`, every device computes it from all of x.

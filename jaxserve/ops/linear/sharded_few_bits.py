@@ -22,13 +22,11 @@ from jax.typing import DTypeLike
 from jaxserve.ops.linear.rounded import Rounded
 from jaxserve.ops.quantized import Quantized
 
-Product = Callable[..., jax.Array]  # of x, w and a dtype, on one device; with the option `interpret`
+Product = Callable[..., jax.Array]  # of x, w and a dtype, on one device
 _Axes = str | tuple[str, ...] | None
 
 
-def matmul(
-    product: Product, x: jax.Array | Rounded, w: Quantized, out_dtype: DTypeLike, *, interpret: bool = False
-) -> jax.Array:
+def matmul(product: Product, x: jax.Array | Rounded, w: Quantized, out_dtype: DTypeLike) -> jax.Array:
     """Do `product` in a program over several devices: x [T, K], w [*out, K] -> [T, *out].
 
     x: rows as the product takes them.
@@ -39,7 +37,7 @@ def matmul(
 
     def local(*leaves: jax.Array) -> jax.Array:
         """Multiply what one device holds: leaves of x [T, ...] and of w [its N, ...] -> [T, its N]."""
-        return product(*jax.tree.unflatten(form, leaves), out_dtype, interpret=interpret)
+        return product(*jax.tree.unflatten(form, leaves), out_dtype)
 
     partitioned = custom_partitioning(local)
     # The leaves [T or N, numbers, bytes or groups] share K's factor, the groups: a device holds whole ones. Without

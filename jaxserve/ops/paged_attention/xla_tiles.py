@@ -53,6 +53,8 @@ def read_tiles(
     pages = layer.page_table[row[..., None], jnp.minimum(column, ((kv_len - 1) // page_size)[..., None])]
 
     def half(index: int) -> jax.Array:
+        """Return K (0) or V (1) of the pages as float32 [*S, size, KH * D]."""
+
         def take(leaf: jax.Array) -> jax.Array:
             """Return this half of the pages of leaf [P, 2, page_size, KH * D] -> [*S, size, KH * D]."""
             halves = leaf.reshape(count * num_pages, page_size, leaf.shape[3])
