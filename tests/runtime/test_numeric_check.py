@@ -1,5 +1,6 @@
 """The check of the numbers: right here, with every backend; a wrong kernel and jaxlib 0.10.2's mistake are found."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.ops.linear import Products, TritonExperts
+from jaxserve.ops.linear import Products, TpuExperts, TritonExperts
+from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, backend_names, get_backend
 from jaxserve.ops.paged_attention.reference import ReferenceBackend
 from jaxserve.ops.paged_attention.scaled_pages import Pages
 from jaxserve.runtime.compilation.compiler import compiler_options
 from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.numerics import numeric_check
 from jaxserve.runtime.numerics.numeric_cases import NumericCase, experts, sampler, sums
 from jaxserve.runtime.numerics.numeric_check import attention_case, check_numbers, serving_cases, wrong_numbers
 
@@ -63,6 +66,19 @@ def test_the_experts_of_each_kernel_are_right_and_a_wrong_one_is_found(monkeypat
         assert not wrong_numbers([case], CPU.devices[0], OPTIONS)
     rotated = NumericCase("experts", cases[0].function, cases[0].inputs, (cases[0].expected[0][:, ::-1],), 1e-4)
     assert wrong_numbers([rotated], CPU.devices[0], OPTIONS)
+
+
+def test_the_experts_of_a_tpu_are_right_in_all_forms_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Pallas' interpreter, as a TPU would check them."""
+    monkeypatch.setattr(Products, "of_experts", lambda *_: TpuExperts(interpret=True))
+    monkeypatch.setattr(numeric_check, "kernels_of", lambda name, _: kernels_of(name, "tpu"))
+    cases = serving_cases(None, CPU, jnp.dtype("bfloat16"), deterministic=False, of_experts="auto")
+    [wide, few] = [case for case in cases if case.name.startswith("experts")]
+    assert (len(wide.expected), len(few.expected)) == (1, 2)
+    assert not wrong_numbers([wide, few], CPU.devices[0], OPTIONS)
+    for index, right in enumerate(few.expected):
+        rotated = (*few.expected[:index], right[:, ::-1], *few.expected[index + 1 :])
+        assert wrong_numbers([dataclasses.replace(few, expected=rotated)], CPU.devices[0], OPTIONS)
 
 
 def test_only_a_model_of_experts_has_their_case() -> None:

@@ -6,7 +6,7 @@ Sizes are odd: a compiler's mistakes are in the rows and columns that are left o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxserve.models.layers import GatedActivation
 from jaxserve.ops.linear import Products
 from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
-from jaxserve.ops.quantized import MIDDLE, Quantized
+from jaxserve.ops.quantized import BLOCK, MIDDLE, Quantized
 from jaxserve.runtime.sampling.draw import argmax, filter_probs, inverse_cdf, random_uniform
 from jaxserve.types.threefry import threefry2x32
 
@@ -31,6 +31,8 @@ _HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 128
 _VOCAB = 1003
 _CHOSEN = ((0, 3), (3, 4), (4, 0), (0, 4), (4, 3), (0, 3), (4, 0))  # experts 1 and 2 have no rows
 _EXPERTS, _FFN, _MODEL = 5, 40, 72
+_Form = tuple[ExpertWeights, np.ndarray, np.ndarray]  # and their numbers: gate and up [5, F, 2, D], down [5, D, F]
+_TPU_FFN, _TPU_MODEL = 64, 128  # the depth that its kernel for wide pairs needs, and whole blocks of 4 bits
 
 
 @dataclass(frozen=True)
@@ -94,23 +96,61 @@ def experts(products: Products, dtype: jnp.dtype, tolerance: float) -> NumericCa
     Weights and rows are drawn so that results are near 1. dtype: of activations and weights
     """
     rng = np.random.default_rng(11)
-    x = rng.standard_normal((len(_CHOSEN), _MODEL)).astype(dtype)
-    gate_up = (rng.standard_normal((_EXPERTS, _FFN, 2, _MODEL)) * _MODEL**-0.5).astype(dtype)
-    down = (rng.standard_normal((_EXPERTS, _MODEL, _FFN)) * _FFN**-0.5).astype(dtype)
+    ffn, model = (_TPU_FFN, _TPU_MODEL) if products.experts == "tpu" else (_FFN, _MODEL)
+    gate_up = (rng.standard_normal((_EXPERTS, ffn, 2, model)) * model**-0.5).astype(dtype)
+    down = (rng.standard_normal((_EXPERTS, model, ffn)) * ffn**-0.5).astype(dtype)
+    wide = gate_up.astype(np.float64), down.astype(np.float64)
+    return _of_experts("experts", products, dtype, [(ExpertWeights(gate_up, down), *wide)], tolerance)
+
+
+def experts_of_few_bits(products: Products, tolerance: float) -> NumericCase:
+    """Make the layer of `experts` in bfloat16 with weights in int8 and in 4 bits.
+
+    Rows of int8 have one scale each, and 4 bits have one for each group of 32.
+    """
+    rng = np.random.default_rng(13)
+    forms = []
+    for packed in (False, True):
+        gate_up = _few_bits(rng, (_EXPERTS, _TPU_FFN, 2, _TPU_MODEL), packed=packed)
+        down = _few_bits(rng, (_EXPERTS, _TPU_MODEL, _TPU_FFN), packed=packed)
+        forms.append((ExpertWeights(gate_up[0], down[0]), gate_up[1], down[1]))
+    return _of_experts("experts of few bits", products, jnp.dtype("bfloat16"), forms, tolerance)
+
+
+def _of_experts(
+    name: str, products: Products, dtype: jnp.dtype, forms: Sequence[_Form], tolerance: float
+) -> NumericCase:
+    """Make layers of experts of drawn rows [7, D] in `dtype`, one for each form."""
+    rng = np.random.default_rng(12)
+    x = rng.standard_normal((len(_CHOSEN), forms[0][0].down.shape[1])).astype(dtype)
     shares = rng.random((len(_CHOSEN), 2)).astype(np.float32)
-    chosen = np.array(_CHOSEN, np.int32)
 
-    def function(
-        x: jax.Array, chosen: jax.Array, shares: jax.Array, gate_up: jax.Array, down: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """x: [7, 72], chosen: int32 [7, 2], shares: float32 [7, 2], gate_up: [5, 40, 2, 72], down: [5, 72, 40]"""
-        weights = ExpertWeights(gate_up, down)
-        product = products.of_experts(x.dtype, gate_up, down)
-        return (moe(x, Chosen(chosen, shares), weights, GatedActivation("silu", 0.0), product),)
+    def function(x: jax.Array, chosen: Chosen, *forms: ExpertWeights) -> tuple[jax.Array, ...]:
+        """x: [7, D], chosen: ids and weights [7, 2], forms: weights of five experts"""
+        activation = GatedActivation("silu", 0.0)
+        return tuple(
+            moe(x, chosen, form, activation, products.of_experts(x.dtype, form.gate_up, form.down)) for form in forms
+        )
 
-    wide = [each.astype(np.float64) for each in (x, shares, gate_up, down)]
-    inputs = (x, chosen, shares, gate_up, down)
-    return NumericCase("experts", function, inputs, (_through_experts(*wide),), tolerance, repr(products))
+    expected = tuple(_through_experts(x.astype(np.float64), shares, *numbers) for _, *numbers in forms)
+    chosen = Chosen(np.array(_CHOSEN, np.int32), shares)  # type: ignore[arg-type]
+    inputs = (x, chosen, *(weights for weights, *_ in forms))
+    return NumericCase(name, function, inputs, expected, tolerance, repr(products))
+
+
+def _few_bits(rng: np.random.Generator, shape: tuple[int, ...], *, packed: bool) -> tuple[Quantized, np.ndarray]:
+    """Draw a weight [..., K] in 4 bits or int8 of about K ** -0.5, and return it with its numbers in float64."""
+    *rows, depth = shape
+    codes = rng.integers(-MIDDLE, MIDDLE, shape)
+    scales = (rng.uniform(0.5, 1.5, (*rows, depth // BLOCK if packed else 1)) * depth**-0.5 / 5).astype(np.float32)
+    numbers = codes * np.repeat(scales.astype(np.float64), depth // scales.shape[-1], axis=-1)
+    return Quantized(_packed(codes) if packed else codes.astype(np.int8), scales), numbers  # type: ignore[arg-type]
+
+
+def _packed(codes: np.ndarray) -> np.ndarray:
+    """Return whole numbers [..., K] from -8 to 7 as `Quantized` holds them, uint8 [..., K / 2]."""
+    halves = (codes + MIDDLE).astype(np.uint8).reshape(*codes.shape[:-1], -1, 2, BLOCK // 2)
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
 
 
 def rounded_products(linear: Products) -> NumericCase:
@@ -123,17 +163,16 @@ def rounded_products(linear: Products) -> NumericCase:
     rows = [_whole_numbers((count, 160), seed=count) for count in (1, 7, 65)]
     for x in rows:
         x[:, ::32] = 127
+    packed = _packed(weight)
 
-    def function(weight: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
-        """weight: float32 [37, 160], rows: float32 [1, 160], [7, 160] and [65, 160]"""
+    def function(weight: jax.Array, packed: jax.Array, *rows: jax.Array) -> tuple[jax.Array, ...]:
+        """weight: float32 [37, 160], packed: of it, rows: float32 [1, 160], [7, 160] and [65, 160]"""
         ones = jnp.ones((37, 5), jnp.float32)
-        halves = (weight + MIDDLE).astype(jnp.uint8).reshape(37, 5, 2, 16)
-        packed = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(37, 80)
         forms = weight.astype(jnp.bfloat16), Quantized(weight.astype(jnp.int8), ones), Quantized(packed, ones)
         return tuple(linear(x, w) for w in forms for x in rows)
 
     expected = tuple(x @ weight.T for x in rows) * 3
-    return NumericCase("rounded products", function, (weight, *rows), expected, identity=repr(linear))
+    return NumericCase("rounded products", function, (weight, packed, *rows), expected, identity=repr(linear))
 
 
 def rounded_rows(linear: Products, tolerance: float) -> NumericCase:
@@ -263,7 +302,7 @@ def _attended(query: np.ndarray, context: np.ndarray) -> np.ndarray:
 
 
 def _through_experts(x: np.ndarray, shares: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Run x [7, 72] through the experts of _CHOSEN, all float64, one choice at a time."""
+    """Run x [7, D] through the experts of _CHOSEN, all float64, one choice at a time."""
     out = np.zeros_like(x)
     for token, chosen in enumerate(_CHOSEN):
         for expert, share in zip(chosen, shares[token], strict=True):

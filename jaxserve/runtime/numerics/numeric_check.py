@@ -25,6 +25,7 @@ from jaxserve.runtime.numerics.numeric_cases import (
     NumericCase,
     attention,
     experts,
+    experts_of_few_bits,
     products,
     rounded_products,
     rounded_rows,
@@ -58,6 +59,8 @@ def serving_cases(
     if of_experts is not None:
         chosen = dataclasses.replace(product, experts=kernels_of(of_experts, mesh.platform))
         cases.append(experts(chosen, dtype, _tolerance(mesh, dtype)))
+        if chosen.experts == "tpu" and dtype == jnp.bfloat16:
+            cases.append(experts_of_few_bits(chosen, _tolerance(mesh, dtype)))
     if rounded is not None:
         rounding = dataclasses.replace(product, rounded=rounded)
         on_cpu = rounded == "cpu"
