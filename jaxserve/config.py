@@ -131,9 +131,8 @@ class RuntimeSection(Section):
     )
     experts: Literal["auto", "xla", "triton"] = Field(
         "auto",
-        description="What multiplies rows by routed experts. auto: Triton kernels on a GPU, on a TPU a Pallas kernel "
-        "if their weights have 8 or 4 bits, C kernels with native "
-        "attention, else XLA. An explicit choice never falls back.",
+        description="What multiplies rows by routed experts. auto: Triton kernels on a GPU, a Pallas kernel on a "
+        "TPU, C kernels with native attention, else XLA. An explicit choice never falls back.",
     )
     products: Literal["auto", "exact", "rounded"] = Field(
         "auto",

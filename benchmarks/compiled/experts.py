@@ -24,7 +24,8 @@ from jaxserve.ops.moe import Chosen, ExpertWeights, moe
 from jaxserve.ops.quantized import Quantized
 from jaxserve.runtime.saved_programs.target import make_target
 
-_GPT_OSS_20B, _QWEN3_30B, _MIXTRAL = (32, 4, 2880, 2880), (128, 8, 768, 2048), (8, 2, 14336, 4096)
+_GPT_OSS_20B, _GPT_OSS_120B, _MIXTRAL = (32, 4, 2880, 2880), (128, 4, 2880, 2880), (8, 2, 14336, 4096)
+_QWEN3_30B, _QWEN3_235B, _DEEPSEEK_V3 = (128, 8, 768, 2048), (128, 8, 1536, 4096), (256, 8, 2048, 7168)
 # (experts, experts of a token, F, D), values, numbers that share a scale (0: a row does), tokens
 LAYERS: dict[str, tuple[tuple[int, int, int, int], str, int, int]] = {
     "gpt-oss-20b mxfp4, 1 token": (_GPT_OSS_20B, "mxfp4", 32, 1),
@@ -33,6 +34,17 @@ LAYERS: dict[str, tuple[tuple[int, int, int, int], str, int, int]] = {
     "Qwen3-30B-A3B int4, 64 tokens": (_QWEN3_30B, "int4", 32, 64),
     "Qwen3-30B-A3B fp8, 64 tokens": (_QWEN3_30B, "fp8", 128, 64),
     "Mixtral-8x7B int4, 64 tokens": (_MIXTRAL, "int4", 128, 64),
+    "Mixtral-8x7B int4, 2,048 tokens": (_MIXTRAL, "int4", 128, 2048),
+    "Qwen3-30B-A3B wide, 1 token": (_QWEN3_30B, "bfloat16", 0, 1),
+    "Qwen3-30B-A3B wide, 64 tokens": (_QWEN3_30B, "bfloat16", 0, 64),
+    "Qwen3-30B-A3B wide, 2,048 tokens": (_QWEN3_30B, "bfloat16", 0, 2048),
+    "Mixtral-8x7B wide, 1 token": (_MIXTRAL, "bfloat16", 0, 1),
+    "Mixtral-8x7B wide, 64 tokens": (_MIXTRAL, "bfloat16", 0, 64),
+    "Mixtral-8x7B wide, 2,048 tokens": (_MIXTRAL, "bfloat16", 0, 2048),
+    "Qwen3-235B-A22B wide, 64 tokens": (_QWEN3_235B, "bfloat16", 0, 64),
+    "DeepSeek-V3 wide, 64 tokens": (_DEEPSEEK_V3, "bfloat16", 0, 64),
+    "gpt-oss-20b wide, 64 tokens": (_GPT_OSS_20B, "bfloat16", 0, 64),
+    "gpt-oss-120b wide, 64 tokens": (_GPT_OSS_120B, "bfloat16", 0, 64),
 }
 
 
@@ -66,6 +78,8 @@ def _reading(
 
     def weight(*shape: int) -> Any:
         *rows, depth = shape
+        if kind == "bfloat16":
+            return struct(jnp.bfloat16, *shape)
         packed = kind in ("int4", "mxfp4")
         values = jnp.uint8 if packed else jnp.int8 if kind == "int8" else jnp.float8_e4m3fn
         scales = struct(jnp.uint8 if kind == "mxfp4" else jnp.float32, *rows, depth // (group or depth))
@@ -84,7 +98,10 @@ def _reading(
     )
     device = AbstractDevice(next(iter(sharding.device_set)).device_kind, 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        compiled = jax.jit(layer).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+        try:
+            compiled = jax.jit(layer).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+        except jax.errors.JaxRuntimeError as error:
+            return {"error": str(error)[:200]}
     cost: Any = compiled.cost_analysis()
     memory: Any = compiled.memory_analysis()
     return {

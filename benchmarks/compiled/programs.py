@@ -56,7 +56,8 @@ def make_set(
     pages: as cache.dtype. weights: as model.quantization, or the quantization_config of a checkpoint that is kept.
     products: as runtime.products.
     """
-    hf: dict[str, Any] = PUBLISHED[name].hf | {"num_hidden_layers": layers, "first_k_dense_replace": layers - 2}
+    sizes = {"num_hidden_layers": layers, "first_k_dense_replace": max(0, layers - 2)}
+    hf: dict[str, Any] = PUBLISHED[name].hf | sizes
     if isinstance(weights, dict):
         hf["quantization_config"], weights = weights, "stored"
     if "layer_types" in hf:
@@ -143,7 +144,8 @@ def tpu_programs(target: DeviceMesh) -> Iterator[tuple[str, Program]]:
     mxfp4 = make_set("gpt-oss-120b", target, attention="tpu", weights={"quant_method": "mxfp4"})
     yield from _named("gpt-oss-120b in mxfp4", mxfp4.decode(64))
     for name in FAMILIES:
-        yield from _named(name, make_set(name, target, attention="tpu").decode(64))
+        layers = 1 if name == "DeepSeek-V3" else 2  # two have weights of 42 GiB, and the larger chip has 31
+        yield from _named(name, make_set(name, target, attention="tpu", layers=layers).decode(64))
 
 
 def _named(model: str, *programs: Program) -> Iterator[tuple[str, Program]]:

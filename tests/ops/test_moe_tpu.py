@@ -1,4 +1,4 @@
-"""The TPU kernel for experts in 8 and 4 bits: interpreted against numpy, and lowered for a v5e."""
+"""The TPU kernel for routed experts: interpreted against numpy and lax.ragged_dot, and lowered for a v5e."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxserve.ops.linear import Products, TpuExperts
-from jaxserve.ops.moe import Chosen, ExpertWeights, moe, tpu
+from jaxserve.ops.moe import Chosen, ExpertWeights, _grouped_ragged_dot, moe, tpu
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_moe_triton import SWIGLU, Case, draw, oracle, run
 from tests.ops.test_moe_triton import quantized as encoded
@@ -40,10 +40,18 @@ FORMS = {
 
 
 def grouped(
-    x: jax.Array, weight: Quantized, kernels: TpuExperts = KERNELS, sizes: tuple[int, ...] = SIZES
+    x: jax.Array,
+    weight: jax.Array | Quantized,
+    kernels: TpuExperts = KERNELS,
+    sizes: tuple[int, ...] = SIZES,
+    pairs: bool = False,
 ) -> np.ndarray:
-    run = jax.jit(tpu.products, static_argnums=3, compiler_options=QUICK)
-    return np.asarray(run(x, weight, jnp.asarray(sizes, jnp.int32), kernels).astype(jnp.float32))
+    run = jax.jit(tpu.products, static_argnums=3, static_argnames="pairs", compiler_options=QUICK)
+    return np.asarray(run(x, weight, jnp.asarray(sizes, jnp.int32), kernels, pairs=pairs).astype(jnp.float32))
+
+
+def drawn(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.standard_normal(shape, np.float32)).astype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -52,9 +60,25 @@ def test_products(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "_CHUNK_ROWS", 32)
     kind, group, zeros, (outputs, depth) = FORMS[form]
     weight = quantized(kind, len(SIZES), 2, outputs, depth, group=group, zeros=zeros)
-    x = jnp.asarray(RNG.standard_normal((48, depth), np.float32)).astype(jnp.bfloat16)
-    got, ends = grouped(x, weight), np.cumsum(SIZES)
-    numbers = np.asarray(weight.astype(jnp.float32))
+    x = drawn(48, depth)
+    hold_to_numpy(grouped(x, weight), x, np.asarray(weight.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize(("outputs", "depth"), [ROWS, TURNED, (600, 1280)])
+def test_products_in_bfloat16(outputs: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks as those of few bits; pairs as they are and as two weights. The last has several blocks of outputs."""
+    monkeypatch.setattr(tpu, "_CHUNK_ROWS", 32)
+    monkeypatch.setattr(tpu, "_MANY_BYTES", 1 << 20)
+    weight, x = drawn(len(SIZES), 2, outputs, depth), drawn(48, depth)
+    hold_to_numpy(grouped(x, weight), x, np.asarray(weight, np.float32))
+    if depth % tpu.TPU_LANES == 0:
+        got = grouped(x, jnp.moveaxis(weight, 1, 2), pairs=True)
+        hold_to_numpy(got, x, np.asarray(weight, np.float32))
+
+
+def hold_to_numpy(got: np.ndarray, x: jax.Array, numbers: np.ndarray) -> None:
+    """Compare results [2, 48, N] of rows [48, K] with numpy's, of numbers [5, 2, N, K] of five experts."""
+    ends = np.cumsum(SIZES)
     for expert, (size, end) in enumerate(zip(SIZES, ends, strict=True)):
         own = slice(end - size, end)
         want = np.einsum("mk,hnk->hmn", np.asarray(x, np.float32)[own], numbers[expert])
@@ -83,15 +107,26 @@ def test_no_row_has_an_expert() -> None:
     assert not np.asarray(visits.end).any() and set(np.asarray(visits.chunk)) == {0}
 
 
-def test_a_layer_equals_numpy() -> None:
-    case = Case("", ((0, 2), (2, 1), (3, 2)), ffn=64, model=128, dtype="bfloat16", bias=True)
+@pytest.mark.parametrize(("kind", "model"), [("int8", 128), ("bfloat16", 128), ("bfloat16", 96)])
+def test_a_layer_equals_numpy(kind: str, model: int) -> None:
+    case = Case("", ((0, 2), (2, 1), (3, 2)), ffn=64, model=model, dtype="bfloat16", bias=True)
     x, ids, weights, experts = draw(case)
-    gate_up, down = (encoded(w, "int8", 32, False) for w in (experts.gate_up, experts.down))
-    few = dataclasses.replace(experts, gate_up=gate_up, down=down)
-    want = oracle(case, x, ids, weights, few)
-    np.testing.assert_allclose(
-        run(case, x, ids, weights, few, KERNELS), want, rtol=2e-2, atol=2e-2 * np.abs(want).max()
-    )
+    if kind == "int8":
+        gate_up, down = (encoded(w, "int8", 32, False) for w in (experts.gate_up, experts.down))
+        experts = dataclasses.replace(experts, gate_up=gate_up, down=down)
+    want = oracle(case, x, ids, weights, experts)
+    for kernels in (KERNELS, None):
+        got = run(case, x, ids, weights, experts, kernels)
+        np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2 * np.abs(want).max())
+
+
+def test_a_wide_layer_equals_a_ragged_product() -> None:
+    """With rows of no expert, whose results nobody reads."""
+    experts = ExpertWeights(drawn(5, 64, 2, 128), drawn(5, 128, 64))
+    rows, sizes = drawn(48, 128), jnp.asarray(SIZES, jnp.int32)
+    got = np.asarray(tpu.run_rows(rows, sizes, experts, activation=SWIGLU, kernels=KERNELS), np.float32)[:47]
+    want = np.asarray(_grouped_ragged_dot(rows, sizes, experts, SWIGLU), np.float32)[:47]
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=1e-2 * np.abs(want).max())
 
 
 def test_one_size_gives_a_row_the_same_bits_among_any_others() -> None:
@@ -102,13 +137,13 @@ def test_one_size_gives_a_row_the_same_bits_among_any_others() -> None:
     np.testing.assert_array_equal(few[:, :3], many[:, :3])
 
 
-def lowered(experts: ExpertWeights, dtype: Any = jnp.bfloat16, **options: Any) -> str:
+def lowered(experts: ExpertWeights, dtype: Any = jnp.bfloat16, tokens: int = 8, **options: Any) -> str:
     def layer(x: jax.Array, chosen: Chosen, experts: ExpertWeights) -> jax.Array:
         product = Products(experts="tpu", **options).of_experts(x.dtype, experts.gate_up, experts.down)
         return moe(x, chosen, experts, SWIGLU, product)
 
-    x = jax.ShapeDtypeStruct((8, experts.down.shape[1]), dtype)
-    chosen: Any = Chosen(*(jax.ShapeDtypeStruct((8, 2), each) for each in (jnp.int32, jnp.float32)))  # type: ignore
+    x = jax.ShapeDtypeStruct((tokens, experts.down.shape[1]), dtype)
+    chosen: Any = Chosen(*(jax.ShapeDtypeStruct((tokens, 2), each) for each in (jnp.int32, jnp.float32)))  # type: ignore
     device = AbstractDevice("TPU v5 lite", 1, "tpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         return jax.jit(layer).trace(x, chosen, experts).lower(lowering_platforms=("tpu",)).as_text()
@@ -125,5 +160,27 @@ def test_a_layer_is_two_kernels(kind: str) -> None:
     few = ExpertWeights(weight(16, 768, 2, 2048), weight(16, 2048, 768))
     assert lowered(few).count("tpu_custom_call") == lowered(few, deterministic=True).count("tpu_custom_call") == 2
     assert "tpu_custom_call" not in lowered(few, jnp.float32)
-    wide = jax.ShapeDtypeStruct((16, 2048, 768), jnp.bfloat16)
-    assert "tpu_custom_call" not in lowered(dataclasses.replace(few, down=wide))
+    mixed = dataclasses.replace(few, down=wide(16, 2048, 768))
+    assert lowered(mixed).count("tpu_custom_call") == 2
+    assert "tpu_custom_call" not in lowered(dataclasses.replace(few, down=wide(16, 2048, 768, dtype=jnp.float16)))
+
+
+def wide(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_wide_gate_and_up_are_given_to_the_kernel_as_pairs() -> None:
+    """Compiled for a v5e and a v6e nothing copies them, see benchmarks/compiled/experts.py."""
+    text = lowered(ExpertWeights(wide(16, 768, 2, 2048), wide(16, 2048, 768)))
+    assert text.count("tpu_custom_call") == 2
+    assert "tensor<16x768x2x2048xbf16>" in next(line for line in text.splitlines() if "tpu_custom_call" in line)
+    assert "stablehlo.transpose" not in text
+
+
+def test_few_rows_of_experts_that_are_kept_last_are_left_to_xla() -> None:
+    odd = ExpertWeights(wide(128, 160, 2, 288), wide(128, 288, 160))
+    assert "ragged_dot" in lowered(odd) and "tpu_custom_call" not in lowered(odd)
+    for text in (lowered(odd, tokens=512), lowered(odd, deterministic=True)):
+        assert text.count("tpu_custom_call") == 2
+    fewer = ExpertWeights(wide(64, 160, 2, 288), wide(64, 288, 160))
+    assert lowered(fewer).count("tpu_custom_call") == 2

@@ -117,7 +117,7 @@ def run(
     ids: jax.Array,
     weights: jax.Array,
     experts: ExpertWeights,
-    kernels: ExpertKernels = KERNELS,
+    kernels: ExpertKernels | None = KERNELS,
 ) -> np.ndarray:
     compiled = jax.jit(moe, static_argnums=(3, 4), compiler_options=QUICK)
     out = compiled(x, Chosen(ids, weights), experts, case.activation, kernels)

@@ -46,7 +46,7 @@ class TritonExperts:
 
 @dataclass(frozen=True)
 class TpuExperts:
-    """The choice of the TPU kernel of `ops.moe`, for quantised weights. Options as for `TritonExperts`."""
+    """The choice of the TPU kernel of `ops.moe`. Options as for `TritonExperts`."""
 
     one_size: bool = False
     interpret: bool = False
@@ -69,7 +69,7 @@ class Products:
     rounded: the device for which activations are rounded, which is faster. cpu: with native, for weights that
       `native.rounds` names. Others: for weights that `rounded.takes` names, unless deterministic.
     experts: what multiplies the weights of experts; auto: the C kernel if `native`, else XLA. tpu: the kernel for
-      quantised weights and bfloat16 activations.
+      bfloat16 activations, with weights in bfloat16 or quantised.
     sharded: the program runs over several devices.
     XLA's formulations convert a weight of another form to x's dtype first.
     """
@@ -160,7 +160,7 @@ class Products:
         """
         if self.experts == "triton":
             return TritonExperts(one_size=self.deterministic)
-        if self.experts == "tpu" and dtype == jnp.bfloat16 and all(isinstance(w, Quantized) for w in weights):
+        if self.experts == "tpu" and dtype == jnp.bfloat16 and all(map(_for_tpu, weights)):
             return TpuExperts(one_size=self.deterministic)
         if not self.native or self.experts == "xla" or dtype != jnp.float32 or not all(map(kernels.takes, weights)):
             return None
@@ -196,6 +196,11 @@ def _kernel(platform: FewBits) -> ModuleType:
     """Import the kernel only where it is used: not every build of jax has Pallas' Triton modules."""
     name = "few_bits" if platform == "gpu" else "few_bits_tpu"
     return importlib.import_module(f"jaxserve.ops.linear.{name}")
+
+
+def _for_tpu(w: Weight) -> bool:
+    """Return whether the TPU's kernel takes the weights of experts."""
+    return isinstance(w, Quantized) or w.dtype == jnp.bfloat16
 
 
 def _matrix(w: Weight) -> Weight:

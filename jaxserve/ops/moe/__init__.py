@@ -9,9 +9,8 @@ Rows (token, choice) are sorted by expert, so the rows of one expert are contigu
     tiles       each group is cut into tiles of TILE_ROWS rows; a tile is one dense product with its expert's weights
 
 On an NVIDIA GPU two Triton kernels run the tiles and read each expert's weights in place, see `triton`. On a TPU one
-kernel does for weights of 8 and 4 bits, see `tpu`. On a CPU
-`product` is a C kernel that does. Without it a loop runs over the tiles in use there. Other platforms, or
-runtime.experts: xla, use lax.ragged_dot, which XLA makes a product of every row with every expert.
+kernel does, see `tpu`. On a CPU `product` is a C kernel that does. Without it a loop runs over the tiles in use there.
+Other platforms, or runtime.experts: xla, use lax.ragged_dot, which XLA makes a product of every row with every expert.
 """
 
 from __future__ import annotations
@@ -99,7 +98,14 @@ def _choices_function(activation: Activation, product: GroupedProduct | ExpertKe
     if isinstance(product, TpuExperts):
         from jaxserve.ops.moe import tpu  # noqa: PLC0415
 
-        return partial(_by_rows, run=partial(tpu.run_rows, activation=activation, kernels=product))
+        kernel = partial(tpu.run_rows, activation=activation, kernels=product)
+        ragged = partial(_grouped_ragged_dot, activation=activation)
+
+        def run(rows: jax.Array, sizes: jax.Array, experts: ExpertWeights) -> jax.Array:
+            """Run sorted rows [M, D], sizes [E], through their experts by the faster form -> [M, D]."""
+            return (kernel if tpu.takes(rows, experts, product) else ragged)(rows, sizes, experts)
+
+        return partial(_by_rows, run=run)
     return partial(_by_rows, run=_rows_function(activation, product))
 
 

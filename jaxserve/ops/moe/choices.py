@@ -33,7 +33,7 @@ class Choices(NamedTuple):
 def kernels_of(name: str, platform: str) -> Literal["auto", "xla", "triton", "tpu"]:
     """Return the kernels that `runtime.experts` names, on a platform ("cpu", "gpu" or "tpu"). See `Products.experts`.
 
-    "auto" takes Triton's on a GPU, if this jax has them, and the kernel for few bits on a TPU. Raises ConfigError if
+    "auto" takes Triton's on a GPU, if this jax has them, and the kernel of a TPU there. Raises ConfigError if
     "triton" cannot run here.
     """
     if name == "auto" and platform == "tpu":

@@ -1,20 +1,25 @@
-"""Experts with weights of 8 and 4 bits on TPUs in Pallas, lowered through Mosaic: rows sorted by expert.
+"""Routed experts on TPUs in Pallas, lowered through Mosaic: rows sorted by expert.
 
-One kernel multiplies rows by their expert's weight, for all forms of `ops.quantized`. Rows are cut into chunks:
+One kernel multiplies rows by their expert's weight, in bfloat16 or any form of `ops.quantized`. Rows are cut into
+chunks:
 
     rows        [ e0 e0 e0 e2 e5 e5 | e5 e5 e7 ... ]
     visits        e0       e2 e5      e5    e7          an expert and a chunk that has rows of it
 
-Grid (blocks of outputs, visits). A program gets a block of one expert's values as they are, turns them into the rows'
-dtype in the chip's memory, and multiplies the expert's rows of the chunk by them, a tile of rows at a time. An expert
-without rows is not read, and one with rows in one chunk is read and widened once. The numbers are those of
-`Quantized.astype`; a scale for all of an output's values multiplies the sum. Structure after the grouped product of
+Grid (blocks of outputs, visits). A program gets a block of one expert's values as they are, turns those of few bits
+into the rows' dtype in the chip's memory, and multiplies the expert's rows of the chunk by them, a tile of rows at a
+time. An expert without rows is not read, and one with rows in one chunk is read and widened once. The numbers are those
+of `Quantized.astype`; a scale for all of an output's values multiplies the sum. Structure after the grouped product of
 MegaBlocks (arXiv 2211.15841), whose tiles of rows are visited once for each of their experts.
+
+XLA keeps gate and up [E, F, 2, D] in bfloat16 as pairs, one word of 32 bits each. The kernel separates them in the
+chip's memory, because any other order would be a copy of the weight in every step.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,13 +33,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxserve.ops.linear import TpuExperts, codes
 from jaxserve.ops.linear.few_bits_tpu import TPU_LANES, repeated
 from jaxserve.ops.moe.experts import Activation, ExpertWeights
+from jaxserve.ops.native import Weight
 from jaxserve.ops.quantized import Quantized, powers
 
 _SUBLANES = 32  # rows of bytes in a tile of the memory layout
+_WIDE_SUBLANES = 8  # the same of bfloat16, whose rows are pairs
 _ALIGN = 16  # the same of 16 bits: slices of rows start there
 _WEIGHT_BYTES = 1 << 20  # of a block of values, which hides the 0.3 us that a program of the grid costs
-_CHUNK_BYTES = 4 << 20  # of a chunk of rows
+_MANY_BYTES = 8 << 20  # of a block's numbers where rows are several chunks: each block of outputs reads all of them
+_CHUNK_BYTES = 16 << 20  # of a chunk of rows: with more chunks an expert is read more often
 _CHUNK_ROWS = 1024
+_XLA_ROWS = 512  # of experts that XLA keeps last
 _MEMORY = 64 << 20  # of a program; chips from v5e on have 128 MiB
 
 
@@ -47,13 +56,17 @@ class GroupedBlocks:
     tile: int
 
     @classmethod
-    def of(cls, rows: int, weight: Quantized, *, one_size: bool) -> GroupedBlocks:
-        """Return the sizes for so many rows. one_size: tiles do not depend on them."""
+    def of(cls, rows: int, weight: Weight, *, pairs: bool, one_size: bool) -> GroupedBlocks:
+        """Return the sizes for so many rows. pairs: see `products`. one_size: tiles do not depend on the rows."""
         experts, depth = weight.shape[0], weight.shape[-1]
-        fit = _WEIGHT_BYTES // weight.values.shape[-1]
-        outputs = 512 if fit >= 512 else 256 if fit >= 256 else TPU_LANES
+        values = _values(weight)
+        pair = 1 + pairs
         most = min(_CHUNK_ROWS, max(TPU_LANES, _CHUNK_BYTES // (2 * depth) // TPU_LANES * TPU_LANES))
         chunk = min(rows, most)
+        fit = _WEIGHT_BYTES // (values.shape[-1] * values.dtype.itemsize * pair)
+        if rows > chunk:
+            fit = _MANY_BYTES // (2 * depth * pair)
+        outputs = 512 if fit >= 512 else 256 if fit >= 256 else TPU_LANES
         tile = 2 * _ALIGN if rows <= experts * _ALIGN and not one_size else TPU_LANES
         return cls(outputs, chunk, min(tile, chunk))
 
@@ -90,18 +103,32 @@ def _most_visits(experts: int, rows: int, chunk: int) -> int:
     return min(experts, rows) + pl.cdiv(rows, chunk) - 1
 
 
+def takes(rows: jax.Array, experts: ExpertWeights, kernels: TpuExperts) -> bool:
+    """Return whether the kernel is faster than XLA's form for rows [M, D].
+
+    It is, but for few rows of bfloat16 weights that XLA keeps with the experts last, see `_outputs_are_last`: the
+    kernel's copy of them moves more than a product of every row with every expert.
+    """
+    count, outputs, depth = experts.down.shape
+    last = count % TPU_LANES == 0 and outputs % TPU_LANES > 0 and depth % TPU_LANES > 0
+    wide = not isinstance(experts.down, Quantized)
+    return kernels.one_size or not (wide and last and rows.shape[0] <= _XLA_ROWS)
+
+
 def run_rows(
     rows: jax.Array, sizes: jax.Array, experts: ExpertWeights, *, activation: Activation, kernels: TpuExperts
 ) -> jax.Array:
     """Run bfloat16 rows [M, D], sorted by expert, through their experts -> [M, D]. Rows after sum(sizes) are undefined.
 
-    sizes: int32 [E], rows of each expert. The weights are quantised.
+    sizes: int32 [E], rows of each expert. The weights are bfloat16 or quantised.
     """
     count = rows.shape[0]
     rows = jnp.pad(rows, ((0, -count % (TPU_LANES if kernels.one_size else _ALIGN)), (0, 0)))
     expert = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
     product = functools.partial(products, sizes=sizes, kernels=kernels)
-    gate, up = product(rows, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 2, 1), experts.gate_up))
+    pairs = _pairs_are_together(experts.gate_up)
+    gate_up = experts.gate_up if pairs else jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 2, 1), experts.gate_up)
+    gate, up = product(rows, gate_up, pairs=pairs)
     if experts.gate_up_bias is not None:
         bias = jnp.take(experts.gate_up_bias, expert, axis=0).astype(gate.dtype)
         gate, up = gate + bias[..., 0], up + bias[..., 1]
@@ -111,19 +138,19 @@ def run_rows(
     return out[:count]
 
 
-def products(x: jax.Array, weight: Quantized, sizes: jax.Array, kernels: TpuExperts) -> jax.Array:
+def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts, *, pairs: bool = False) -> jax.Array:
     """Multiply bfloat16 x [M, K], sorted by expert, by weight [E, H, N, K] transposed -> [H, M, N].
 
     M is a multiple of 16, with `one_size` of 128. sizes: int32 [E], rows of each expert; what follows is undefined.
+    pairs: the weight is bfloat16 [E, N, 2, K], K a multiple of 128.
     """
-    heads, outputs = weight.shape[1:3]
-    rows, columns = x.shape[0], weight.values.shape[-1]
-    blocks = GroupedBlocks.of(rows, weight, one_size=kernels.one_size)
+    heads, outputs = weight.shape[2:0:-1] if pairs else weight.shape[1:3]
+    rows, columns = x.shape[0], _values(weight).shape[-1]
+    blocks = GroupedBlocks.of(rows, weight, pairs=pairs, one_size=kernels.one_size)
     visits = Visits.of(sizes, rows, blocks.chunk)
-    parts = codes.halves(x) if weight.packed else x[None]
+    parts = codes.halves(x) if isinstance(weight, Quantized) and weight.packed else x[None]
     values, *shared = jax.tree.leaves(weight)
-    turned = _outputs_are_last(outputs, columns)
-    shape = blocks.outputs, columns
+    turned = not pairs and _outputs_are_last(outputs, columns, _SUBLANES if shared else _WIDE_SUBLANES)
     tiles = pl.cdiv(outputs, blocks.outputs)
 
     def of_expert(n: jax.Array, visit: jax.Array, expert: Any, *_: Any) -> tuple[Any, ...]:
@@ -134,93 +161,139 @@ def products(x: jax.Array, weight: Quantized, sizes: jax.Array, kernels: TpuExpe
         """Return the block of an array [E, H, .., N]."""
         return expert[visit], lax.div(n, tiles), 0, lax.rem(n, tiles)
 
-    groups = shared[0].shape[-1]
+    groups = shared[0].shape[-1] if shared else 0
+    width = columns // groups if shared else 0
     groups = groups if turned or groups == 1 else pl.cdiv(groups, TPU_LANES) * TPU_LANES
+    block = (columns, blocks.outputs) if turned else (blocks.outputs, columns)
+    of_values = pl.BlockSpec((None, None, *block), outputs_last if turned else of_expert)
+    if pairs:
+        of_values = pl.BlockSpec(
+            (1, blocks.outputs, heads, columns), lambda n, visit, expert, *_: (expert[visit], n, 0, 0)
+        )
+    wide = max(len(parts), 1 + pairs)
+    grid = tiles if pairs else heads * tiles, len(visits.expert)
     return pl.pallas_call(
-        functools.partial(_kernel, tile=blocks.tile, turned=turned, width=weight.group * columns // weight.shape[-1]),
+        functools.partial(_kernel, tile=blocks.tile, turned=turned, width=width),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
-            grid=(heads * tiles, len(visits.expert)),
+            grid=grid,
             in_specs=[
                 pl.BlockSpec((len(parts), blocks.chunk, columns), lambda n, visit, _, chunk, *__: (0, chunk[visit], 0)),
-                pl.BlockSpec((None, None, *(shape[::-1] if turned else shape)), outputs_last if turned else of_expert),
+                of_values,
                 *(pl.BlockSpec((None, None, groups, blocks.outputs), outputs_last) for _ in shared),
             ],
             out_specs=pl.BlockSpec(
-                (None, blocks.chunk, blocks.outputs),
+                (1 + pairs, blocks.chunk, blocks.outputs),
                 lambda n, visit, _, chunk, *__: (lax.div(n, tiles), chunk[visit], lax.rem(n, tiles)),
             ),
-            scratch_shapes=[pltpu.VMEM((len(parts), *(shape[::-1] if turned else shape)), x.dtype)],
+            scratch_shapes=[pltpu.VMEM((wide, *block), x.dtype)] if shared or pairs else [],
         ),
         out_shape=jax.ShapeDtypeStruct((heads, rows, outputs), x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_MEMORY),
-        cost_estimate=_cost(x, weight),
+        cost_estimate=_cost(x, weight, blocks, grid[0]),
         interpret=kernels.interpret,
-        name="moe_few_bits",
+        name="moe_few_bits" if shared else "moe_wide",
     )(*visits, parts, values.swapaxes(2, 3) if turned else values, *(each.swapaxes(2, 3) for each in shared))
 
 
-def _cost(x: jax.Array, weight: Quantized) -> pl.CostEstimate:
-    """Return the work for rows x [M, K] of as many experts as there can be, for XLA's schedule."""
-    experts, heads, outputs, depth = weight.shape
+def _values(weight: Weight) -> jax.Array:
+    return weight.values if isinstance(weight, Quantized) else weight
+
+
+def _cost(x: jax.Array, weight: Weight, blocks: GroupedBlocks, programs: int) -> pl.CostEstimate:
+    """Return the work for rows x [M, K] of as many experts as there can be, for XLA's schedule.
+
+    programs: blocks of outputs, each of which reads the rows again unless they are one chunk.
+    """
+    experts, depth = weight.shape[0], weight.shape[-1]
+    results = math.prod(weight.shape[1:-1])  # of a row
     rows, item = x.shape[0], x.dtype.itemsize
-    read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight)) * min(rows, experts) // experts
+    visits = _most_visits(experts, rows, blocks.chunk)
+    read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight)) * visits // experts
+    times = programs if rows > blocks.chunk else 1
     return pl.CostEstimate(
-        flops=2 * rows * heads * outputs * depth,
-        bytes_accessed=read + rows * (depth + heads * outputs) * item,
+        flops=2 * rows * results * depth,
+        bytes_accessed=read + rows * (times * depth + results) * item,
         transcendentals=0,
     )
 
 
-def _outputs_are_last(outputs: int, columns: int) -> bool:
+def _outputs_are_last(outputs: int, columns: int, sublanes: int) -> bool:
     """Return whether XLA keeps values [.., outputs, columns] with the outputs last.
 
-    It takes the order with the least padding to its tiles of 32 x 128 bytes; any other would be a copy of the weight.
+    It takes the order with the least padding to its tiles of `sublanes` x 128; any other would be a copy of the weight.
     If neither axis fits the tiles and 128 divides the experts of a device, that is yet another order with the experts
     last, and the weight is copied in every step: gpt-oss-120b, unless `mesh.expert` divides its 128 experts.
     """
 
     def padded(rows: int, lanes: int) -> int:
-        return pl.cdiv(rows, _SUBLANES) * _SUBLANES * pl.cdiv(lanes, TPU_LANES) * TPU_LANES
+        return pl.cdiv(rows, sublanes) * sublanes * pl.cdiv(lanes, TPU_LANES) * TPU_LANES
 
     return padded(columns, outputs) < padded(outputs, columns)
+
+
+def _pairs_are_together(gate_up: Weight) -> bool:
+    """Return whether the kernel reads gate and up [E, F, 2, D] as the pairs that XLA keeps in bfloat16."""
+    return not isinstance(gate_up, Quantized) and gate_up.shape[-1] % TPU_LANES == 0
 
 
 def _kernel(
     expert_ref, chunk_ref, first_ref, end_ref,  # `Visits`
     x_ref,  # [1, chunk, K], of 4 bits [2, chunk, K / 2]
-    values_ref,  # [outputs, C], C = K or K / 2; [C, outputs] if turned
-    scales_ref,  # [groups, outputs]
-    # zeros [groups, outputs] if there are any, result [chunk, outputs], wide numbers [1 or 2, ..] as the values
+    values_ref,  # [outputs, C], C = K or K / 2; [C, outputs] if turned; of pairs [1, outputs, 2, K]
+    # Of few bits: scales [groups, outputs], and zeros if there are any. Of all: the result [1, chunk, outputs], or of
+    # pairs [2, chunk, outputs]. Of few bits: wide numbers [1 or 2, ..] as the values; of pairs halves [2, outputs, K].
     *refs,
     tile: int, turned: bool, width: int,
 ) -> None:  # fmt: skip
-    *zeros_ref, out_ref, wide_ref = refs
     visit = pl.program_id(1)
     first, end = first_ref[visit], end_ref[visit]
-    mxfp4 = scales_ref.dtype == jnp.uint8
-    after = scales_ref.shape[0] == 1 and not zeros_ref and not mxfp4  # the scales multiply sums
+    few, pairs = values_ref.dtype != x_ref.dtype, len(values_ref.shape) > 2
+    *shared_refs, out_ref = refs[:-1] if few or pairs else refs
+    halves = [refs[-1].at[half] for half in range(refs[-1].shape[0])] if few or pairs else [values_ref]
+    wide = [halves] if few else [[half] for half in halves]  # of each head
+    mxfp4 = few and shared_refs[0].dtype == jnp.uint8
+    after = len(shared_refs) == 1 and shared_refs[0].shape[0] == 1 and not mxfp4  # the scales multiply sums
 
     @pl.when(end > 0)
     def _live() -> None:
-        shared = [] if after else [powers(scales_ref[...]) if mxfp4 else scales_ref[...], *(z[...] for z in zeros_ref)]
-        (_widen_turned if turned else _widen)(values_ref, shared, wide_ref, width, mxfp4=mxfp4)
+        if few:
+            shared = [] if after else [powers(ref[...]) if mxfp4 else ref[...] for ref in shared_refs]
+            (_widen_turned if turned else _widen)(values_ref, shared, refs[-1], width, mxfp4=mxfp4)
+        elif pairs:
+            _separate(values_ref, refs[-1])
         start = first // _ALIGN * _ALIGN
 
         @pl.loop(0, pl.cdiv(end - start, tile))
         def _tile(index: jax.Array) -> None:
             place = start + index * tile
-            own = pl.ds(pl.multiple_of(jnp.minimum(place, out_ref.shape[0] - tile), _ALIGN), tile)
+            own = pl.ds(pl.multiple_of(jnp.minimum(place, out_ref.shape[1] - tile), _ALIGN), tile)
             dims = (((1,), (0 if turned else 1,)), ((), ()))
-            products = (
-                lax.dot_general(x_ref[half, own], wide_ref[half], dims, preferred_element_type=jnp.float32)
-                for half in range(wide_ref.shape[0])
-            )
-            y = functools.reduce(jnp.add, products)
-            y = y * scales_ref[...] if after else y
-            row = own.start + lax.broadcasted_iota(jnp.int32, y.shape, 0)
-            mine = (row >= jnp.maximum(first, place)) & (row < end)
-            out_ref[own] = jnp.where(mine, y, out_ref[own].astype(jnp.float32)).astype(out_ref.dtype)
+            for head, parts in enumerate(wide):
+                products = (
+                    lax.dot_general(x_ref[part, own], numbers[...], dims, preferred_element_type=jnp.float32)
+                    for part, numbers in enumerate(parts)
+                )
+                y = functools.reduce(jnp.add, products)
+                y = y * shared_refs[0][...] if after else y
+                row = own.start + lax.broadcasted_iota(jnp.int32, y.shape, 0)
+                mine = (row >= jnp.maximum(first, place)) & (row < end)
+                out_ref[head, own] = jnp.where(mine, y, out_ref[head, own].astype(jnp.float32)).astype(out_ref.dtype)
+
+
+def _separate(values_ref, halves_ref) -> None:
+    """Write the halves of pairs [1, outputs, 2, K] to halves_ref [2, outputs, K], both bfloat16.
+
+    XLA keeps the two numbers of a pair in one word of 32 bits, the first in the low half.
+    """
+    _, outputs, _, columns = values_ref.shape
+    steps = columns // TPU_LANES
+    words = values_ref.bitcast(jnp.int32).reshape(outputs * steps, TPU_LANES)
+    for step in range(steps):
+        pair = words[pl.ds(step, outputs, steps)]
+        own = slice(step * TPU_LANES, (step + 1) * TPU_LANES)
+        for half, bits in enumerate((pair << 16, pair & -(1 << 16))):
+            halves_ref[half, :, own] = lax.bitcast_convert_type(bits, jnp.float32).astype(halves_ref.dtype)
 
 
 def _widen(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxfp4: bool) -> None:
