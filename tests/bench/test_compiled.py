@@ -37,8 +37,9 @@ def test_a_decode_step_is_one_graph() -> None:
         assert spilled <= (140 if name == "DeepSeek-V3 extend[512]" else 0), name  # 64 heads and 512 columns at once
 
 
-# programs that need more than the memory of one chip, 16 and 32 GB, for products of every row with every expert
-TOO_LARGE = {"v5e": ("Qwen3-235B-A22B", "gpt-oss-120b", "DeepSeek-V3"), "v6e": ("DeepSeek-V3",)}
+# Programs that need more than the memory of one chip, 16 GB: for the weights of a layer of DeepSeek, and for the copies
+# of experts that XLA keeps last.
+TOO_LARGE = {"v5e": ("gpt-oss-120b", "DeepSeek-V3"), "v6e": ()}
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
@@ -53,9 +54,10 @@ def test_a_tpu_holds_its_caches_in_place(chip: str) -> None:
         assert "error" not in found, name
         assert found["pallas_calls"] >= 2 and not found["caches_not_in_place"], name
         # Not mended: XLA keeps scales in another order than the kernel reads, and copies those of each layer twice. It
-        # copies the cache of heads of 64 numbers three times a layer, that of a single head once, and that of a step of
-        # 2,048 tokens once.
-        known = {"Llama-3.1-8B with int8 pages": 4, "gpt-oss-120b": 6, "gpt-oss-120b in mxfp4": 6, "Gemma-3-1B": 2}
+        # copies the cache of heads of 64 numbers three times a layer, that of a single head once, that of latent rows
+        # twice, and that of a step of 2,048 tokens once.
+        known = {"Llama-3.1-8B with int8 pages": 4, "gpt-oss-120b": 6, "gpt-oss-120b in mxfp4": 6}
+        known |= {"Gemma-3-1B": 2, "DeepSeek-V3": 2}
         copies = {f"{model} decode[64]": count for model, count in known.items()}
         copies |= {f"Llama-3.1-8B W8A8 {products} extend[2048]": 2 for products in ("exact", "rounded")}
         assert found["cache_copies"] <= copies.get(name, 0), name
