@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import json
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -29,12 +32,30 @@ _SOURCES = (
     "jaxserve/runtime/sampling/*.py",
     "benchmarks/compiled/*.py",
 )
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def digest() -> str:
-    """Return a hash of the sources that the programs are made of."""
+    """Return a hash of the sources that the programs are made of. Comments and docstrings may change without it."""
     paths = sorted(path for pattern in _SOURCES for path in ROOT.glob(pattern))
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+    return hashlib.sha256("\0".join(code_of(path.read_text()) for path in paths).encode()).hexdigest()[:16]
+
+
+def code_of(source: str) -> str:
+    """Return Python source without comments, docstrings and blank lines."""
+    lines = source.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            lines[node.body[0].lineno - 1 : node.body[0].end_lineno] = [""] * _height(node.body[0])
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _height(statement: ast.stmt) -> int:
+    return (statement.end_lineno or statement.lineno) - statement.lineno + 1
 
 
 def path_of(chip: str) -> Path:

@@ -23,6 +23,13 @@ def test_the_table_is_of_the_present_sources() -> None:
     assert table.load()["sources"] == table.digest(), "run .ci/compile, and commit the table if nothing got worse"
 
 
+def test_only_code_counts_as_a_change() -> None:
+    code = "def f(x):\n    return 'a # b'\n"
+    told = '"""Says what."""\n\n# Why.\ndef f(x):  # what\n    """Return\n\n    it."""\n    return \'a # b\'\n'
+    assert table.code_of(told) == table.code_of(code) == code.strip()
+    assert table.code_of(code.replace("# b", "# c")) != table.code_of(code)
+
+
 def test_every_program_of_the_table_compiles() -> None:
     programs = table.load()["programs"]
     assert len(programs) > 20
