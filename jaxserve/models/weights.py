@@ -77,7 +77,7 @@ class ParamSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers of the parameter; scales are none."""
+        """The number of the weights in this leaf. A leaf of scales has 0."""
         if self.packing is None:
             return math.prod(self.shape)
         return math.prod(self.packing.wide) if self.packing.role == "values" else 0

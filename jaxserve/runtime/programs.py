@@ -212,7 +212,10 @@ class StepPrograms:
         return tuple(self.backend.export_pages(cache, page_ids, layer.num_kv_heads) for cache, layer in layers)
 
     def import_pages(self, caches: Caches, page_ids: jax.Array, pages: Caches, *, group: int = 0) -> Caches:
-        """Return the caches with `pages`, from `export_pages`, at page_ids int32 [n]. Other ids are dropped."""
+        """Return the caches with `pages`, from `export_pages`, at page_ids int32 [n].
+
+        Ids that are not below the number of pages are dropped.
+        """
         new = iter(pages)
         return tuple(
             self.backend.import_pages(cache, page_ids, next(new)) if layer.group == group else cache

@@ -23,8 +23,8 @@ from jaxserve.ops.linear import codes
 from jaxserve.ops.quantized import Quantized, powers
 from jaxserve.ops.triton_arrays import dot, index_grid, load, mask_of
 
-# Of x. Every tile of 128 rows turns the values into numbers again, some 6 instructions each: 0.2 ps on an H200. Four
-# times that is what the 4 bytes cost that XLA's form writes and reads.
+# Rows of x. Each tile of 128 rows decodes the weight's values again, with some 6 instructions or 0.2 ps a value on an
+# H200. Four tiles take as long as the 4 bytes a value that XLA's form writes and reads.
 MAX_ROWS = 512
 _DTYPES = (jnp.bfloat16, jnp.float16)
 

@@ -25,8 +25,8 @@ from jaxserve.ops.linear import codes
 from jaxserve.ops.linear.tpu_layout import multiply_as_kept
 from jaxserve.ops.quantized import Quantized, powers
 
-# Of x. A tile of x, of the sums and of the result, each twice for the next tile's copy, fill 10 of the 16 MiB that a
-# program may use on a v5e.
+# Rows of x. A tile of x, of the sums and of the result, each twice so that the next tile is copied meanwhile, take 10
+# of the 16 MiB that a program may use on a v5e.
 MAX_TPU_ROWS = 1024
 TPU_LANES = 128
 _OUTPUTS = 512  # of a tile

@@ -47,10 +47,11 @@ _HIT_EVENT = "/jax/compilation_cache/cache_hits"
 def compiler_options(
     platform: str, *, deterministic: bool = False, version: str = metadata.version("jaxlib"), several: bool = False
 ) -> Mapping[str, bool | str]:
-    """Return XLA's options for every program. version: of jaxlib. several: whether the devices are of several hosts.
+    """Return XLA's options for every program. version: of jaxlib. several: the devices belong to several hosts.
 
-    deterministic: results must not depend on a program's shapes. On a CPU the fusion of dots does, so it is disabled.
-    On a GPU an operator's XLA_FLAGS decide if they name the command buffers.
+    deterministic: results must not depend on a program's shapes. Fused dots on a CPU depend on them, so dots are then
+    not fused; with the jaxlib of _WRONG_SUMS they never are. If XLA_FLAGS names the command buffers, a GPU gets
+    the operator's.
     """
     if platform == "gpu":
         graph = {} if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", "") else _ONE_GRAPH

@@ -65,7 +65,7 @@ def verify(
     num_rows, width = rows.slots.shape[0], 2 + 2 * top_k_width(logits.shape[1])
 
     def goes_on(carry: Carry) -> jax.Array:
-        """Whether a row needs another token."""
+        """Return whether a row needs another token."""
         place, slots, *_ = carry
         return (place <= most) & (slots < state.num_slots).any()
 
