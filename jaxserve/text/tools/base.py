@@ -194,9 +194,7 @@ class ToolParser(ABC):
         return False
 
     def give_up(self) -> None:
-        """Emit as content what was read since `mark`: it was no call. The beginning of a call that the output's end
-        cut off is dropped.
-        """
+        """Emit what was read since `mark` as content. A call that the output's end cut off is dropped."""
         text = self.reader.unmark()
         if not (self.reader.ended and self._begins_call(text)):
             self.content(text)
