@@ -132,7 +132,8 @@ class RuntimeSection(Section):
     experts: Literal["auto", "xla", "triton"] = Field(
         "auto",
         description="What multiplies rows by routed experts. auto: Triton kernels on a GPU, a Pallas kernel on a "
-        "TPU, C kernels with native attention, else XLA. An explicit choice never falls back.",
+        "TPU from v5e on (for bfloat16), C kernels with native attention, else XLA. An explicit choice never falls "
+        "back.",
     )
     products: Literal["auto", "exact", "rounded"] = Field(
         "auto",

@@ -24,6 +24,8 @@ _SOURCES = (
     "jaxserve/ops/moe/*.py",
     "jaxserve/ops/paged_attention/**/*.py",
     "jaxserve/ops/quantized/*.py",
+    "jaxserve/ops/sums.py",
+    "jaxserve/ops/triton_arrays.py",
     "jaxserve/runtime/compilation/buckets.py",
     "jaxserve/runtime/compilation/compiler.py",
     "jaxserve/runtime/kv_cache.py",
@@ -42,20 +44,25 @@ def digest() -> str:
 
 
 def code_of(source: str) -> str:
-    """Return Python source without comments, docstrings and blank lines."""
+    """Return Python source, as `ruff format` leaves it, without comments, docstrings and blank lines."""
     lines = source.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    dropped: set[int] = set()
+    kept: set[int] = set()  # rows of texts of several lines, whose blank lines mean something
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            lines[node.body[0].lineno - 1 : node.body[0].end_lineno] = [""] * _height(node.body[0])
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+            dropped.update(_rows(node.body[0]))
+        elif isinstance(node, (ast.Constant, ast.JoinedStr)) and len(_rows(node)) > 1:
+            kept.update(_rows(node))
+    return "\n".join(line for row, line in enumerate(lines, 1) if row not in dropped and (line or row in kept))
 
 
-def _height(statement: ast.stmt) -> int:
-    return (statement.end_lineno or statement.lineno) - statement.lineno + 1
+def _rows(node: ast.stmt | ast.expr) -> range:
+    """Return the numbers of the lines that a statement or an expression fills, from 1 on."""
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def path_of(chip: str) -> Path:

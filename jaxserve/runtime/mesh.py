@@ -1,7 +1,7 @@
 """Devices and the mesh of one engine.
 
-Owns the choice of platform, the axes (data, tensor, expert) and the shardings. A sharding is made once: a new
-NamedSharding per step would miss JAX's dispatch cache.
+Owns the choice of platform, of the kernels for experts, the axes (data, tensor, expert) and the shardings. A sharding
+is made once: a new NamedSharding per step would miss JAX's dispatch cache.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,8 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.installation import install_command
+from jaxserve.ops.moe.choices import kernels_of
 
 AXES = ("data", "tensor", "expert")
+# They have 16 MiB of VMEM. The kernel for experts may use 64, and a prefill of Mixtral asks for 45.
+_SMALL_TPUS = ("TPU v2", "TPU v3", "TPU v4")
 _EXTRAS = {"gpu": "cuda", "tpu": "tpu"}
 # Share of a GPU's memory that XLA reserves at start. Its default of 0.75 would leave a quarter of the memory unused.
 # The rest is for CUDA's context, CUDA graphs and the workspaces of libraries.
@@ -76,6 +79,16 @@ def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert:
     grid = np.array(devices[:count]).reshape(data, tensor, expert)
     mesh = Mesh(grid, AXES)
     return DeviceMesh(mesh, NamedSharding(mesh, PartitionSpec()))
+
+
+def expert_kernels(name: str, mesh: DeviceMesh) -> Literal["auto", "xla", "triton", "tpu"]:
+    """Return the kernels that `runtime.experts` names. "auto" is XLA's on a TPU that lacks the memory for its kernel.
+
+    Raises ConfigError if "triton" cannot run here.
+    """
+    if name == "auto" and mesh.devices[0].device_kind.startswith(_SMALL_TPUS):
+        return "xla"
+    return kernels_of(name, mesh.platform)
 
 
 def find_devices(platform: str = "auto") -> list[Any]:

@@ -21,7 +21,6 @@ from jaxserve.models.weights import ParamSpec
 from jaxserve.ops import native
 from jaxserve.ops.linear import FewBits, Products, Rounding
 from jaxserve.ops.linear.rounded import Device, rounds_form
-from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.quantized import BLOCK
 from jaxserve.runtime import kv_cache, memory
@@ -30,7 +29,7 @@ from jaxserve.runtime.compilation.compiler import compile_all, compiler_options
 from jaxserve.runtime.fingerprint import describe
 from jaxserve.runtime.kv_cache import LayerCache
 from jaxserve.runtime.memory import MemoryPlan
-from jaxserve.runtime.mesh import DeviceMesh
+from jaxserve.runtime.mesh import DeviceMesh, expert_kernels
 from jaxserve.runtime.program_set import ProgramSet, Shapes
 from jaxserve.runtime.programs import StepPrograms
 from jaxserve.runtime.runner_config import RunnerConfig
@@ -190,7 +189,7 @@ def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend: Backend) -> Products:
     """Return the products of the step programs. Raises ConfigError if what is named cannot run here."""
-    experts = kernels_of(config.experts, mesh.platform)
+    experts = expert_kernels(config.experts, mesh)
     if loaded.config.moe is not None:
         logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
     rounding = chosen_rounding(config, loaded, mesh, backend)

@@ -29,6 +29,8 @@ def test_only_code_counts_as_a_change() -> None:
     told = '"""Says what."""\n\n# Why.\ndef f(x):  # what\n    """Return\n\n    it."""\n    return \'a # b\'\n'
     assert table.code_of(told) == table.code_of(code) == code.strip()
     assert table.code_of(code.replace("# b", "# c")) != table.code_of(code)
+    texts = ('x = """a\n\nb"""\n', 'x = """a\nb"""\n', 'x = """a  \nb"""\n')
+    assert len({table.code_of(text) for text in texts}) == len(texts)
 
 
 def test_every_program_of_the_table_compiles() -> None:

@@ -76,11 +76,14 @@ def test_sigterm_drains(compile_cache: str, tmp_path: Path) -> None:
         streams = [Stream(server, LONG) for _ in range(3)]
         [engine] = [process for process in processes if is_engine(process)]
         engine.suspend()  # no stream ends before the server was seen to drain
-        server.send(signal.SIGTERM)
-        wait_until(lambda: health(server) == 503, "the server drains")
-        refused = post(server)
+        try:
+            server.send(signal.SIGTERM)
+            wait_until(lambda: health(server) == 503, "the server drains")
+            refused = post(server)
+        finally:
+            engine.resume()
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
-        engine.resume()
+        assert "draining" in refused.text
         for stream in streams:
             stream.join()
             assert stream.error is None and stream.events[-1] == "[DONE]" and stream.finish_reasons == ["length"]

@@ -1,5 +1,6 @@
 """Two workers over two engines, real processes all: what a server's parts for more load do together."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from jaxserve.library.serving import RunningServer
 from tests.faults.test_workers import ENGINE, Stream, children, client, complete, expected, idle, launched, on_both
-from tests.waiting import wait_until
+from tests.waiting import LAST_RESORT, wait_until
 
 PAGE = 4  # tokens, of the fake engine
 SESSIONS, TURNS = 6, 5
@@ -66,7 +67,9 @@ def test_a_request_to_any_worker_may_name_its_engine(server: RunningServer) -> N
 
 def test_an_engine_dies_under_the_streams_of_both_workers(server: RunningServer) -> None:
     streams = on_both(server, 4)
+    deadline = time.monotonic() + LAST_RESORT
     while min(live(server)) < 2:  # on a busy machine some have ended
+        assert time.monotonic() < deadline
         streams += on_both(server, 4)
     restarts = server.launch.engine.restarts
     children(ENGINE)[0].kill()

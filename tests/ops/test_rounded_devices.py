@@ -171,7 +171,7 @@ def setup_of(
     stored = SimpleNamespace(rounds_activations=made_for)
     config = SimpleNamespace(stored_form=stored, quantization="stored", moe=None)
     loaded: Any = SimpleNamespace(structure=SimpleNamespace(specs=[spec]), config=config, directory="here")
-    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind="")
     mesh: Any = SimpleNamespace(platform=platform, devices=[device])
     resolved: Any = SimpleNamespace(products=asked, deterministic=form["deterministic"], experts="auto")
     return resolved, loaded, mesh, None if form.get("encoder") else get_backend("xla", "cpu")

@@ -1,5 +1,7 @@
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,3 +48,13 @@ def test_the_share_of_a_gpu_is_raised_unless_the_caller_chose_it(monkeypatch: py
     monkeypatch.delenv(name)
     mesh.find_devices("cpu")
     assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) > 0.75
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [("TPU v3", "xla"), ("TPU v4", "xla"), ("TPU v5 lite", "tpu"), ("TPU v5p", "tpu"), ("TPU v6 lite", "tpu")],
+)
+def test_a_tpu_with_little_vmem_has_the_experts_of_xla(kind: str, found: str) -> None:
+    devices: Any = SimpleNamespace(platform="tpu", devices=[SimpleNamespace(device_kind=kind)])
+    assert mesh.expert_kernels("auto", devices) == found
+    assert mesh.expert_kernels("xla", devices) == "xla"

@@ -71,7 +71,7 @@ def test_the_experts_of_each_kernel_are_right_and_a_wrong_one_is_found(monkeypat
 def test_the_experts_of_a_tpu_are_right_in_all_forms_and_a_wrong_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Pallas' interpreter, as a TPU would check them."""
     monkeypatch.setattr(Products, "of_experts", lambda *_: TpuExperts(interpret=True))
-    monkeypatch.setattr(numeric_check, "kernels_of", lambda name, _: kernels_of(name, "tpu"))
+    monkeypatch.setattr(numeric_check, "expert_kernels", lambda name, _: kernels_of(name, "tpu"))
     cases = serving_cases(None, CPU, jnp.dtype("bfloat16"), deterministic=False, of_experts="auto")
     [wide, few] = [case for case in cases if case.name.startswith("experts")]
     assert (len(wide.expected), len(few.expected)) == (1, 2)

@@ -43,7 +43,7 @@ class EngineCalls:
         if self._failure is None:
             self._send(Call(call_id, method, args))
         else:  # nobody would answer: an engine that is being started again gets no message from before
-            future.set_exception(self._failure)
+            future.set_exception(self._failure.with_traceback(None))  # not with the frames of calls before
         return future
 
     def take(self, reply: Reply) -> None:

@@ -14,11 +14,11 @@ A TPU rounds for int8 with one scale for an output only, by XLA's estimates for 
 v5e and 0.54 on a v6e, where a widened weight takes 1.90 and 0.81. E4M3 would take 2.13 and 0.67: these chips multiply
 it as bfloat16. Groups would take 9.5 and 7.1 or more, where a widened weight takes 3.26 and 2.16.
 
-Few rows are rounded alike, so that a token's numbers do not depend on the size of its step, but multiplied in bfloat16
-by `few_bits`. Bfloat16 has every value of 8 bits, and where a row has one scale that multiplies the sums as it does for
-many rows. Groups are given to `few_bits` as value * scale, which rounds once more. The weight's bytes are the floor of
-both forms there, 0.21 ps a weight on an H200 and 1.2 on a v5e. Arithmetic in bfloat16 passes that floor at 103 rows on
-an H200, 120 on a v5e and 280 on a v6e; in 8 bits it takes half as long.
+Few rows are rounded alike, so that a token's rounding does not depend on the size of its step, but multiplied in
+bfloat16 by `few_bits`. Bfloat16 has every value of 8 bits, and where a row has one scale that multiplies the sums as it
+does for many rows. Groups are given to `few_bits` as value * scale, which rounds once more. The weight's bytes are the
+floor of both forms there, 0.21 ps a weight on an H200 and 1.2 on a v5e. Arithmetic in bfloat16 passes that floor at 103
+rows on an H200, 120 on a v5e and 280 on a v6e; in 8 bits it takes half as long.
 """
 
 from __future__ import annotations

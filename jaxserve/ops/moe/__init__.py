@@ -9,8 +9,9 @@ Rows (token, choice) are sorted by expert, so the rows of one expert are contigu
     tiles       each group is cut into tiles of TILE_ROWS rows; a tile is one dense product with its expert's weights
 
 On an NVIDIA GPU two Triton kernels run the tiles and read each expert's weights in place, see `triton`. On a TPU one
-kernel does, see `tpu`. On a CPU `product` is a C kernel that does. Without it a loop runs over the tiles in use there.
-Other platforms, or runtime.experts: xla, use lax.ragged_dot, which XLA makes a product of every row with every expert.
+kernel does for bfloat16 rows, see `tpu.takes`. On a CPU `product` is a C kernel that does. Without it a loop runs over
+the tiles in use there. What no kernel takes, and runtime.experts: xla, is lax.ragged_dot, which XLA makes a product of
+every row with every expert.
 """
 
 from __future__ import annotations

@@ -17,10 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 from jaxserve.ops.linear import Products, Rounding
-from jaxserve.ops.moe.choices import kernels_of
 from jaxserve.ops.paged_attention import Backend
 from jaxserve.runtime.compilation.compiler import Program, ProgramStorage, compile_all, compiler_options
-from jaxserve.runtime.mesh import AXES, DeviceMesh
+from jaxserve.runtime.mesh import AXES, DeviceMesh, expert_kernels
 from jaxserve.runtime.numerics.numeric_cases import (
     NumericCase,
     attention,
@@ -57,7 +56,7 @@ def serving_cases(
     product = Products(deterministic=deterministic, native=native)
     cases = [sums(), products(product, dtype)]
     if of_experts is not None:
-        chosen = dataclasses.replace(product, experts=kernels_of(of_experts, mesh.platform))
+        chosen = dataclasses.replace(product, experts=expert_kernels(of_experts, mesh))
         cases.append(experts(chosen, dtype, _tolerance(mesh, dtype)))
         if chosen.experts == "tpu" and dtype == jnp.bfloat16:
             cases.append(experts_of_few_bits(chosen, _tolerance(mesh, dtype)))
