@@ -25,16 +25,13 @@ from jaxserve.api.shared.body_cost import max_line_bytes
 from jaxserve.api.shared.engine_protocol import EngineProtocol
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
-from jaxserve.store import BatchLine, BatchRecord, NewBatch, Store, Validation, Validator, normalize_url
+from jaxserve.store import BATCH_LINE, BatchRecord, NewBatch, Store, Validation, Validator, normalize_url
 from jaxserve.store.jsonl import read_lines
 from jaxserve.store.sqlite.directory import FILES, TMP, remove
 
 UNLIMITED_SECONDS = 100 * 365 * 24 * 3600  # completion window
 UNLIMITED_REQUESTS = 10**9  # only a digest of each id is kept in memory
 POLL_SECONDS = 0.2
-
-
-_LINE = msgspec.json.Decoder(BatchLine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ def validate(batch: OfflineBatch, max_line_bytes: int) -> tuple[str, Validation]
 def _endpoint(path: Path, max_line_bytes: int) -> str:
     first = next(read_lines(path, max_line_bytes), None)
     try:
-        url = normalize_url(_LINE.decode(first.data).url) if first and first.data else ""
+        url = normalize_url(BATCH_LINE.decode(first.data).url) if first and first.data else ""
     except msgspec.DecodeError:
         url = ""  # Validator reports the error
     return url if url in BATCH_ENDPOINTS else next(iter(BATCH_ENDPOINTS))

@@ -14,9 +14,10 @@ from jaxserve.store.records import (
 )
 from jaxserve.store.sqlite.disk import Disk
 from jaxserve.store.store import Store, Upload
-from jaxserve.store.validation import BatchLine, Validation, Validator, normalize_url
+from jaxserve.store.validation import BATCH_LINE, BatchLine, Validation, Validator, normalize_url
 
 __all__ = [
+    "BATCH_LINE",
     "MAX_EXPIRY_SECONDS",
     "MIN_EXPIRY_SECONDS",
     "BatchError",

@@ -10,16 +10,13 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from jaxserve.store import batches
 from jaxserve.store.jsonl import read_lines
 from jaxserve.store.sqlite.disk import PendingFile
-from jaxserve.store.validation import BatchLine
+from jaxserve.store.validation import BATCH_LINE
 
 MissingLine = Callable[[str], bytes]  # custom_id -> the line of the error file, without the newline
 
-_LINE = msgspec.json.Decoder(BatchLine)
 PAGE_LINES = 256
 
 
@@ -74,7 +71,7 @@ def write_results(
             files.write(result[1], result[2])
             result = next(results, None)
         elif line.data is not None:
-            files.write(False, missing_line(_LINE.decode(line.data).custom_id))
+            files.write(False, missing_line(BATCH_LINE.decode(line.data).custom_id))
 
 
 def stored_results(connection: sqlite3.Connection, batch_id: str) -> Iterator[tuple[int, bool, bytes]]:

@@ -41,7 +41,7 @@ class _Body(msgspec.Struct, frozen=True):
     conversation: Any = None
 
 
-_ENVELOPE = msgspec.json.Decoder(BatchLine)
+BATCH_LINE = msgspec.json.Decoder(BatchLine)
 _BODY = msgspec.json.Decoder(_Body)
 
 
@@ -104,7 +104,7 @@ class Validator:
     def _check_json(self, line: Line, data: bytes) -> None:
         prefix = ""
         try:
-            envelope = _ENVELOPE.decode(data)
+            envelope = BATCH_LINE.decode(data)
             prefix = "body"
             body = _BODY.decode(envelope.body)
         except msgspec.ValidationError as error:

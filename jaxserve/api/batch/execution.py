@@ -8,16 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from jaxserve.api.batch.batch_request import RequestRunner
 from jaxserve.api.batch.committer import Committer
 from jaxserve.api.batch.request_window import RequestWindow
-from jaxserve.store import BatchLine
+from jaxserve.store import BATCH_LINE
 from jaxserve.store.jsonl import Line, read_lines
 
 READ_LINES = 32  # batch requests read from the file at a time, in a thread
-_decode = msgspec.json.Decoder(BatchLine).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,5 +66,5 @@ class Execution:
         task.add_done_callback(lambda _: self._window.leave(size))
 
     async def _run_request(self, number: int, data: bytes) -> None:
-        result = await self._runner.run(number, _decode(data))
+        result = await self._runner.run(number, BATCH_LINE.decode(data))
         await self._committer.commit(result)
