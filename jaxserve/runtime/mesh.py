@@ -69,7 +69,7 @@ def make_mesh(platform: str = "auto", *, data: int = 1, tensor: int = 1, expert:
         raise ConfigError(
             f"mesh asks for {count} devices (data {data} x tensor {tensor} x expert {expert}), "
             f"and there are {len(devices)} of {devices[0].platform}",
-            fix="lower mesh.tensor, mesh.data or mesh.expert",
+            fix="lower mesh.tensor or mesh.expert" if data == 1 else "set mesh.data to 1, as only that works yet",
         )
     if count < len(devices) and jax.process_count() > 1:
         raise ConfigError(

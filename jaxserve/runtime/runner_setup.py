@@ -19,7 +19,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.loading.loader import LoadedModel
 from jaxserve.models.weights import ParamSpec
 from jaxserve.ops import native
-from jaxserve.ops.linear import FewBits, Products, Rounding
+from jaxserve.ops.linear import FewBits, Products, Rounding, TpuExperts, TritonExperts
 from jaxserve.ops.linear.rounded import Device, rounds_form
 from jaxserve.ops.paged_attention import Backend, get_backend
 from jaxserve.ops.quantized import BLOCK
@@ -189,9 +189,6 @@ def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh, backend: Backend) -> Products:
     """Return the products of the step programs. Raises ConfigError if what is named cannot run here."""
-    experts = expert_kernels(config.experts, mesh)
-    if loaded.config.moe is not None:
-        logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, experts)
     rounding = chosen_rounding(config, loaded, mesh, backend)
     if rounding == "cpu":
         logger.info("runtime.products %s: activations are rounded", config.products)
@@ -199,14 +196,33 @@ def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh,
         logger.info("runtime.products %s: activations are rounded to 8 bits", config.products)
     elif _made_for_8_bits(loaded):
         logger.info("%s was made for activations of 8 bits, which are not rounded here", loaded.directory)
-    return Products(
+    products = Products(
         config.deterministic,
         native_products(backend, mesh),
         few_bits_platform(backend),
         rounding,
-        experts,
+        expert_kernels(config.experts, mesh),
         len(mesh.devices) > 1,
     )
+    if loaded.config.moe is not None:
+        found = _experts_in_words(products, loaded.structure.activation_dtype)
+        logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, found)
+    return products
+
+
+def _experts_in_words(products: Products, dtype: jnp.dtype) -> str:
+    """Say what multiplies rows of `dtype` by weights of experts."""
+    match products.of_experts(dtype):
+        case None:
+            return "xla"
+        case TritonExperts():
+            return "triton"
+        case TpuExperts(one_size=True):
+            return "tpu"
+        case TpuExperts():
+            return "tpu, but xla for few rows of bfloat16 weights that it keeps with the experts last"
+        case _:
+            return "C kernels"
 
 
 def native_products(backend: Backend, mesh: DeviceMesh) -> bool:

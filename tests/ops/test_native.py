@@ -6,6 +6,7 @@ import os
 import platform
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
@@ -404,13 +405,24 @@ def test_the_compiler_of_cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("small")
 def test_a_library_that_is_being_compiled_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first compiles only when the others are at its lock."""
     built: list[Path] = []
-    build = builder.build
+    arrived: list[int] = []
+    all_arrived = threading.Event()
+    build, locked = builder.build, builder._locked
 
     def counted(directory: Path, flags: Sequence[str]) -> Path:
         built.append(directory)
+        assert all_arrived.wait(200)
         return build(directory, flags)
 
+    def watched(cache: int) -> AbstractContextManager[None]:
+        arrived.append(cache)
+        if len(arrived) == 3:
+            all_arrived.set()
+        return locked(cache)
+
+    monkeypatch.setattr(builder, "_locked", watched)
     monkeypatch.setattr(builder, "build", counted)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     threads = [threading.Thread(target=builder.compile_ahead) for _ in range(3)]

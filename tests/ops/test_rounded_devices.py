@@ -165,12 +165,13 @@ def setup_of(
     asked: str, platform: str = "gpu", capability: str = "9.0", *, made_for: bool = True, **form: Any
 ) -> tuple[Any, ...]:
     """What the choice is made of, for a model of one weight. form: of the weight."""
-    form = {"dtype": "int8", "group": 256, "zeros": False, "axes": (), "deterministic": False} | form
+    form = {"dtype": "int8", "group": 256, "zeros": False, "axes": (), "deterministic": False, "moe": None} | form
     packing = SimpleNamespace(role="values", wide=(64, 256), group=form["group"], zeros=form["zeros"])
     spec = SimpleNamespace(dtype=jnp.dtype(form["dtype"]), packing=packing, axes=form["axes"])
     stored = SimpleNamespace(rounds_activations=made_for)
-    config = SimpleNamespace(stored_form=stored, quantization="stored", moe=None)
-    loaded: Any = SimpleNamespace(structure=SimpleNamespace(specs=[spec]), config=config, directory="here")
+    config = SimpleNamespace(stored_form=stored, quantization="stored", moe=form["moe"])
+    structure = SimpleNamespace(specs=[spec], activation_dtype=jnp.dtype(form.get("activations", "bfloat16")))
+    loaded: Any = SimpleNamespace(structure=structure, config=config, directory="here")
     device = SimpleNamespace(platform=platform, compute_capability=capability, device_kind="")
     mesh: Any = SimpleNamespace(platform=platform, devices=[device])
     resolved: Any = SimpleNamespace(products=asked, deterministic=form["deterministic"], experts="auto")
@@ -192,6 +193,24 @@ def test_the_log_says_which_products_a_model_has(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     chosen_products(*setup_of("auto", "cpu", made_for=False))
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("platform", "form", "words"),
+    [
+        ("gpu", {}, "triton"),
+        ("tpu", {}, "tpu, but xla for few rows of bfloat16 weights that it keeps with the experts last"),
+        ("tpu", {"deterministic": True}, "tpu"),
+        ("tpu", {"activations": "float32"}, "xla"),
+        ("cpu", {"activations": "float32"}, "xla"),
+    ],
+)
+def test_the_log_says_what_multiplies_by_experts(
+    caplog: pytest.LogCaptureFixture, platform: str, form: dict[str, Any], words: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    chosen_products(*setup_of("auto", platform, moe="of a model with experts", **form))
+    assert f"runtime.experts auto on {platform}: {words}" in [record.getMessage() for record in caplog.records]
 
 
 def test_auto_rounds_for_checkpoints_that_were_made_for_it() -> None:

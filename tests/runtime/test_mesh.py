@@ -17,8 +17,13 @@ def test_a_mesh_of_one_device() -> None:
 
 
 def test_more_devices_than_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"asks for 64 devices \(data 1 x tensor 64 x expert 1\), and there are"):
+    message = r"asks for 64 devices \(data 1 x tensor 64 x expert 1\), and there are"
+    with pytest.raises(ConfigError, match=message) as found:
         mesh.make_mesh("cpu", tensor=64)
+    assert found.value.fix == "lower mesh.tensor or mesh.expert"
+    with pytest.raises(ConfigError) as found:
+        mesh.make_mesh("cpu", data=64)
+    assert found.value.fix is not None and found.value.fix.startswith("set mesh.data to 1")
 
 
 def test_a_platform_that_is_not_there_names_its_extra() -> None:
