@@ -9,15 +9,19 @@ import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.processes.roles import check_roles
+from jaxserve.client.relay import RelayedTokens
 from jaxserve.client.replicas.prompt_handover import MAX_FILES
+from jaxserve.client.sequences.outbox import Outbox
+from jaxserve.client.sequences.sequence_table import LiveSequence
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.transport import page_directory
-from jaxserve.types.messages import EngineStats, Outputs
+from jaxserve.types.messages import Add, EngineStats, Outputs, decode_from_worker, encode
 from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.page_keys import PageEvents, page_keys
-from jaxserve.types.sampling import Prefilled, SamplingParams
+from jaxserve.types.sampling import EngineRequest, Prefilled, SamplingParams
+from jaxserve.types.siblings import siblings
 from tests.client.test_async_engine import until
 from tests.client.test_replicas import ReplicaLink
 from tests.waiting import LAST_RESORT
@@ -121,6 +125,27 @@ def test_choices_are_computed_and_go_on_together() -> None:
         for engine_id, token in zip(decode.ids, (5, 6), strict=True):
             decode.give(engine_id, token, FinishReason.STOP)
         assert sorted(await asked.task) == [5, 6]
+
+    run(test)
+
+
+def test_choices_that_a_worker_sends_one_by_one_go_on_too() -> None:
+    """As when the thinking of each ends: they are of one request, and each has a message of its own."""
+
+    async def test(engine: AsyncEngine, prefill: ReplicaLink, decode: ReplicaLink) -> None:
+        names, outbox = iter(["w1-1", "w1-2"]), Outbox()
+        request = EngineRequest(request_id="", prompt_token_ids=PROMPT, params=SamplingParams(max_tokens=9, n=2))
+        for index, own in enumerate(siblings(request, lambda: next(names), 7)):
+            message = decode_from_worker(encode(Add.of(own)))
+            assert isinstance(message, Add)
+            [sent] = message.requests()
+            engine.submit([LiveSequence(sent, RelayedTokens(index, []), outbox)], message)
+        await until(lambda: len(prefill.requests) == 2)
+        for number in range(2):
+            end_prompt(prefill, number)
+        for count in (1, 2):
+            await answer_read(decode, await answer_write(prefill), 32)
+            await until(lambda count=count: len(decode.requests) == count)
 
     run(test)
 

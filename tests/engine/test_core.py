@@ -321,6 +321,18 @@ def test_an_abort_with_a_reason_is_how_a_stop_string_ends_a_request() -> None:
     assert drain(core) == [] and not core.has_work
 
 
+def test_an_abort_of_all_gives_the_tokens_of_the_step_in_flight_once() -> None:
+    core, transcripts = make_core(small_config()), Transcripts()
+    core.add(make_request("a", [1, 2, 3], max_tokens=20))
+    for _ in range(3):
+        transcripts.take(core.step())
+    core.settle()
+    core.abort_all()
+    transcripts.take(core.step())
+    found, expected = transcripts["a"], alone([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20))[0]
+    assert found.reason is FinishReason.ABORT and found.token_ids == expected[:3]
+
+
 def test_one_output_a_request_and_step() -> None:
     core = make_core(small_config(), make_matcher=lambda spec: CountingMatcher(3, 2))
     core.add(make_request("a", [1, 2], max_tokens=9))

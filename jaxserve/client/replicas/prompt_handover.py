@@ -36,7 +36,7 @@ Send = Callable[[Sequence[LiveSequence], Replica], None]
 
 @dataclass
 class _Computed:
-    """The choices of a request whose prompt is computed, and the engine that computed it last."""
+    """The choices of one message whose prompt is computed, and the engine that computed it last."""
 
     source: Replica
     sequences: list[LiveSequence] = field(default_factory=list)
@@ -51,7 +51,8 @@ class PromptHandover:
         self._send = send
         self._directory: PageDirectory | None = None
         self._files = asyncio.Semaphore(MAX_FILES)
-        self._computed: dict[str, _Computed] = {}  # by unit, until the prompts of all its choices are computed
+        # by LiveSequence.message_key, until the prompts of all choices of the message are computed
+        self._computed: dict[tuple[str, int], _Computed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -72,17 +73,17 @@ class PromptHandover:
         sequence.prefilled = Prefilled(output.num_cached_tokens, output.queue_seconds)
         sequence.is_sent = sequence.is_prompt = False
         self._live.assign(sequence, NOWHERE)
-        computed = self._computed.setdefault(sequence.unit, _Computed(source))
+        computed = self._computed.setdefault(sequence.message_key, _Computed(source))
         computed.source = source
         computed.sequences.append(sequence)
         self.settle()
 
     def settle(self) -> None:
-        """Go on with the requests whose choices have all been computed, or have ended."""
-        for unit, computed in [*self._computed.items()]:
+        """Go on with the messages whose choices have all been computed, or have ended."""
+        for key, computed in [*self._computed.items()]:
             client_id = computed.sequences[0].request.client_id
-            if not any(each.unit == unit and each.is_prompt for each in self._live.of_client(client_id)):
-                del self._computed[unit]
+            if not any(each.is_prompt and each.message_key == key for each in self._live.of_client(client_id)):
+                del self._computed[key]
                 task = asyncio.create_task(self._pass_on(computed.sequences, computed.source))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,29 @@ def changes_weights(method: str) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call. An engine that died meanwhile gets the call when it is started again.
+    """What came of a call to several engines.
 
-    done, results: the engines that have carried it out, and what they answered. errors: of the others
+    done: the engines that have carried it out, with their answers. errors: of the others
+    asked: the engines that got the call, and how often each had been started again before it
     """
 
     method: str
-    done: Sequence[Replica]
-    results: Sequence[Any]
+    done: Mapping[Replica, Any]
     errors: Sequence[tuple[Replica, HTTPError]]
+    asked: Mapping[Replica, int]
+
+    @property
+    def missed(self) -> list[Replica]:
+        """The engines that were started again meanwhile, and serve without the call that others have carried out."""
+        if not self.done or self.method in READS:
+            return []
+        return [each for each, before in self.asked.items() if each.supervisor.restarts > before and each.sender.is_up]
+
+    def joined(self, again: Outcome) -> Outcome:
+        """Return the outcome after the same call was made again to some of the engines."""
+        done = {each: answer for each, answer in self.done.items() if each not in again.asked}
+        errors = [each for each in self.errors if each[0] not in again.asked]
+        return Outcome(self.method, {**done, **again.done}, [*errors, *again.errors], {**self.asked, **again.asked})
 
     @property
     def refused(self) -> list[Replica]:
@@ -44,7 +58,7 @@ class Outcome:
             reasons = "; ".join(f"engine {each.index}: {error.message}" for each, error in refused)
             done = ", ".join(str(each.index) for each in self.done)
             raise ServerError(f"{self.method} was carried out by engines {done}, and not by all: {reasons}")
-        return joined_result(self.method, self.results)
+        return joined_result(self.method, [*self.done.values()])
 
 
 async def call_all(replicas: Sequence[Replica], method: str, args: dict[str, Any]) -> Outcome:
@@ -56,15 +70,15 @@ async def call_all(replicas: Sequence[Replica], method: str, args: dict[str, Any
     elif len(replicas) > 1 and (down := next((each for each in living if not each.sender.is_up), None)) is not None:
         phase = down.supervisor.status.phase
         raise NotReadyError(f"engine {down.index} is {phase}, and {method} is for all engines; try again")
+    asked = {replica: replica.supervisor.restarts for replica in living}
     calls = (replica.calls.call(method, args) for replica in living)
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    done, results, errors = [], [], []
+    done, errors = {}, []
     for replica, answer in zip(living, answers, strict=True):
         if isinstance(answer, HTTPError):
             errors.append((replica, answer))
         elif isinstance(answer, BaseException):
             raise answer
         else:
-            done.append(replica)
-            results.append(answer)
-    return Outcome(method, done, results, errors)
+            done[replica] = answer
+    return Outcome(method, done, errors, asked)

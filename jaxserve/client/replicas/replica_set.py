@@ -330,12 +330,18 @@ class ReplicaSet:
     # -- calls ---------------------------------------------------------------------------------------------
 
     async def call(self, method: str, args: dict[str, Any]) -> Any:
-        """Make a call to every engine. Raises an HTTPError if not all of them have carried it out."""
+        """Make a call to every engine. Raises an HTTPError if not all of them have carried it out.
+
+        An engine that dies meanwhile gets the call from the record if it is started after the others have answered. If
+        it was started before, the call is made again.
+        """
         if changes_weights(method) and args.get("version") is None and len(self._replicas) > 1:
             args = args | {"version": self._record.next_label()}
         outcome = await call_all(self._replicas, method, args)
         if outcome.done:
-            self._record.note(method, args, outcome.results[0])
+            self._record.note(method, args, next(iter(outcome.done.values())))
+        while missed := outcome.missed:
+            outcome = outcome.joined(await call_all(missed, method, args))
         if changes_weights(method) and len(self._replicas) > 1:
             for replica in outcome.done:
                 replica.is_stale = replica.is_stale and bool(args.get("partial"))

@@ -90,8 +90,7 @@ class SequenceSender:
         held = (sequence for sequence in self._live if not sequence.is_sent and self._may_run(sequence))
         requests: dict[tuple[str, int], list[LiveSequence]] = {}
         for sequence in sorted(held, key=lambda each: each.started):
-            # a worker sends a choice anew when its thinking ends, with a prompt of its own
-            requests.setdefault((sequence.unit, id(sequence.request.prompt_token_ids)), []).append(sequence)
+            requests.setdefault(sequence.message_key, []).append(sequence)
         for sequences in requests.values():
             self.send(sequences)
 

@@ -75,6 +75,14 @@ class LiveSequence:
     def engine_id(self) -> str:
         return self.request.request_id
 
+    @property
+    def message_key(self) -> tuple[str, int]:
+        """What the sequences of one Add have in common: the unit and the list of prompt tokens.
+
+        A worker sends a choice anew when its thinking ends, with a list of its own.
+        """
+        return self.unit, id(self.request.prompt_token_ids)
+
     def failure(self, output: TokenOutput) -> HTTPError:
         """Return the exception for a failed output."""
         error = error_of(output)

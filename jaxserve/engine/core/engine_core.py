@@ -323,7 +323,7 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """Abort every request. The next `step` returns their last outputs."""
-        self._outputs += self.abort(self.live_ids)
+        self._outputs = [*self.abort(self.live_ids), *self._outputs]  # `abort` takes theirs out of those that wait
 
     @property
     def is_isolating(self) -> bool:
