@@ -6,7 +6,8 @@ until steps run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -103,7 +104,8 @@ class EngineControl:
 
     def update_from_directory(self, path: str, version: str | None = None, running: Mode | None = None) -> str:
         """Replace the weights by those of a checkpoint directory. If it cannot be read, the old ones stay."""
-        source = directory_source(Path(path), self._weights.structure, self._served)
+        with _old_weights_stay():
+            source = directory_source(Path(path), self._weights.structure, self._served)
         return self._update(source, version, running, delete_old=False)
 
     def update_from_file(
@@ -113,8 +115,8 @@ class EngineControl:
 
         Returns the new label. If the file cannot be read or does not fit, the old weights stay.
         """
-        file = Path(path)
-        contents = list(read_contents(file))
+        with _old_weights_stay():
+            contents = list(read_contents(Path(path)))
         names = [name for name, _ in contents]
         twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()
         checkpoint = Checkpoint.of(Path("the update"), dict(contents), duplicate=twice)
@@ -126,18 +128,16 @@ class EngineControl:
         label = str(serving.num_updates + 1) if version is None else _checked_label(version)
         mode = _checked_mode(running or ("in_place" if serving.paused == "in_place" else "retract"))
         if not delete_old:
-            source = self._weights.staged(source, self.on_progress)
+            with _old_weights_stay():
+                source = self._weights.staged(source, self.on_progress)
         self._stop_running(mode)
         core.flush_prefix_cache(new_weights=True)
         try:
-            self._weights.replace(source, tick=self.on_progress)
+            with _old_weights_stay():
+                self._weights.replace(source, tick=self.on_progress)
         except WeightsLostError:
             serving.asleep.add("weights")
             raise
-        except Exception as error:
-            if isinstance(error, JaxserveError):
-                raise
-            raise ServerError(f"the old weights stay: {type(error).__name__}: {error}") from error
         serving.asleep.discard("weights")
         serving.num_updates += 1
         serving.version = label
@@ -223,6 +223,17 @@ class EngineControl:
                 self._state.release()
             raise ServerError(f"the engine cannot wake: {type(error).__name__}: {error}") from error
         return sorted(serving.asleep)
+
+
+@contextmanager
+def _old_weights_stay() -> Iterator[None]:
+    """Raise ServerError for what a file, the memory or a device raises in the body before anything is replaced."""
+    try:
+        yield
+    except JaxserveError:
+        raise
+    except Exception as error:
+        raise ServerError(f"the old weights stay: {type(error).__name__}: {error}") from error
 
 
 def _checked_mode(mode: str) -> Mode:
