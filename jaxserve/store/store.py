@@ -253,9 +253,11 @@ class Store:
     def _write_output(
         self, output: OutputFiles, batch: BatchRecord, max_line_bytes: int, missing_line: MissingLine | None
     ) -> None:
-        missing = missing_line if batch.in_progress_at else None  # otherwise cancelled before its input was checked
+        path = self.input_path(batch)
+        # it was cancelled before its input was checked, or the input is lost: no line can be named
+        missing = missing_line if batch.in_progress_at and path.exists() else None
         with self._database.scan() as connection:
-            write_results(output, connection, batch.id, self.input_path(batch), max_line_bytes, missing)
+            write_results(output, connection, batch.id, path, max_line_bytes, missing)
             output.publish()
 
     def _output_record(self, batch: BatchRecord, file: PendingFile | None, kind: str) -> FileRecord | None:

@@ -74,6 +74,22 @@ def test_lines_that_never_ran_are_told(store: Store, target: BatchStatus) -> Non
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("target", [S.EXPIRED, S.CANCELLED])
+def test_a_batch_whose_input_is_lost_ends_with_the_results_that_it_has(store: Store, target: BatchStatus) -> None:
+    async def main() -> None:
+        batch = await running(store)
+        await store.add_results(batch.id, [result(2)])
+        if target == S.CANCELLED:
+            await store.cancel_batch(batch.id)
+        store.input_path(batch).unlink()
+        done = await publish(store, await store.get_batch(batch.id), target)
+        assert done and (done.status, done.completed, done.failed) == (target, 1, 4)
+        assert done.output_file_id and await content(store, done.output_file_id) == b'{"line":2}\n'
+        assert done.error_file_id is None and store.condition.status == "ok"
+
+    asyncio.run(main())
+
+
 def test_no_file_without_a_line(store: Store, tmp_path: Path) -> None:
     async def main() -> None:
         batch = await running(store)
