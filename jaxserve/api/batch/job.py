@@ -21,6 +21,7 @@ from jaxserve.api.batch.pause import StoragePause
 from jaxserve.api.batch.request_window import RequestWindow
 from jaxserve.errors import StorageError
 from jaxserve.store import BatchError, BatchRecord, BatchStatus, LineResult, Store, Validator
+from jaxserve.store.jsonl import ANY_LENGTH
 from jaxserve.store.validation import MAX_LINES
 
 RUNNING_REQUESTS_SECONDS = 5.0  # seconds for requests in flight to end once cancelled; the rest is abandoned
@@ -135,7 +136,7 @@ class BatchJob:
     async def _run_requests(self, batch: BatchRecord) -> bool:
         """Run the remaining batch requests; return whether all have finished. Finished results are durable."""
         settings = self._settings
-        left = Input(self._store.input_path(batch), settings.max_line_bytes, await self._store.finished_lines(batch.id))
+        left = Input(self._store.input_path(batch), ANY_LENGTH, await self._store.finished_lines(batch.id))
         self.total, self.finished = batch.total, len(left.finished)
         committer = Committer(self._save, self.pause)
         failures = FailureLog(batch.id)
@@ -173,9 +174,7 @@ class BatchJob:
     async def _publish(self, batch: BatchRecord, target: BatchStatus) -> None:
         reason = NOT_RUN.get(target)
         missing = None if reason is None else functools.partial(unexecuted_line, reason=reason)
-        await self._store.publish_batch(
-            batch, target, max_line_bytes=self._settings.max_line_bytes, missing_line=missing
-        )
+        await self._store.publish_batch(batch, target, max_line_bytes=ANY_LENGTH, missing_line=missing)
 
 
 async def _cancel(execution: asyncio.Task[None]) -> None:

@@ -92,6 +92,7 @@ class Bench:
     places: int = 8
     ready: bool = True
     max_running: int = 8
+    max_line_bytes: int = 2**20
 
     def open(self) -> Store:
         return Store(self.path / "store", disk=self.disk, clock=lambda: self.now)
@@ -100,7 +101,7 @@ class Bench:
         return BatchSettings(
             known_model=lambda name: name == "demo",
             ready=lambda: self.ready,
-            max_line_bytes=2**20,
+            max_line_bytes=self.max_line_bytes,
             max_running=self.max_running,
             clock=lambda: self.now,
             tick=0.01,
