@@ -29,6 +29,7 @@ from jaxserve.client.replicas.replica import Replica, ReplicaEvents, ReplicaStat
 from jaxserve.client.replicas.replica_calls import call_all, changes_weights
 from jaxserve.client.replicas.replica_choice import ReplicaChoice, prompt_bytes
 from jaxserve.client.replicas.replica_summary import joined_info, joined_stats, joined_status
+from jaxserve.client.sequences.held_deadlines import HeldDeadlines
 from jaxserve.client.sequences.sequence_sender import SERVED
 from jaxserve.client.sequences.sequence_table import NOWHERE, LiveSequence, SequenceTable
 from jaxserve.errors import ConfigError, EngineDeadError, HTTPError, InvalidValueError, ServerError
@@ -82,6 +83,8 @@ class ReplicaSet:
         self._choice = ReplicaChoice(self._replicas, roles)
         self._handover = PromptHandover(live, self._choice.of_decode, self._go_on) if roles.num_prefill else None
         self._info: EngineInfo | None = None
+        self._deadlines = HeldDeadlines(live, events.end_with_error, self.settle)
+        self._watching: asyncio.Task[None] | None = None  # of the deadlines
 
     # -- start and stop ------------------------------------------------------------------------------------
 
@@ -91,6 +94,7 @@ class ReplicaSet:
             self._handover.start()
         for replica in self._replicas:
             replica.supervisor.start()
+        self._watching = asyncio.create_task(self._deadlines.run())
 
     def drain(self) -> None:
         """Show the status `draining` from now on."""
@@ -99,6 +103,8 @@ class ReplicaSet:
 
     async def stop(self) -> None:
         """Stop all engines."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._handover is not None:
             await self._handover.stop()
         await asyncio.gather(*(replica.supervisor.stop() for replica in self._replicas))
