@@ -47,10 +47,10 @@ class HeldLog:
         self._slow.close()
 
 
-class Turns:
-    """Measures the host seconds of each turn of an engine's loop, without the calls to the device.
+class Iterations:
+    """Measures the host seconds of each iteration of an engine's loop, without the calls to the device.
 
-    A turn ends with `step`. It begins at the end of the previous turn, or at the first message if there was no work.
+    An iteration ends with `step`. It begins where the previous one ended, or with the first message after a pause.
     """
 
     def __init__(self, clock: Callable[[], float], add: Callable[[float], None]) -> None:
@@ -76,51 +76,51 @@ class Turns:
 
 
 class TimedRunner:
-    """A Runner whose calls count as device time."""
+    """A StepRunner whose calls count as device time."""
 
-    def __init__(self, inner: Any, turns: Turns) -> None:
-        self._inner, self._turns = inner, turns
+    def __init__(self, inner: Any, iterations: Iterations) -> None:
+        self._inner, self._iterations = inner, iterations
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def execute(self, output: Any) -> TimedStep:
-        return TimedStep(self._turns.on_device(self._inner.execute, output), self._turns)
+        return TimedStep(self._iterations.on_device(self._inner.execute, output), self._iterations)
 
 
 class TimedStep:
     """A step whose calls count as device time."""
 
-    def __init__(self, inner: Any, turns: Turns) -> None:
-        self._inner, self._turns = inner, turns
+    def __init__(self, inner: Any, iterations: Iterations) -> None:
+        self._inner, self._iterations = inner, iterations
 
     def sample(self, bitmask: np.ndarray, late: Sequence[int] = ()) -> None:
         """Call the inner step's `sample`, as device time. bitmask: uint32 [rows, words]."""
-        self._turns.on_device(self._inner.sample, bitmask, late)
+        self._iterations.on_device(self._inner.sample, bitmask, late)
 
     def result(self) -> Any:
-        return self._turns.on_device(self._inner.result)
+        return self._iterations.on_device(self._inner.result)
 
 
-def watch_core(core: Any, turns: Turns) -> None:
-    """Measure the turns of the loop that calls `add`, `abort` and `step` of an EngineCore."""
+def watch_core(core: Any, iterations: Iterations) -> None:
+    """Measure the iterations of the loop that calls `add`, `abort` and `step` of an EngineCore."""
 
     def before(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keys: Any) -> Any:
-            turns.message()
+            iterations.message()
             return method(*args, **keys)
 
         return call
 
     def step() -> Any:
-        turns.message()
+        iterations.message()
         try:
             return inner()
         finally:
-            turns.end(core.has_work)
+            iterations.end(core.has_work)
 
     inner = core.step
-    core.runner = TimedRunner(core.runner, turns)
+    core.runner = TimedRunner(core.runner, iterations)
     core.add, core.abort, core.step = before(core.add), before(core.abort), step
 
 

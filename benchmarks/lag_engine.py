@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks.held import HeldLog, Turns, watch_core
+from benchmarks.held import HeldLog, Iterations, watch_core
 from jaxserve.config import Config
 from jaxserve.engine.child import Send, main
 from jaxserve.engine.factory import build_engine
@@ -18,7 +18,7 @@ DIRECTORY = "LAG_DIRECTORY"  # environment variable
 def build(config: Config, send: Send) -> BuiltEngine:
     built = build_engine(config, send)
     log = HeldLog(Path(os.environ[DIRECTORY]), "engine")
-    watch_core(built.core, Turns(time.perf_counter, log.add))
+    watch_core(built.core, Iterations(time.perf_counter, log.add))
     return built
 
 

@@ -124,7 +124,7 @@ class FakeStep:
 
 
 class FakeRunner:
-    """A Runner of `config`'s sizes.
+    """A StepRunner of `config`'s sizes.
 
     not_finite   request ids whose hidden states are NaN from the position `nan_from` on
     """

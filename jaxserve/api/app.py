@@ -17,7 +17,7 @@ from jaxserve.api.decisions import routes as decisions
 from jaxserve.api.docs.docs_page import install_docs
 from jaxserve.api.docs.openapi import install_openapi
 from jaxserve.api.errors.responses import install_error_handlers
-from jaxserve.api.http.forwarding import Forwarding
+from jaxserve.api.http.forward_to_main import ForwardToMain
 from jaxserve.api.http.middleware import Authentication, BodyLimit, ReadinessGate, RequestContext
 from jaxserve.api.messages import routes as messages
 from jaxserve.api.ollama import routes as ollama
@@ -86,7 +86,7 @@ def create_app(
     store.
 
     Without a store, the routes of files, batches and stored objects answer 503 with the message `no_store`. A worker of
-    `group` answers what needs the engine only, and passes on the rest.
+    `group` answers what needs the engine only, and the rest is forwarded.
     Raises ConfigError if the name of a parser is unknown.
     """
     choose_parsers(None, tool=config.model.tool_parser, reasoning=config.model.reasoning_parser)
@@ -178,7 +178,7 @@ def _middleware(state: ServerState) -> list[Middleware]:
     log_requests = state.config.logging.requests
     chain = [Middleware(RequestContext, metrics=state.metrics, tracing=state.tracing, log_requests=log_requests)]
     if state.group is not None and state.group.is_worker:
-        chain.insert(0, Middleware(Forwarding, main_socket=state.group.main_socket))
+        chain.insert(0, Middleware(ForwardToMain, main_socket=state.group.main_socket))
     if section.cors_origins:
         headers = {"allow_origins": section.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         chain.append(Middleware(CORSMiddleware, **headers))

@@ -161,7 +161,7 @@ class Launch:
             return await self.engine.stop()
         await self.engine.stop()
         await self._workers.stop()
-        self._server.should_exit = True  # it served what the workers passed on
+        self._server.should_exit = True  # it served what the workers forwarded
 
     def _keeper(self) -> GroupKeeper:
         """Return the keeper of the workers' limits in this process."""

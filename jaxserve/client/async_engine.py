@@ -371,7 +371,7 @@ class AsyncEngine:
             self._end_with_error(sequence, ServerError(f"the output could not be decoded: {type(error).__name__}"))
             return
         if sequence.waiting:
-            self._live.started(sequence)
+            self._live.mark_started(sequence)
         if result.finish_reason is not None:
             self._live.remove(sequence)
         if sequence.text.stopped_by_text:

@@ -146,7 +146,7 @@ class TextEngine:
         self._queue(groups, lambda request: results[request.request_id].add)
         try:
             while not self._sequences.keys().isdisjoint(results):
-                self._turn()
+                self._run_step()
                 self._check_runs()
         finally:
             self._abort(results)
@@ -220,11 +220,11 @@ class TextEngine:
         A sequence that failed has a last output with an `error`. A step that fails on the device is computed again.
         Raises if the device is not usable any more.
         """
-        self._turn()
+        self._run_step()
         outputs, self._unread = self._unread, []
         return outputs
 
-    def _turn(self) -> None:
+    def _run_step(self) -> None:
         """Run one step of the core and pass its outputs to the sinks of their sequences."""
         try:
             outputs = self.core.step()

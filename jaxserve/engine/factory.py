@@ -18,7 +18,7 @@ from jaxserve.config import Config, SpeculationSection
 from jaxserve.engine.core.engine_control import EngineControl
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
 from jaxserve.engine.core.late_start import LateStart
-from jaxserve.engine.core.page_handover import PageHandover, check_passing
+from jaxserve.engine.core.page_handover import PageHandover, check_handover
 from jaxserve.engine.engine_info import CPU_SHARE, ServedModel, engine_info
 from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.hosts.joining import lead
@@ -106,7 +106,7 @@ def build_engine(
     send(Progress("programs", unit="programs"))
     tokenizer = Tokenizer.from_directory(tokenizer_dir)
     model = ServedModel(directory, loaded, tokenizer, read_pooling(directory, loaded.config))
-    check_passing(config, loaded.config, generates=model.generates)
+    check_handover(config, loaded.config, generates=model.generates)
     config = config if model.generates else config.replace(speculation={"method": "off"})
     config = config if early else config.replace(runtime={"wait_for_programs": True})
     vocab_size, eos_token_ids = loaded.config.vocab_size, loaded.config.eos_token_ids

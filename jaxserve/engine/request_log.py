@@ -26,8 +26,8 @@ def log_received(requests: Iterable[EngineRequest], num_prompt_tokens: int) -> N
         )
 
 
-def log_turn(started: Iterable[str], outputs: Iterable[TokenOutput]) -> None:
-    """Log what one turn of the engine's loop did. started: ids of the requests that were given a slot."""
+def log_iteration(started: Iterable[str], outputs: Iterable[TokenOutput]) -> None:
+    """Log what one iteration of the engine loop did. started: ids of the requests that were given a slot."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for request_id in started:

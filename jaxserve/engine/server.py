@@ -18,7 +18,7 @@ from jaxserve.engine.core.engine_core import EngineCore, StepError
 from jaxserve.engine.core.late_start import LateStart
 from jaxserve.engine.core.page_handover import PageHandover
 from jaxserve.engine.output_groups import OutputGroups
-from jaxserve.engine.request_log import log_received, log_turn
+from jaxserve.engine.request_log import log_iteration, log_received
 from jaxserve.engine.stats_log import StatsLog
 from jaxserve.errors import HTTPError, JaxserveError
 from jaxserve.transport.shared_state import SharedState
@@ -96,7 +96,7 @@ class EngineServer:
         self._info = info
         self._channel = channel
         self._stopping = False
-        self._turns = 0
+        self._iterations = 0
         self._groups = OutputGroups()
         self._stats_sent = 0.0
         self._was_busy = False
@@ -121,23 +121,23 @@ class EngineServer:
             self._late.start()
         try:
             while not self._stopping:
-                self._turn()
+                self._iterate()
             self._end()
         finally:
             self._core.close()
 
     def _tick(self) -> None:
         """Show that the loop makes progress."""
-        self._turns += 1
-        self._state.turn(self._turns)
+        self._iterations += 1
+        self._state.count_iterations(self._iterations)
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         refused = self._take_in(self._channel.receive(self._patience()))
         outputs = self._step()
         self._tick()
         self._publish(self._groups.take(refused + outputs), self._core.admitted)
         if self._late is not None:
-            self._late.turn()
+            self._late.proceed()
 
     def _stats(self) -> EngineStats:
         stats = self._core.stats()
@@ -223,7 +223,7 @@ class EngineServer:
             return Reply(call.call_id, error=str(error), status=status)
 
     def _publish(self, outputs: list[TokenOutput], admitted: list[str]) -> None:
-        log_turn(admitted, outputs)
+        log_iteration(admitted, outputs)
         now = time.monotonic()
         busy = self._core.has_work or self._core.is_compiling
         due = now - self._stats_sent >= STATS_INTERVAL or (self._was_busy and not busy)

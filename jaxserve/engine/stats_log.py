@@ -31,7 +31,7 @@ class StatsLog:
         self._has_written = False  # a line was written since the engine was last idle
 
     def update(self, stats: Callable[[], EngineStats], *, busy: bool, now: float) -> None:
-        """Process one turn of the engine loop at time.monotonic() `now` and write the lines that are due.
+        """Process one iteration of the engine loop at time.monotonic() `now` and write the lines that are due.
 
         stats: called only if a busy period ends or a line is due
         """

@@ -1,4 +1,4 @@
-"""The front's application: a few routes about its models; all others are passed on to a model's process."""
+"""The front's application: a few routes about its models; all others are forwarded to a model's process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.api.routes import page
 from jaxserve.api.shared.body_cost import LONGEST_CONTEXT, BodyLimits, BodySum
 from jaxserve.config import Config
 from jaxserve.front import routes
-from jaxserve.front.forwarder import Forwarder
+from jaxserve.front.forward_to_models import ForwardToModels
 from jaxserve.front.residents import Residents
 from jaxserve.telemetry.merging import Families, FamilyCollector, MetricFamily, merge_families, read_families
 from jaxserve.telemetry.metrics import Metrics
@@ -37,7 +37,7 @@ def create_front(residents: Residents, config: Config) -> FastAPI:
     install_error_handlers(app)
     app.include_router(routes.router)
     app.include_router(page.router)
-    app.router.default = Forwarder(residents, limits)
+    app.router.default = ForwardToModels(residents, limits)
     return app
 
 

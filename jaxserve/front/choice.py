@@ -23,7 +23,7 @@ _NAME = msgspec.json.Decoder(str | None)
 
 
 async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLimits) -> ModelPlan:
-    """Return the model. body: empty if there is none, or it is passed on unread
+    """Return the model. body: empty if there is none, or it is forwarded unread
 
     Raises InvalidValueError, ModelNotFoundError, and PayloadTooLargeError for a body that is costly to read.
     """

@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
-from jaxserve.api.http.passing import PeerEndedError, pass_on
+from jaxserve.api.http.forward import PeerEndedError, forward
 from jaxserve.config import Config
 from jaxserve.config_sections.value_types import reveal
 from jaxserve.telemetry.merging import Families
@@ -152,7 +152,7 @@ class ModelProcess:
 
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await pass_on(self.socket, scope, receive, send)
+                await forward(self.socket, scope, receive, send)
         except (PeerEndedError, TimeoutError):
             return 0, b""
         return status, bytes(body)

@@ -94,7 +94,7 @@ class Engine(TextEngine):
         try:
             while outputs or not self._sequences.keys().isdisjoint(ids):
                 if not outputs:
-                    self._turn()
+                    self._run_step()
                     self._check_runs()
                     await asyncio.sleep(0)  # lets cancellation arrive and other beams of a search run
                     continue

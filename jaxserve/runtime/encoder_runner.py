@@ -41,7 +41,7 @@ Leaves = tuple[jax.Array, ...]
 
 
 class EncoderRunner:
-    """The device side of an engine that serves an encoder (implements `types.step.Runner`).
+    """The device side of an engine that serves an encoder (implements `types.step.StepRunner`).
 
     config, plan       as resolved; plan.max_model_len is the longest text in tokens
     leaves             the weights on the devices

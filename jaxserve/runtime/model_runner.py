@@ -50,7 +50,7 @@ from jaxserve.types.step import ScheduledRow, SchedulerOutput, SlotInit
 
 
 class ModelRunner:
-    """The device side of one engine (implements `types.step.Runner`).
+    """The device side of one engine (implements `types.step.StepRunner`).
 
     The constructor plans the memory, compiles every program, or with `config.early` those that serve every step, and
     allocates. Raises ConfigError if the model does not fit. agree: from this host's plan to that of all hosts

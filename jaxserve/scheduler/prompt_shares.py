@@ -1,8 +1,8 @@
 """Divides the prompt tokens of one step among prompts. Knows no pages and no device.
 
-Half of the tokens go to prompts in this order: aged, then by priority, by turn of the tenant, and by arrival. The
-other half goes to the prompts of the best priority and tenant with the fewest tokens left, so that a short prompt does
-not wait for a long one. Tokens that one half does not need go to the other half.
+Half of the tokens go to prompts in this order: aged, then by priority, by what the tenant was served, and by arrival.
+The other half goes to the prompts of the best priority and tenant with the fewest tokens left, so that a short prompt
+does not wait for a long one. Tokens that one half does not need go to the other half.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxserve.scheduler.waiting.tenants import TurnKey
+from jaxserve.scheduler.waiting.tenants import TenantKey
 from jaxserve.types.request import Request, RequestStatus
 
 
@@ -21,7 +21,7 @@ class PromptShares:
 
     start       gives a waiting request its slot and its pages; returns whether there was room
     num_cached  tokens of a waiting request that the prefix cache holds
-    turn        sort key of a request, before its arrival: aged, priority, tenant
+    tenant_key  sort key of a request, before its arrival: aged, priority, tenant
     reach       position, up to the given one, for which a running prompt has pages in this step
     whole       a prompt is computed in one step; prompts run in order of arrival up to the first that does not fit
     """
@@ -29,7 +29,7 @@ class PromptShares:
     start: Callable[[Request], bool]
     num_cached: Callable[[Request], int]
     reach: Callable[[Request, int], int]
-    turn: Callable[[Request], TurnKey]
+    tenant_key: Callable[[Request], TenantKey]
     whole: bool = False
 
     def divide(
@@ -69,16 +69,16 @@ class PromptShares:
             left -= tokens
         return budget - left
 
-    def _order(self, request: Request) -> tuple[TurnKey, float]:
-        return self.turn(request), request.arrival
+    def _order(self, request: Request) -> tuple[TenantKey, float]:
+        return self.tenant_key(request), request.arrival
 
     def _shortest_first(self, request: Request) -> tuple[int, tuple[int, float], int, float]:
-        """Sort key: priority, turn of the tenant, fewest tokens left, arrival."""
+        """Sort key: priority, what the tenant was served, fewest tokens left, arrival."""
         if _runs(request):
             left = request.num_prefill_tokens - request.num_computed_tokens
         else:
             left = request.num_tokens - self.num_cached(request)
-        _, priority, rank = self.turn(request)
+        _, priority, rank = self.tenant_key(request)
         return priority, rank, left, request.arrival
 
     def _rest(self, request: Request, tokens: int) -> int:

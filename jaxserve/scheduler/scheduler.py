@@ -83,7 +83,7 @@ class Scheduler:
         self._tried_alone: Collection[str] | None = None  # `only` of the last step
         self._batch_waits = False  # batch requests could not start in the last step
         start, num_cached = self._admitter.start, self._admitter.num_cached
-        self._shares = PromptShares(start, num_cached, self.kv.prompt_reach, self._tenants.turn, config.whole_prompts)
+        self._shares = PromptShares(start, num_cached, self.kv.prompt_reach, self._tenants.key_of, config.whole_prompts)
 
     # --- requests come and go
 

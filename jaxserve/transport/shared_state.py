@@ -1,7 +1,7 @@
 """State of an engine process in memory shared with the API process. It can be read whatever either process is doing.
 
-    beats, turns     two counters: the process is alive, and its loop makes progress
-    in work          engine ids of the requests being computed or received; they survive the process
+    beats, iterations  two counters: the process is alive, and its loop makes progress
+    in work            engine ids of the requests being computed or received; they survive the process
 
 One process writes and the other reads, without a lock. The ids are written to the invalid one of two halves, then
 one byte makes it valid. A process killed while writing leaves the previous ids.
@@ -32,7 +32,7 @@ class Pulse(NamedTuple):
     """Counters of an engine process since its start."""
 
     beats: int
-    turns: int
+    iterations: int
 
 
 class SharedState:
@@ -63,8 +63,8 @@ class SharedState:
     def beat(self, beats: int) -> None:
         _COUNTER.pack_into(self._memory, 0, beats)
 
-    def turn(self, turns: int) -> None:
-        _COUNTER.pack_into(self._memory, _COUNTER.size, turns)
+    def count_iterations(self, iterations: int) -> None:
+        _COUNTER.pack_into(self._memory, _COUNTER.size, iterations)
 
     @property
     def in_work(self) -> list[str]:

@@ -7,7 +7,7 @@ the device at once. It is also in work while it is received or its grammar is co
 from __future__ import annotations
 
 from jaxserve.transport.shared_state import SharedState
-from jaxserve.types.step import Runner, SchedulerOutput, StepHandle
+from jaxserve.types.step import SchedulerOutput, StepHandle, StepRunner
 
 
 class WorkRecord:
@@ -35,9 +35,9 @@ class WorkRecord:
 
 
 class RecordingRunner:
-    """A Runner that records each step before it dispatches it."""
+    """A StepRunner that records each step before it dispatches it."""
 
-    def __init__(self, inner: Runner, record: WorkRecord) -> None:
+    def __init__(self, inner: StepRunner, record: WorkRecord) -> None:
         self._inner = inner
         self._record = record
 

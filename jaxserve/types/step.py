@@ -165,7 +165,7 @@ class StepHandle(Protocol):
         ...
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """The device side as the engine sees it. Tests replace it by a fake with known results."""
 
     def execute(self, output: SchedulerOutput) -> StepHandle:

@@ -16,7 +16,7 @@ import pytest
 from jaxserve.api.generate.generation import PromptTask, coalesce
 from jaxserve.api.respond.chat_choices import JoinedMessage
 from jaxserve.api.respond.completion_choices import JoinedText
-from jaxserve.api.respond.details import RoutedExperts
+from jaxserve.api.respond.extras import RoutedExperts
 from jaxserve.api.respond.native_choice import NativeChoice
 from jaxserve.api.shared.sessions import Session, SessionTurn
 from jaxserve.api.shared.token_texts import TokenTexts

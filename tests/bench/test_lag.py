@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.held import SLOW, HeldLog, Turns, read_samples, read_slow, watch_core
+from benchmarks.held import SLOW, HeldLog, Iterations, read_samples, read_slow, watch_core
 from benchmarks.lag import Sent, blame, spread, worst
 from benchmarks.stretched import ROUTES, stretched
 from tests.conftest import SMALL
@@ -42,7 +42,7 @@ def test_a_turn_is_the_hosts_work_without_the_devices() -> None:
         handle.result()
 
     core.step = work
-    watch_core(core, Turns(clock, seen.append))
+    watch_core(core, Iterations(clock, seen.append))
     clock.spend(100)  # nothing was asked for
     core.add("a")
     core.step()

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.engine.core.page_handover import check_passing
+from jaxserve.engine.core.page_handover import check_handover
 from jaxserve.engine.factory import build_engine
 from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.errors import ConfigError
@@ -118,9 +118,9 @@ def test_bits_are_those_of_one_engine(compile_cache: str, tmp_path: Path, monkey
 def test_models_whose_pages_cannot_be_passed_are_refused() -> None:
     config, rope = Config.of(replicas=2, prefill_replicas=1), RopeConfig(2)
     model = ModelConfig("X", 8, 8, 8, 1, 1, 1, 2, 256, rope)
-    check_passing(config, model, generates=True)
-    check_passing(Config(), model.replace(layer_windows=(4,)), generates=True)
+    check_handover(config, model, generates=True)
+    check_handover(Config(), model.replace(layer_windows=(4,)), generates=True)
     with pytest.raises(ConfigError, match="sliding window"):
-        check_passing(config, model.replace(layer_windows=(4,)), generates=True)
+        check_handover(config, model.replace(layer_windows=(4,)), generates=True)
     with pytest.raises(ConfigError, match="generate text"):
-        check_passing(config, model, generates=False)
+        check_handover(config, model, generates=False)

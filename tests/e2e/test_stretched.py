@@ -110,7 +110,7 @@ def ask_some(asker: Asker, count: int) -> None:
 def check(server: RealServer, asker: Asker, meter: LoopMeter, memory: int) -> None:
     assert server.engine.restarts == 0
     assert {200, 400, 413} <= asker.statuses.keys()
-    assert meter.longest < HELD and server.longest_turn < HELD, (meter.longest, server.longest_turn)
+    assert meter.longest < HELD and server.longest_iteration < HELD, (meter.longest, server.longest_iteration)
     assert resting_memory() < GROWTH * memory + ARENAS, (resting_memory(), memory)
 
 
@@ -133,7 +133,7 @@ def test_none_does_for_a_long_time(server: RealServer, capsys: pytest.CaptureFix
             asker.ask(next(numbers))
             memory = resting_memory() if memory is None and minutes > MINUTES / 4 else memory
     with capsys.disabled():
-        held = f"API {meter.longest * 1e3:.0f} ms, engine {server.longest_turn * 1e3:.0f} ms"
+        held = f"API {meter.longest * 1e3:.0f} ms, engine {server.longest_iteration * 1e3:.0f} ms"
         print(f"\n{dict(asker.statuses)}; held: {held}")
         print(f"memory {(memory or 0) / 2**20:.0f} -> {resting_memory() / 2**20:.0f} MiB")
     assert memory is not None

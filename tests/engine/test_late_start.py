@@ -69,11 +69,11 @@ def test_every_step_before_while_and_after_programs_come(config: Config) -> None
     stats = late.stats()
     assert stats["programs_ready"] == stats["programs_total"] == len(runner.compiled) == built.info.num_programs
     pages = built.core.scheduler.kv.page_counts()
-    turns = 0
+    calls = 0
     while late.has_work:
-        late.turn()
-        turns += 1
-    assert turns > len(runner.buckets.decode) and late.stats()["useful_rows"] >= 1
+        late.proceed()
+        calls += 1
+    assert calls > len(runner.buckets.decode) and late.stats()["useful_rows"] >= 1
     assert built.core.scheduler.step_sizes == runner.buckets.extend
     assert built.core.scheduler.kv.page_counts() == pages, "the prefix cache keeps its pages"
     assert answers(built, "last") == expected, "and their content"
@@ -113,7 +113,7 @@ def test_nothing_is_measured_while_a_request_is_live(config: Config) -> None:
     built.core.serving.asleep.clear()
     built.core.add(EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=2)))
     assert not built.late.has_work
-    built.late.turn()
+    built.late.proceed()
     assert "useful_rows" not in built.late.stats()
     built.core.runner.close()
 

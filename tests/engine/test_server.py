@@ -334,4 +334,4 @@ def test_the_turns_of_the_loop_are_counted() -> None:
     state = SharedState()
     server = EngineServer(BuiltEngine(core, info(), lambda spec: Future()), channel, state)
     server.run()
-    assert state.pulse.turns >= 3
+    assert state.pulse.iterations >= 3

@@ -1,4 +1,4 @@
-"""The seam for faults of the device: a Runner around another that fails where it is told to, and nowhere else."""
+"""The seam for faults of the device: a StepRunner around another that fails where it is told to, and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.types.step import Runner, SampledTokens, SchedulerOutput, StepHandle
+from jaxserve.types.step import SampledTokens, SchedulerOutput, StepHandle, StepRunner
 
 Plan = Callable[[SchedulerOutput], str | None]
 
@@ -62,7 +62,7 @@ class FaultyRunner:
     rebuild    as before, and the rebuild that follows fails too
     """
 
-    def __init__(self, inner: Runner, plan: Plan) -> None:
+    def __init__(self, inner: StepRunner, plan: Plan) -> None:
         self.inner = inner
         self._plan = plan
         self._cannot_rebuild = False

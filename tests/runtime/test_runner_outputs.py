@@ -37,7 +37,7 @@ def test_logprobs_are_copied_only_when_asked(runner: ModelRunner) -> None:
     assert result.logprobs is None and result.top_ids is None and result.prompt_logprobs is None
 
 
-# --- details
+# --- extras
 
 
 def head(runner: ModelRunner) -> np.ndarray:
@@ -47,7 +47,7 @@ def head(runner: ModelRunner) -> np.ndarray:
     return np.asarray(weights[0]).T
 
 
-def test_details_of_rows_in_a_crowd(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
+def test_extras_of_rows_in_a_crowd(runner: ModelRunner, dense: Callable[[list[int]], np.ndarray]) -> None:
     """Log-probabilities of chosen ids and hidden states, of a decoding row beside plain ones: the model's own."""
     extras = ExtraParams(logprob_token_ids=(90, 3, 3), hidden_states="last")
     asking = SamplingParams(temperature=0, logprobs=0, extras=extras)

@@ -40,7 +40,7 @@ class Engine:
             self.start,
             self.num_cached,
             self.reach,
-            TenantShares(1, 1, 1).turn,
+            TenantShares(1, 1, 1).key_of,
             self.whole,
         )
         runs = [request for request in requests if request.status is RequestStatus.RUNNING]

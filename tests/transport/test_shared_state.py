@@ -19,7 +19,7 @@ from pathlib import Path
 from jaxserve.transport.shared_state import SharedState
 state = SharedState(Path(sys.argv[1]))
 state.beat(3)
-state.turn(4)
+state.count_iterations(4)
 for ids in (["a"], [], ["b", "c"]):
     state.write(ids)
 os._exit(9)

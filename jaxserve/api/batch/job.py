@@ -58,7 +58,7 @@ class BatchSettings:
 
 
 class BatchJob:
-    """Run one batch. All jobs share the semaphore `turn`; only its holders run batch requests."""
+    """Run one batch. All jobs share the semaphore `running`; only its holders run batch requests."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class BatchJob:
         store: Store,
         handlers: Handlers,
         window: RequestWindow,
-        turn: asyncio.Semaphore,
+        running: asyncio.Semaphore,
         settings: BatchSettings,
     ) -> None:
         self._id = batch_id
         self._store = store
         self._handlers = handlers
         self._window = window
-        self._turn = turn
+        self._running = running
         self._settings = settings
         self._stop = asyncio.Event()
         self.total = 0  # requests; 0 until they begin to run
@@ -142,7 +142,7 @@ class BatchJob:
         failures = FailureLog(batch.id)
         handler = self._handlers[batch.endpoint]
         runner = RequestRunner(handler, settings.ready, failures, settings.retry_delay, batch.owner)
-        execution = asyncio.create_task(self._in_turn(Execution(left, runner, self._window, committer)))
+        execution = asyncio.create_task(self._run_when_free(Execution(left, runner, self._window, committer)))
         leaving = True
         try:
             await self._until_stopped(execution, batch)
@@ -157,8 +157,8 @@ class BatchJob:
         await self._store.add_results(self._id, results)
         self.finished += len(results)
 
-    async def _in_turn(self, execution: Execution) -> None:
-        async with self._turn:
+    async def _run_when_free(self, execution: Execution) -> None:
+        async with self._running:
             await execution.run()
 
     async def _until_stopped(self, execution: asyncio.Task[None], batch: BatchRecord) -> None:

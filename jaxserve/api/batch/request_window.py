@@ -15,7 +15,7 @@ LIMIT_POLL = 0.02  # seconds after which the limit is read again, because online
 
 
 class RequestWindow:
-    """Admit batch requests in first-in first-out order, so that batches take turns.
+    """Admit batch requests in first-in first-out order, so that batches alternate.
 
     limit: returns how many may be in flight now, given how many are; called repeatedly
     """
@@ -25,12 +25,12 @@ class RequestWindow:
         self._bytes = 0
         self._limit = limit
         self._max_bytes = max_bytes
-        self._turn = asyncio.Lock()
+        self._entering = asyncio.Lock()
         self._freed = asyncio.Event()
 
     async def enter(self, size: int) -> None:
         """Wait until a batch request of `size` bytes fits. Pair with `leave`."""
-        async with self._turn:
+        async with self._entering:
             while not self._fits(size):
                 self._freed.clear()
                 with contextlib.suppress(TimeoutError):

@@ -30,7 +30,7 @@ class BatchRunner:
         self.handlers = handlers
         self.window = RequestWindow(limit)
         self._settings = settings
-        self._turn = asyncio.Semaphore(settings.max_running)
+        self._running = asyncio.Semaphore(settings.max_running)
         self._jobs: dict[str, BatchJob] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,7 +80,7 @@ class BatchRunner:
         return sum(job.finished for job in jobs), sum(job.total for job in jobs)
 
     def _add(self, batch_id: str) -> None:
-        job = BatchJob(batch_id, self.store, self.handlers, self.window, self._turn, self._settings)
+        job = BatchJob(batch_id, self.store, self.handlers, self.window, self._running, self._settings)
         self._jobs[batch_id] = job
         self._spawn(self._run(batch_id, job))
 

@@ -15,7 +15,7 @@ from jaxserve.api.generate.generation import Generate, PromptTask, Stream
 from jaxserve.api.generate.repetition import end_repetitions
 from jaxserve.api.shared.keys import Caller
 from jaxserve.api.shared.state import ServerState
-from jaxserve.api.tasks.details import check_no_details
+from jaxserve.api.tasks.extras import check_no_extras
 from jaxserve.api.tasks.task import Mode, RepetitionRule
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput
@@ -40,7 +40,7 @@ def with_beam_search(prompt: PromptTask, mode: Mode, state: ServerState) -> Prom
     for name, value in others.items():
         if value:
             raise InvalidValueError(f"use_beam_search does not go with {name}.", param="use_beam_search")
-    check_no_details(params, "use_beam_search")
+    check_no_extras(params, "use_beam_search")
     tokenizer, eos_token_ids = state.engine.tokenizer, frozenset(state.engine.info.eos_token_ids)
 
     async def run(generate: Generate) -> Stream:

@@ -16,7 +16,7 @@ from jaxserve.api.generate.turn import RawInputParser, Turn
 from jaxserve.api.shared.keys import Caller
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.constraints import Constraint
-from jaxserve.api.tasks.details import check_sizes
+from jaxserve.api.tasks.extras import check_sizes
 from jaxserve.api.tasks.task import ChatPrompt, Continuation, RequestOptions, TextPrompt
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.events import OutputParser

@@ -46,7 +46,7 @@ async def read_body(request: Request, model: type[B]) -> B:
     except ClientDisconnect:
         raise ClientDisconnected from None
     if server_state(request).group is not None:
-        request.scope["state"]["body"] = raw  # see forwarding.py
+        request.scope["state"]["body"] = raw  # see forward_to_main.py
     return await parse_body(raw, model, request)
 
 

@@ -16,7 +16,7 @@ from jaxserve.api.protocol.limits import MAX_STOP_CHARS
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.chat import thinking
 from jaxserve.api.tasks.constraints import Constraint
-from jaxserve.api.tasks.details import mark
+from jaxserve.api.tasks.extras import mark
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, RequestOptions
 from jaxserve.api.tasks.tools import Mode, ToolUse, shown_function

@@ -13,7 +13,7 @@ from jaxserve.api.protocol.generate import NativeSampling
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.chat import thinking
 from jaxserve.api.tasks.constraints import Constraint
-from jaxserve.api.tasks.details import mark
+from jaxserve.api.tasks.extras import mark
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import ChatMessages, ChatPrompt, TextPrompt
 from jaxserve.api.tasks.tools import ToolUse, offered_tools

@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxserve.api.generate.planner import ChatPlan
 from jaxserve.api.generate.turn import Turn
-from jaxserve.api.respond.details import last_vector
-from jaxserve.api.respond.extras import Extras
+from jaxserve.api.respond.extra_fields import ExtraFieldWriter
+from jaxserve.api.respond.extras import last_vector
 from jaxserve.api.respond.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.api.respond.wire import finish_fields
 from jaxserve.api.shared.token_texts import TokenTexts
@@ -50,9 +50,10 @@ class ChatChoices:
         self._texts = texts
         self._choices: dict[int, _Choice] = {}
         self._running = plan.prompt.params.n
-        self._extras = Extras(self._output.extras, plan.generation.options.request_id)
+        self._extra_fields = ExtraFieldWriter(self._output.extras, plan.generation.options.request_id)
         shown = self._output
-        self._plain = not (shown.logprobs is not None or shown.token_ids or shown.hidden_state or self._extras.wanted)
+        more = shown.token_ids or shown.hidden_state or self._extra_fields.wanted
+        self._plain = shown.logprobs is None and not more
         self._no_reasoning = dict.fromkeys(options.reasoning_fields)
         self.about_prompt: dict[str, Any] = {}
         self.complete = False
@@ -101,8 +102,8 @@ class ChatChoices:
 
     def _collect(self, choice: _Choice, output: RequestOutput) -> None:
         """Keep what the next chunk shows beside its delta."""
-        if self._extras.wanted:
-            self._extras.note(0, output)
+        if self._extra_fields.wanted:
+            self._extra_fields.note(0, output)
         if self._output.logprobs is not None:
             choice.logprobs += output.logprobs or ()
         if self._output.token_ids:
@@ -194,8 +195,8 @@ class ChatChoices:
         finish = finish_fields(output, prompt.params.stop_token_ids)
         if num_calls and output.finish_reason in (None, FinishReason.STOP):
             finish["finish_reason"] = "function_call" if self._options.legacy_calls else "tool_calls"
-        if self._extras.wanted:
-            finish |= self._extras.finish(0, prompt, output)
+        if self._extra_fields.wanted:
+            finish |= self._extra_fields.finish(0, prompt, output)
         if self._output.hidden_state:
             chunks.append(self._chunk(choice, {"hidden_states": last_vector(output)}))
         return [*chunks, self._chunk(choice, {}) | finish]

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.api.generate.generation import Generation
-from jaxserve.api.respond.details import last_vector
-from jaxserve.api.respond.extras import Extras
+from jaxserve.api.respond.extra_fields import ExtraFieldWriter
+from jaxserve.api.respond.extras import last_vector
 from jaxserve.api.respond.logprobs import CompletionLogprobs, prompt_logprobs
 from jaxserve.api.respond.wire import finish_fields
 from jaxserve.api.shared.state import ServerState
@@ -36,7 +36,7 @@ class CompletionChoices:
         self._hidden = state.engine.tokenizer.special_ids if options.hides_special else frozenset[int]()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun: set[int] = set()
-        self._extra_fields = Extras(self._output.extras, generation.options.request_id)
+        self._extra_fields = ExtraFieldWriter(self._output.extras, generation.options.request_id)
 
     def delta(self, number: int, output: RequestOutput) -> dict[str, Any]:
         """Return what `output` of prompt `number` adds to its choice."""

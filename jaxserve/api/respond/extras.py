@@ -1,85 +1,88 @@
-"""Fields that SGLang and vLLM add to a choice on request: ids, counts, candidates. OpenAI's answer has none of them.
-
-All of them are sent with the choice's last chunk.
-"""
+"""Write the extra outputs of tokens in their wire forms. api/tasks/extras.py reads which are requested."""
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
-from jaxserve.api.generate.generation import PromptTask
-from jaxserve.api.respond.details import Candidates, RoutedExperts
-from jaxserve.api.tasks.task import ExtraFields
+import numpy as np
+
+from jaxserve.api.respond.growing_json import GrowingArray
+from jaxserve.api.respond.logprobs import floor
+from jaxserve.api.tasks.extras import SamplingMode
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FIRST_VERSION, joined_versions
+from jaxserve.types.extras import SamplingMask, TokenExtras
 
 
-class Extras:
-    """The extra fields of one request. For most requests `wanted` is False, and nothing else here is called."""
+def extras_of(output: RequestOutput) -> TokenExtras:
+    """Return the output's extras, without a value if there are none."""
+    return output.extras or TokenExtras()
 
-    def __init__(self, fields: ExtraFields, request_id: str) -> None:
-        self._fields = fields
-        self._request_id = request_id
-        self._output_ids: dict[tuple[int, int], list[int]] = {}
-        self._candidates: dict[tuple[int, int], Candidates] = {}
-        self._experts: dict[tuple[int, int], RoutedExperts] = {}
-        self._versions: dict[tuple[int, int], tuple[str, ...]] = {}
-        self.wanted = fields != ExtraFields()
 
-    def note(self, number: int, output: RequestOutput) -> None:
-        """Collect the tokens of an output of prompt `number`."""
-        key = number, output.index
-        self._output_ids.setdefault(key, []).extend(output.token_ids)
-        if output.token_ids:
-            self._versions[key] = joined_versions(*self._versions_of(key), output.weight_versions)
-        if self._fields.sampling_mask:
-            self._candidates_of(key).note(output)
-        if self._fields.experts_from is not None:
-            self._experts.setdefault(key, RoutedExperts()).note(output)
+def last_vector(output: RequestOutput) -> list[float] | None:
+    """Return the hidden state that the output's last token was sampled from, float32 [D]."""
+    vectors = hidden_vectors(output)
+    return vectors[-1].tolist() if len(vectors) else None
 
-    def _versions_of(self, key: tuple[int, int]) -> list[tuple[str, ...]]:
-        return [self._versions[key]] if key in self._versions else []
 
-    def _candidates_of(self, key: tuple[int, int]) -> Candidates:
-        if key not in self._candidates:
-            self._candidates[key] = Candidates(self._fields.sampling_mode)
-        return self._candidates[key]
+def hidden_vectors(output: RequestOutput) -> np.ndarray:
+    """Return the hidden state of each token: float32 [tokens, D]."""
+    return matrix(extras_of(output).hidden_states, len(output.token_ids))
 
-    def finish(self, number: int, prompt: PromptTask, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields for the last chunk of a choice."""
-        extras: dict[str, Any] = {}
-        if self._fields.meta_info or self._fields.sampling_mask:
-            extras["meta_info"] = self._meta_info(number, prompt, output)
-        if self._fields.weight_versions:
-            extras["weight_versions"] = self._labels(number, output)
-        sglext = self._sglext(number, prompt, output)
-        return extras | {"sglext": sglext} if sglext else extras
 
-    def _meta_info(self, number: int, prompt: PromptTask, output: RequestOutput) -> dict[str, Any]:
-        meta = {
-            "id": self._request_id,
-            "prompt_tokens": len(prompt.prompt_token_ids),
-            "completion_tokens": len(self._output_ids.get((number, output.index), ())),
-            "cached_tokens": output.num_cached_tokens,
-            "weight_version": self._labels(number, output)[-1],
+def matrix(data: bytes | None, rows: int) -> np.ndarray:
+    """Decode the bytes of float32 [rows, D]; [0, 0] if there are none."""
+    return np.zeros((0, 0), np.float32) if not data else np.frombuffer(data, "<f4").reshape(rows, -1)
+
+
+class Candidates:
+    """SGLang's sampling mask of one choice, token by token. A token that was not sampled has no candidates.
+
+    mode: "support" returns the log-probabilities of all candidates, else only that of the chosen token
+    """
+
+    def __init__(self, mode: SamplingMode | None) -> None:
+        self._mode = mode
+        self._masks, self._logprobs = GrowingArray(), GrowingArray()
+
+    def note(self, output: RequestOutput) -> None:
+        found = extras_of(output).sampling_masks or [None] * len(output.token_ids)
+        self._masks.extend([None if each is None else each.ids for each in found])
+        self._logprobs.extend([None if each is None else self._values(each) for each in found])
+
+    def _values(self, mask: SamplingMask) -> float | list[float]:
+        return _floored(mask.logprobs) if self._mode == "support" else floor(mask.logprob)
+
+    def clear(self) -> None:
+        self._masks.clear()
+        self._logprobs.clear()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return values that orjson encodes."""
+        return {
+            "output_token_sampling_mask": self._masks.fragment,
+            "output_token_sampling_logprobs": self._logprobs.fragment,
         }
-        candidates = self._candidates.get((number, output.index))
-        return meta if candidates is None else meta | candidates.as_dict()
 
-    def _labels(self, number: int, output: RequestOutput) -> list[str]:
-        return list(self._versions.get((number, output.index), ()) or (FIRST_VERSION,))
 
-    def _sglext(self, number: int, prompt: PromptTask, output: RequestOutput) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if self._fields.cached_tokens:
-            found["cached_tokens_details"] = {"device": output.num_cached_tokens, "host": 0}
-        if self._fields.spec_tokens:
-            found["spec_tokens_details"] = None  # drafts are counted for a whole request, in usage
-        if self._fields.experts_from is not None:
-            experts = self._experts[number, output.index]
-            found["routed_experts"] = experts.encoded(self._fields.experts_from, len(prompt.prompt_token_ids))
-        if self._fields.input_ids:
-            found["input_ids"] = prompt.prompt_token_ids
-        if self._fields.output_ids:
-            found["output_ids"] = self._output_ids.get((number, output.index), [])
-        return found
+class RoutedExperts:
+    """The experts of one choice, for every token except the last, which has not been fed to the model."""
+
+    def __init__(self) -> None:
+        self._prompt = b""
+        # of the token before each output token; the first belongs to the prompt's last token
+        self._output = bytearray()
+
+    def note(self, output: RequestOutput) -> None:
+        extras = extras_of(output)
+        self._prompt = extras.prompt_routed_experts or self._prompt
+        self._output += extras.routed_experts or b""
+
+    def encoded(self, start: int, num_prompt_tokens: int) -> str:
+        """Encode as SGLang does: base64 of int32 [tokens from `start` on, sparse layers, experts per token]."""
+        size = len(self._prompt) // num_prompt_tokens
+        return base64.b64encode((self._prompt + self._output[size:])[start * size :]).decode()
+
+
+def _floored(values: list[float]) -> list[float]:
+    return [floor(value) for value in values]

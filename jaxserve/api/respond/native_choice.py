@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from jaxserve.api.generate.generation import PromptTask
-from jaxserve.api.respond.details import Candidates, RoutedExperts, extras_of, hidden_vectors, matrix
+from jaxserve.api.respond.extras import Candidates, RoutedExperts, extras_of, hidden_vectors, matrix
 from jaxserve.api.respond.growing_json import GrowingArray, GrowingText
 from jaxserve.api.respond.native_logprobs import NativeLogprobs
 from jaxserve.api.shared.token_texts import TokenTexts

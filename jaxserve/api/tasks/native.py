@@ -10,7 +10,7 @@ from jaxserve.api.http.body import refuse_unsupported
 from jaxserve.api.protocol.generate import GenerateRequest, NativeSampling
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.constraints import constraint
-from jaxserve.api.tasks.details import SamplingMode, mark, route, show_hidden, tell_candidates, watch
+from jaxserve.api.tasks.extras import SamplingMode, mark, route, show_hidden, tell_candidates, watch
 from jaxserve.api.tasks.fields import as_prompts, named_replica, new_id, prefix_namespace, spread
 from jaxserve.api.tasks.sampling import native_params
 from jaxserve.api.tasks.task import Mode, RequestOptions, TextPrompt

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jaxserve.api.protocol.common import SessionParams
 from jaxserve.api.tasks.constraints import Constraint
-from jaxserve.api.tasks.details import SamplingMode
+from jaxserve.api.tasks.extras import SamplingMode
 from jaxserve.api.tasks.tools import ToolUse
 from jaxserve.types.sampling import SamplingParams
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Workers:
     """All workers of one server.
 
-    listener: they accept its connections. main_socket: where the main process serves what they pass on
+    listener: they accept its connections. main_socket: where the main process serves what they forward
     """
 
     def __init__(self, config: Config, engine: AsyncEngine, listener: socket.socket, sealing_key: bytes) -> None:

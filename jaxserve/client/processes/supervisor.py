@@ -4,7 +4,7 @@ Owns the status that operators and /health see. Knows no requests. Callbacks rep
 then sends live requests again, see sequence_sender.py), when it died, and when no other engine will be started.
 
     loading -> ready -> restarting -> ready ...
-       |          the process died, or one turn of its loop exceeded the watchdog's limit
+       |          the process died, or one iteration of its loop exceeded the watchdog's limit
        +-> dead   the first start failed, or too many restarts in a row
 
 While the server drains, the status is `draining` unless it is `dead`. The engine is still restarted.
@@ -214,7 +214,7 @@ class Supervisor:
         self._on_end(EngineDeadError(f"the engine is dead: {detail}"))
 
     async def _watch(self) -> None:
-        """Kill an engine that sends no heartbeat, or is stuck in one turn, for longer than the watchdog's limit."""
+        """Kill an engine that sends no heartbeat, or is stuck in one iteration, beyond the watchdog's limit."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL)
             pulse = self._link.pulse()

@@ -18,7 +18,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.silent = 0.0  # without a heartbeat
-        self.stuck = 0.0  # in one turn of the engine loop
+        self.stuck = 0.0  # in one iteration of the engine loop
         self._pulse = Pulse(0, 0)
         self._looked = 0.0
 
@@ -33,4 +33,4 @@ class Watchdog:
             gap = 0.0
         last, self._pulse, self._looked = self._pulse, pulse, now
         self.silent = self.silent + gap if pulse.beats == last.beats else 0.0
-        self.stuck = self.stuck + gap if pulse.turns == last.turns else 0.0
+        self.stuck = self.stuck + gap if pulse.iterations == last.iterations else 0.0

@@ -84,16 +84,16 @@ class PromptHandover:
             client_id = computed.sequences[0].request.client_id
             if not any(each.is_prompt and each.message_key == key for each in self._live.of_client(client_id)):
                 del self._computed[key]
-                task = asyncio.create_task(self._pass_on(computed.sequences, computed.source))
+                task = asyncio.create_task(self._hand_over(computed.sequences, computed.source))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _pass_on(self, sequences: Sequence[LiveSequence], source: Replica) -> None:
+    async def _hand_over(self, sequences: Sequence[LiveSequence], source: Replica) -> None:
         try:
             async with self._files:
                 await self._pass_pages(sequences, source)
         except Exception:  # a mistake here must not leave a request without an engine
-            logger.exception("pages were not passed on")
+            logger.exception("pages were not handed over")
             self._send_living(sequences)
 
     async def _pass_pages(self, sequences: Sequence[LiveSequence], source: Replica) -> None:

@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def refused(self) -> list[Replica]:
-        """The engines that live and have not carried it out."""
+        """The engines that run and have not carried it out."""
         return [replica for replica, error in self.errors if not isinstance(error, EngineDeadError)]
 
     def result(self) -> Any:

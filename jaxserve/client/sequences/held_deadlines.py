@@ -36,7 +36,7 @@ class HeldDeadlines:
 
     def _end_if_overdue(self, sequence: LiveSequence) -> bool:
         deadline = sequence.request.deadline
-        if deadline is None or time.monotonic() - sequence.started < deadline:
+        if deadline is None or time.monotonic() - sequence.accepted_at < deadline:
             return False
         self._end(sequence, RequestTimeoutError(f"the deadline of {deadline:g} s has passed"))
         return True

@@ -89,7 +89,7 @@ class SequenceSender:
         """Send what may run and is not sent."""
         held = (sequence for sequence in self._live if not sequence.is_sent and self._may_run(sequence))
         requests: dict[tuple[str, int], list[LiveSequence]] = {}
-        for sequence in sorted(held, key=lambda each: each.started):
+        for sequence in sorted(held, key=lambda each: each.accepted_at):
             requests.setdefault(sequence.message_key, []).append(sequence)
         for sequences in requests.values():
             self.send(sequences)
@@ -190,7 +190,7 @@ class SequenceSender:
     def _witness(self) -> list[str]:
         """Return the oldest request that is not a suspect."""
         others = [each for each in self._live if not (each.aborted or self._isolator.is_suspect(each.key))]
-        oldest = min(others, key=lambda each: each.started, default=None)
+        oldest = min(others, key=lambda each: each.accepted_at, default=None)
         return [] if oldest is None else [each.key for each in others if each.unit == oldest.unit]
 
     def _blame(self, unit: str) -> None:
@@ -207,7 +207,7 @@ def _resumed(sequence: LiveSequence) -> EngineRequest:
     """Return the request for a new engine: its prompt, its seed and the tokens it already has."""
     deadline = sequence.request.deadline
     if deadline is not None:
-        deadline = max(0.0, deadline - (time.monotonic() - sequence.started))
+        deadline = max(0.0, deadline - (time.monotonic() - sequence.accepted_at))
     return msgspec.structs.replace(
         sequence.request,
         resumed_token_ids=list(sequence.text.output_token_ids),
@@ -219,7 +219,7 @@ def _resumed(sequence: LiveSequence) -> EngineRequest:
 
 def _with_seconds(sequence: LiveSequence) -> Prefilled | None:
     before = sequence.prefilled
-    return before and msgspec.structs.replace(before, seconds=max(0.0, time.monotonic() - sequence.started))
+    return before and msgspec.structs.replace(before, seconds=max(0.0, time.monotonic() - sequence.accepted_at))
 
 
 def _prompt_of(sequence: LiveSequence) -> EngineRequest:

@@ -20,7 +20,7 @@ from jaxserve.text.output.sequence_text import error_of
 from jaxserve.types.output import TokenOutput
 from jaxserve.types.sampling import EngineRequest, Prefilled
 
-NOWHERE = -1  # the replica of a sequence for which none is chosen yet, or whose pages are passed on
+NOWHERE = -1  # the replica of a sequence for which none is chosen yet, or whose pages are handed over
 
 
 class SequenceState(Protocol):
@@ -49,7 +49,7 @@ class LiveSequence:
     request: EngineRequest
     text: SequenceState
     outputs: OutputSink
-    started: float = field(default_factory=time.monotonic)
+    accepted_at: float = field(default_factory=time.monotonic)
     unit: str = field(init=False)  # id of the request; siblings share it
     key: str = field(init=False)  # constant, even if the engine id changes
     is_sent: bool = False  # to the engine that is up
@@ -139,9 +139,9 @@ class SequenceTable:
         for engine_id in engine_ids:
             if (sequence := self._sequences.get(engine_id)) is not None:
                 sequence.was_admitted = False
-                self.started(sequence)
+                self.mark_started(sequence)
 
-    def started(self, sequence: LiveSequence) -> None:
+    def mark_started(self, sequence: LiveSequence) -> None:
         """Mark a sequence as no longer waiting: it was admitted, gave an output or ended."""
         if sequence.waiting:
             sequence.waiting = False
@@ -151,7 +151,7 @@ class SequenceTable:
         """Remove a sequence. Returns whether it was live."""
         if sequence.engine_id not in self._sequences:
             return False
-        self.started(sequence)
+        self.mark_started(sequence)
         self._leave(sequence)
         return True
 

@@ -36,7 +36,7 @@ from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.request import Request
 from jaxserve.types.sampling import EngineRequest
 from jaxserve.types.scheduling.scheduler_config import SchedulerConfig
-from jaxserve.types.step import Runner, SchedulerOutput, StepHandle
+from jaxserve.types.step import SchedulerOutput, StepHandle, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class CoreOptions:
 class EngineCore:
     """Runs requests. Each request that `add` accepts gets exactly one TokenOutput with a finish reason."""
 
-    def __init__(self, runner: Runner, config: SchedulerConfig, options: CoreOptions) -> None:
+    def __init__(self, runner: StepRunner, config: SchedulerConfig, options: CoreOptions) -> None:
         self.runner = runner
         self._masks = MaskTable(options.vocab_size, options.fill_masks, options.mask_threads)
         speculation = None if options.drafter is None else Speculation(options.drafter, self._masks, config)

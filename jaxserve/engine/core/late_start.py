@@ -36,11 +36,11 @@ class LateStart:
 
     @property
     def has_work(self) -> bool:
-        """Whether `turn` would run a program now."""
+        """Whether `proceed` would run a program now."""
         is_idle = not (self._core.live_ids or self._core.serving.halted)
         return not self._is_over and self._runner.late.is_complete and is_idle
 
-    def turn(self) -> None:
+    def proceed(self) -> None:
         """Let the scheduler cut steps to the programs that are there, and run one if no request is live."""
         if self._is_over:
             return

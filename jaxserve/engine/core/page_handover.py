@@ -49,7 +49,7 @@ class _PagesHeader(msgspec.Struct, frozen=True):
 _HEADER = msgspec.msgpack.Decoder(_PagesHeader)
 
 
-def check_passing(config: Config, model: ModelConfig, *, generates: bool) -> None:
+def check_handover(config: Config, model: ModelConfig, *, generates: bool) -> None:
     """Raise ConfigError if a model's prompts cannot be computed by one engine and go on in another."""
     if not config.mesh.prefill_replicas:
         return

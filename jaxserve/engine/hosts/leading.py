@@ -94,7 +94,7 @@ class Leader:
 
 
 class LeaderRunner:
-    """A `types.step.Runner` over the runners of all hosts."""
+    """A `types.step.StepRunner` over the runners of all hosts."""
 
     def __init__(self, leader: Leader, runner: ModelRunner) -> None:
         self._leader = leader

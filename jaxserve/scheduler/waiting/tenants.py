@@ -28,7 +28,7 @@ from jaxserve.types.step import ScheduledRow
 MIN_SLOTS = 8  # an engine with fewer does without keeping one
 
 _DEFAULT = Tenant()
-TurnKey = tuple[bool, int, tuple[int, float]]
+TenantKey = tuple[bool, int, tuple[int, float]]
 
 
 def tenant_of(request: Request) -> Tenant:
@@ -116,7 +116,7 @@ class TenantShares:
                 account = self._account(request)
                 account.served += (row.num_tokens + len(row.drafts)) / account.tenant.weight
 
-    def turn(self, request: Request) -> TurnKey:
+    def key_of(self, request: Request) -> TenantKey:
         """Sort key of prompts: aged, better priority, the tenant that was served least.
 
         Among several tenants an aged request does not pass those of the others.
@@ -126,7 +126,7 @@ class TenantShares:
         return not request.aged, request.priority, (0, 0.0)
 
     def limit(self, budget: int, prompts: Sequence[Request], before: int) -> int:
-        """Return how many of `budget` prompt tokens a step may have: twice those of the tenant whose turn it is, so
+        """Return how many of `budget` prompt tokens a step may have: twice those of the tenant that is first, so
         that its first token does not wait for another tenant's chunk beside the chunk in flight.
 
         Not after a step that was limited, or long prompts would be computed in small pieces beside many short ones.
@@ -135,7 +135,7 @@ class TenantShares:
         """
         if not (self.several and prompts):
             return budget
-        first = tenant_of(min(prompts, key=self.turn))
+        first = tenant_of(min(prompts, key=self.key_of))
         limited = 2 * sum(_num_left(request) for request in prompts if tenant_of(request) == first)
         return limited if before > limited else budget
 
@@ -174,8 +174,8 @@ class TenantShares:
         total = sum(each.tenant.weight for each in self._live.values())
         return account.tenant.weight / total
 
-    def in_turn(self, queues: Mapping[str, Iterator[Request]]) -> Iterator[Request]:
-        """Interleave the queues of the tenants by turn, each request counted as if it were served.
+    def interleaved(self, queues: Mapping[str, Iterator[Request]]) -> Iterator[Request]:
+        """Interleave the queues of the tenants by their rank, each request counted as if it were served.
 
         A queue ends where the tenant's limit on running requests is reached.
         """

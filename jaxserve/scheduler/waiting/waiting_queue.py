@@ -1,6 +1,6 @@
 """The waiting requests and the order in which they are tried: fcfs, lpm or priority.
 
-Requests of several tenants take turns within a priority (see tenants.py). Under every policy a preempted request comes
+Within a priority requests of several tenants alternate (see tenants.py). Under every policy a preempted request comes
 before the others of its priority and tenant, and an aged one (see aging.py) comes before all others. Among several
 tenants an aged online request comes before the others of its own priority and tenant only, because in a long queue of
 one tenant all requests are aged.
@@ -121,7 +121,7 @@ class WaitingQueue:
             queues = {name: self._in_order(queue) for name, queue in self._classes.get(priority, {}).items()}
             for name, group in _by_tenant(request for request in within if request.priority == priority).items():
                 queues[name] = itertools.chain(group, queues.get(name, ()))
-            yield from self._tenants.in_turn(queues)
+            yield from self._tenants.interleaved(queues)
 
     def first(self, count: int) -> list[Request]:
         """Return at most `count` requests: in the order of the policy, then those whose tenant has reached a limit."""

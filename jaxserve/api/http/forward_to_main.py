@@ -1,7 +1,7 @@
-"""Pass on what only the main process can answer, from a worker to the main process's Unix socket, in both directions.
+"""Forward what only the main process can answer, from a worker to the main process's Unix socket.
 
 Most requests are known by their path. A request that continues a session is known after its body has been read; it is
-passed on with that body.
+forwarded with that body.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.api.errors.responses import send_error
+from jaxserve.api.http.forward import PeerEndedError, forward
 from jaxserve.api.http.middleware import GENERATING_PATHS
-from jaxserve.api.http.passing import PeerEndedError, pass_on
 from jaxserve.api.shared.process_group import Elsewhere
 from jaxserve.errors import NotReadyError
 
@@ -20,7 +20,7 @@ WORKER_PATHS = (GENERATING_PATHS - {"/v1/responses"}) | {
 }
 
 
-class Forwarding:
+class ForwardToMain:
     """ASGI middleware of a worker, the outermost. main_socket: path of the main process's socket"""
 
     def __init__(self, app: ASGIApp, main_socket: str) -> None:
@@ -40,7 +40,7 @@ class Forwarding:
     async def _forward(self, scope: Scope, receive: Receive, send: Send, body: bytes | None) -> None:
         """body: if it has been read"""
         try:
-            await pass_on(self._main_socket, scope, receive, send, body)
+            await forward(self._main_socket, scope, receive, send, body)
         except PeerEndedError as error:
             if error.has_headers:
                 raise  # which closes the client's connection

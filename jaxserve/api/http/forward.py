@@ -1,4 +1,4 @@
-"""Pass a request on to another process of this server over its Unix socket, and its answer back, as bytes."""
+"""Forward a request to another process of this server over its Unix socket, and its answer back, as bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 PIECE = 64 * 1024  # bytes
 
 # of one connection, not of the request or the answer; uvicorn writes its own date
-_NOT_PASSED_ON = frozenset(
+_NOT_FORWARDED = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade", b"expect", b"date"}
 )
 
@@ -32,8 +32,8 @@ class PeerEndedError(Exception):
         self.has_headers = has_headers
 
 
-async def pass_on(socket_path: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
-    """Pass on one request; return when the answer is sent or the client has disconnected, which ends the request.
+async def forward(socket_path: str, scope: Scope, receive: Receive, send: Send, body: bytes | None = None) -> None:
+    """Forward one request; return when the answer is sent or the client has disconnected, which ends the request.
 
     body: if it has been read. Raises PeerEndedError, and what `receive` raises.
     """
@@ -98,7 +98,7 @@ async def _parts(receive: Receive) -> AsyncIterator[bytes]:
 
 def _head(scope: Scope, *, chunked: bool, length: int | None) -> bytes:
     """Return the request line and the headers. length: of a body that has been read"""
-    headers = _passed_on(scope["headers"])
+    headers = _forwarded(scope["headers"])
     if length is not None:
         headers = [each for each in headers if each[0] != b"content-length"]
         headers.append((b"content-length", b"%d" % length))
@@ -110,8 +110,8 @@ def _head(scope: Scope, *, chunked: bool, length: int | None) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    return [(name.lower(), value) for name, value in headers if name.lower() not in _NOT_PASSED_ON]
+def _forwarded(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    return [(name.lower(), value) for name, value in headers if name.lower() not in _NOT_FORWARDED]
 
 
 @dataclass
@@ -137,7 +137,7 @@ class _Response:
 
 
 async def _answer(connection: socket.socket, send: Send, *, has_body: bool) -> None:
-    """Pass on the answer. Raises PeerEndedError if the process ends in the middle of it.
+    """Send the answer to the client. Raises PeerEndedError if the process ends in the middle of it.
 
     has_body: whether one follows the headers
     """
@@ -150,7 +150,7 @@ async def _answer(connection: socket.socket, send: Send, *, has_body: bool) -> N
         parser.feed_data(data)
         if response.has_headers and not started:
             started = True
-            headers = _passed_on(response.headers)
+            headers = _forwarded(response.headers)
             await send({"type": "http.response.start", "status": parser.get_status_code(), "headers": headers})
             response.complete |= not has_body
         if response.parts:

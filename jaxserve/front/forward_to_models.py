@@ -1,4 +1,4 @@
-"""Passes requests on to the processes of their models, and answers in their place if a process ends."""
+"""Forwards requests to the processes of their models, and answers in their place if a process ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.api.errors.responses import ClientDisconnected
 from jaxserve.api.http.begun_answer import BegunAnswer
+from jaxserve.api.http.forward import PeerEndedError, forward
 from jaxserve.api.http.middleware import UPLOAD_PATHS
-from jaxserve.api.http.passing import PeerEndedError, pass_on
 from jaxserve.api.http.sse import until_disconnect
 from jaxserve.api.shared.body_cost import BodyLimits
 from jaxserve.errors import ModelEndedError
@@ -23,7 +23,7 @@ _OBJECT = re.compile(r"(/v1)?/(files|batches|responses|conversations)/[^/]+(/.*)
 _WRITTEN_HERE = frozenset({b"x-request-id", b"openai-processing-ms", b"request-id"})  # by RequestContext
 
 
-class Forwarder:
+class ForwardToModels:
     """ASGI application: every route that the front does not answer itself."""
 
     def __init__(self, residents: Residents, limits: BodyLimits) -> None:
@@ -39,7 +39,7 @@ class Forwarder:
             wanted = self._places(wanted[0])
         for resident in wanted:
             answer = ForwardedAnswer(scope, send, hold_missing=resident is not wanted[-1])
-            await self._pass_on(resident, request, answer, body)
+            await self._forward(resident, request, answer, body)
             if not answer.is_missing:
                 return
 
@@ -48,14 +48,14 @@ class Forwarder:
         loaded = [each for each in self._residents.all if each.state == "loaded"]
         return loaded if default in loaded else [*loaded, default]
 
-    async def _pass_on(self, resident: Resident, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
+    async def _forward(self, resident: Resident, request: Request, answer: ForwardedAnswer, body: bytes | None) -> None:
         """Raises ModelEndedError, NotReadyError and ClientDisconnected if nothing has been answered."""
         loaded = self._residents.acquire(resident)
         # to wait for a disconnect would lose a body that was not read
         is_quick = body is None or resident.state == "loaded"
         process = await (loaded if is_quick else until_disconnect(request, loaded))
         try:
-            await pass_on(process.socket, _with_id(request.scope), request.receive, answer.send, body)
+            await forward(process.socket, _with_id(request.scope), request.receive, answer.send, body)
         except PeerEndedError as error:
             await answer.end(ModelEndedError(f"The process of the model {resident.plan.name!r} ended."), error)
         finally:

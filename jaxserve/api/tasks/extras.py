@@ -1,6 +1,6 @@
-"""Rarely requested outputs per token: log-probabilities of given ids, sampling candidates, hidden states, experts.
+"""Extra outputs per token, for few requests: log-probabilities of given ids, candidates, hidden states, experts.
 
-Maps fields of a body to those of SamplingParams. The answers are written by jaxserve/api/respond/details.py.
+Maps fields of a body to those of SamplingParams. The answers are written by jaxserve/api/respond/extras.py.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def mark(params: SamplingParams, asked: bool | None, key: int | None, param: str
     return msgspec.structs.replace(params, watermark_key=key)
 
 
-def check_no_details(params: SamplingParams, shape: str) -> None:
+def check_no_extras(params: SamplingParams, shape: str) -> None:
     """Raises InvalidValueError if the body asks for per-token outputs that this generation mode cannot give."""
     asked = {
         "logprob_token_ids": params.extras.logprob_token_ids,

@@ -1,4 +1,4 @@
-"""What a process passes on to another process of its server over a Unix socket."""
+"""What a process forwards to another process of its server over a Unix socket."""
 
 import asyncio
 import socket
@@ -8,7 +8,7 @@ from typing import Any
 
 import uvloop
 
-from jaxserve.api.http.passing import pass_on
+from jaxserve.api.http.forward import forward
 from tests.waiting import LAST_RESORT
 
 SCOPE: dict[str, Any] = {
@@ -36,7 +36,7 @@ async def passed_on(path: str, closed: threading.Event) -> list[Any]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await pass_on(path, SCOPE, receive, send)
+    await forward(path, SCOPE, receive, send)
     return sent
 
 
