@@ -37,12 +37,16 @@ class EngineChild:
     ) -> None:
         self._is_closed = False
         self.directory = SocketDirectory()
-        self._process = subprocess.Popen(
-            python_command(module, str(self.directory.path)),
-            env={**child_environment(), **(environment or {})},
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                python_command(module, str(self.directory.path)),
+                env={**child_environment(), **(environment or {})},
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError:
+            self.directory.remove()
+            raise
         assert self._process.stdin is not None
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):  # it has ended, as `ended` will tell
             if cores is not None:  # before its first line of configuration, so before it has threads

@@ -9,9 +9,11 @@ from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.processes import supervisor
 from jaxserve.client.processes.supervisor import RESTART_DELAYS, STABLE_AFTER, Restarts
 from jaxserve.config import Config
-from jaxserve.errors import EngineDeadError, NotReadyError
+from jaxserve.errors import ConfigError, EngineDeadError, NotReadyError
 from jaxserve.types.messages import Failed, Progress
-from tests.client.test_async_engine import HandLink
+from jaxserve.types.output import FinishReason
+from jaxserve.types.sampling import SamplingParams
+from tests.client.test_async_engine import HandLink, until
 
 
 def test_restarts_in_a_row_are_delayed_and_then_end() -> None:
@@ -58,6 +60,34 @@ def test_a_drain_outlasts_the_death_of_the_engine() -> None:
             engine.check_ready()
 
     with_engine(work)
+
+
+@pytest.mark.parametrize("error", [OSError("no more processes"), ConfigError("the temporary folder is full")])
+def test_a_start_that_fails_after_a_death_is_tried_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """What the system refuses now it may give later. The first start ends the server with the reason."""
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0, 0.0, 0.0))
+
+    async def work(engine: AsyncEngine, link: HandLink) -> None:
+        start, failures = link.start, [error, error]
+
+        async def refused() -> None:
+            if failures:
+                raise failures.pop()
+            await start()
+
+        monkeypatch.setattr(link, "start", refused)
+        task = asyncio.create_task(_tokens(engine))
+        await until(lambda: link.requests)
+        link.die()
+        await until(lambda: len(link.requests) == 2)
+        link.give(link.requests[-1].request_id, 5, FinishReason.STOP)
+        assert await task == [5] and engine.restarts == 3 and engine.failure is None
+
+    with_engine(work)
+
+
+async def _tokens(engine: AsyncEngine) -> list[int]:
+    return [token async for output in engine.generate([1, 2], SamplingParams()) for token in output.token_ids]
 
 
 def test_the_last_word_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,12 @@ class Supervisor:
     async def _serve(self) -> None:
         """Run one engine from its start until it dies, which raises EngineDeadError."""
         self._reason = ""
-        await self._link.start()
+        try:
+            await self._link.start()
+        except Exception as error:  # the system refuses a process or a folder; it may give them later
+            if not self._was_ready:
+                raise
+            raise EngineDeadError(f"no engine process can be started: {error}") from error
         while True:
             self._handle(await self._link.receive())
 
