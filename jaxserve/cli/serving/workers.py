@@ -82,14 +82,17 @@ class Workers:
         restarts = Restarts()
         while True:
             began = time.monotonic()
-            code = await self._run_one(row)
+            try:
+                end = f"ended with status {await self._run_one(row)}"
+            except OSError as error:  # the system refuses a process now
+                end = f"cannot be started ({error})"
             keeper.ended(row)
             if self._is_stopping:
                 return
             delay = restarts.next_delay("counted", time.monotonic() - began)
             if delay is None:
-                raise UnexpectedEndError(f"worker {row} ended with status {code} again", fix="see the lines above")
-            logger.error("worker %d ended with status %d: its requests are aborted; restart in %g s", row, code, delay)
+                raise UnexpectedEndError(f"worker {row} {end} again", fix="see the lines above")
+            logger.error("worker %d %s: its requests are aborted; restart in %g s", row, end, delay)
             await asyncio.sleep(delay)
 
     async def _run_one(self, row: int) -> int:
@@ -98,13 +101,17 @@ class Workers:
         number = self._starts  # others start meanwhile
         here, there = socket.socketpair()
         with there:
-            process = await asyncio.create_subprocess_exec(
-                *python_command("jaxserve.cli.serving.worker"),
-                env=child_environment(),
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=(there.fileno(), self._listener.fileno(), self._board),
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *python_command("jaxserve.cli.serving.worker"),
+                    env=child_environment(),
+                    stdin=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=(there.fileno(), self._listener.fileno(), self._board),
+                )
+            except OSError:
+                here.close()
+                raise
             start = WorkerStart(
                 config=self._config.with_secrets(),
                 row=row,
@@ -177,7 +184,9 @@ class Workers:
 
     async def metrics(self) -> list[Families]:
         """See Peers."""
-        self._readings |= await self._ask(lambda relay: relay.call("metrics"))
+        found = await self._ask(lambda relay: relay.call("metrics"))
+        running = self._numbers.values()  # one that has ended since then is counted in `_ended`
+        self._readings |= {number: families for number, families in found.items() if number in running}
         return [*self._readings.values(), self._ended]
 
     async def _ask(self, call: Callable[[Relay], Awaitable[T]]) -> dict[int, T]:
