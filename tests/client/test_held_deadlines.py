@@ -13,7 +13,7 @@ from tests.client.test_replicas import ReplicaLink, generate, run
 
 
 def test_a_deadline_holds_while_the_engine_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_deadlines, "LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr(held_deadlines, "DEADLINE_INTERVAL", 0.01)
 
     async def test(engine: AsyncEngine, link: ReplicaLink) -> None:
         tasks = [generate(engine, "late", deadline=0.05), generate(engine, "endless")]

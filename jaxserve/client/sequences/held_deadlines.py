@@ -13,7 +13,7 @@ from collections.abc import Callable
 from jaxserve.client.sequences.sequence_table import LiveSequence, SequenceTable
 from jaxserve.errors import HTTPError, RequestTimeoutError
 
-LOOK_INTERVAL = 0.5  # seconds
+DEADLINE_INTERVAL = 0.5  # seconds
 
 
 class HeldDeadlines:
@@ -29,7 +29,7 @@ class HeldDeadlines:
     async def run(self) -> None:
         """Look for overdue requests until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_INTERVAL)
+            await asyncio.sleep(DEADLINE_INTERVAL)
             ended = [self._end_if_overdue(sequence) for sequence in self._live if not sequence.is_sent]
             if any(ended):
                 self._on_ended()
