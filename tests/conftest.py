@@ -1,5 +1,6 @@
 """Strict JAX for every test, and the optional data that tests read from beside the repository."""
 
+import ctypes
 import gc
 import importlib.util
 import logging
@@ -13,15 +14,19 @@ from typing import Any
 
 import hypothesis
 import jax
+import psutil
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 from tests.audit import hook
+from tests.quick import quick_by_default
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+quick_by_default()
+gc.set_threshold(50_000)  # as often as Python does by itself, collecting takes a tenth of a worker's time
 
 hypothesis.settings.register_profile("tests", deadline=None)  # an example's time is no claim
 hypothesis.settings.load_profile("tests")
@@ -45,6 +50,7 @@ FEW_PAGES: dict[str, Any] = {
 
 # of the 65,530 memory regions that Linux allows a process; the programs of a small engine take 2,500
 MANY_REGIONS, TOO_MANY_REGIONS = 8_000, 25_000
+MUCH_MEMORY = 1_500_000_000  # bytes of a process; most are compiled programs that JAX keeps
 
 TIMED = ("tests/faults/",)  # their tests load servers to the limit, and disturb each other
 # Run first, in this order: files of few and long tests. Behind them no worker is long alone at the end. tests/e2e is
@@ -176,9 +182,16 @@ def few_programs() -> Iterator[None]:
     yield
     if num_regions() > MANY_REGIONS:
         gc.collect()
-    if num_regions() > TOO_MANY_REGIONS:
+    if num_regions() > TOO_MANY_REGIONS or psutil.Process().memory_info().rss > MUCH_MEMORY:
         jax.clear_caches()
         gc.collect()
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system; without glibc, do nothing."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def num_regions() -> int:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from jaxserve.engine.core.compiling import Prepare
-from jaxserve.engine.core.engine_control import EngineControl
 from jaxserve.engine.core.engine_core import EngineCore, StepError
-from jaxserve.engine.core.late_start import LateStart
-from jaxserve.engine.core.page_handover import PageHandover
 from jaxserve.engine.output_groups import OutputGroups
 from jaxserve.engine.request_log import log_iteration, log_received
 from jaxserve.engine.stats_log import StatsLog
@@ -37,6 +34,11 @@ from jaxserve.types.messages import (
     ToEngine,
 )
 from jaxserve.types.output import FinishReason, TokenOutput
+
+if TYPE_CHECKING:  # these import JAX, which the loop does without
+    from jaxserve.engine.core.engine_control import EngineControl
+    from jaxserve.engine.core.late_start import LateStart
+    from jaxserve.engine.core.page_handover import PageHandover
 
 STATS_INTERVAL = 0.25  # minimum seconds between two stats messages of a busy engine; one costs about 20 us
 IDLE_WAIT = 1.0  # maximum seconds that an idle loop sleeps, so that stats and deadlines advance

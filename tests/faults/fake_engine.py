@@ -9,15 +9,13 @@ import os
 import signal
 import time
 from concurrent.futures import Future
-from typing import Any
+from importlib import import_module
 
 import msgspec
-import numpy as np
 
 from jaxserve.config import Config
 from jaxserve.engine.child import Send, main
 from jaxserve.engine.core.engine_core import CoreOptions, EngineCore
-from jaxserve.engine.core.page_handover import PageHandover
 from jaxserve.engine.server import BuiltEngine
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located
@@ -29,22 +27,6 @@ from tests.fakes import FakeRunner, FakeStep, small_config
 
 SEGFAULT, EXIT, OUT_OF_MEMORY, HANG = MARKS = (96, 95, 94, 93)
 CONFIG = small_config(num_pages=2048, max_num_seqs=64, max_num_batched_tokens=256, max_model_len=512)
-
-
-class FakePages:
-    """The pages of a FakeRunner, as PageHandover reads and writes those of a ModelRunner."""
-
-    def __init__(self, runner: FakeRunner) -> None:
-        self.pages = self
-        self.caches = runner.pages
-        self.page = (runner.pages[:1],)
-
-    def export(self, caches: np.ndarray, page_ids: list[int]) -> list[np.ndarray]:
-        return [caches[page_ids]]
-
-    def fill(self, caches: np.ndarray, page_ids: list[int], pages: tuple[np.ndarray]) -> np.ndarray:
-        caches[page_ids] = pages[0]
-        return caches
 
 
 class HarmfulRunner(FakeRunner):
@@ -101,8 +83,9 @@ def build(config: Config, send: Send) -> BuiltEngine:
     )
     runner = HarmfulRunner(scheduler)
     core = EngineCore(runner, scheduler, CoreOptions(vocab_size=info.vocab_size))
-    passed: Any = FakePages(runner)
-    return BuiltEngine(core, info, no_grammar, handover=PageHandover(core, passed, "fake"))
+    # imports jax, which takes a second of a start
+    pages = import_module("tests.faults.fake_pages") if config.mesh.prefill_replicas else None
+    return BuiltEngine(core, info, no_grammar, handover=pages and pages.handover(core, runner))
 
 
 if __name__ == "__main__":

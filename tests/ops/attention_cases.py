@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.ops.paged_attention import AttentionMetadata, AttentionSpec, Backend
 from jaxserve.ops.paged_attention.scaled_pages import Pages, ScaledPages, held, is_scaled
-from tests.quick import QUICK
+from tests.quick import OPTIMIZED, QUICK
 
 # The numbers of FP8 E4M3 that are not negative, in the order of their codes: 4 bits of exponent, 3 of mantissa.
 E4M3 = np.array([np.ldexp(c % 8 + 8 * (c >= 8), max(c // 8, 1) - 10) for c in range(127)])
@@ -125,7 +125,7 @@ def run(backend: Backend, batch: Batch, *, optimized: bool = False) -> np.ndarra
     """optimized: compile as for a user, and not by QUICK for a program that runs once"""
     sinks = None if batch.sinks is None else jnp.asarray(batch.sinks)
     q = jnp.asarray(batch.q, batch.case.dtype)
-    attend = jax.jit(backend.attend, static_argnums=3, compiler_options={} if optimized else QUICK)
+    attend = jax.jit(backend.attend, static_argnums=3, compiler_options=OPTIMIZED if optimized else QUICK)
     out = attend(q, filled_cache(backend, batch), batch.metadata, batch.case.spec, sinks)
     columns = batch.case.value_columns
     assert out.dtype == q.dtype and out.shape in (q.shape, (*q.shape[:2], columns))
