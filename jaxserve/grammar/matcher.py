@@ -29,9 +29,10 @@ class GrammarMatcher:
     """The state of a grammar within one output.
 
     Before the marker `begin_after` every token is allowed, except the end of the output and tokens that contain the
-    end of the marker and text after it, because that text would belong to the grammar. With `begin_unless` the first
-    token
-    decides: this token begins the free part, any other one begins the grammar.
+    end of the marker and text after it, because that text would belong to the grammar. If the marker is text and then a
+    special token, only that token may follow the text: gpt-oss writes `<|channel|>final <|constrain|>json<|message|>`
+    too, and the grammar would never begin. With `begin_unless` the first token decides: this token begins the free
+    part, any other one begins the grammar.
     """
 
     def __init__(
@@ -44,6 +45,9 @@ class GrammarMatcher:
         self._opening = spec.begin_unless
         self._marker = b"".join(token_bytes(i) for i in spec.begin_after)
         self._crossing = token_bytes.crossing(self._marker) if self._marker else {}
+        *before, self._last = spec.begin_after or (-1,)
+        is_decided = bool(before) and token_bytes.is_special(self._last)
+        self._before_last = b"".join(map(token_bytes, before)) if is_decided else None
         self._tokens: list[int] = []
         self._num_free = 0  # output tokens before the grammar's first token
         self._tail = b""
@@ -89,6 +93,10 @@ class GrammarMatcher:
 
     def fill(self, bitmask_row: np.ndarray) -> None:
         """Write the allowed tokens into int32 [ceil(V/32)], all ones on entry; bit 1 allows."""
+        if self._state == "free" and self._before_last is not None and self._tail.endswith(self._before_last):
+            bitmask_row[:] = 0
+            _set(bitmask_row, self._last)
+            return
         if self._state == "free":
             _clear(bitmask_row, self._eos)
             for before, others in self._crossing.items():
@@ -99,8 +107,7 @@ class GrammarMatcher:
         self.ll.unsafe_compute_mask_ptr(bitmask_row.ctypes.data, bitmask_row.nbytes)
         self._grammar.charge(time.thread_time() - began)
         if self._state == "undecided":
-            first = self._opening[0]
-            bitmask_row.view(np.uint32)[first // 32] |= np.uint32(1 << first % 32)
+            _set(bitmask_row, self._opening[0])
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token. Returns False and sets an error if the grammar does not allow it."""
@@ -165,6 +172,9 @@ class TokenBytes:
 
     def __call__(self, token_id: int) -> bytes:
         return self._tokenizer.decode_bytes([token_id])
+
+    def is_special(self, token_id: int) -> bool:
+        return self._tokenizer.is_special_token(token_id)
 
     def tokenize(self, data: bytes) -> list[int]:
         """Tokenize bytes."""
@@ -257,3 +267,7 @@ def _clear(row: np.ndarray, token_ids: Sequence[int]) -> None:
     words = row.view(np.uint32)
     for token_id in token_ids:
         words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+
+def _set(row: np.ndarray, token_id: int) -> None:
+    row.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)

@@ -263,3 +263,13 @@ def decode_json_string(text: str) -> str | None:
     except ValueError:
         return None
     return value if isinstance(value, str) else None
+
+
+def whole_characters(text: str) -> str:
+    """Return the text with the two halves of a character (surrogates) joined, and U+FFFD for a half that is alone.
+
+    A model can write half a character as \\uXXXX. UTF-8, and so an answer, cannot have one.
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

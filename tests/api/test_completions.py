@@ -119,3 +119,16 @@ def test_stream_interval_makes_fewer_chunks(server: LiveServer, client: Any) -> 
     many = list(client.completions.create(**keys, extra_body={"stream_interval": 8}))
     assert len(one) == 20 and [len(c.choices[0].logprobs.tokens) for c in many] == [1, 8, 8, 3]
     assert "".join(c.choices[0].text for c in one) == "".join(c.choices[0].text for c in many)
+
+
+@pytest.mark.parametrize("field, value", [("prompt_logprobs", 1), ("return_prompt_token_ids", True)])
+def test_a_stream_has_what_is_asked_about_the_prompt_before_the_first_text(
+    server: LiveServer, client: Any, field: str, value: Any
+) -> None:
+    """The first token may be half a character, or the beginning of a stop string."""
+    reply_with(server, "\U0001f99c!")
+    keys: dict[str, Any] = {"model": "demo", "prompt": [7, 8, 9], "stream": True, "extra_body": {field: value}}
+    choices = [chunk.choices[0] for chunk in client.completions.create(**keys)]
+    assert "".join(choice.text for choice in choices) == "\U0001f99c!" and choices[0].text == ""
+    found = (choices[0].model_extra or {}).get(field.removeprefix("return_"))
+    assert found is not None and len(found) == 3

@@ -69,6 +69,12 @@ def test_beam_search_over_the_wire(server: LiveServer, client: Any) -> None:
     for wrong, param in (({"n": 11}, "n"), *((keys, "use_beam_search") for keys in together)):
         response = server.post("/v1/completions", {"model": "demo", "prompt": "x"} | extra | wrong)
         assert response.status_code == 400 and response.json()["error"]["param"] == param
+    for unheard in (
+        *({"logit_bias": {"5": 1}}, {"bad_words": ["x"]}, {"allowed_token_ids": [5]}, {"min_tokens": 2}),
+        *({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 1.5}),
+    ):
+        response = server.post("/v1/completions", {"model": "demo", "prompt": "x"} | extra | unheard)
+        assert response.status_code == 400 and next(iter(unheard)) in response.json()["error"]["message"], unheard
     response = server.post("/v1/completions", {"model": "demo", "prompt": "x", "length_penalty": 1.0})
     assert response.json()["error"]["param"] == "length_penalty"
 

@@ -13,7 +13,7 @@ from jaxserve.api.shared.token_texts import TokenTexts
 from jaxserve.api.tasks import native
 from jaxserve.api.tasks.native import NativeOptions
 from jaxserve.text.output.sequence_text import RequestOutput
-from jaxserve.types.output import FinishReason, TokenLogprobs
+from jaxserve.types.output import FIRST_VERSION, FinishReason, TokenLogprobs
 from jaxserve.types.sampling import SamplingParams
 
 from .conftest import LiveServer, reply_with
@@ -119,6 +119,22 @@ def test_tokens_held_back_keep_their_details_when_the_last_output_has_none() -> 
     assert (first.token_ids, first.logprobs) == ([0], entries[:1])
     assert (last.text, last.token_ids, last.logprobs) == ("12", [1, 2], entries[1:])
     assert last.finish_reason is FinishReason.ABORT
+
+
+def test_joined_outputs_name_the_weights_of_all_their_tokens() -> None:
+    labels = [(), (), ("2",), ("3",)]
+    outputs = [RequestOutput("r", 0, token_ids=[i], weight_versions=each) for i, each in enumerate(labels)]
+    outputs.append(RequestOutput("r", 0, finish_reason=FinishReason.ABORT))  # it has no tokens
+
+    async def collected() -> list[RequestOutput]:
+        async def stream() -> AsyncGenerator[tuple[int, RequestOutput], None]:
+            for output in outputs:
+                yield 0, output
+
+        return [output async for _, output in coalesce(stream(), 100)]
+
+    first, last = asyncio.run(collected())
+    assert first.weight_versions == () and last.weight_versions == (FIRST_VERSION, "2", "3")
 
 
 def stream_of(texts: TokenTexts, count: int, incremental: bool) -> tuple[int, int]:

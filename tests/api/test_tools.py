@@ -91,6 +91,14 @@ def test_text_two_calls_and_one_only(server: LiveServer, client: Any) -> None:
     server.wait(lambda: not server.link.running, "the rest was not aborted")
 
 
+def test_an_output_that_ends_after_its_call_counts_its_cached_tokens(server: LiveServer, client: Any) -> None:
+    reply_with(server, CALL)
+    many = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=200, tools=[WEATHER])
+    whole, _ = both(client, tools=[WEATHER], parallel_tool_calls=False)
+    assert whole.usage.prompt_tokens_details == many.usage.prompt_tokens_details
+    assert whole.usage.prompt_tokens_details.cached_tokens > 0
+
+
 @pytest.mark.parametrize(
     "text",
     [

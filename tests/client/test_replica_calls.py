@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
+from jaxserve.errors import ServerError
 from jaxserve.types.messages import Call
 from tests.client.test_async_engine import until
-from tests.client.test_replicas import ReplicaLink, run
+from tests.client.test_replicas import ReplicaLink, generate, run
 
 
 async def start_again(engine: AsyncEngine, link: ReplicaLink, index: int) -> list[Call]:
@@ -58,5 +59,25 @@ def test_an_engine_that_is_started_after_a_call_gets_it_once() -> None:
         await until(lambda: engine.replicas[0].alive)
         await asyncio.sleep(0.01)
         assert [call.method for call in first.calls] == ["pause"]
+
+    run(test)
+
+
+def test_an_engine_whose_update_failed_ends_what_it_computes() -> None:
+    """The clients got an error. Its rows would be taken until these outputs had their last token."""
+
+    async def test(engine: AsyncEngine, first: ReplicaLink, second: ReplicaLink) -> None:
+        tasks = [generate(engine, name) for name in "ab"]
+        await until(lambda: first.requests and second.requests)
+        update = asyncio.create_task(engine.call("update_from_directory", path="x"))
+        await until(lambda: first.calls and second.calls)
+        first.answer("1")
+        second.answer(error="no such file")
+        with pytest.raises(ServerError):
+            await update
+        assert second.aborted == second.ids and first.aborted == []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     run(test)

@@ -114,6 +114,16 @@ def test_no_token_carries_text_over_the_marker(factory: MatcherFactory, tokenize
         assert not fits or (feed(given, tokenizer, "abc") and given.is_accepting)
 
 
+def test_a_marker_of_text_and_a_special_token_is_not_missed(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    """gpt-oss would write `<|channel|>final <|constrain|>json<|message|>`, and then could never end."""
+    begin = tuple(tokenizer.encode("[TOOL_CALLS]final<tool_call>"))
+    matcher = factory(GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=begin))
+    assert feed(matcher, tokenizer, "[TOOL_CALLS]analysis<tool_call>hm, final, [TOOL_CALLS]fina")
+    assert len(mask(matcher)) > 300
+    assert feed(matcher, tokenizer, "l") and mask(matcher) == {begin[-1]}
+    assert feed(matcher, tokenizer, '<tool_call>{"a": 1}') and matcher.is_terminated
+
+
 def test_the_first_token_may_open_the_reasoning(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
     begin, close = tokenizer.encode("<think>")[0], tokenizer.encode("</think>")[0]
     spec = GrammarSpec(kind=OBJECT.kind, source=OBJECT.source, begin_after=(close,), begin_unless=(begin,))

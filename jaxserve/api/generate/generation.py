@@ -26,6 +26,7 @@ from jaxserve.errors import HTTPError, InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import EngineInfo
+from jaxserve.types.output import joined_versions
 from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
 
 MAX_CHOICE_TOKENS = 2**20  # prompt tokens of all choices of a request: 2,048 texts of 512
@@ -171,6 +172,7 @@ class Generation:
                 if count:
                     before = last.get(output.index)
                     if before is None:
+                        self._note_cached(number, output)
                         first[output.index] = now, output.queue_seconds
                         times.first_token(now - started, output.queue_seconds, output.prefill_seconds)
                     else:
@@ -219,6 +221,10 @@ class Generation:
 
     def _finished(self, number: int, output: RequestOutput) -> None:
         self.state.metrics.requests.labels(str(output.finish_reason)).inc()
+        self._note_cached(number, output)
+
+    def _note_cached(self, number: int, output: RequestOutput) -> None:
+        """Count the cached tokens of a prompt once, also if its reader leaves before the last output."""
         more = max(0, output.num_cached_tokens - self._cached[number])
         self._cached[number] += more
         self.usage.cached_tokens += more
@@ -267,6 +273,7 @@ def _joined(outputs: list[RequestOutput]) -> RequestOutput:
         logprobs=_chained([each.logprobs for each in outputs]),
         prompt_logprobs=_first([each.prompt_logprobs for each in outputs]),
         extras=TokenExtras.joined([each.extras for each in outputs]),
+        weight_versions=joined_versions(*(each.weight_versions for each in outputs if each.token_ids)),
     )
 
 

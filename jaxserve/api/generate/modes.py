@@ -16,6 +16,7 @@ from jaxserve.api.generate.repetition import end_repetitions
 from jaxserve.api.shared.keys import Caller
 from jaxserve.api.shared.state import ServerState
 from jaxserve.api.tasks.extras import check_no_extras
+from jaxserve.api.tasks.sampling import logit_changes
 from jaxserve.api.tasks.task import Mode, RepetitionRule
 from jaxserve.errors import InvalidValueError
 from jaxserve.text.output.sequence_text import RequestOutput
@@ -36,6 +37,8 @@ def with_beam_search(prompt: PromptTask, mode: Mode, state: ServerState) -> Prom
         "grammar": params.grammar,
         "thinking_token_budget": params.thinking,
         "repetition_detection": mode.repetition,
+        # beams are made of the model's own probabilities
+        **logit_changes(params, state.engine.info),
     }
     for name, value in others.items():
         if value:

@@ -81,4 +81,5 @@ def _mean(values: list[float]) -> float:
 def _says_something(delta: dict[str, Any]) -> bool:
     """Return False for a token whose text is held back (part of a character or of a stop string)."""
     tokens = delta["logprobs"]["tokens"] if delta["logprobs"] is not None else delta.get("token_ids")
-    return bool(delta["text"] or tokens or delta["finish_reason"])
+    about_prompt = "prompt_logprobs" in delta or "prompt_token_ids" in delta
+    return bool(delta["text"] or tokens or delta["finish_reason"] or about_prompt)

@@ -88,6 +88,20 @@ def _distribution(body: SamplingFields | NativeSampling, info: EngineInfo) -> di
     return values
 
 
+def logit_changes(params: SamplingParams, info: EngineInfo) -> dict[str, Any]:
+    """Return the fields of a request that change the model's logits, each with a value that is false if it is unset."""
+    usual = info.generation_defaults.get("repetition_penalty", _HARD_DEFAULTS["repetition_penalty"])
+    return {
+        "logit_bias": params.logit_bias,
+        "bad_words": params.bad_words_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty != usual,
+        "min_tokens": params.min_tokens,
+    }
+
+
 def _seed(seed: int | None) -> int | None:
     return None if seed is None else seed & (2**63 - 1)
 

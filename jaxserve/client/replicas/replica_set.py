@@ -273,6 +273,7 @@ class ReplicaSet:
         """Give a replica without the weights of the others no requests until the next update."""
         replica.is_stale = True
         logger.error("engine %d gets no requests until its weights are updated: %s", replica.index, reason)
+        self.abort(sequence for sequence in replica.live if sequence.is_sent)
         for sequence in replica.live:
             self._events.end_with_error(
                 sequence, ServerError("the engine was restarted without the weights of this request")

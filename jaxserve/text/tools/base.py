@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxserve.text.events import ContentDelta, Event, ToolCallDelta, ToolCallEnd, ToolCallStart, merged
-from jaxserve.text.reader import Reading, TextReader, decode_json_string
+from jaxserve.text.reader import Reading, TextReader, decode_json_string, whole_characters
 from jaxserve.text.tools.custom import InputDecoder
 
 log = logging.getLogger(__name__)
@@ -174,14 +174,14 @@ class ToolParser(ABC):
         if self._input is not None:
             text = self._input.feed(text)
         if text:
-            self._events.append(ToolCallDelta(self.num_calls - 1, text))
+            self._events.append(ToolCallDelta(self.num_calls - 1, whole_characters(text)))
 
     def end_call(self, *, whole: bool = True) -> None:
         """Emit the end of a call. whole: it did not break off; if it has no arguments, it gets an empty object."""
         if whole and not self._arguments_sent:
             self.arguments("{}")
         if self._input is not None and (rest := self._input.finish()):
-            self._events.append(ToolCallDelta(self.num_calls - 1, rest))
+            self._events.append(ToolCallDelta(self.num_calls - 1, whole_characters(rest)))
         self._events.append(ToolCallEnd(self.num_calls - 1))
         self._trim = True
 
