@@ -150,9 +150,11 @@ class PrefillsInProgress:
         """
         sibling = self._siblings.get(request.group) if request.group else None
         if sibling is not None and sibling.prompt_token_ids is request.prompt_token_ids:
-            if request.slot is None:
-                request.cache_node = sibling.cache_node
-            return self._is_worth(request, sibling, sibling.cache_node.depth, step)
+            node = sibling.cache_node
+            # Of a sibling that is computed again, the deeper pages are of its output, which is not this request's.
+            if request.slot is None and node.depth * self._page_size <= len(request.prompt_token_ids):
+                request.cache_node = node
+            return self._is_worth(request, sibling, node.depth, step)
         known = self._by_id.get(request.shared_with[0]) if request.shared_with else None
         return known is not None and self._is_worth(request, known, known.cache_node.depth, step)
 

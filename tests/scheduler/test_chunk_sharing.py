@@ -249,3 +249,20 @@ def test_a_long_prompt_whose_windowed_pages_others_use_goes_on() -> None:
     assert sum(transcripts[name].outputs[0].num_cached_tokens > 0 for name in others) >= 2
     for name, prompt in (*others.items(), ("long", PROMPT)):
         assert transcripts[name].token_ids == alone(prompt, params)[0][: 2 if name == "long" else None]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_sibling_that_is_computed_again_shares_no_page_of_its_answer(count: int) -> None:
+    """As after an update of the weights: all were preempted with long answers, and the cache is empty."""
+    core = core_of()
+    prompt = PROMPT[:9]
+    params = [{"max_tokens": 120, "temperature": 1.0, "seed": seed} for seed in range(count)]
+    siblings = [make_request(f"s{i}", prompt, group="s", **each) for i, each in enumerate(params)]
+    core.add(*(msgspec.structs.replace(sibling, prompt_token_ids=prompt) for sibling in siblings))
+    transcripts = steps(core, 60)
+    core.scheduler.preempt_all()
+    core.settle()
+    core.flush_prefix_cache()
+    run_all(core, transcripts=transcripts)
+    for sibling in siblings:
+        assert transcripts[sibling.request_id].token_ids == alone(prompt, sibling.params)[0]
