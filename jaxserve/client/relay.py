@@ -20,7 +20,8 @@ import msgspec
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.replicas.engine_calls import EngineCalls
 from jaxserve.client.sequences.sequence_table import LiveSequence
-from jaxserve.errors import EngineDeadError, HTTPError
+from jaxserve.errors import EngineDeadError, HTTPError, InvalidValueError
+from jaxserve.transport.child_frames import MAX_CHILD_FRAME
 from jaxserve.transport.frame_stream import FrameStream
 from jaxserve.types.messages import (
     Abort,
@@ -133,7 +134,25 @@ class Relay:
         """Send the outputs that the engine's latest message brought, as one frame."""
         if self._outputs:
             outputs, self._outputs = self._outputs, []
-            self._send(Outputs(outputs))
+            self._send_outputs(outputs)
+
+    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
+        """Send outputs as one frame, or as several if the worker would refuse it and end."""
+        body = encode(Outputs(outputs))
+        if len(body) <= MAX_CHILD_FRAME:
+            self._stream.send(body)
+        elif len(outputs) > 1:
+            half = len(outputs) // 2
+            self._send_outputs(outputs[:half])
+            self._send_outputs(outputs[half:])
+        else:
+            self._refuse(outputs[0].request_id, len(body))
+
+    def _refuse(self, worker_id: str, size: int) -> None:
+        if (sequence := self._sequences.pop(worker_id, None)) is not None:
+            self._engine.abort_sequences([sequence])
+        error = InvalidValueError(f"one output has {size} bytes; a worker process takes at most {MAX_CHILD_FRAME}")
+        self._send(RequestRefused.of(worker_id, error))
 
     def _send(self, message: ToWorker) -> None:
         self._stream.send(encode(message))

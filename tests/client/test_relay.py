@@ -7,9 +7,11 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import pytest
 
+from jaxserve.client import relay as relay_module
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.relay import Relay, Relays
 from jaxserve.client.relay_link import RelayLink, WorkerEngine
@@ -18,8 +20,10 @@ from jaxserve.engine.server import BuiltEngine, Channel
 from jaxserve.errors import EngineDeadError, InvalidValueError, NotReadyError, QueueFullError
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.types.messages import Located
-from jaxserve.types.output import FinishReason
+from jaxserve.transport import child_frames
+from jaxserve.transport.frame_stream import FrameStream
+from jaxserve.types.messages import Located, Outputs, RequestRefused, ToWorker, decode_to_worker
+from jaxserve.types.output import FinishReason, TokenOutput
 from jaxserve.types.sampling import SamplingParams, ThinkingBudget
 from tests.api.fakes import DEMO, demo_info
 from tests.fakes import alone, make_core, small_config
@@ -274,3 +278,34 @@ def test_calls_to_a_worker_are_answered() -> None:
                 await here.ends[1].call("triple", number=4)
 
     asyncio.run(run())
+
+
+def test_outputs_of_one_step_that_are_too_large_together_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As routed experts of long prompts are. An output that is too large alone ends its own sequence."""
+    for module in (child_frames, relay_module):
+        monkeypatch.setattr(module, "MAX_CHILD_FRAME", 2000, raising=False)
+    found: list[ToWorker] = []
+    ends: list[bool] = []
+
+    async def run() -> None:
+        here, there = socket.socketpair()
+        engine = Mock()  # knows no sequence
+        relay = Relay(engine)
+        await relay.connect(here)
+        worker = FrameStream(lambda body: found.append(decode_to_worker(body)), lambda: ends.append(True))
+        await asyncio.get_running_loop().create_connection(lambda: worker, sock=there)
+        for name, count in (("a", 100), ("b", 100), ("large", 1000), ("c", 100), ("d", 100), ("e", 100)):
+            relay.deliver(name, TokenOutput(request_id=name, token_ids=[100_000] * count))
+        async with asyncio.timeout(60):
+            while not (ends or sum(len(each.outputs) for each in found if isinstance(each, Outputs)) == 5):
+                await asyncio.sleep(0.01)
+        assert not ends
+        relay.close()
+        worker.close()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    outputs = [output for each in found if isinstance(each, Outputs) for output in each.outputs]
+    assert [(output.request_id, len(output.token_ids)) for output in outputs] == [(name, 100) for name in "abcde"]
+    refused = [each for each in found if isinstance(each, RequestRefused)]
+    assert [each.request_id for each in refused] == ["large"] and "bytes" in refused[0].message
