@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxserve.engine.core.engine_control import EngineControl
+from jaxserve.engine.core.engine_control import EngineControl, old_weights_stay
 from jaxserve.engine.core.serving_state import Mode
 from jaxserve.engine.hosts.leading import Leader
 
@@ -32,11 +32,15 @@ class GroupControl(EngineControl):
         self, path: str, version: str | None = None, running: Mode | None = None, partial: bool = False
     ) -> str:
         """See `EngineControl`. The file's bytes are sent to the other hosts."""
-        with self._staging(), Path(path).open("rb") as file:
-            while part := file.read(PART_BYTES):
-                self._leader.on_followers("add_part", data=part)
+        with self._staging():
+            self._send_file(path)
             self._leader.on_followers("stage_file", partial=partial)
             return super().update_from_file(path, version, running, partial)
+
+    def _send_file(self, path: str) -> None:
+        with old_weights_stay(), Path(path).open("rb") as file:
+            while part := file.read(PART_BYTES):
+                self._leader.on_followers("add_part", data=part)
 
     @contextmanager
     def _staging(self) -> Iterator[None]:

@@ -8,11 +8,14 @@ import pytest
 
 from jaxserve.engine.core import engine_control
 from jaxserve.engine.core.engine_control import EngineControl
+from jaxserve.engine.group_control import GroupControl
 from jaxserve.engine.server import BuiltEngine, EngineServer
 from jaxserve.transport.shared_state import SharedState
+from jaxserve.types.group import Done, Operation
 from jaxserve.types.messages import Add, Call, Reply
+from tests.engine.test_hosts import leader
 from tests.engine.test_server import ListChannel, info
-from tests.fakes import make_core, make_request, small_config
+from tests.fakes import alone, make_core, make_request, small_config
 
 
 class FullMemory:
@@ -23,6 +26,15 @@ class FullMemory:
 
     def staged(self, source: Any, tick: Any = None) -> Any:
         raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    def to_host(self) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+
+def serve(channel: ListChannel, core: Any, control: EngineControl) -> list[Reply]:
+    channel.core = core
+    EngineServer(BuiltEngine(core, info(), lambda spec: Future(), control), channel, SharedState()).run()
+    return [message for message in channel.sent if isinstance(message, Reply)]
 
 
 def test_an_update_that_cannot_be_read_or_held_leaves_an_engine_that_serves(
@@ -37,9 +49,43 @@ def test_an_update_that_cannot_be_read_or_held_leaves_an_engine_that_serves(
         Call(2, "update_from_file", {"path": str(tmp_path / "gone")}),
     ]
     channel = ListChannel([*updates], [Add.of(make_request("a", [1], max_tokens=2))])
-    channel.core = core
-    EngineServer(BuiltEngine(core, info(), lambda spec: Future(), control), channel, SharedState()).run()
-    replies = [message for message in channel.sent if isinstance(message, Reply)]
+    replies = serve(channel, core, control)
     assert [(reply.call_id, reply.status) for reply in replies] == [(1, 500), (2, 500)]
     assert all("the old weights stay" in (reply.error or "") for reply in replies)
+    assert len(channel.tokens("a")) == 2
+
+
+def test_a_sleep_without_room_for_the_weights_leaves_an_engine_that_serves(tmp_path: Path) -> None:
+    core: Any = make_core(small_config())
+    weights: Any = FullMemory()
+    control = EngineControl(core, core.runner, weights, tmp_path)
+    request = make_request("a", [1, 2, 3], max_tokens=8)
+    channel = ListChannel([Add.of(request)], [Call(1, "sleep", {"mode": "retract"})])
+    (reply,) = serve(channel, core, control)
+    assert reply.status == 500 and "the engine cannot sleep" in (reply.error or "")
+    assert channel.tokens("a") == alone([1, 2, 3], request.params)[0]
+    core.scheduler.check_integrity()
+
+
+def test_a_label_that_is_refused_ends_no_request(tmp_path: Path) -> None:
+    core: Any = make_core(small_config())
+    weights: Any = FullMemory()
+    control = EngineControl(core, core.runner, weights, tmp_path)
+    call = Call(1, "set_weight_version", {"version": "", "running": "abort"})
+    channel = ListChannel([Add.of(make_request("a", [1], max_tokens=8))], [call])
+    (reply,) = serve(channel, core, control)
+    assert reply.status == 400
+    assert len(channel.tokens("a")) == 8
+
+
+def test_a_file_of_weights_that_is_gone_leaves_a_group_that_serves(tmp_path: Path) -> None:
+    core: Any = make_core(small_config())
+    leads, events = leader(Done())
+    weights: Any = FullMemory()
+    control = GroupControl(leads, core, core.runner, weights, tmp_path)
+    call = Call(1, "update_from_file", {"path": str(tmp_path / "gone")})
+    channel = ListChannel([call], [Add.of(make_request("a", [1], max_tokens=2))])
+    (reply,) = serve(channel, core, control)
+    assert reply.status == 500 and "the old weights stay" in (reply.error or "")
+    assert events == [Operation("unstage"), "answers"]
     assert len(channel.tokens("a")) == 2

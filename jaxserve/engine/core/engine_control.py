@@ -104,7 +104,7 @@ class EngineControl:
 
     def update_from_directory(self, path: str, version: str | None = None, running: Mode | None = None) -> str:
         """Replace the weights by those of a checkpoint directory. If it cannot be read, the old ones stay."""
-        with _old_weights_stay():
+        with old_weights_stay():
             source = directory_source(Path(path), self._weights.structure, self._served)
         return self._update(source, version, running, delete_old=False)
 
@@ -115,7 +115,7 @@ class EngineControl:
 
         Returns the new label. If the file cannot be read or does not fit, the old weights stay.
         """
-        with _old_weights_stay():
+        with old_weights_stay():
             contents = list(read_contents(Path(path)))
         names = [name for name, _ in contents]
         twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()
@@ -128,12 +128,12 @@ class EngineControl:
         label = str(serving.num_updates + 1) if version is None else _checked_label(version)
         mode = _checked_mode(running or ("in_place" if serving.paused == "in_place" else "retract"))
         if not delete_old:
-            with _old_weights_stay():
+            with old_weights_stay():
                 source = self._weights.staged(source, self.on_progress)
         self._stop_running(mode)
         core.flush_prefix_cache(new_weights=True)
         try:
-            with _old_weights_stay():
+            with old_weights_stay():
                 self._weights.replace(source, tick=self.on_progress)
         except WeightsLostError:
             serving.asleep.add("weights")
@@ -145,11 +145,12 @@ class EngineControl:
 
     def set_version(self, version: str, running: Mode | None = None) -> str:
         """Give the weights another label."""
+        label = _checked_label(version)
         if running is not None:
             self._stop_running(_checked_mode(running))
         self._core.settle()
-        self._core.serving.version = _checked_label(version)
-        return version
+        self._core.serving.version = label
+        return label
 
     def read_weights(self, name: str, num_rows: int) -> list[Any]:
         """Return the first `num_rows` rows of a checkpoint tensor, as nested lists, from the weights in use.
@@ -189,7 +190,8 @@ class EngineControl:
         """Free the memory of the devices until `wake`. Returns what is not on the devices now.
 
         level: 1 moves the weights to the host's memory. 2 drops them: steps run again after the next update.
-        mode: as in `pause`; no request keeps its KV. tags: what to free. Raises InvalidValueError.
+        mode: as in `pause`; no request keeps its KV. tags: what to free. Raises InvalidValueError, and ServerError if
+        the host has no memory for the weights; the engine then serves on.
         """
         if level not in (1, 2):
             raise InvalidValueError(f"level is {level}; there are 1 and 2", param="level")
@@ -197,13 +199,19 @@ class EngineControl:
             raise InvalidValueError("no request keeps its KV while the engine sleeps; use retract", param="mode")
         serving, wanted = self._core.serving, _checked_tags(tags)
         self._stop_running(mode)
+        if "weights" in wanted:  # first: if it fails, the engine serves on
+            self._free_weights(level)
         if "kv_cache" in wanted and "kv_cache" not in serving.asleep:
             self._core.scheduler.recover()  # nothing is in flight, so this gives all pages back
             self._state.release()
-        if "weights" in wanted:
-            self._weights.to_host() if level == 1 else self._weights.drop()
         serving.asleep |= wanted
         return sorted(serving.asleep)
+
+    def _free_weights(self, level: int) -> None:
+        try:
+            self._weights.to_host() if level == 1 else self._weights.drop()
+        except Exception as error:  # whatever the devices raise if the host's memory is short
+            raise ServerError(f"the engine cannot sleep: {type(error).__name__}: {error}") from error
 
     def wake(self, tags: Collection[Tag] = TAGS) -> list[Tag]:
         """Bring back what `sleep` freed. Returns what is still missing: dropped weights, until the next update.
@@ -226,7 +234,7 @@ class EngineControl:
 
 
 @contextmanager
-def _old_weights_stay() -> Iterator[None]:
+def old_weights_stay() -> Iterator[None]:
     """Raise ServerError for what a file, the memory or a device raises in the body before anything is replaced."""
     try:
         yield
