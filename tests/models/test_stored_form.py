@@ -299,3 +299,27 @@ def test_an_integer_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
         build_engine(Config.of(str(directory), quantization="int8", device="cpu"), lambda _: None)
     model = load_model(directory, dtype=FLOAT32)
     assert model.config == dataclasses.replace(model.config, quantization="none")
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "dtype"),
+    [
+        ("packed 4 bits", "weight_packed", np.float32),
+        ("packed 4 bits", "weight_packed", np.int64),
+        ("packed 4 bits", "weight_scale", np.int32),
+        ("packed 4 bits with zeros", "weight_zero_point", np.int64),
+        ("int8 channel", "weight", np.float32),
+        ("int8 channel", "weight", np.int32),
+        ("gptq", "qweight", np.int64),
+        ("gptq act-order", "g_idx", np.float32),
+        ("awq", "qzeros", np.int64),
+    ],
+)
+def test_a_tensor_of_another_dtype_is_named(form: str, kind: str, dtype: Any, tmp_path: Path) -> None:
+    """Its bytes would be taken for other codes."""
+    hf = MODELS["llama"] | {"quantization_config": FORMS[form]}
+    stored, _ = write(random_tensors(MODELS["llama"]), FORMS[form])
+    name = f"model.layers.0.mlp.down_proj.{kind}"
+    write_checkpoint(tmp_path, hf, stored | {name: stored[name].astype(dtype)})
+    with pytest.raises(ModelLoadError, match=f"{name} is {np.dtype(dtype)}, expected "):
+        load_model(tmp_path, dtype=FLOAT32)

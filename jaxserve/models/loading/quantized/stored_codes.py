@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -27,6 +28,9 @@ _MARKS = {
 }
 _G_IDX = "weight_g_idx"
 _PLACES = ("g_idx", _G_IDX)  # the group of each input, by GPTQ and by compressed-tensors
+_INT8, _INT32 = np.dtype(np.int8), np.dtype(np.int32)
+# of tensors that hold codes; others are integers, or numbers if they are scales
+_DTYPES = MappingProxyType({"weight": _INT8, "weight_packed": _INT32, "qweight": _INT32, "qzeros": _INT32})
 _AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # in an int32, of the codes of eight successive outputs
 
 
@@ -130,9 +134,13 @@ def code_bytes(part: Part, form: StoredForm) -> int:
 
 
 def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
-    """Read a part, but of GGUF. Raises ModelLoadError if scales are not finite, or an input has no group."""
+    """Read a part, but of GGUF. Raises ModelLoadError if scales are not finite, an input has no group, or a tensor has
+    another dtype than its kind.
+    """
     names = {name.rpartition(".")[2]: name for name in code_tensors(part, form)}
     tensors = {kind: read(name) for kind, name in names.items() if kind not in _PLACES}
+    for kind, tensor in tensors.items():
+        _check_dtype(names[kind], tensor, form)
     rows, depth = part.shape
     zeros, places = None, read_places(part, form, read)
     match form.method:
@@ -154,6 +162,17 @@ def read_codes(part: Part, form: StoredForm, read: Read) -> Codes:
         raise ModelLoadError(f"{part.name}: not all scales are numbers", fix="download the checkpoint again")
     values, zeros = _centred(values, None if zeros is None else zeros.astype(np.float32) + form.zero_offset, form)
     return Codes(values, scales, zeros, places)
+
+
+def _check_dtype(name: str, tensor: np.ndarray, form: StoredForm) -> None:
+    """Raise ModelLoadError for a tensor that would be read as other codes than it has."""
+    kind = name.rpartition(".")[2]
+    packed_zeros = kind == "weight_zero_point" and form.method == "pack-quantized"
+    expected = _INT32 if packed_zeros else _DTYPES.get(kind)
+    is_integer = np.issubdtype(tensor.dtype, np.integer)
+    if tensor.dtype != expected if expected is not None else is_integer == kind.endswith(("scale", "scales")):
+        wanted = ("numbers" if is_integer else "integers") if expected is None else expected
+        raise ModelLoadError(f"{name} is {tensor.dtype}, expected {wanted}", fix="download the checkpoint again")
 
 
 def _centred(values: np.ndarray, zeros: np.ndarray | None, form: StoredForm) -> tuple[np.ndarray, np.ndarray | None]:
@@ -193,7 +212,8 @@ def read_places(part: Part, form: StoredForm, read: Read) -> np.ndarray | None:
     name = next((name for name in code_tensors(part, form) if name.rpartition(".")[2] in _PLACES), None)
     if name is None:
         return None
-    g_idx = read(name).astype(np.int32)
+    _check_dtype(name, found := read(name), form)
+    g_idx = found.astype(np.int32)
     unused = name.endswith(_G_IDX) and (g_idx == -1).all()  # as compressed-tensors writes groups in order
     if unused or np.array_equal(g_idx, np.arange(depth) // (form.group or depth)):
         return None
