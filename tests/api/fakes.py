@@ -215,7 +215,7 @@ class FakeLink:
         wants_extras = params.extras.wanted
         for count, token_id in enumerate(token_ids[:last], done + 1):
             output = TokenOutput(request_id=request.request_id, token_ids=[token_id])
-            if count == 1:
+            if not (outputs or request.is_answered):
                 output.num_cached_tokens = (len(prompt) - 1) // 16 * 16  # the last token is always computed
                 output.prompt_logprobs = self._prompt_logprobs(prompt, params)
             if params.logprobs is not None:

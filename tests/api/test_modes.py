@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import math
 import random
 from collections.abc import AsyncGenerator
@@ -179,3 +180,18 @@ def test_a_grammar_begins_after_the_end_that_is_written_for_the_model(server: Li
     grammar, budget = first.params.grammar, first.params.thinking
     assert grammar is not None and budget is not None and budget.inside == (grammar.begin_unless == ())
     assert grammar.begin_after and budget.end_token_ids[-len(grammar.begin_after) :] == grammar.begin_after
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_of_nothing_leaves_the_log_probabilities_of_the_prompt(server: LiveServer, stream: bool) -> None:
+    """The first output is then the end of the thinking, which no engine made."""
+    reply_with(server, "It is 4.")
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "<think>\nWell"}]
+    body = CHAT | {"messages": messages, "continue_final_message": True, "max_tokens": 40}
+    body |= {"thinking_token_budget": 0, "prompt_logprobs": 1, "stream": stream, "n": 2}
+    response = server.post("/v1/chat/completions", body)
+    assert server.link.seen[0].resumed_token_ids, "the prompt ends inside the thinking"
+    prompt = server.link.seen[0].prompt_token_ids
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line and "[DONE]" not in line]
+    found = [each for line in lines if (each := json.loads(line).get("prompt_logprobs")) is not None]
+    assert len(found) == 1 and len(found[0]) == len(prompt)

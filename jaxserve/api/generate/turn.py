@@ -72,18 +72,24 @@ class Turn:
 
 
 class RawInputParser:
-    """Parse an output that, after its reasoning, is only the input of one custom tool."""
+    """Parse an output that, after its reasoning, is only the input of one custom tool.
+
+    An output that is only reasoning has no call: its end was cut off.
+    """
 
     def __init__(self, name: str, reasoning: OutputParser) -> None:
         self._name = name
         self._reasoning = reasoning
         self._begun = False
+        self._reasoned = False
 
     def feed(self, delta: str) -> list[Event]:
         return self._through(self._reasoning.feed(delta))
 
     def finish(self) -> list[Event]:
         events = self._through(self._reasoning.finish())
+        if self._reasoned and not self._begun:
+            return events
         return [*events, *(() if self._begun else [self._start()]), ToolCallEnd(0)]
 
     def _through(self, events: list[Event]) -> list[Event]:
@@ -93,6 +99,7 @@ class RawInputParser:
                 out += [] if self._begun else [self._start()]
                 out.append(ToolCallDelta(0, event.text))
             else:
+                self._reasoned = True
                 out.append(event)
         return out
 

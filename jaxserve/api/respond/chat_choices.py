@@ -5,6 +5,7 @@ One function makes the deltas. An unstreamed answer joins those deltas, so both 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ class ChatChoices:
         self._plain = shown.logprobs is None and not more
         self._no_reasoning = dict.fromkeys(options.reasoning_fields)
         self.about_prompt: dict[str, Any] = {}
+        self._awaits_prompt_logprobs = self._output.prompt_logprobs is not None
         self.complete = False
 
     def take_about_prompt(self) -> dict[str, Any]:
@@ -68,6 +70,8 @@ class ChatChoices:
         choice = self._choices.get(output.index)
         if choice is None:
             choice = self._begin(output)
+        if output.prompt_logprobs is not None and self._awaits_prompt_logprobs:
+            self._describe_prompt_tokens(output.prompt_logprobs)
         turn = choice.turn
         if turn.ended:
             return []
@@ -85,19 +89,22 @@ class ChatChoices:
 
     def _begin(self, output: RequestOutput) -> _Choice:
         if not self._choices:
-            self.about_prompt = self._describe_prompt(output)
+            self.about_prompt = self._describe_prompt()
         choice = self._choices[output.index] = _Choice(output.index, self._plan.make_turn())
         return choice
 
-    def _describe_prompt(self, first: RequestOutput) -> dict[str, Any]:
+    def _describe_prompt_tokens(self, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Add the prompt's log-probabilities once. The first output of a request whose thinking ended has none."""
+        self._awaits_prompt_logprobs = False
+        found = prompt_logprobs(entries, self._output.prompt_logprobs or 0, self._texts)
+        self.about_prompt = self.about_prompt | {"prompt_logprobs": found}
+
+    def _describe_prompt(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self._output.prompt_token_ids:
             found["prompt_token_ids"] = self._plan.prompt.prompt_token_ids
         if self._output.prompt_text:
             found["prompt_text"] = self._plan.prompt_text
-        top = self._output.prompt_logprobs
-        if top is not None:
-            found["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs or [], top, self._texts)
         return found
 
     def _collect(self, choice: _Choice, output: RequestOutput) -> None:

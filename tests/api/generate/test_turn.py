@@ -1,8 +1,11 @@
 """A turn reads one choice of a conversation as events."""
 
+import pytest
+
 from jaxserve.api.generate.generation import Usage
-from jaxserve.api.generate.turn import Turn
+from jaxserve.api.generate.turn import RawInputParser, Turn
 from jaxserve.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from jaxserve.text.output.output_parser import ParserChoice
 from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.output import FinishReason
 
@@ -46,3 +49,13 @@ def test_tokens_of_the_reasoning_and_its_tags_are_counted() -> None:
         turn.read(output(tokens))
     turn.read(output(1, FinishReason.STOP))
     assert usage.reasoning_tokens == 4 and turn.ended
+
+
+@pytest.mark.parametrize(
+    "text, calls", [("<think>hm, which", 0), ("<think>hm</think>\n", 0), ("", 1), ("<think>a</think>b", 1)]
+)
+def test_an_output_that_ends_in_its_reasoning_calls_no_tool(text: str, calls: int) -> None:
+    parser = RawInputParser("sql", ParserChoice(reasoning="deepseek_v3").make())
+    events = [event for char in text for event in parser.feed(char)] + parser.finish()
+    assert sum(isinstance(event, ToolCallStart) for event in events) == calls
+    assert sum(isinstance(event, ToolCallEnd) for event in events) == calls
