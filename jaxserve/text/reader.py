@@ -22,6 +22,7 @@ MAX_JSON_DEPTH = 256
 _SPACE = re.compile(r"\s*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _JSON_OUTSIDE = re.compile(r"[\s\w.+\-:,]*")  # what may stand between strings and brackets
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _SCALAR = re.compile(r"[\w.+\-]*")
 
 
@@ -171,6 +172,7 @@ class TextReader:
     def copy_json(self, sink: Sink, *, limit: int | None = None, kinds: str = "") -> Reading[bool]:
         """Pass the text of one JSON value to `sink` as it arrives. Brackets and strings are followed, names and
         numbers are not checked. Returns False if the text ends, or if a character is not JSON (it is not taken).
+        Models write line breaks into strings as they are; `sink` gets them escaped.
 
         kinds: first characters that are allowed ("": any)
         """
@@ -207,10 +209,10 @@ class TextReader:
             char = self._text[end : end + 1]
             if char == "\\" and end + 1 >= len(self._text) and not self.closed:
                 if end > self._at:
-                    sink(self._take(end))
+                    sink(_escaped(self._take(end)))
                 yield  # the character after the backslash decides
                 continue
-            sink(self._take(min(end + (2 if char == "\\" else 1), len(self._text))))
+            sink(_escaped(self._take(min(end + (2 if char == "\\" else 1), len(self._text)))))
             if char == '"':
                 return True
         return False
@@ -254,6 +256,10 @@ def _open_suffix(text: str, start: int, markers: Sequence[str]) -> int:
         if any(marker.startswith(suffix) for marker in markers):
             return size
     return 0
+
+
+def _escaped(text: str) -> str:
+    return _CONTROL.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def decode_json_string(text: str) -> str | None:

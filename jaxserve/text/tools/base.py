@@ -79,7 +79,7 @@ class ToolParser(ABC):
         self._space: list[str] = []  # white space that is dropped if a call comes next
         self._trim = False  # white space that comes next follows a call and is dropped
         self._input: InputDecoder | None = None
-        self._arguments_sent = False
+        self.has_arguments = False
         self._marked = False  # a marker of the family was read: what follows does not only look like a call
         self._open_json = False  # the output's end cut off a JSON object before its name was known
         self._run = self._calls()
@@ -164,13 +164,13 @@ class ToolParser(ABC):
         self._space.clear()
         custom = name in self.tools.custom
         self._input = InputDecoder() if custom else None
-        self._arguments_sent = False
+        self.has_arguments = False
         self._events.append(ToolCallStart(self.num_calls, call_id or self.make_id(), name, custom))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """Emit the next characters of the call's JSON arguments."""
-        self._arguments_sent = True
+        self.has_arguments = True
         if self._input is not None:
             text = self._input.feed(text)
         if text:
@@ -178,7 +178,7 @@ class ToolParser(ABC):
 
     def end_call(self, *, whole: bool = True) -> None:
         """Emit the end of a call. whole: it did not break off; if it has no arguments, it gets an empty object."""
-        if whole and not self._arguments_sent:
+        if whole and not self.has_arguments:
             self.arguments("{}")
         if self._input is not None and (rest := self._input.finish()):
             self._events.append(ToolCallDelta(self.num_calls - 1, whole_characters(rest)))
@@ -342,7 +342,7 @@ class _JsonCall:
         if key == "function" and first == "{" and not self.started:
             yield from self.reader.accept("{")
             return (yield from self._members())
-        if key in self.ARGUMENTS and self.started:
+        if key in self.ARGUMENTS and self.started and not self.parser.has_arguments:
             return (yield from self.parser.json_arguments())
         text = yield from self.reader.json_text()
         if key in self.ARGUMENTS and self.early is None:
