@@ -76,9 +76,7 @@ class Admitter:
             self._room.ratio.reset()
         self._reserved = self._room.reserve(self._running)
         candidates = (
-            request
-            for request in self._waiting.candidates(batch=batch)
-            if (only is None or request.request_id in only) and not self._awaits_prefill(request)
+            request for request in self._waiting.candidates(batch=batch, only=only) if not self._awaits_prefill(request)
         )
         return _first_and_shortest(list(itertools.islice(candidates, MAX_SCANNED)))
 
@@ -122,6 +120,9 @@ class Admitter:
         priority may be preempted for it.
         """
         if self._blocked:
+            return False
+        if not self._tenants.may_start(request):  # others of its key have started since `open`
+            self._refusals.note(request, WaitReason.KEY_LIMIT)
             return False
         in_flight = request.slot is not None  # preempted, and a step with it has not been read
         if in_flight or self._pages_taken >= MAX_PAGES_TAKEN:

@@ -225,3 +225,51 @@ def test_tokens_are_those_of_each_request_alone(seed: int) -> None:
 
 def test_parameters_are_checked() -> None:
     assert make_request("r", [1], tenant=LIGHT).tenant == LIGHT and SamplingParams() == SamplingParams()
+
+
+# --- a limit on running requests while only some may start
+
+
+ONE = Tenant("one", max_running=1)
+
+
+def test_a_request_that_may_start_alone_starts_behind_another_of_its_limited_key() -> None:
+    """As while the request that makes the device fail is looked for."""
+    core = core_of()
+    for name in ("first", "second"):
+        core.add(make_request(name, prompt(4), max_tokens=9, tenant=ONE))
+    output = core.scheduler.schedule(0.0, only={"second"})
+    assert output is not None and [row.request_id for row in output.rows] == ["second"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pause_that_waits_for_requests_is_not_held_up_by_later_ones_of_a_limited_key(policy: str) -> None:
+    core, transcripts = core_of(policy=policy), Transcripts()
+    for name in ("a", "b", "c"):
+        core.add(make_request(name, prompt(4), max_tokens=4, tenant=ONE, priority=1))
+    step(core, transcripts, 2)
+    core.serving.pause_after(core.live_ids)
+    core.add(make_request("later", prompt(4), max_tokens=4, tenant=ONE, priority=0))
+    core.add(make_request("resumed", prompt(4), max_tokens=9, tenant=ONE, resumed_token_ids=[1, 2]))
+    step(core, transcripts, 60)
+    assert core.serving.paused is not None
+    assert [len(transcripts[name].token_ids) for name in ("a", "b", "c")] == [4, 4, 4]
+    assert core.live_ids == ["later", "resumed"]
+
+
+def test_a_limit_holds_for_all_priorities_of_a_key_together() -> None:
+    core = core_of(policy="priority")
+    for i in range(3):
+        core.add(make_request(f"r{i}", prompt(4), max_tokens=9, tenant=ONE, priority=i))
+    output = core.scheduler.schedule(0.0)
+    assert output is not None and [row.request_id for row in output.rows] == ["r0"]
+
+
+def test_a_limit_holds_for_requests_that_have_waited_too_long() -> None:
+    core, transcripts = core_of(policy="lpm", aging_steps=3), Transcripts()
+    for i in range(4):
+        core.add(make_request(f"r{i}", prompt(4), max_tokens=9, tenant=ONE))
+    while core.has_work:
+        step(core, transcripts)
+        assert core.scheduler.stats().num_running <= 1
+    assert [len(transcripts[f"r{i}"].token_ids) for i in range(4)] == [9] * 4

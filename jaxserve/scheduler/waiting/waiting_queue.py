@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from jaxserve.scheduler.waiting.aging import Aging, age_of
 from jaxserve.scheduler.waiting.tenants import TenantShares, tenant_of
@@ -101,12 +101,13 @@ class WaitingQueue:
                 request.aged = True
                 self._insert(request)
 
-    def candidates(self, *, batch: bool = True) -> Iterator[Request]:
+    def candidates(self, *, batch: bool = True, only: Collection[str] | None = None) -> Iterator[Request]:
         """Iterate over all requests in the order of the policy. Do not change the queue during the iteration.
 
-        batch: include batch requests that are not aged
+        batch: include batch requests that are not aged. only: ids of the requests to include; None: all. Others do not
+        count in the limits of their tenants
         """
-        aged = self._aged
+        aged = self._aged if only is None else list(_those(only, self._aged))
         within: list[Request] = []  # aged requests that pass only the others of their priority and tenant
         if self._tenants.several:
             within = [request for request in aged if request.priority < self._batch_priority]
@@ -118,7 +119,7 @@ class WaitingQueue:
         for priority in priorities:
             if priority >= self._batch_priority and not batch:
                 return
-            queues = {name: self._in_order(queue) for name, queue in self._classes.get(priority, {}).items()}
+            queues = {name: self._in_order(queue, only) for name, queue in self._classes.get(priority, {}).items()}
             for name, group in _by_tenant(request for request in within if request.priority == priority).items():
                 queues[name] = itertools.chain(group, queues.get(name, ()))
             yield from self._tenants.interleaved(queues)
@@ -130,9 +131,9 @@ class WaitingQueue:
             found.setdefault(request)
         return list(itertools.islice(found, count))
 
-    def _in_order(self, queue: OrderedDict[str, Request]) -> Iterator[Request]:
+    def _in_order(self, queue: OrderedDict[str, Request], only: Collection[str] | None) -> Iterator[Request]:
         """Iterate over the requests of one priority and tenant in the order of the policy."""
-        waiting = iter(queue.values())
+        waiting = _those(only, queue.values())
         if not self._by_prefix:
             return waiting
         return itertools.chain(sorted(itertools.islice(waiting, WINDOW), key=self._prefix_rank), waiting)
@@ -175,6 +176,10 @@ class WaitingQueue:
         if not queues:
             del self._classes[key]
             del self._priorities[bisect.bisect_left(self._priorities, key)]
+
+
+def _those(only: Collection[str] | None, requests: Iterable[Request]) -> Iterator[Request]:
+    return iter(requests) if only is None else (request for request in requests if request.request_id in only)
 
 
 def _by_tenant(requests: Iterable[Request]) -> dict[str, list[Request]]:
