@@ -91,6 +91,18 @@ def test_text_two_calls_and_one_only(server: LiveServer, client: Any) -> None:
     server.wait(lambda: not server.link.running, "the rest was not aborted")
 
 
+@pytest.mark.parametrize("answer", ["It is déf.", CALL])
+def test_the_tokens_of_the_reasoning_are_not_those_of_a_group(server: LiveServer, client: Any, answer: str) -> None:
+    reply_with(server, f"<think>\nabc déf\n</think>\n\n{answer}")
+    counts = []
+    for interval in (1, 3, 100):
+        whole, _ = both(client, tools=[WEATHER], extra_body={"stream_interval": interval})
+        counts.append(whole.usage.completion_tokens_details.reasoning_tokens)
+    encode = server.link.tokenizer.encode
+    least, most = len(encode("<think>\nabc déf")), len(encode("<think>\nabc déf\n</think>\n\n"))
+    assert least <= counts[2] <= most and counts[2] <= counts[1] + 3 <= counts[0] + 6, counts
+
+
 def test_an_output_that_ends_after_its_call_counts_its_cached_tokens(server: LiveServer, client: Any) -> None:
     reply_with(server, CALL)
     many = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=200, tools=[WEATHER])

@@ -130,6 +130,8 @@ class Planner:
         if offered is not None:
             offered = replace(offered, on_unoffered=self.state.metrics.unoffered_calls.inc)
 
+        token_bytes = self.state.engine.tokenizer.token_bytes
+
         def make() -> Turn:
             """Make the reader of one choice."""
             parser: OutputParser = self.state.parsers.make(
@@ -141,6 +143,6 @@ class Planner:
             )
             if tools.raw_input is not None:
                 parser = RawInputParser(tools.raw_input, parser)
-            return Turn(parser, usage, parallel=tools.parallel)
+            return Turn(parser, usage, parallel=tools.parallel, token_bytes=token_bytes)
 
         return make

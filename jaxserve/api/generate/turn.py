@@ -5,7 +5,9 @@ Every wire form of a conversation is written from these events.
 
 from __future__ import annotations
 
+import itertools
 import secrets
+from collections.abc import Callable
 
 from jaxserve.api.generate.generation import Usage
 from jaxserve.text.events import (
@@ -19,20 +21,31 @@ from jaxserve.text.events import (
 )
 from jaxserve.text.output.sequence_text import RequestOutput
 
+_SOUGHT = 64  # characters of an event by which its place in the output's text is found
+
 
 class Turn:
     """The state of one choice.
 
     parallel: False ends the output after its first call
+    token_bytes: returns the bytes of a token, by which an output of several tokens is divided; None: it is not
     ended: nothing follows. A turn may end before its engine output does.
     """
 
-    def __init__(self, parser: OutputParser, usage: Usage, *, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        parser: OutputParser,
+        usage: Usage,
+        *,
+        parallel: bool = True,
+        token_bytes: Callable[[int], bytes] | None = None,
+    ) -> None:
         self.num_calls = 0
         self.ended = False
         self._parser = parser
         self._usage = usage
         self._parallel = parallel
+        self._token_bytes = token_bytes
         self._thinking = False
         self._unsure_tokens = 0  # tokens not yet in an event: of the reasoning, or of what follows it
 
@@ -45,7 +58,7 @@ class Turn:
         elif len(events) == 1 and type(events[0]) is ContentDelta and not self._thinking:
             self._unsure_tokens = 0  # the common case
             return events
-        self._count_reasoning(events, len(output.token_ids))
+        self._count_reasoning(events, output)
         return self._limited(events)
 
     def _limited(self, events: list[Event]) -> list[Event]:
@@ -58,17 +71,34 @@ class Turn:
                 return events[: number + 1]
         return events
 
-    def _count_reasoning(self, events: list[Event], num_tokens: int) -> None:
+    def _count_reasoning(self, events: list[Event], output: RequestOutput) -> None:
         """Count tokens of the reasoning and its tags. A token without an event is counted with the next event."""
+        num_tokens = len(output.token_ids)
         self._unsure_tokens += num_tokens
-        for event in events:
+        for event, following in itertools.zip_longest(events, events[1:]):
             if isinstance(event, ReasoningDelta):
                 self._thinking = True
-                self._usage.reasoning_tokens += self._unsure_tokens
+                later = 0 if following is None else self._tokens_after(event, following, output)
+                self._usage.reasoning_tokens += max(0, self._unsure_tokens - later)
             elif self._thinking:
                 self._thinking = False
                 self._usage.reasoning_tokens += max(0, self._unsure_tokens - num_tokens)
             self._unsure_tokens = 0
+
+    def _tokens_after(self, reasoning: ReasoningDelta, following: Event, output: RequestOutput) -> int:
+        """Return how many of the output's tokens have text after its reasoning and the tag behind it."""
+        if self._token_bytes is None or len(output.token_ids) < 2:
+            return 0
+        ending = reasoning.text[-_SOUGHT:]
+        start = output.text.find(ending) + len(ending)
+        if isinstance(following, ContentDelta):
+            start = max(start, output.text.find(following.text[:_SOUGHT], start))
+        room = len(output.text[:start].encode())
+        for number, token_id in enumerate(output.token_ids):
+            room -= len(self._token_bytes(token_id))
+            if room < 0:
+                return len(output.token_ids) - number
+        return 0
 
 
 class RawInputParser:
