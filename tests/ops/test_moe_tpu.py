@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxserve.ops.linear import Products, TpuExperts
 from jaxserve.ops.moe import Chosen, ExpertWeights, _grouped_ragged_dot, moe, tpu
+from jaxserve.ops.moe.tpu import GroupedBlocks, takes
 from jaxserve.ops.quantized import Quantized
 from tests.ops.test_moe_triton import SWIGLU, Case, draw, oracle, run
 from tests.ops.test_moe_triton import quantized as encoded
@@ -21,19 +22,19 @@ from tests.quick import QUICK
 
 KERNELS = TpuExperts(interpret=True)
 SIZES = (5, 0, 41, 1, 0)  # rows of each expert; one more row is of none
-# outputs and depth: rows of values stay as they are; XLA turns values of 144 or 288 bytes a row
-ROWS, TURNED = (40, 256), (256, 288)
+# outputs and depth: rows of values stay as they are; XLA keeps values of 144 or 288 bytes a row with the outputs last
+ROWS, TRANSPOSED = (40, 256), (256, 288)
 FORMS = {
-    "int8-32": ("int8", 32, False, TURNED),
+    "int8-32": ("int8", 32, False, TRANSPOSED),
     "int8-128-zeros": ("int8", 128, True, ROWS),
-    "int8-96": ("int8", 96, False, TURNED),
+    "int8-96": ("int8", 96, False, TRANSPOSED),
     "int8-row": ("int8", 256, False, ROWS),
-    "int4-32-zeros": ("int4", 32, True, TURNED),
+    "int4-32-zeros": ("int4", 32, True, TRANSPOSED),
     "int4-128": ("int4", 128, False, ROWS),
     "fp8-128": ("fp8", 128, False, ROWS),
-    "fp8-row": ("fp8", 288, False, TURNED),
+    "fp8-row": ("fp8", 288, False, TRANSPOSED),
     "mxfp4": ("mxfp4", 32, False, ROWS),
-    "mxfp4-turned": ("mxfp4", 32, False, TURNED),
+    "mxfp4-transposed": ("mxfp4", 32, False, TRANSPOSED),
     # more groups than are read at a time
     "int4-long": ("int4", 32, False, (32, 4352)),
 }
@@ -64,7 +65,7 @@ def test_products(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hold_to_numpy(grouped(x, weight), x, np.asarray(weight.astype(jnp.float32)))
 
 
-@pytest.mark.parametrize(("outputs", "depth"), [ROWS, TURNED, (600, 1280)])
+@pytest.mark.parametrize(("outputs", "depth"), [ROWS, TRANSPOSED, (600, 1280)])
 def test_products_in_bfloat16(outputs: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks as those of few bits; pairs as they are and as two weights. The last has several blocks of outputs."""
     monkeypatch.setattr(tpu, "_CHUNK_ROWS", 32)
@@ -137,6 +138,17 @@ def test_one_size_gives_a_row_the_same_bits_among_any_others() -> None:
     np.testing.assert_array_equal(few[:, :3], many[:, :3])
 
 
+@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize(("experts", "outputs", "depth"), [(8, 14336, 4096), (128, 768, 2048), (256, 2048, 7168)])
+def test_with_one_size_a_product_is_as_large_for_any_rows(pairs: bool, experts: int, outputs: int, depth: int) -> None:
+    """The shapes are those of Mixtral, Qwen3-30B-A3B and DeepSeek-V3."""
+    shape = (experts, outputs, 2, depth) if pairs else (experts, 1, outputs, depth)
+    weight: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    rows = (128, 512, 1024, 1152, 8192)
+    found = [GroupedBlocks.of(count, weight, pairs=pairs, one_size=True) for count in rows]
+    assert len({(each.outputs, each.tile) for each in found}) == 1
+
+
 def lowered(experts: ExpertWeights, dtype: Any = jnp.bfloat16, tokens: int = 8, **options: Any) -> str:
     def layer(x: jax.Array, chosen: Chosen, experts: ExpertWeights) -> jax.Array:
         product = Products(experts="tpu", **options).of_experts(x.dtype, experts.gate_up, experts.down)
@@ -184,3 +196,16 @@ def test_few_rows_of_experts_that_are_kept_last_are_left_to_xla() -> None:
         assert text.count("tpu_custom_call") == 2
     fewer = ExpertWeights(wide(64, 160, 2, 288), wide(64, 288, 160))
     assert lowered(fewer).count("tpu_custom_call") == 2
+
+
+def test_a_mixture_of_quantised_and_wide_experts_is_never_left_to_xla() -> None:
+    """XLA would widen the quantised one in every step."""
+    few: Any = Quantized(wide(128, 160, 2, 288, dtype=jnp.int8), wide(128, 160, 2, 1, dtype=jnp.float32))
+    few_down: Any = Quantized(wide(128, 288, 160, dtype=jnp.int8), wide(128, 288, 1, dtype=jnp.float32))
+    gate_up, down = wide(128, 160, 2, 288), wide(128, 288, 160)
+    rows, kernels = wide(8, 288), TpuExperts()
+    assert not takes(rows, ExpertWeights(gate_up, down), kernels)
+    for experts in (ExpertWeights(few, down), ExpertWeights(gate_up, few_down), ExpertWeights(few, few_down)):
+        assert takes(rows, experts, kernels)
+    assert takes(rows, ExpertWeights(gate_up, down), TpuExperts(one_size=True))
+    assert takes(wide(513, 288), ExpertWeights(gate_up, down), kernels)

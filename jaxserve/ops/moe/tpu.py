@@ -40,11 +40,12 @@ _SUBLANES = 32  # rows of bytes in a tile of the memory layout
 _WIDE_SUBLANES = 8  # the same of bfloat16, whose rows are pairs
 _ALIGN = 16  # the same of 16 bits: slices of rows start there
 _WEIGHT_BYTES = 1 << 20  # of a block of values, which hides the 0.3 us that a program of the grid costs
-_MANY_BYTES = 8 << 20  # of a block's numbers where rows are several chunks: each block of outputs reads all of them
+# Of a block's numbers where rows are several chunks: each block of outputs reads all of them. With `one_size` always.
+_MANY_BYTES = 8 << 20
 _CHUNK_BYTES = 16 << 20  # of a chunk of rows: with more chunks an expert is read more often
 _CHUNK_ROWS = 1024
 _XLA_ROWS = 512  # of experts that XLA keeps last
-_MEMORY = 64 << 20  # of a program; chips from v5e on have 128 MiB
+_MEMORY = 64 << 20  # of a program; a v5e and a v6e have 128 MiB, a v5p and a TPU7x 64
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,17 @@ class GroupedBlocks:
 
     @classmethod
     def of(cls, rows: int, weight: Weight, *, pairs: bool, one_size: bool) -> GroupedBlocks:
-        """Return the sizes for so many rows. pairs: see `products`. one_size: tiles do not depend on the rows."""
+        """Return the sizes for so many rows.
+
+        pairs: see `products`. one_size: `outputs` and `tile` do not depend on the rows, of which there are 128 or more.
+        """
         experts, depth = weight.shape[0], weight.shape[-1]
         values = _values(weight)
         pair = 1 + pairs
         most = min(_CHUNK_ROWS, max(TPU_LANES, _CHUNK_BYTES // (2 * depth) // TPU_LANES * TPU_LANES))
         chunk = min(rows, most)
         fit = _WEIGHT_BYTES // (values.shape[-1] * values.dtype.itemsize * pair)
-        if rows > chunk:
+        if rows > chunk or one_size:
             fit = _MANY_BYTES // (2 * depth * pair)
         outputs = 512 if fit >= 512 else 256 if fit >= 256 else TPU_LANES
         tile = 2 * _ALIGN if rows <= experts * _ALIGN and not one_size else TPU_LANES
@@ -104,14 +108,15 @@ def _most_visits(experts: int, rows: int, chunk: int) -> int:
 
 
 def takes(rows: jax.Array, experts: ExpertWeights, kernels: TpuExperts) -> bool:
-    """Return whether the kernel is faster than XLA's form for rows [M, D].
+    """Return whether the kernel runs rows [M, D]: XLA's form is slower, or must not run them because of `one_size`.
 
-    It is, but for few rows of bfloat16 weights that XLA keeps with the experts last, see `_outputs_are_last`: the
-    kernel's copy of them moves more than a product of every row with every expert.
+    XLA's form is faster for few rows if both weights are bfloat16 and it keeps them with the experts last, see
+    `_outputs_are_last`: the kernel's copy of them moves more than a product of every row with every expert. A quantised
+    weight XLA would widen in every step.
     """
     count, outputs, depth = experts.down.shape
     last = count % TPU_LANES == 0 and outputs % TPU_LANES > 0 and depth % TPU_LANES > 0
-    wide = not isinstance(experts.down, Quantized)
+    wide = not (isinstance(experts.down, Quantized) or isinstance(experts.gate_up, Quantized))
     return kernels.one_size or not (wide and last and rows.shape[0] <= _XLA_ROWS)
 
 
@@ -150,7 +155,7 @@ def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts
     visits = Visits.of(sizes, rows, blocks.chunk)
     parts = codes.halves(x) if isinstance(weight, Quantized) and weight.packed else x[None]
     values, *shared = jax.tree.leaves(weight)
-    turned = not pairs and _outputs_are_last(outputs, columns, _SUBLANES if shared else _WIDE_SUBLANES)
+    transposed = not pairs and _outputs_are_last(outputs, columns, _SUBLANES if shared else _WIDE_SUBLANES)
     tiles = pl.cdiv(outputs, blocks.outputs)
 
     def of_expert(n: jax.Array, visit: jax.Array, expert: Any, *_: Any) -> tuple[Any, ...]:
@@ -163,9 +168,9 @@ def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts
 
     groups = shared[0].shape[-1] if shared else 0
     width = columns // groups if shared else 0
-    groups = groups if turned or groups == 1 else pl.cdiv(groups, TPU_LANES) * TPU_LANES
-    block = (columns, blocks.outputs) if turned else (blocks.outputs, columns)
-    of_values = pl.BlockSpec((None, None, *block), outputs_last if turned else of_expert)
+    groups = groups if transposed or groups == 1 else pl.cdiv(groups, TPU_LANES) * TPU_LANES
+    block = (columns, blocks.outputs) if transposed else (blocks.outputs, columns)
+    of_values = pl.BlockSpec((None, None, *block), outputs_last if transposed else of_expert)
     if pairs:
         of_values = pl.BlockSpec(
             (1, blocks.outputs, heads, columns), lambda n, visit, expert, *_: (expert[visit], n, 0, 0)
@@ -173,7 +178,7 @@ def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts
     wide = max(len(parts), 1 + pairs)
     grid = tiles if pairs else heads * tiles, len(visits.expert)
     return pl.pallas_call(
-        functools.partial(_kernel, tile=blocks.tile, turned=turned, width=width),
+        functools.partial(_kernel, tile=blocks.tile, transposed=transposed, width=width),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
             grid=grid,
@@ -193,7 +198,7 @@ def products(x: jax.Array, weight: Weight, sizes: jax.Array, kernels: TpuExperts
         cost_estimate=_cost(x, weight, blocks, grid[0]),
         interpret=kernels.interpret,
         name="moe_few_bits" if shared else "moe_wide",
-    )(*visits, parts, values.swapaxes(2, 3) if turned else values, *(each.swapaxes(2, 3) for each in shared))
+    )(*visits, parts, values.swapaxes(2, 3) if transposed else values, *(each.swapaxes(2, 3) for each in shared))
 
 
 def _values(weight: Weight) -> jax.Array:
@@ -240,11 +245,11 @@ def _pairs_are_together(gate_up: Weight) -> bool:
 def _kernel(
     expert_ref, chunk_ref, first_ref, end_ref,  # `Visits`
     x_ref,  # [1, chunk, K], of 4 bits [2, chunk, K / 2]
-    values_ref,  # [outputs, C], C = K or K / 2; [C, outputs] if turned; of pairs [1, outputs, 2, K]
+    values_ref,  # [outputs, C], C = K or K / 2; [C, outputs] if transposed; of pairs [1, outputs, 2, K]
     # Of few bits: scales [groups, outputs], and zeros if there are any. Of all: the result [1, chunk, outputs], or of
     # pairs [2, chunk, outputs]. Of few bits: wide numbers [1 or 2, ..] as the values; of pairs halves [2, outputs, K].
     *refs,
-    tile: int, turned: bool, width: int,
+    tile: int, transposed: bool, width: int,
 ) -> None:  # fmt: skip
     visit = pl.program_id(1)
     first, end = first_ref[visit], end_ref[visit]
@@ -259,7 +264,7 @@ def _kernel(
     def _live() -> None:
         if few:
             shared = [] if after else [powers(ref[...]) if mxfp4 else ref[...] for ref in shared_refs]
-            (_widen_turned if turned else _widen)(values_ref, shared, refs[-1], width, mxfp4=mxfp4)
+            (_widen_transposed if transposed else _widen)(values_ref, shared, refs[-1], width, mxfp4=mxfp4)
         elif pairs:
             _separate(values_ref, refs[-1])
         start = first // _ALIGN * _ALIGN
@@ -268,7 +273,7 @@ def _kernel(
         def _tile(index: jax.Array) -> None:
             place = start + index * tile
             own = pl.ds(pl.multiple_of(jnp.minimum(place, out_ref.shape[1] - tile), _ALIGN), tile)
-            dims = (((1,), (0 if turned else 1,)), ((), ()))
+            dims = (((1,), (0 if transposed else 1,)), ((), ()))
             for head, parts in enumerate(wide):
                 products = (
                     lax.dot_general(x_ref[part, own], numbers[...], dims, preferred_element_type=jnp.float32)
@@ -312,7 +317,7 @@ def _widen(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxf
         _write(values_ref[:, own], some, wide_ref.at[:, :, own], mxfp4)
 
 
-def _widen_turned(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxfp4: bool) -> None:
+def _widen_transposed(values_ref, shared: Sequence[jax.Array], wide_ref, width: int, *, mxfp4: bool) -> None:
     """Do what `_widen` does for values [C, outputs] and wide_ref [1 or 2, C, outputs]."""
     columns, outputs = values_ref.shape
     together = 1 if width % _SUBLANES == 0 else 8  # groups at a time

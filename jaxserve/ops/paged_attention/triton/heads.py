@@ -72,7 +72,7 @@ def _kernel(
     half = 0 if heads.table is None else heads.table[0].shape[1]
     q_norm, k_norm = refs[-2:] if heads.norms is not None else (None, None)
     (row, row_limit), (column, column_limit) = padded(group), padded(rows_ref.shape[1])
-    turn = _Turn.of(column, half, heads.interleaved)
+    rotation = _Rotation.of(column, half, heads.interleaved)
 
     def ready(rows: jax.Array, limit: int | None, norm_ref) -> jax.Array:
         """Return the heads `rows`, int32 [M], normed and rotated: [M, D]."""
@@ -92,9 +92,9 @@ def _kernel(
         y = normed(x, column)
         if not half:
             return y.astype(x.dtype)
-        cos, sin = (plt.load(ref.at[turn.angle])[None] for ref in refs[:2])
-        partner = normed(load(rows_ref, index_grid(rows, turn.partner), (limit, column_limit)), turn.partner)
-        rotated = y * cos + partner * jnp.where(turn.first[None], -sin, sin)
+        cos, sin = (plt.load(ref.at[rotation.angle])[None] for ref in refs[:2])
+        partner = normed(load(rows_ref, index_grid(rows, rotation.partner), (limit, column_limit)), rotation.partner)
+        rotated = y * cos + partner * jnp.where(rotation.first[None], -sin, sin)
         return jnp.where((column < 2 * half)[None], rotated, y).astype(x.dtype)
 
     own = index_grid(row, column)
@@ -111,7 +111,7 @@ def _kernel(
             plt.store(pages_ref.at[place], x[:, None].astype(pages_ref.dtype), mask=mask)
 
 
-class _Turn(NamedTuple):
+class _Rotation(NamedTuple):
     """How columns [D] are rotated: with which other column each, by which angle, and whether it is the pair's first."""
 
     partner: jax.Array
@@ -119,7 +119,7 @@ class _Turn(NamedTuple):
     first: jax.Array
 
     @classmethod
-    def of(cls, column: jax.Array, half: int, interleaved: bool) -> _Turn:
+    def of(cls, column: jax.Array, half: int, interleaved: bool) -> _Rotation:
         """column: int32 [D]. half: pairs of columns. The columns behind the pairs are their own partners."""
         rotated = column < 2 * half
         if interleaved:
