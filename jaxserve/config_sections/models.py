@@ -20,6 +20,10 @@ def own_sections(value: Any) -> Any:
         raise ValueError("should be the path of a YAML file, or sections")
     if isinstance(value, dict) and (shared := [name for name in value if name not in OWN_SECTIONS]):
         raise ValueError(f"the section {str(shared[0])[:40]!r} is for all models: set it beside `models`")
+    if isinstance(value, dict) and (
+        bare := [name for name, keys in value.items() if not isinstance(keys, dict | None)]
+    ):
+        raise ValueError(f"the section {bare[0]!r} should be a mapping")
     return value
 
 

@@ -55,7 +55,7 @@ class Residents:
     async def run(self) -> None:
         """Load the models of the start one after the other, then unload idle ones until cancelled."""
         for resident in self.all:
-            if resident.plan.entry.load == "start":
+            if resident.plan.entry.load == "start" and not self._stopping:
                 await asyncio.wait((resident.work or self._load_work(resident, asked=True),))
         self.started.set()
         while True:
@@ -104,8 +104,9 @@ class Residents:
 
     def unload(self, resident: Resident) -> None:
         """Start to unload the model if it is loaded: its requests end first. A load that runs is given up."""
-        if resident.state == "loading" and resident.work is not None:
-            resident.work.cancel()
+        if resident.state == "loading":
+            if resident.work is not None and not resident.work.cancelling():  # twice would not wait for the process
+                resident.work.cancel()
         elif resident.state == "loaded":
             self._unload_work(resident)
 
@@ -121,8 +122,8 @@ class Residents:
 
         def ended(task: asyncio.Task[None]) -> None:
             resident.work = None
-            if resident.state == "loading":  # cancelled before its first step
-                resident.state = "unloaded"
+            if resident.state == "loading":  # cancelled before its first step, or after a failure
+                resident.state, resident.process = "unloaded", None
             self._freed.set()
 
         resident.work = asyncio.create_task(steps)
@@ -235,10 +236,10 @@ class Residents:
     async def stop(self) -> None:
         """Take no more requests, let those that run end, and end all processes."""
         self._stopping = True
-        loads = [each.work for each in self.all if each.state == "loading" and each.work is not None]
-        for task in loads:
-            task.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
+        loads = [each for each in self.all if each.state == "loading"]
+        for resident in loads:
+            self.unload(resident)
+        await asyncio.gather(*(each.work for each in loads if each.work is not None), return_exceptions=True)
         for resident in self.all:
             self.unload(resident)
         await asyncio.gather(*(each.work for each in self.all if each.work is not None), return_exceptions=True)

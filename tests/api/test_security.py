@@ -18,6 +18,7 @@ from jaxserve.api.http import middleware
 from jaxserve.api.shared import keys
 from jaxserve.cli.serving.listening import bind
 from jaxserve.config import Config, LoggingSection
+from jaxserve.errors import ConfigError
 from jaxserve.log import JsonFormatter, TextFormatter, configure_logging
 from tests.waiting import LAST_RESORT
 
@@ -164,6 +165,15 @@ def test_listening_to_everybody_without_a_key_warns(
         pass
     assert ("without an API key" in caplog.text) == warns
     assert Config().server.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_what_is_no_name_of_a_host_is_refused(host: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"cannot use the host .*: it is no name of a host"),
+        bind(Config().replace(server={"host": host, "port": 0}).server),
+    ):
+        pass
 
 
 def test_secrets_and_texts_stay_out_of_the_logs(caplog: pytest.LogCaptureFixture) -> None:

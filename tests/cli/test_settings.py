@@ -52,6 +52,19 @@ def test_a_list_is_given_by_repeating_the_flag() -> None:
     assert config.model.served_name == ("a", "b", "c")
 
 
+def test_a_section_of_comments_takes_flags(tmp_path: Path) -> None:
+    path = write(tmp_path, "server:\n#  port: 1\n")
+    assert load_config(["--config", path, "--port", "2"], {}).server.port == 2
+    with pytest.raises(ConfigError, match=r"server in .* is not a mapping"):
+        load_config(["--config", write(tmp_path, "server: 0"), "--port", "2"], {})
+
+
+def test_a_section_may_take_over_keys_of_another_and_change_them(tmp_path: Path) -> None:
+    text = "server: {<<: {port: 1, host: a}, port: 2}\n"
+    config = load_config(["--config", write(tmp_path, text)], {})
+    assert (config.server.port, config.server.host) == (2, "a")
+
+
 def test_null_unsets() -> None:
     assert load_config(["--runtime.compile-cache", "null"], {}).runtime.compile_cache is None
 
@@ -78,6 +91,11 @@ def test_a_wrong_flag_is_named(argv: list[str], message: str) -> None:
         ("scheduler: {max_num_seq: 3}", "unknown key scheduler.max_num_seq, did you mean scheduler.max_num_seqs"),
         ("- 1", "must hold a mapping"),
         ("a: [", "is not YAML"),
+        ("model: {path: 2026-13-45}", "is not YAML: .* a date that is none"),
+        ("server: {port: 0x_}", "is not YAML: .* a number"),
+        ("[" * 5000, "is not YAML: .* nested too deeply"),
+        ("server: {api_key: k-12345}\nserver: {port: 1}", "is not YAML: found a key twice in line 2, column 1"),
+        ("server: {port: 1, 'port': 2}", "found a key twice in line 1, column 19"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path: Path, text: str, message: str) -> None:

@@ -46,6 +46,7 @@ def test_a_model_has_the_common_sections_and_its_own(tmp_path: Path) -> None:
         ([{"name": "a", "config": {"model": {"served_name": ["b"]}}}, {"name": "b"}], "two models have the name 'b'"),
         ([{"name": "a", "config": {"server": {"api_key": "k-12345"}}}], "the section 'server' is for all models"),
         ([{"name": "a", "config": 5}], "should be the path of a YAML file, or sections"),
+        ([{"name": "a", "config": {"model": ["p"]}}], "the section 'model' should be a mapping"),
         ([{"name": "a", "config": "none.yaml"}], "models.served, a: cannot read the configuration none.yaml"),
         ([{"name": "a", "config": {"model": {"path": "./none"}}}], "models.served, a: model directory none does not"),
         ([{"name": "a", "config": {"scheduler": {"max_num_seqs": 0}}}], r"models.served, a: scheduler\.max_num_seqs"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
 from jaxserve.cli.options.cluster import fill_hosts
 from jaxserve.cli.options.flags import CONFIG, parse_flags, plain
@@ -25,6 +26,7 @@ _TEST_PREFIX = "JAXSERVE_TEST_"
 # variables that Kubernetes sets in every pod for a Service whose name begins with "jaxserve"
 _SERVICE_LINK = re.compile(r"JAXSERVE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 
 
 def _to_stderr(notice: str) -> None:
@@ -52,10 +54,11 @@ def load_config(
     tree: dict[str, Any] = read_yaml(Path(path)) if path is not None else {}
     for key, value in (_parse_environment(environ) | flags).items():
         section, _, name = key.partition(".")
-        part = tree.setdefault(section, {})
-        if not isinstance(part, dict):
+        if tree.get(section) is None:
+            tree[section] = {}  # as in the file: a section of which every line is a comment
+        if not isinstance(tree[section], dict):
             raise ConfigError(f"{section} in {path} is not a mapping")
-        part[name] = value
+        tree[section][name] = value
     fill_hosts(tree, environ)
     config = validate(tree, source=path)
     if config.models.served and not several:
@@ -74,10 +77,10 @@ def validate(tree: Mapping[str, Any], *, source: str | None = None) -> Config:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the sections of a configuration file. Raises ConfigError."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}", fix="check --config") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {_yaml_problem(error)}") from None
     if tree is None:
         return {}
@@ -86,10 +89,27 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would take the last of two equal keys: a second `server` would drop the API key."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Raises ComposerError for a key that is there twice. `<<` merges others beneath the mapping's own."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if (key.tag, key.value) in seen:
+                    raise ComposerError(None, None, "found a key twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+
+def _yaml_problem(error: Exception) -> str:
     """Return the problem and its line, without the text, which may contain an API key."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+    if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return "it has a character that YAML forbids, a number or a date that is none, or is nested too deeply"
     return f"{error.problem} in line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
 
 

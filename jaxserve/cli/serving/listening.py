@@ -31,10 +31,9 @@ def bind(section: ServerSection) -> Iterator[socket.socket]:
     try:
         family = socket.getaddrinfo(section.host, section.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot use the host {section.host}: {error.strerror}", fix="choose another --host"
-        ) from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: two dots side by side, or a part of over 63 characters
+        reason = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        raise ConfigError(f"cannot use the host {section.host}: {reason}", fix="choose another --host") from None
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
