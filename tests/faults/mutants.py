@@ -103,9 +103,9 @@ MUTANTS = (
     ),
     Mutant(
         "all requests run while the failing one is searched for",
-        "jaxserve/scheduler/admitter.py",
-        "(only is None or request.request_id in only)",
-        "True",
+        "jaxserve/scheduler/waiting/waiting_queue.py",
+        "iter(requests) if only is None else (request for request in requests if request.request_id in only)",
+        "iter(requests)",
         CORE + "test_requests_that_always_fail_end_alone",
     ),
     Mutant(
