@@ -2,6 +2,9 @@
 
 Owns the file's location and name. The name is a hash of the sources, the jaxlib version and the processor, so a
 directory shared by several machines holds one library for each. A cached library needs no compiler.
+
+A checksum follows the library in its file. A file that a power cut left without some of its blocks would end the
+process that loads it, by a signal.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility
 # Timeout. A file takes at most two seconds of a processor, but all are compiled at once, beside whatever else runs:
 # with a tenth of a processor each of them takes minutes.
 COMPILE_SECONDS = 600.0
+_DIGEST = hashlib.sha256().digest_size  # bytes
 
 
 def build(directory: Path, flags: Sequence[str] = FLAGS) -> Path:
@@ -97,22 +101,30 @@ def _locked(cache: int) -> Iterator[None]:
 
 
 def _is_sound(cache: int, name: str) -> bool:
-    """Return whether `name` is a regular, non-empty file that only this user or root can have written."""
+    """Return whether `name` is a whole library in a regular file that only this user or root can have written."""
     try:
         info = os.stat(name, dir_fd=cache, follow_symlinks=False)
     except FileNotFoundError:
         return False
     others = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISREG(info.st_mode) and info.st_uid in (os.geteuid(), 0) and not others and info.st_size > 0
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in (os.geteuid(), 0) or others:
+        return False
+    with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=cache), "rb") as file:
+        data = file.read()
+    return hashlib.sha256(data[:-_DIGEST]).digest() == data[-_DIGEST:]
 
 
 def _put(cache: int, name: str, made: Path) -> None:
-    """Write the file under a temporary name and rename it, so that another process never sees half of it."""
+    """Write the library and its checksum under a temporary name and rename the file.
+
+    So another process never sees half of it.
+    """
     temporary = f".{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=cache)
     try:
         with open(descriptor, "wb") as file:
-            file.write(made.read_bytes())
+            library = made.read_bytes()
+            file.write(library + hashlib.sha256(library).digest())
         os.rename(temporary, name, src_dir_fd=cache, dst_dir_fd=cache)
     except BaseException:
         os.unlink(temporary, dir_fd=cache)

@@ -392,6 +392,19 @@ def test_a_library_that_was_cut_short_is_made_anew(scratch: Path, size: int) -> 
     assert path.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("left", ["its first half", "its first page, and zeros"])
+@pytest.mark.usefixtures("small")
+def test_a_library_that_a_power_cut_damaged_is_made_anew(left: str, tmp_path: Path) -> None:
+    """It is not loaded here: if it is kept, the system ends the process with a signal."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with opened(tmp_path / "cache") as cache:
+        path = Path(builder.kept(cache, scratch))
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] if "half" in left else whole[:4096].ljust(len(whole), b"\0"))
+        assert Path(builder.kept(cache, scratch)).read_bytes() == whole
+
+
 @pytest.mark.usefixtures("small")
 def test_the_compiler_of_cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler -m64")

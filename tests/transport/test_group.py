@@ -180,7 +180,11 @@ def test_a_host_that_starts_again_takes_its_own_place(make: Callable[..., Joined
 
 def test_a_host_that_cannot_be_in_the_group_is_told_why(make: Callable[..., Joined]) -> None:
     group = make(2, "another version")
-    assert group.join(1).receive() == Rejected("another version")
+    follower = group.join(1)
+    assert follower.receive() == Rejected("another version")
+    for reader in [thread for thread in threading.enumerate() if thread.name == "leader"]:
+        reader.join(LAST_RESORT)
+    assert not group.followers_lost  # the end of the connection is not taken for a loss
 
 
 def test_strangers_do_not_keep_the_group_from_forming(make: Callable[..., Joined]) -> None:

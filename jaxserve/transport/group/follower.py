@@ -16,7 +16,7 @@ import msgspec
 
 from jaxserve.transport.group.connection import Connection, GroupConnectionError
 from jaxserve.transport.group.leader import BEAT_INTERVAL, HANDSHAKE_LIMIT, SILENCE_LIMIT
-from jaxserve.types.group import Beat, Hello, Message, ToFollower, decode_to_follower, encode
+from jaxserve.types.group import Beat, Hello, Message, Rejected, ToFollower, decode_to_follower, encode
 
 RETRY_DELAY = 0.5  # seconds between two tries to connect
 
@@ -33,7 +33,10 @@ def connect(address: tuple[str, int], key: bytes, on_failure: Callable[[str], No
 
 
 class FollowerEnd:
-    """hello: the first message. on_loss: called in a thread, once, if the leader is gone; it should end the process."""
+    """hello: the first message. on_loss: called in a thread, once, if the leader is gone; it should end the process.
+
+    A leader that sent Rejected closes the connection, which is no loss: the process ends with the leader's reason.
+    """
 
     def __init__(self, connection: Connection, hello: Hello, on_loss: Callable[[str], None]) -> None:
         self._connection = connection
@@ -59,6 +62,8 @@ class FollowerEnd:
                 message = decode_to_follower(self._connection.receive())
                 if not isinstance(message, Beat):
                     self._messages.put(message)
+                if isinstance(message, Rejected):
+                    return
         except (GroupConnectionError, msgspec.MsgspecError) as error:
             if not self._closing:
                 self._on_loss(str(error))
