@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -11,7 +12,8 @@ import pytest
 from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import check_hosts, followed, for_followers, group_key, hello, objection
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
-from jaxserve.errors import ConfigError, ServerError
+from jaxserve.errors import ConfigError, ConflictError, ServerError
+from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
 from jaxserve.transport.group.leader import LeaderEnd
 from jaxserve.types.extras import ExtraParams
 from jaxserve.types.group import Done, Execute, Message, Operation, PlanOffer, Sample, decode_to_follower, encode
@@ -212,3 +214,17 @@ def test_staging_that_fails_leaves_the_group_as_it_is() -> None:
     with pytest.raises(ServerError, match="host 1: no such directory"):
         leads.on_followers("stage_directory", path="/weights")
     assert events == [Operation("stage_directory", {"path": "/weights"}), "answers"]
+
+
+def test_an_update_that_is_refused_leaves_the_group_as_it_is() -> None:
+    """A part of the weights, after all of them were dropped."""
+    leads, events = leader(Done())
+    specs = [SimpleNamespace(wide=lambda name=name: SimpleNamespace(name=name)) for name in ("norm", "head")]
+    local = DeviceWeights(cast("Any", SimpleNamespace(leaves=())), cast("Any", SimpleNamespace(specs=specs)))
+    weights = LeaderWeights(leads, local)
+    weights.drop()
+    events.clear()
+    source: Any = SimpleNamespace(parameters=frozenset({"norm"}), arrays=())
+    with pytest.raises(ConflictError, match="must have all of them"):
+        weights.replace(source)
+    assert events == []

@@ -167,6 +167,8 @@ class LeaderWeights:
         return self._weights.staged(source, tick)
 
     def replace(self, source: WeightSource, tick: Tick = lambda: None) -> None:
+        """See `DeviceWeights.replace`. An update that is refused does not end the group."""
+        self._weights.check(source)
         with self._leader.everywhere("replace"):
             self._weights.replace(source, tick)
 

@@ -89,14 +89,21 @@ class DeviceWeights:
             raise ConflictError("the weights are not on the devices")
         return tensor_of(self.structure.specs, self._runner.leaves, name, num_rows)
 
+    def check(self, source: WeightSource) -> None:
+        """Raise ConflictError if the weights were dropped, and `source` does not have all of them."""
+        if self.place == "none" and not self._has_all(source):
+            raise ConflictError("the weights were dropped, so an update must have all of them")
+
+    def _has_all(self, source: WeightSource) -> bool:
+        return source.parameters >= {spec.wide().name for spec in self.structure.specs}
+
     def _bring_back(self, source: WeightSource) -> None:
         """Prepare an update of weights that are not on the devices. One of all parameters needs none of the old."""
-        if source.parameters >= {spec.wide().name for spec in self.structure.specs}:
+        self.check(source)
+        if self._has_all(source):
             self.drop()
-        elif self.place == "host":
-            self.to_device()
         else:
-            raise ConflictError("the weights were dropped, so an update must have all of them")
+            self.to_device()
 
     def _made(self, source: WeightSource, shardings: list[Sharding]) -> Iterator[tuple[range, Specs, Leaves]]:
         """Yield the new leaves of each parameter of the source, with their indices."""
