@@ -261,3 +261,13 @@ def test_the_fingerprint_changes_with_the_files_and_the_form(tmp_path: Path) -> 
     assert fingerprint(tmp_path / "config.json", "float32", 16) != first
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     assert fingerprint(tmp_path, "float32", 16) != first
+
+
+def test_a_group_without_a_file_gives_the_others_back(tmp_path: Path) -> None:
+    """An engine that could not start is tried again in the same process, with other sizes."""
+    page, file = jax.ShapeDtypeStruct((1, PAGE), np.uint8), PageFileConfig(tmp_path, "model")
+    (tmp_path / "window").write_text("no directory")
+    with pytest.raises(ConfigError, match=r"cache\.disk"):
+        HostPools(cast(Any, Transfer()), [page, page], (4, 2), file)
+    (tmp_path / "window").unlink()
+    HostPools(cast(Any, Transfer()), [page, page], (4, 2), file).close()

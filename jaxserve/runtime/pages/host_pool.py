@@ -31,10 +31,13 @@ class HostPools:
     def __init__(
         self, transfer: PageTransfer, pages: Sequence[Any], num_slots: Sequence[int], file: PageFileConfig | None
     ) -> None:
-        self._pools = [
-            HostPool(transfer, page, count, file and file.of_group(group), group)
-            for group, (page, count) in enumerate(zip(pages, num_slots, strict=True))
-        ]
+        self._pools: list[HostPool] = []
+        try:
+            for group, (page, count) in enumerate(zip(pages, num_slots, strict=True)):
+                self._pools.append(HostPool(transfer, page, count, file and file.of_group(group), group))
+        except BaseException:
+            self.close()  # another try of this process needs the files of the groups before
+            raise
 
     @property
     def files(self) -> list[PageFile | None]:
