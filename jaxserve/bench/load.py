@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx2
 import orjson
@@ -13,6 +14,7 @@ import orjson
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.errors import ConfigError
 
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")  # of a chat's chunk
 READ_TIMEOUT = 600.0  # seconds without a byte
 
 
@@ -66,7 +68,7 @@ async def find_model(base_url: str, api_key: str | None = None) -> str:
         try:
             reply = await client.get(f"{base_url}/v1/models")
             return str(reply.json()["data"][0]["id"])
-        except (httpx2.HTTPError, KeyError, ValueError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"no OpenAI-compatible server at {base_url}: {error}") from None
 
 
@@ -125,12 +127,17 @@ async def _read_events(reply: httpx2.Response, timing: Timing, start: float) -> 
         if "error" in event:
             timing.error = str(event["error"].get("message"))
         for choice in event.get("choices", ()):
-            text = choice.get("text") or choice.get("delta", {}).get("content")
-            if text or choice.get("token_ids") or choice.get("finish_reason"):
+            if _has_text(choice) or choice.get("token_ids") or choice.get("finish_reason"):
                 timing.token_times.append(now)
         if usage := event.get("usage"):
             timing.output_tokens = usage["completion_tokens"]
             timing.prompt_tokens = usage["prompt_tokens"]
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Return whether a chunk has text of the model: of the answer, of the reasoning before it, or of a call."""
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or any(delta.get(name) for name in _TEXTS))
 
 
 def _body(target: LoadTarget, request: LoadRequest) -> dict[str, object]:

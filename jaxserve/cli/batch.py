@@ -37,6 +37,8 @@ MAX_SHOWN_ERRORS = 20
 def run(words: Sequence[str]) -> int:
     """Run the command `batch`. Raises ConfigError for an unknown argument."""
     options, rest = _parser().parse_known_args(words)
+    if (output := getattr(options, "output", None)) is not None and not output.parent.is_dir():
+        raise ConfigError(f"there is no directory {output.parent}")  # now, not once a batch has run
     if rest and options.run is not _run:
         raise ConfigError(f"unknown argument {rest[0]}", fix="see jaxserve batch --help")
     return options.run(options, rest)
@@ -182,7 +184,10 @@ class _BatchClient:
     def __init__(self, options: argparse.Namespace) -> None:
         headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._base_url = options.base_url
-        self._http = httpx2.Client(base_url=f"{self._base_url}/v1", headers=headers, timeout=600)
+        try:
+            self._http = httpx2.Client(base_url=f"{self._base_url}/v1", headers=headers, timeout=600)
+        except httpx2.InvalidURL as error:
+            raise ConfigError(f"cannot reach {self._base_url}: {error}", fix="set --base-url") from None
 
     def __enter__(self) -> _BatchClient:
         return self
@@ -191,17 +196,28 @@ class _BatchClient:
         self._http.close()
 
     def call(self, method: str, path: str, **keys: Any) -> dict[str, Any]:
-        return self._checked(lambda: self._http.request(method, path, **keys)).json()
+        answer = self._checked(lambda: self._http.request(method, path, **keys))
+        try:
+            return answer.json()
+        except ValueError:
+            raise ConfigError(f"what answers at {self._base_url} is no such server", fix="set --base-url") from None
 
     def download(self, file_id: str, target: Path) -> None:
-        """Write a file of the server to `target`. Raises ConfigError if the server refuses."""
+        """Write a file of the server to `target`. Raises ConfigError if the server refuses, or it cannot be written."""
         temporary = target.with_name(f"{target.name}.part")
-        with self._http.stream("GET", f"/files/{file_id}/content") as answer, open(temporary, "wb") as file:
-            if answer.status_code != 200:
-                raise ConfigError(f"the server answered {answer.status_code} for {file_id}")
-            for data in answer.iter_bytes():
-                file.write(data)
-        temporary.rename(target)
+        try:
+            with self._http.stream("GET", f"/files/{file_id}/content") as answer, open(temporary, "wb") as file:
+                if answer.status_code != 200:
+                    raise ConfigError(f"the server answered {answer.status_code} for {file_id}")
+                for data in answer.iter_bytes():
+                    file.write(data)
+            temporary.rename(target)
+        except httpx2.HTTPError as error:
+            raise ConfigError(f"cannot reach {self._base_url}: {error}", fix="set --base-url") from None
+        except OSError as error:
+            raise ConfigError(f"cannot write {target}: {error.strerror}", fix="name another output with -o") from None
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def _checked(self, send: Callable[[], httpx2.Response]) -> httpx2.Response:
         try:

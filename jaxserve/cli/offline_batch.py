@@ -48,11 +48,16 @@ class OfflineBatch:
         return self.output.with_name(self.output.name + ".jaxserve")
 
     def check(self) -> None:
-        """Raises ConfigError if the input is missing, or if an output file exists that the run did not begin."""
+        """Raises ConfigError if the input or a directory is missing, if both outputs are one file, or if one exists
+        that the run did not begin.
+        """
         if not self.input.is_file():
             raise ConfigError(f"there is no file {self.input}")
-        if not self.output.parent.is_dir():
-            raise ConfigError(f"there is no directory {self.output.parent}")
+        for path in (self.output, self.errors):
+            if not path.parent.is_dir():
+                raise ConfigError(f"there is no directory {path.parent}")
+        if self.output.resolve() == self.errors.resolve():
+            raise ConfigError(f"{self.output} is named for the output and for the errors", fix="name another --errors")
         if self.directory.exists():
             return
         for path in (self.output, self.errors):

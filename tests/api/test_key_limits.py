@@ -1,7 +1,9 @@
 """Weights and limits of API keys: what a request tells the engine, 429 at a limit, and what each key has used."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -11,6 +13,7 @@ import pytest
 from jaxserve.api.shared.key_usage import KeyLimitError, KeyUsage, TokenBucket
 from jaxserve.config import Config
 from jaxserve.types.sampling import Tenant
+from tests.api.batch.helpers import input_file
 
 from .conftest import LiveServer, reply_with, serving
 
@@ -67,8 +70,9 @@ def test_more_requests_than_may_wait_are_refused(keyed: LiveServer) -> None:
     assert error["code"] == "rate_limit_exceeded" and "'queue'" in error["message"] and "max_queued" in error["message"]
     assert used(keyed, "queue")["refused"] == 1
     assert ask(keyed, "k-queue").status_code == 200  # there is room again
-    refused = ask(keyed, "k-queue", n=4)  # more at once than there ever is: waiting would not help
-    assert refused.status_code == 400 and "'queue' may have 3" in refused.json()["error"]["message"]
+    for more in ({}, {"priority": 2**30}):  # also with the priority of a batch
+        refused = ask(keyed, "k-queue", n=4, **more)  # more at once than there ever is: waiting would not help
+        assert refused.status_code == 400 and "'queue' may have 3" in refused.json()["error"]["message"]
 
 
 def test_tokens_of_a_minute(keyed: LiveServer) -> None:
@@ -157,3 +161,18 @@ def test_the_wait_for_a_place_follows_the_time_of_requests() -> None:
     with pytest.raises(KeyLimitError) as refused:
         usage.check()
     assert refused.value.retry_after == pytest.approx(4.0, rel=0.05)
+
+
+def test_limits_of_a_key_refuse_no_line_of_its_batch(tmp_path: Path) -> None:
+    with LiveServer(Config().replace(server={"keys": KEYS}), store=tmp_path) as server:
+        server.http.headers["authorization"] = "Bearer k-queue"
+        parts = {"file": ("in.jsonl", input_file(3, n=4))}  # its online requests may have 3 choices
+        file = server.http.post("/v1/files", data={"purpose": "batch"}, files=parts).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        path = f"/v1/batches/{server.post('/v1/batches', asked).json()['id']}"
+        batch: dict[str, Any] = {}
+        for _ in range(600):
+            if (batch := server.http.get(path).json())["status"] == "completed":
+                break
+            time.sleep(0.05)
+        assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}

@@ -11,21 +11,28 @@ import pytest
 class Handler(http.server.BaseHTTPRequestHandler):
     """Streams as many chunks as max_tokens asks for, without text for a prompt "silent"; refuses a prompt "bad"."""
 
+    models = json.dumps({"data": [{"id": "m"}]}).encode()
+
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
     def do_GET(self) -> None:
-        self._reply(200, json.dumps({"data": [{"id": "m"}]}).encode())
+        self._reply(200, self.models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert body["stream"] and body["ignore_eos"] and body["model"] == "m"
+        if self.path == "/v1/chat/completions":
+            body["prompt"] = body["messages"][0]["content"]
         if body["prompt"] == "bad":
             self._reply(400, b'{"error": {"message": "no"}}')
             return
         silent = {"text": "", "finish_reason": None} | ({"token_ids": [7]} if body.get("return_token_ids") else {})
         choices = [silent if body["prompt"] == "silent" else {"text": "x", "finish_reason": None}]
         events: list[dict[str, object]] = [{"choices": choices}] * body["max_tokens"]
+        if body["prompt"] == "think":
+            deltas = [{"role": "assistant"}, {"reasoning_content": "hm"}, {"reasoning": "hm"}, {"content": "x"}]
+            events = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
         events.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"], "prompt_tokens": 3}})
         text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         self._reply(200, text.encode())

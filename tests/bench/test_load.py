@@ -9,6 +9,8 @@ from jaxserve.bench.report import summarize, table
 from jaxserve.bench.workload import LoadRequest
 from jaxserve.errors import ConfigError
 
+from .conftest import Handler
+
 
 def test_every_request_is_counted(url: str) -> None:
     assert asyncio.run(find_model(url)) == "m"
@@ -35,9 +37,23 @@ def test_a_token_without_text_is_seen_when_ids_are_asked_for(url: str, token_ids
     assert (timing.error, len(timing.token_times)) == (error, 3 if token_ids else 0)
 
 
-def test_no_server_is_said(url: str) -> None:
+def test_tokens_of_reasoning_are_timed(url: str) -> None:
+    target = LoadTarget(url, "m", chat=True)
+    (timing,), _ = asyncio.run(run_load(target, [LoadRequest("think", None, 3)], concurrency=None))
+    assert (timing.error, len(timing.token_times)) == (None, 3)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://[::1", "127.0.0.1:9", "ftp://x"])
+def test_no_server_is_said(address: str) -> None:
     with pytest.raises(ConfigError, match="no OpenAI-compatible server"):
-        asyncio.run(find_model("http://127.0.0.1:9"))
+        asyncio.run(find_model(address))
+
+
+@pytest.mark.parametrize("answer", [b"[]", b'{"data": []}', b'{"data": null}', b"<html>"])
+def test_what_lists_no_model_is_said(answer: bytes, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "models", answer)
+    with pytest.raises(ConfigError, match="no OpenAI-compatible server"):
+        asyncio.run(find_model(url))
 
 
 def test_figures_are_arithmetic() -> None:

@@ -91,6 +91,8 @@ def test_a_bad_file_is_explained(live: LiveServer, data: Path, capsys: pytest.Ca
         (("status", "batch_none", "--base-url", "http://127.0.0.1:1"), "cannot reach http://127.0.0.1:1"),
         (("status", "batch_none", "--frobnicate"), "unknown argument --frobnicate"),
         (("submit", "none.jsonl"), "there is no file none.jsonl"),
+        (("status", "b", "-o", "none/x.jsonl"), "there is no directory none"),
+        (("status", "b", "--base-url", "http://[::1"), "cannot reach http://[::1"),
         (("run", "none.jsonl", "-o", "x.jsonl"), "there is no file none.jsonl"),
         (("run", "none.jsonl", "-o", "x.jsonl", "--scheduler.max-nums", "3"), "unknown"),
     ],
@@ -102,6 +104,16 @@ def test_mistakes_are_one_line(
     assert main(["batch", *words, *(part for flag in given for part in (flag, live.url))]) == 2
     stderr = capsys.readouterr().err.strip()
     assert message in stderr and len(stderr.splitlines()) == 1
+
+
+def test_an_output_that_cannot_be_written_is_one_line(
+    live: LiveServer, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data.parent / "folder.jsonl").mkdir()
+    assert batch(live, "submit", str(data), "-o", str(data.parent / "folder.jsonl")) == 2
+    shown = capsys.readouterr().err.strip()
+    assert "cannot write" in shown and len(shown.splitlines()) == 1
+    assert not (data.parent / "folder.jsonl.part").exists()
 
 
 def test_an_unfit_file_needs_no_engine(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

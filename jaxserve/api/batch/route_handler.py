@@ -72,7 +72,7 @@ class RouteHandler:
             "app": self._app,
             "state": {"request_id": request_id},
         }
-        set_caller(scope, Caller(owner))
+        set_caller(scope, Caller(owner, is_stored=True))
         return scope
 
 

@@ -27,7 +27,7 @@ from jaxserve.text.output.sequence_text import RequestOutput
 from jaxserve.types.extras import TokenExtras
 from jaxserve.types.messages import EngineInfo
 from jaxserve.types.output import joined_versions
-from jaxserve.types.sampling import BACKGROUND_PRIORITY, SamplingParams
+from jaxserve.types.sampling import SamplingParams
 
 MAX_CHOICE_TOKENS = 2**20  # prompt tokens of all choices of a request: 2,048 texts of 512
 CONTEXTS_A_REQUEST = 32  # or this multiple of the context length, if that is more
@@ -123,7 +123,7 @@ class Generation:
 
     def outputs(self) -> Outputs:
         """Yield (number of the prompt, output) as outputs arrive. Raises what the engine raises."""
-        if self._key is not None and self.options.priority < BACKGROUND_PRIORITY:
+        if self._key is not None and not self.caller.is_stored:
             self._check_key(self._key)
         if len(self.prompts) == 1:
             merged = self._measured(0)

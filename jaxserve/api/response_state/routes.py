@@ -120,7 +120,8 @@ async def answer_started(
     created_at = orjson.loads(record.body)["created_at"]
     name = ResponseName(record.id, created_at, store=True, background=True, conversation_id=record.conversation_id)
     _, earlier = await read_history(body, None, stored)  # which its key may see was checked when it was queued
-    return await answer_responses(body, state, Caller(record.owner), name, earlier, keeper)
+    caller = Caller(record.owner, is_stored=True)
+    return await answer_responses(body, state, caller, name, earlier, keeper)
 
 
 @router.post("/v1/responses/input_tokens", **documented(InputTokens, body=ResponsesRequest))

@@ -21,10 +21,14 @@ from jaxserve.config_sections.keys import DEFAULT_KEY, digest_of
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The key of a request. owner: of the objects it creates; "" is the default key."""
+    """The key of a request. owner: of the objects it creates; "" is the default key.
+
+    is_stored: the request waits in the store, as those of batches do, so limits of the key do not refuse it
+    """
 
     owner: str = ""
     admin: bool = False
+    is_stored: bool = False
 
     @property
     def sees(self) -> str | None:

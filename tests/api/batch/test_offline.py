@@ -102,6 +102,10 @@ def test_files_that_cannot_be_meant(batch: OfflineBatch, tmp_path: Path) -> None
         OfflineBatch(tmp_path / "none", tmp_path / "x", tmp_path / "y").check()
     with pytest.raises(ConfigError, match="no directory"):
         OfflineBatch(batch.input, tmp_path / "none" / "x", tmp_path / "y").check()
+    with pytest.raises(ConfigError, match="no directory"):
+        OfflineBatch(batch.input, tmp_path / "x", tmp_path / "none" / "y").check()
+    with pytest.raises(ConfigError, match="for the output and for the errors"):
+        OfflineBatch(batch.input, tmp_path / "x", tmp_path / "." / "x").check()
 
 
 def test_an_unknown_model_fails_the_run(batch: OfflineBatch) -> None:
