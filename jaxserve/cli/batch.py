@@ -196,6 +196,7 @@ class _BatchClient:
         self._http.close()
 
     def call(self, method: str, path: str, **keys: Any) -> dict[str, Any]:
+        """Return the server's answer. Raises ConfigError if it refuses, is not reached, or answers no JSON."""
         answer = self._checked(lambda: self._http.request(method, path, **keys))
         try:
             return answer.json()

@@ -102,20 +102,25 @@ def test_a_stream_adds_up_to_the_answer(server: LiveServer, interval: int) -> No
             assert [entry for part in found for entry in part] == whole["meta_info"][name], name
 
 
+def joined(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """What a stream of these outputs gives if 100 tokens come together."""
+
+    async def stream() -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        for output in outputs:
+            yield 0, output
+
+    async def collected() -> list[RequestOutput]:
+        return [output async for _, output in coalesce(stream(), 100)]
+
+    return asyncio.run(collected())
+
+
 def test_tokens_held_back_keep_their_details_when_the_last_output_has_none() -> None:
     """The output of an abort has no tokens and so no log-probabilities."""
     entries = [TokenLogprobs(i, -1.0, 1) for i in range(3)]
     outputs = [RequestOutput("r", 0, text=f"{i}", token_ids=[i], logprobs=[entries[i]]) for i in range(3)]
     outputs.append(RequestOutput("r", 0, finish_reason=FinishReason.ABORT))
-
-    async def collected() -> list[RequestOutput]:
-        async def stream() -> AsyncGenerator[tuple[int, RequestOutput], None]:
-            for output in outputs:
-                yield 0, output
-
-        return [output async for _, output in coalesce(stream(), 100)]
-
-    first, last = asyncio.run(collected())
+    first, last = joined(outputs)
     assert (first.token_ids, first.logprobs) == ([0], entries[:1])
     assert (last.text, last.token_ids, last.logprobs) == ("12", [1, 2], entries[1:])
     assert last.finish_reason is FinishReason.ABORT
@@ -125,15 +130,7 @@ def test_joined_outputs_name_the_weights_of_all_their_tokens() -> None:
     labels = [(), (), ("2",), ("3",)]
     outputs = [RequestOutput("r", 0, token_ids=[i], weight_versions=each) for i, each in enumerate(labels)]
     outputs.append(RequestOutput("r", 0, finish_reason=FinishReason.ABORT))  # it has no tokens
-
-    async def collected() -> list[RequestOutput]:
-        async def stream() -> AsyncGenerator[tuple[int, RequestOutput], None]:
-            for output in outputs:
-                yield 0, output
-
-        return [output async for _, output in coalesce(stream(), 100)]
-
-    first, last = asyncio.run(collected())
+    first, last = joined(outputs)
     assert first.weight_versions == () and last.weight_versions == (FIRST_VERSION, "2", "3")
 
 
