@@ -127,6 +127,13 @@ def _watch(state: ServerState) -> None:
         state.metrics.watch_keys(lambda: _read_keys(state))
 
 
+async def stop_background(app: FastAPI) -> None:
+    """Stop batches and background responses as they are. The next start of the server goes on with them."""
+    if app.state.server.store is not None:
+        await app.state.batches.stop()
+        await app.state.responses.background.stop()
+
+
 def check_files(app: FastAPI) -> bool:
     """Load and render the chat template; return whether the tokenizer was already loaded. Blocks. Raises
     ConfigError.

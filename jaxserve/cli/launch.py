@@ -22,7 +22,7 @@ from pathlib import Path
 
 import uvloop
 
-from jaxserve.api.app import check_files, create_app, warm_up
+from jaxserve.api.app import check_files, create_app, stop_background, warm_up
 from jaxserve.api.shared.process_group import GroupKeeper
 from jaxserve.api.shared.sealing import sealing_key
 from jaxserve.cli.serving.heap import keep_heap_small
@@ -235,3 +235,4 @@ class Launch:
         self.engine.drain()
         if not await self.engine.drained(self._config.server.drain_timeout):
             logger.warning("%d requests did not end within the drain timeout", self.engine.num_live)
+            await stop_background(self._app)  # before the end of the engine makes them fail

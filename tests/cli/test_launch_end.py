@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx2
 import pytest
 
 from jaxserve.cli import main
@@ -20,6 +21,8 @@ from jaxserve.cli.serving.listening import bind, check_certificates
 from jaxserve.client.processes import supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, UnexpectedEndError
+from jaxserve.store import Store
+from jaxserve.store.response_records import ResponseStatus
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
 from tests.client.test_async_engine import HandLink
@@ -27,8 +30,11 @@ from tests.client.test_async_engine import HandLink
 Work = Callable[[Launch, HandLink], Awaitable[None]]
 
 
-def serve(tmp_path: Path, work: Work | None = None) -> int:
-    """The exit code of a server whose engine is in the test's hand. Raises what ends it. work: once it is ready."""
+def serve(tmp_path: Path, work: Work | None = None, **server: Any) -> int:
+    """The exit code of a server whose engine is in the test's hand. Raises what ends it. work: once it is ready.
+
+    server: keys of this section
+    """
 
     async def run(listener: socket.socket) -> int:
         link = HandLink()
@@ -39,7 +45,7 @@ def serve(tmp_path: Path, work: Work | None = None) -> int:
             await work(launch, link)
         return await asyncio.wait_for(task, 60)
 
-    config = Config().replace(store={"path": str(tmp_path)}, server={"port": 0})
+    config = Config().replace(store={"path": str(tmp_path)}, server={"port": 0, **server})
     with bind(config.server) as listener:
         return asyncio.run(run(listener))
 
@@ -86,6 +92,30 @@ def test_signals_drain_and_say_so(
         signal.signal(signal.SIGHUP, before)
     what = "draining: 1 running, at most 30 s" if running else "stopping"
     assert f"jaxserve: {number.name}: {what}; a second signal ends it at once\n" in capsys.readouterr().err
+
+
+def test_a_background_response_outlives_a_drain_that_takes_too_long(tmp_path: Path) -> None:
+    """As it outlives a kill: no client has read an event of it, so the next start runs it again."""
+    made: list[dict[str, Any]] = []
+
+    async def work(launch: Launch, link: HandLink) -> None:
+        body = {"model": "demo", "input": "a", "background": True}
+        async with httpx2.AsyncClient(base_url=launch.url) as client:
+            made.append((await client.post("/v1/responses", json=body)).json())
+        while not link.requests:
+            await asyncio.sleep(0.01)
+        link.give(link.requests[0].request_id, 5)
+        await asyncio.sleep(0.05)  # its answer has begun
+        launch.stop()
+
+    async def kept() -> ResponseStatus:
+        store = Store(tmp_path)
+        record, _ = await store.responses.get(made[0]["id"], owner="")
+        await store.close()
+        return record.status
+
+    assert serve(tmp_path, work, drain_timeout=0.05) == 0
+    assert asyncio.run(kept()) == ResponseStatus.IN_PROGRESS
 
 
 def test_a_server_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ import pytest
 
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.client.processes import supervisor
-from jaxserve.client.processes.supervisor import RESTART_DELAYS, STABLE_AFTER, Restarts
+from jaxserve.client.processes.supervisor import RESTART_DELAYS, STABLE_AFTER, Restarts, Supervisor
 from jaxserve.config import Config
 from jaxserve.errors import ConfigError, EngineDeadError, NotReadyError
+from jaxserve.transport.shared_state import Pulse
 from jaxserve.types.messages import Failed, Progress
 from jaxserve.types.output import FinishReason
 from jaxserve.types.sampling import SamplingParams
@@ -84,6 +85,50 @@ def test_a_start_that_fails_after_a_death_is_tried_again(monkeypatch: pytest.Mon
         assert await task == [5] and engine.restarts == 3 and engine.failure is None
 
     with_engine(work)
+
+
+class StuckLink(HandLink):
+    """The first engine is stuck, and dies by itself while its stacks are written. Those after it are not stuck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = self.kills = 0
+        self.has_died = False
+
+    def pulse(self) -> Pulse:  # type: ignore[override]
+        self.looks += 1
+        return Pulse(self.looks, self.looks if self.has_died else 0)
+
+    def dump_stacks(self) -> None:
+        self.has_died = True
+        self.die()
+
+    def kill(self) -> None:
+        self.kills += 1
+
+
+def test_the_watchdog_does_not_kill_the_engine_after_the_stuck_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LOOK_INTERVAL", 0.02)
+    monkeypatch.setattr(supervisor, "DUMP_TIME", 0.1)
+
+    async def run() -> None:
+        link = StuckLink()
+        watched = Supervisor(
+            link,
+            watchdog=0.2,
+            on_message=lambda message: None,
+            on_ready=lambda info: None,
+            on_death=lambda error: "counted",
+            on_end=lambda error: None,
+        )
+        watched.start()
+        await until(lambda: watched.restarts and watched.status.phase == "ready")
+        looks = link.looks
+        await until(lambda: link.looks > looks + 2)  # the watchdog goes on after the time for the stacks
+        assert link.kills == 0 and watched.restarts == 1
+        await watched.stop()
+
+    asyncio.run(run())
 
 
 async def _tokens(engine: AsyncEngine) -> list[int]:

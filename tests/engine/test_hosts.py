@@ -1,6 +1,7 @@
 """What hosts agree on, and the order in which a leader's calls reach its followers."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,14 +12,28 @@ import pytest
 
 from jaxserve.config import Config
 from jaxserve.engine.hosts.agreement import check_hosts, followed, for_followers, group_key, hello, objection
+from jaxserve.engine.hosts.following import Operations
 from jaxserve.engine.hosts.leading import Leader, LeaderRunner, LeaderWeights
 from jaxserve.errors import ConfigError, ConflictError, ServerError
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
+from jaxserve.transport.group.follower import FollowerEnd, connect
 from jaxserve.transport.group.leader import LeaderEnd
 from jaxserve.types.extras import ExtraParams
-from jaxserve.types.group import Done, Execute, Message, Operation, PlanOffer, Sample, decode_to_follower, encode
+from jaxserve.types.group import (
+    Done,
+    Execute,
+    Hello,
+    LeaderEnds,
+    Message,
+    Operation,
+    PlanOffer,
+    Sample,
+    decode_to_follower,
+    encode,
+)
 from jaxserve.types.sampling import GrammarSpec, SamplingParams
 from jaxserve.types.step import PageTableUpdate, ScheduledRow, SchedulerOutput, SlotInit
+from tests.waiting import LAST_RESORT
 
 HOSTS = {"hosts": 2, "tensor": 2}
 
@@ -138,6 +153,18 @@ def test_a_step_arrives_as_it_was_sent() -> None:
     np.testing.assert_array_equal(sample.array(), masks)
 
 
+def test_the_parts_of_a_file_leave_nothing_if_the_process_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    local: Any = Local([])
+    operations = Operations(local, local, tmp_path)
+    assert operations.run(Operation("add_part", {"data": b"no safetensors"})) is None
+    assert not [*tmp_path.iterdir()]
+    assert "no safetensors file" in str(operations.run(Operation("stage_file", {"partial": False})))
+    assert "no file was sent" in str(operations.run(Operation("stage_file", {"partial": False})))
+
+
 class End:
     """A LeaderEnd that notes the order of what happens, and answers for its followers."""
 
@@ -177,6 +204,35 @@ def leader(answer: PlanOffer | Done) -> tuple[Leader, list[Any]]:
     end = End(answer)
     assert set(dir(LeaderEnd)) >= {"send", "answers", "lose"}
     return Leader(cast("LeaderEnd", end)), end.events
+
+
+def test_followers_that_end_with_the_leader_are_not_lost() -> None:
+    """They close their connections as soon as they are told, which may be before the leader closes its own."""
+    lost: list[str] = []
+    for _ in range(20):
+        end = LeaderEnd(("127.0.0.1", 0), b"", 3, lambda hello: None, lambda reason, fix: lost.append(reason))
+        followers = [
+            FollowerEnd(connect(("127.0.0.1", end.port), b"", lambda reason: None), Hello(rank, 3, {}, {}), lost.append)
+            for rank in (1, 2)
+        ]
+        end.gather(LAST_RESORT)
+        with ThreadPoolExecutor() as pool:
+            told = [pool.submit(lambda each=each: (each.receive(), each.close())[0]) for each in followers]
+            Leader(end).stop()
+        assert [each.result() for each in told] == [LeaderEnds(), LeaderEnds()]
+        assert lost == []
+
+
+def test_a_call_that_a_lost_host_fails_is_no_mistake_of_the_client() -> None:
+    end = LeaderEnd(("127.0.0.1", 0), b"", 2, lambda hello: None, lambda reason, fix: None)
+    follower = FollowerEnd(
+        connect(("127.0.0.1", end.port), b"", lambda reason: None), Hello(1, 2, {}, {}), lambda reason: None
+    )
+    end.gather(LAST_RESORT)
+    follower.close()
+    with pytest.raises(ServerError, match="host 1"):
+        Leader(end).on_followers("stage_directory", path="/weights")
+    end.close()
 
 
 def test_each_call_is_sent_before_it_is_made_here() -> None:

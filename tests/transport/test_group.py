@@ -1,5 +1,7 @@
 """The connections of a group of hosts: real sockets, strangers, and losses."""
 
+import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -182,9 +184,42 @@ def test_a_host_that_cannot_be_in_the_group_is_told_why(make: Callable[..., Join
     group = make(2, "another version")
     follower = group.join(1)
     assert follower.receive() == Rejected("another version")
+    wait_for_readers()
+    assert not group.followers_lost  # the end of the connection is not taken for a loss
+
+
+def wait_for_readers() -> None:
+    """Until the followers have read all that their leaders sent."""
     for reader in [thread for thread in threading.enumerate() if thread.name == "leader"]:
         reader.join(LAST_RESORT)
-    assert not group.followers_lost  # the end of the connection is not taken for a loss
+
+
+def test_the_end_of_a_leader_that_was_asked_to_end_is_no_loss(make: Callable[..., Joined]) -> None:
+    group = make(2)
+    follower = group.join(1)
+    group.end.gather(LAST_RESORT)
+    group.end.close(LeaderEnds())
+    wait_for_readers()
+    assert follower.receive() == LeaderEnds()
+    assert not group.followers_lost
+
+
+def test_hosts_join_after_a_moment_without_descriptors(
+    make: Callable[..., Joined], caplog: pytest.LogCaptureFixture
+) -> None:
+    group = make(2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:
+        lowest = os.dup(stranger.fileno())
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            stranger.connect(("127.0.0.1", group.end.port))
+            wait_until(lambda: "Too many open files" in caplog.text, "no connection can be accepted")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    group.join(1)
+    group.end.gather(LAST_RESORT)
 
 
 def test_strangers_do_not_keep_the_group_from_forming(make: Callable[..., Joined]) -> None:

@@ -45,13 +45,23 @@ class FollowerKeeper:
 
     async def _keep(self) -> None:
         """Run one engine process after the other. Raises ConfigError."""
+        await self._link.start()
         while True:
-            await self._link.start()
             with contextlib.suppress(EngineDeadError):
                 while True:
                     self._take(await self._link.receive())
             self.phase = "restarting"
             logger.warning("the engine process of this host ended; it starts again and waits for the leader")
+            await asyncio.sleep(RESTART_DELAY)
+            await self._start_again()
+
+    async def _start_again(self) -> None:
+        """Start an engine process as soon as the system has a process and a folder for it."""
+        while True:
+            try:
+                return await self._link.start()
+            except (OSError, ConfigError) as error:
+                logger.error("no engine process can be started: %s", error)
             await asyncio.sleep(RESTART_DELAY)
 
     def _take(self, message: object) -> None:

@@ -228,7 +228,10 @@ class Supervisor:
             self._dog.look(pulse, time.monotonic())
             if max(self._dog.silent, self._dog.stuck) > self._watchdog:
                 logger.error("the engine is stuck (%.0f s): killing it; its stacks follow", self._watchdog)
+                since = self._ready_since
                 self._link.dump_stacks()
                 await asyncio.sleep(DUMP_TIME)
+                if self._ready_since != since:  # it died by itself, and the link may have another engine
+                    continue
                 self._dog.start(time.monotonic())
                 self._link.kill()

@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import jax
 
@@ -18,6 +18,7 @@ from jaxserve.models.loading.weight_sources import NamedTensors, WeightSource, d
 from jaxserve.runtime.memory import MemoryPlan
 from jaxserve.runtime.model_runner import ModelRunner
 from jaxserve.runtime.weight_updates.device_weights import DeviceWeights
+from jaxserve.transport.child_frames import write
 from jaxserve.transport.group.follower import FollowerEnd
 from jaxserve.types.group import (
     Done,
@@ -102,7 +103,7 @@ class Operations:
         self._weights = weights
         self._served = served
         self._staged: WeightSource | None = None
-        self._file: Path | None = None
+        self._file: IO[bytes] | None = None
         self._calls: dict[str, Callable[..., None]] = {
             "rebuild": self.rebuild,
             "release": runner.release,
@@ -135,20 +136,17 @@ class Operations:
         self._staged = self._weights.staged(directory_source(Path(path), self._weights.structure, self._served))
 
     def add_part(self, data: bytes) -> None:
-        """Append bytes to a temporary file."""
+        """Append bytes to a temporary file. It has no name, so nothing of it is left if this process is killed."""
         if self._file is None:
-            descriptor, name = tempfile.mkstemp(prefix="jaxserve-weights-")
-            self._file = Path(name)
-            open(descriptor, "wb").close()
-        with self._file.open("ab") as file:
-            file.write(data)
+            self._file = tempfile.TemporaryFile(buffering=0)
+        write(self._file.fileno(), data)
 
     def stage_file(self, partial: bool) -> None:
         """Read the temporary file, a safetensors file, and remove it. Raises ServerError if there is none."""
         if self._file is None:
             raise ServerError("no file was sent")
         try:
-            contents = list(read_contents(self._file))
+            contents = list(read_contents(Path(f"/proc/self/fd/{self._file.fileno()}")))
             checkpoint = Checkpoint.of(Path("the update"), dict(contents), duplicate=())
             source: Any = NamedTensors(self._weights.structure, checkpoint, partial=partial)
             self._staged = self._weights.staged(source)
@@ -158,7 +156,7 @@ class Operations:
     def unstage_file(self) -> None:
         """Remove the temporary file."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            self._file.close()
             self._file = None
 
     def unstage(self) -> None:

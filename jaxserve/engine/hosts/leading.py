@@ -61,8 +61,7 @@ class Leader:
 
     def stop(self) -> None:
         """Let the followers end, as this host does."""
-        self.end.send(LeaderEnds())
-        self.end.close()
+        self.end.close(LeaderEnds())
 
     @contextmanager
     def everywhere(self, name: str, limit: float = OPERATION_LIMIT) -> Iterator[None]:

@@ -16,7 +16,7 @@ import msgspec
 
 from jaxserve.transport.group.connection import Connection, GroupConnectionError
 from jaxserve.transport.group.leader import BEAT_INTERVAL, HANDSHAKE_LIMIT, SILENCE_LIMIT
-from jaxserve.types.group import Beat, Hello, Message, Rejected, ToFollower, decode_to_follower, encode
+from jaxserve.types.group import Beat, Hello, LeaderEnds, Message, Rejected, ToFollower, decode_to_follower, encode
 
 RETRY_DELAY = 0.5  # seconds between two tries to connect
 
@@ -35,7 +35,7 @@ def connect(address: tuple[str, int], key: bytes, on_failure: Callable[[str], No
 class FollowerEnd:
     """hello: the first message. on_loss: called in a thread, once, if the leader is gone; it should end the process.
 
-    A leader that sent Rejected closes the connection, which is no loss: the process ends with the leader's reason.
+    A leader that sent Rejected or LeaderEnds closes the connection, which is no loss: the process ends as it is told.
     """
 
     def __init__(self, connection: Connection, hello: Hello, on_loss: Callable[[str], None]) -> None:
@@ -62,7 +62,7 @@ class FollowerEnd:
                 message = decode_to_follower(self._connection.receive())
                 if not isinstance(message, Beat):
                     self._messages.put(message)
-                if isinstance(message, Rejected):
+                if isinstance(message, Rejected | LeaderEnds):
                     return
         except (GroupConnectionError, msgspec.MsgspecError) as error:
             if not self._closing:

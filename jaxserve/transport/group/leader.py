@@ -7,6 +7,7 @@ process, because the devices of the group can do nothing without those of the fo
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, ServerError
 from jaxserve.transport.group.connection import Connection, GroupConnectionError
 from jaxserve.types.group import (
     Beat,
@@ -34,13 +35,16 @@ MAX_HANDSHAKES = 32  # at once; further connections are closed
 BEAT_INTERVAL = 1.0  # seconds
 SILENCE_LIMIT = 30.0  # seconds without a frame after which the other host counts as lost
 TICK_INTERVAL = 0.5  # seconds between two calls of `tick` while followers are waited for
+ACCEPT_DELAY = 0.5  # seconds until connections are accepted again after an error
+
+logger = logging.getLogger(__name__)
 
 Check = Callable[[Hello], str | None]  # why a follower cannot be in the group; None: it can
 OnLoss = Callable[[str, str | None], None]  # (what happened, what to do about it)
 
 
-class HostLostError(GroupConnectionError):
-    """A host of the group is gone or does not answer."""
+class HostLostError(ServerError):
+    """A host of the group is gone or does not answer. A call that fails for it has status 500."""
 
 
 class LeaderEnd:
@@ -105,13 +109,18 @@ class LeaderEnd:
     # --- joining
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the listener is closed
-            while True:
+        while self._listener.fileno() >= 0:
+            try:
                 stream, _ = self._listener.accept()
-                if not self._handshakes.acquire(blocking=False):
-                    stream.close()
-                    continue
-                threading.Thread(target=self._take, args=(stream,), name="group-handshake", daemon=True).start()
+            except OSError as error:  # it was closed, the connection ended already, or this process has no descriptor
+                if self._listener.fileno() >= 0:
+                    logger.warning("a host could not join: %s", error)
+                    time.sleep(ACCEPT_DELAY)
+                continue
+            if not self._handshakes.acquire(blocking=False):
+                stream.close()
+                continue
+            threading.Thread(target=self._take, args=(stream,), name="group-handshake", daemon=True).start()
 
     def _take(self, stream: socket.socket) -> None:
         try:
@@ -210,10 +219,13 @@ class LeaderEnd:
             if not self._formed and self._joined.get(rank) is connection:
                 del self._joined[rank]
 
-    def close(self) -> None:
-        """Close all connections. `on_loss` is not called any more."""
+    def close(self, last: Message | None = None) -> None:
+        """Close all connections. `on_loss` is not called any more. last: what every follower is sent before"""
         with self._lock:
             self._closing = True
         self._listener.close()
         for connection in self._joined.values():
+            if last is not None:
+                with contextlib.suppress(GroupConnectionError):  # a host that is gone needs no word
+                    connection.send(encode(last))
             connection.close()
