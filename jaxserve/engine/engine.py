@@ -23,6 +23,7 @@ from jaxserve.engine.core.engine_core import EngineCore, StepError
 from jaxserve.engine.core.page_handover import PageHandover
 from jaxserve.engine.core.serving_state import Mode
 from jaxserve.engine.factory import build_engine
+from jaxserve.engine.turns import Turns
 from jaxserve.errors import ConfigError, HTTPError, InvalidValueError, ServerError
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText, error_of, make_stops
 from jaxserve.text.tokenizer import Tokenizer
@@ -78,6 +79,8 @@ class TextEngine:
 
     model: hub id or directory; None is the embedded demo model. `keys` are configuration keys by bare name
     (`max_num_seqs=8`); alternatively pass a whole `config`. Raises ConfigError.
+
+    Its methods may be called in several threads. Ctrl-C takes effect between two steps.
     """
 
     def __init__(self, model: str | None = None, *, config: Config | None = None, **keys: Any) -> None:
@@ -94,6 +97,7 @@ class TextEngine:
         self._sequences: dict[str, tuple[SequenceText, Sink]] = {}  # by engine id
         self._unread: list[RequestOutput] = []  # returned by the next `step`
         self._closed = False
+        self._turns = Turns()
         self._ids = itertools.count()
         self._names = itertools.count()
 
@@ -103,10 +107,11 @@ class TextEngine:
 
     def close(self) -> None:
         """Abort what runs and end the engine's threads. Later requests raise ServerError."""
-        self._closed = True
-        self._abort(list(self._sequences))
-        self._unread.clear()
-        self.core.close()
+        with self._turns.held():
+            self._closed = True
+            self._abort(list(self._sequences))
+            self._unread.clear()
+            self.core.close()
 
     def __enter__(self) -> Self:
         return self
@@ -143,8 +148,8 @@ class TextEngine:
         pairs = list(zip(batch, each, strict=True))
         groups = [self._siblings(prompt, one, f"request-{next(self._names)}") for prompt, one in pairs]
         results = {each.request_id: Completion() for group in groups for each in group}
-        self._queue(groups, lambda request: results[request.request_id].add)
         try:
+            self._queue(groups, lambda request: results[request.request_id].add)
             while not self._sequences.keys().isdisjoint(results):
                 self._run_step()
                 self._check_runs()
@@ -193,14 +198,15 @@ class TextEngine:
 
     def _queue(self, groups: list[list[EngineRequest]], sink: Callable[[EngineRequest], Sink]) -> None:
         """Queue the sequences of several prompts, all or none. `sink` returns the receiver for the outputs of each."""
-        self._check_open()
         sequences = {
             each.request_id: (text, sink(each))
             for group in groups
             for each, text in zip(group, self._texts(group), strict=True)
         }
-        self.core.add(*itertools.chain.from_iterable(groups))
-        self._sequences |= sequences
+        with self._turns.held():
+            self._check_open()
+            self.core.add(*itertools.chain.from_iterable(groups))
+            self._sequences |= sequences
 
     def _texts(self, group: list[EngineRequest]) -> list[SequenceText]:
         prompt, params = group[0].prompt_token_ids, group[0].params
@@ -226,6 +232,10 @@ class TextEngine:
 
     def _run_step(self) -> None:
         """Run one step of the core and pass its outputs to the sinks of their sequences."""
+        with self._turns.held():
+            self._step()
+
+    def _step(self) -> None:
         try:
             outputs = self.core.step()
         except StepError as error:
@@ -254,11 +264,13 @@ class TextEngine:
 
     def abort(self, request_id: str) -> None:
         """Abort all sequences of the requests with this id. They yield no more outputs."""
-        self._abort([key for key, (sequence, _) in self._sequences.items() if sequence.request_id == request_id])
-        self._unread = [output for output in self._unread if output.request_id != request_id]
+        with self._turns.held():
+            self._abort([key for key, (sequence, _) in self._sequences.items() if sequence.request_id == request_id])
+            self._unread = [output for output in self._unread if output.request_id != request_id]
 
     def _abort(self, ids: Iterable[str]) -> None:
-        self.core.abort([each for each in ids if self._sequences.pop(each, None) is not None])
+        with self._turns.held():
+            self.core.abort([each for each in ids if self._sequences.pop(each, None) is not None])
 
     # --- weights and memory; between two steps, whether requests run or not
 
@@ -306,14 +318,19 @@ class TextEngine:
         device fails half way; then no request runs until an update succeeds. No cached prefix of the old weights is
         used.
         """
-        return self.control.update(weights, version=version, running=running, partial=partial, delete_old=delete_old)
+        with self._turns.held():
+            return self.control.update(
+                weights, version=version, running=running, partial=partial, delete_old=delete_old
+            )
 
     def pause(self, mode: Mode = "abort") -> None:
         """Run no steps until `resume`. mode: running requests end, or are computed again, or keep their KV."""
-        self.control.pause(mode)
+        with self._turns.held():
+            self.control.pause(mode)
 
     def resume(self) -> None:
-        self.control.resume()
+        with self._turns.held():
+            self.control.resume()
 
     def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
         """Free the devices' memory until `wake`: KV cache and weights. Compiled programs stay.
@@ -321,11 +338,13 @@ class TextEngine:
         level: 1 keeps the weights in the host's memory; 2 drops them, so that `update_weights` must follow. mode: abort
         or retract, as in `pause`
         """
-        self.control.sleep(level, mode)
+        with self._turns.held():
+            self.control.sleep(level, mode)
 
     def wake(self) -> None:
         """Undo `sleep`. Raises ServerError if there is no memory for it; the engine then stays asleep."""
-        self.control.wake()
+        with self._turns.held():
+            self.control.wake()
 
 
 def _pushed(sequence: SequenceText, output: TokenOutput) -> RequestOutput:

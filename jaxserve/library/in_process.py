@@ -4,8 +4,7 @@
     engine.chat([{"role": "user", "content": "Hello"}], max_tokens=32).choices[0].message.content
 
 The HTTP route's own code reads the fields and builds the answer. Its coroutines run in a thread with an event loop,
-because the caller may already be inside a running one (a notebook). The caller waits meanwhile, so only one thread uses
-the engine at a time.
+because the caller may already be inside a running one (a notebook). The caller waits meanwhile.
 """
 
 from __future__ import annotations
@@ -66,9 +65,11 @@ class Engine(TextEngine):
         Raises RequestError, also for a field that the route does not know, and ConfigError at the first call if the
         chat template or the tokenizer is not the model's.
         """
-        self._check_open()
-        answer = self._chats.prepare({"messages": messages, "stream": stream} | fields)
-        return self._chats.chunks(answer) if stream else self._chats.whole(answer)
+        with self._turns.held():
+            self._check_open()
+            chats = self._chats
+        answer = chats.prepare({"messages": messages, "stream": stream} | fields)
+        return chats.chunks(answer) if stream else chats.whole(answer)
 
     @cached_property
     def _chats(self) -> _Chats:
@@ -90,11 +91,13 @@ class Engine(TextEngine):
         group = self._siblings(prompt, params, name, options.get("priority", 0), options.get("cache_salt", ""))
         ids = [each.request_id for each in group]
         outputs: deque[RequestOutput] = deque()
-        self._queue([group], lambda _: outputs.append)
+        async with self._turns.awaited():
+            self._queue([group], lambda _: outputs.append)
         try:
             while outputs or not self._sequences.keys().isdisjoint(ids):
                 if not outputs:
-                    self._run_step()
+                    async with self._turns.awaited():
+                        self._run_step()
                     self._check_runs()
                     await asyncio.sleep(0)  # lets cancellation arrive and other beams of a search run
                     continue
@@ -103,7 +106,7 @@ class Engine(TextEngine):
                     raise output.error
                 yield output
         finally:
-            self._abort(ids)
+            self._turns.soon(lambda: self._abort(ids))
 
 
 @dataclass(frozen=True)

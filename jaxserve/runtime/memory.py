@@ -8,6 +8,7 @@ is enough because the pages are capped far below the memory.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ from jaxserve.errors import ConfigError
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.types.scheduling.window_size import WindowSize
 
+logger = logging.getLogger(__name__)
+
 MIB = 2**20
 CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pages take this or as much as the weights, whichever is more
+_REACH = 2**31  # numbers that an offset of 32 bits reaches
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -73,7 +77,10 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The inputs of the plan. Bytes are over all devices; the fields are those of MemoryPlan."""
+    """The inputs of the plan. Bytes are over all devices; the fields are those of MemoryPlan.
+
+    reached: bytes of one page in a layer of each group on a device, if `within_reach` limits them, else 0.
+    """
 
     weight_bytes: int
     state_bytes: int
@@ -83,6 +90,7 @@ class Sizes:
     max_num_seqs: int
     window_page_bytes: int = 0
     window: WindowSize | None = None
+    reached: tuple[int, int] = (0, 0)
 
 
 def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_bytes: int) -> MemoryPlan:
@@ -104,6 +112,8 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
         window_pages = min(num_pages, most) if num_window_pages is None else num_window_pages
     if config.num_pages is not None:
         _check_room(sizes, num_pages, window_pages, device_bytes)
+    num_pages = _reachable("num_pages", num_pages, sizes.reached[0], config.num_pages)
+    window_pages = _reachable("num_window_pages", window_pages, sizes.reached[1], num_window_pages)
     longest = num_pages * sizes.page_size
     if longest < max_model_len and (not config.shrink_context or longest < sizes.page_size):
         raise ConfigError(_too_small(sizes, num_pages, window_pages, max_model_len, budget), fix=_advice(longest))
@@ -126,6 +136,27 @@ def plan_memory(sizes: Sizes, config: RunnerConfig, *, platform: str, device_byt
         window_page_bytes=sizes.window_page_bytes,
         num_window_pages=window_pages,
     )
+
+
+def within_reach(count: int, size: int) -> int:
+    """Return how many of `count` pieces of `size` bytes a Triton kernel may read as one array of one-byte numbers.
+
+    Up to 4 GiB Pallas makes Triton's offsets of 32 bits, which have a sign, and above of 64. Between 2 and 4 GiB the
+    numbers beyond 2 GiB would be read from in front of the array. Wider numbers are at most 2**31 there.
+    """
+    return _REACH // size if _REACH < count * size <= 2 * _REACH else count
+
+
+def _reachable(name: str, count: int, size: int, asked: int | None) -> int:
+    """Return the pages of a group that the kernels reach. Raises ConfigError if the configuration asks for more."""
+    most = within_reach(count, size)
+    if most == count:
+        return count
+    why = f"the Triton kernels read at most {_mib(_REACH)} of a layer's 8-bit pages, or more than {_mib(2 * _REACH)}"
+    if asked is not None:
+        raise ConfigError(f"cache.{name} is {count}, which is {_mib(count * size)}: {why}", fix=f"set it to {most}")
+    logger.warning("cache.%s is %d instead of %d: %s", name, most, count, why)
+    return most
 
 
 def split_pool(

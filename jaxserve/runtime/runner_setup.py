@@ -63,7 +63,10 @@ class RunnerSetup:
 
     @classmethod
     def of(cls, loaded: LoadedModel, config: RunnerConfig, mesh: DeviceMesh) -> RunnerSetup:
-        """Choose backend, buckets and layer groups. Raises ConfigError if the attention backend cannot run here."""
+        """Choose backend, buckets and layer groups.
+
+        Raises ConfigError if the attention backend cannot run here, or if a kernel does not reach all of a weight.
+        """
         backend = get_backend(config.attention, mesh.platform)
         attention = loaded.config.attention_layers
         window = kv_cache.group_window(attention, config.max_model_len)
@@ -78,12 +81,14 @@ class RunnerSetup:
             deterministic=config.deterministic,
             max_drafts=config.max_drafts,
         )
+        linear = chosen_products(config, loaded, mesh, backend)
+        check_reach(loaded, linear)
         steps = StepPrograms(
             bind=loaded.bind,
             backend=backend,
             layers=layers,
             page_size=config.page_size,
-            linear=chosen_products(config, loaded, mesh, backend),
+            linear=linear,
             mesh=mesh.mesh,
             normalize_embeddings=config.normalize_embeddings,
             per_token=config.deterministic,
@@ -112,6 +117,7 @@ class RunnerSetup:
             max_num_seqs=config.max_num_seqs,
             window_page_bytes=kv_cache.page_bytes(self.layers, group=1),
             window=self._window_size(),
+            reached=(self._reached(0), self._reached(1)),
         )
         plan = memory.plan_memory(
             sizes,
@@ -122,6 +128,13 @@ class RunnerSetup:
         if config.host_memory is None:
             return plan
         return memory.plan_host_pages(plan, self._host_page(0), self._host_page(1), config.host_memory)
+
+    def _reached(self, group: int) -> int:
+        """Return the bytes of a page in a layer of a group on a device, 0 if the backend reads pages of any number."""
+        if self.backend.name != "triton" or self.config.cache_dtype.itemsize > 1:
+            return 0
+        own = (layer for layer in self.layers if layer.group == group)
+        return max((math.prod(layer.sharding.shard_shape((1, *layer.page_shape))) for layer in own), default=0)
 
     def _host_page(self, group: int) -> int:
         """Return the bytes of one page of all layers of a group in the memory of the host."""
@@ -208,6 +221,20 @@ def chosen_products(config: RunnerConfig, loaded: LoadedModel, mesh: DeviceMesh,
         found = _experts_in_words(products, loaded.structure.activation_dtype)
         logger.info("runtime.experts %s on %s: %s", config.experts, mesh.platform, found)
     return products
+
+
+def check_reach(loaded: LoadedModel, products: Products) -> None:
+    """Raise ConfigError for a weight that a Triton kernel would read only in part, see `memory.within_reach`."""
+    few_bits = products.few_bits == "gpu" and not products.deterministic
+    for spec, leaf in zip(loaded.structure.specs, loaded.leaves, strict=True):
+        read = products.experts == "triton" if "expert" in spec.axes else few_bits
+        size = math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+        if read and leaf.dtype.itemsize == 1 and memory.within_reach(size, 1) < size:
+            raise ConfigError(
+                f"{spec.name} has {size / 2**30:.2f} GiB on a device, and the Triton kernels read at most 2 GiB of a "
+                "weight in 8 or 4 bits, or more than 4",
+                fix="raise mesh.tensor or mesh.expert, or set model.quantization: none",
+            )
 
 
 def _experts_in_words(products: Products, dtype: jnp.dtype) -> str:

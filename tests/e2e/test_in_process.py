@@ -13,7 +13,7 @@ import openai
 import pytest
 
 import jaxserve
-from jaxserve import Engine
+from jaxserve import Engine, SamplingParams
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, RequestError, ServerError, UnsupportedParameterError
 from jaxserve.library.loop_thread import LoopThread
 from jaxserve.library.serving import RunningServer
@@ -165,6 +165,27 @@ def test_a_stream_that_is_left_is_aborted(end: str, engine: Engine) -> None:
         del loop
     del stream
     gc.collect()
+    assert not engine.has_unfinished
+
+
+def test_a_stream_that_is_collected_during_a_step_is_aborted_after_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort in the middle of a step would change what the step is made of."""
+    loop: list[Any] = [engine.chat(FRANCE, stream=True, ignore_eos=True)]
+    next(loop[0])
+    loop.append(loop)
+    del loop
+    execute, live = engine.runner.execute, list[int]()
+
+    def collecting(output: Any) -> Any:
+        gc.collect()
+        live.append(len(engine.core.live_ids))
+        return execute(output)
+
+    monkeypatch.setattr(engine.runner, "execute", collecting)
+    [[found]] = engine.generate("Once upon a time", SamplingParams(temperature=0.0, max_tokens=9))
+    assert found.text == " there was a kind tiger named Hugo." and live[:2] == [2, 1]
     assert not engine.has_unfinished
 
 

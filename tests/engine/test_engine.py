@@ -1,5 +1,9 @@
 """TextEngine, in process: failures are results, nothing is queued by half, and no error leaves it unusable."""
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,7 +16,9 @@ from jaxserve.engine import factory
 from jaxserve.engine.core.engine_core import EngineCore
 from jaxserve.engine.engine import Completion, TextEngine
 from jaxserve.engine.server import BuiltEngine
+from jaxserve.engine.turns import interrupts_wait
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidValueError, RequestError, ServerError
+from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.text.output.sequence_text import RequestOutput, SequenceText
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types.messages import Located
@@ -183,6 +189,60 @@ def test_an_interrupt_between_two_steps_aborts_too(engine: TextEngine, monkeypat
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(EngineCore, "step", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         engine.generate(PROMPTS, GREEDY)
+    check_usable(engine)
+
+
+def press_ctrl_c(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("place", [(Scheduler, "update"), (SequenceText, "push"), (EngineCore, "add")])
+def test_ctrl_c_costs_the_other_requests_no_token(
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
+) -> None:
+    """A signal in the middle of a step: its tokens were read, and their requests are not told yet."""
+    name = engine.add_request([1, 2], SamplingParams(temperature=0.0, max_tokens=4))
+    seen: dict[tuple[str, int], Completion] = {}
+    work, due = getattr(*place), [1]
+
+    def interrupted(*args: Any, **keys: Any) -> Any:
+        result = work(*args, **keys)
+        if due:
+            press_ctrl_c(due.pop())
+        return result
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(*place, interrupted)
+        engine.generate(PROMPTS, GREEDY)
+    take(engine, seen)
+    assert (seen[name, 0].token_ids, seen[name, 0].error) == (expected([1, 2])[:4], None)
+    check_usable(engine)
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+        press_ctrl_c()
+        done.append("waited")
+        press_ctrl_c()
+        done.append("did not")
+    assert done == ["waited"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_several_threads_generate(engine: TextEngine) -> None:
+    """One step at a time, whichever thread computes it."""
+    inside: list[int] = []
+
+    def plan(output: SchedulerOutput) -> None:
+        inside.append(threading.get_ident())
+        time.sleep(0.001)
+        assert inside == [threading.get_ident()]
+        inside.clear()
+
+    fail(engine, plan)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda prompt: engine.generate(prompt, GREEDY)[0][0], PROMPTS * 4))
+    assert [each.token_ids for each in found] == [expected(prompt) for prompt in PROMPTS * 4]
     check_usable(engine)
 
 

@@ -1,4 +1,6 @@
 import dataclasses
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -6,8 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.models.loading.loader import LoadedModel
+from jaxserve.ops.linear import Products
+from jaxserve.ops.paged_attention import Backend
+from jaxserve.ops.paged_attention.triton.backend import TritonBackend
 from jaxserve.runtime.memory import MIB, MemoryPlan, Sizes, device_memory, plan_memory, scratch_bytes, split_pool
+from jaxserve.runtime.mesh import DeviceMesh
 from jaxserve.runtime.runner_config import RunnerConfig
+from jaxserve.runtime.runner_setup import RunnerSetup, check_reach
 from jaxserve.types.scheduling.window_size import WindowSize
 
 GIB = 2**30
@@ -73,6 +81,58 @@ def test_measured_sizes() -> None:
     assert device_memory(jax.devices("cpu")) > GIB
     compiled = jax.jit(lambda x: jnp.sin(x @ x) @ x).lower(jax.ShapeDtypeStruct((256, 256), jnp.float32)).compile()
     assert scratch_bytes(compiled) >= 256 * 256 * 4
+
+
+# --- 8-bit pages in the Triton kernels
+
+SCALED = dataclasses.replace(SIZES, page_bytes=MIB, reached=(2**15, 0))  # 32 layers of 8 kv heads of 128 numbers
+
+
+@pytest.mark.parametrize(("gib", "pages"), [(80, 54272), (100, 65536), (160, 65536), (170, 134 * 1024)])
+def test_8_bit_pages_end_at_what_an_offset_with_a_sign_reaches(gib: int, pages: int) -> None:
+    """65,536 pages of a layer are 2 GiB. Above 4 GiB offsets have 64 bits."""
+    assert plan(SCALED, device_bytes=gib * GIB, memory_fraction=0.9).num_pages == pages
+
+
+def test_more_8_bit_pages_than_the_kernels_reach_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache.num_pages is 65537.*at most 2048 MiB") as caught:
+        plan(SCALED, num_pages=65537, device_bytes=140 * GIB)
+    assert caught.value.fix == "set it to 65536"
+    windows = dataclasses.replace(ALTERNATING, reached=(0, 2**17))
+    with pytest.raises(ConfigError, match=r"cache.num_window_pages is 18000"):
+        plan(windows, num_window_pages=18000)
+    assert plan(windows).num_window_pages == 16384
+
+
+def test_pages_that_only_triton_reads_in_part(tiny_model: LoadedModel, mesh: DeviceMesh) -> None:
+    """Pages of int8, on the one backend that counts in 32 bits."""
+    many = 3 * 2**22
+
+    def planned(backend: Backend | None, dtype: str) -> int:
+        config = dataclasses.replace(CONFIG, max_model_len=128, cache_dtype=jnp.dtype(dtype), num_pages=many)
+        setup = RunnerSetup.of(tiny_model, dataclasses.replace(config, attention="xla"), mesh)
+        assert 2**31 < math.prod(setup.layers[0].page_shape) * many < 2**32
+        return dataclasses.replace(setup, backend=backend or setup.backend).plan(2**40).num_pages
+
+    assert planned(None, "int8") == planned(TritonBackend(), "bfloat16") == many
+    with pytest.raises(ConfigError, match=f"cache.num_pages is {many}"):
+        planned(TritonBackend(), "int8")
+
+
+@pytest.mark.parametrize(("gib", "axes", "products"), [(1, (), "few"), (3, (), "few"), (3, ("expert",), "experts")])
+def test_a_weight_that_triton_reads_in_part_is_refused(gib: int, axes: tuple[str, ...], products: str) -> None:
+    spec = SimpleNamespace(name="head.values", axes=axes)
+    leaf = jax.ShapeDtypeStruct((gib, 2**15, 2**15), jnp.int8)
+    loaded: Any = SimpleNamespace(structure=SimpleNamespace(specs=[spec]), leaves=[leaf])
+    found = Products(few_bits="gpu", experts="xla") if products == "few" else Products(experts="triton")
+    if gib == 1:
+        check_reach(loaded, found)
+        return
+    with pytest.raises(ConfigError, match=r"head\.values has 3\.00 GiB"):
+        check_reach(loaded, found)
+    check_reach(loaded, Products(few_bits="gpu", experts="triton", deterministic=True) if not axes else Products())
+    wide = jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16)
+    check_reach(SimpleNamespace(structure=loaded.structure, leaves=[wide]), found)  # type: ignore[arg-type]
 
 
 # --- layers with a sliding window
