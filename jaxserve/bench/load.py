@@ -15,6 +15,7 @@ from jaxserve.bench.workload import LoadRequest
 from jaxserve.errors import ConfigError
 
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")  # of a chat's chunk
+_NO_STREAM = (ValueError, LookupError, TypeError, AttributeError)  # of reading events that have another form
 READ_TIMEOUT = 600.0  # seconds without a byte
 
 
@@ -23,7 +24,7 @@ class Timing:
     """The times of one request, in seconds since the start of the run."""
 
     sent: float
-    token_times: list[float] = field(default_factory=list)  # of each chunk with text or tokens
+    token_times: list[float] = field(default_factory=list)  # of each chunk with text or tokens, at least one
     output_tokens: int = 0
     prompt_tokens: int = 0
     ended: float = 0.0
@@ -85,9 +86,9 @@ async def run_load(
     """
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     gate = asyncio.Semaphore(concurrency or len(requests) or 1)
-    start = time.perf_counter()
 
     async with httpx2.AsyncClient(limits=limits, timeout=READ_TIMEOUT, headers=_headers(target.api_key)) as client:
+        start = time.perf_counter()  # the client reads the certificates of this machine before, for 0.05 s and more
 
         async def one(request: LoadRequest) -> Timing:
             if request.at is not None:
@@ -98,7 +99,8 @@ async def run_load(
             return timing
 
         timings = await asyncio.gather(*(one(request) for request in requests))
-    return list(timings), time.perf_counter() - start
+        seconds = time.perf_counter() - start
+    return list(timings), seconds
 
 
 async def _send(client: httpx2.AsyncClient, target: LoadTarget, request: LoadRequest, start: float) -> Timing:
@@ -110,7 +112,7 @@ async def _send(client: httpx2.AsyncClient, target: LoadTarget, request: LoadReq
                 timing.error = f"{reply.status_code}: {(await reply.aread())[:200]!r}"
             else:
                 await _read_events(reply, timing, start)
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, *_NO_STREAM) as error:
         timing.error = f"{type(error).__name__}: {error}"
     timing.ended = time.perf_counter() - start
     if timing.error is None and not timing.token_times:
@@ -119,19 +121,30 @@ async def _send(client: httpx2.AsyncClient, target: LoadTarget, request: LoadReq
 
 
 async def _read_events(reply: httpx2.Response, timing: Timing, start: float) -> None:
+    counted = ended = False
     async for line in reply.aiter_lines():
-        if not line.startswith("data: ") or line == "data: [DONE]":
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            ended = True
             continue
         now = time.perf_counter() - start
         event = orjson.loads(line[6:])
         if "error" in event:
             timing.error = str(event["error"].get("message"))
-        for choice in event.get("choices", ()):
-            if _has_text(choice) or choice.get("token_ids") or choice.get("finish_reason"):
-                timing.token_times.append(now)
+        timing.token_times += [now for choice in event.get("choices", ()) if _is_timed(choice, timing)]
         if usage := event.get("usage"):
+            counted = True
             timing.output_tokens = usage["completion_tokens"]
             timing.prompt_tokens = usage["prompt_tokens"]
+    if timing.error is None and not (ended and counted):
+        timing.error = "the stream has no usage" if ended else "the stream ended before its end was sent"
+
+
+def _is_timed(choice: dict[str, Any], timing: Timing) -> bool:
+    """Return whether a chunk brings tokens. One that only ends the answer does if none did: its token has no text."""
+    brings = _has_text(choice) or bool(choice.get("token_ids"))
+    return brings or (bool(choice.get("finish_reason")) and not timing.token_times)
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +11,18 @@ from jaxserve.errors import ConfigError
 from jaxserve.installation import install_command
 
 
+def check_plot(path: Path) -> None:
+    """Raise ConfigError without matplotlib, and for a file of another kind."""
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot writes a PNG, and {path} has another ending")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib", fix=install_command("bench"))
+
+
 def plot(timings: Sequence[Timing], path: Path) -> None:
-    """Write a PNG. Raises ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib", fix=install_command("bench")) from None
+    """Write a PNG. `check_plot` has passed."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+
     good = [t for t in timings if t.error is None]
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axis, name, values in zip(

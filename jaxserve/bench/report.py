@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from jaxserve.bench.load import Timing
+from jaxserve.errors import ConfigError
 from jaxserve.version import __version__
 
 
@@ -126,11 +127,17 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(record: dict[str, Any], path: Path | None, details: dict[str, Any] | None = None) -> None:
-    """Print a record with the environment as one JSON line, and write it to `path` together with `details`."""
+    """Print a record with the environment as one JSON line, and write it to `path` together with `details`.
+
+    Raises ConfigError if it cannot be written.
+    """
     record = {"environment": environment()} | record
     print(orjson.dumps(record).decode())
     if path is not None:
-        path.write_bytes(orjson.dumps(record | (details or {})))
+        try:
+            path.write_bytes(orjson.dumps(record | (details or {})))
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _processor() -> str:

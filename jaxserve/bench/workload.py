@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
@@ -51,21 +51,37 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int) -> list[int]
 def dataset_workload(path: Path, count: int, *, output_len: int, seed: int = 0) -> list[LoadRequest]:
     """Read prompts from a JSONL file: the first string under prompt, question, text, turns or messages.
 
-    Raises ConfigError if no line has one.
+    Raises ConfigError if the file cannot be read, or no line has one.
     """
-    prompts = [text for line in path.read_text(encoding="utf-8").splitlines() if (text := _prompt_of(line))]
+    lines = _text(path).split("\n")  # splitlines would also split at U+2028, which JSON's strings may contain
+    prompts = [text for number, line in enumerate(lines, 1) if (text := _prompt_of(path, number, line))]
     if not prompts:
         raise ConfigError(f"{path} holds no line with a prompt, question, text, turns or messages")
     rng = random.Random(seed)
     return [LoadRequest(rng.choice(prompts), None, output_len) for _ in range(count)]
 
 
-def _prompt_of(line: str) -> str | None:
-    record = json.loads(line) if line.strip() else {}
+def _text(path: Path) -> str:
+    """Return the text of a file of the user. Raises ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8") from None
+
+
+def _prompt_of(path: Path, number: int, line: str) -> str | None:
+    try:
+        record = json.loads(line) if line.strip() else {}
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise ConfigError(f"line {number} of {path} is no JSON object")
     for key in ("prompt", "question", "text", "turns", "messages"):
         value = record.get(key)
         if isinstance(value, list) and value:
-            value = value[0]["content"] if isinstance(value[0], dict) else value[0]
+            value = value[0].get("content") if isinstance(value[0], dict) else value[0]
         if isinstance(value, str):
             return value
     return None
@@ -76,7 +92,8 @@ def trace_workload(
 ) -> list[LoadRequest]:
     """Read arrival times and lengths from a CSV trace (TIMESTAMP, ContextTokens, GeneratedTokens).
 
-    Prompts are random token ids. speed: divides the times. max_len: limit of prompt plus output tokens
+    Prompts are random token ids. speed: divides the times. max_len: limit of prompt plus output tokens, at least 3
+    Raises ConfigError if the file is no trace of so many requests.
     """
     rng = random.Random(seed)
     requests: list[LoadRequest] = []
@@ -86,18 +103,37 @@ def trace_workload(
         prompt = random_prompt(rng, prompt_len, vocab_size)
         requests.append(LoadRequest(prompt, prompt_len, output_len, at / speed))
         if len(requests) == count:
-            break
-    return requests
+            return requests
+    raise ConfigError(
+        f"{path} has {len(requests)} requests, fewer than the {count} asked for", fix="lower --num-prompts"
+    )
 
 
 def trace_rows(path: Path) -> Iterator[tuple[float, int, int]]:
-    """Yield the seconds since the first row, the prompt tokens and the output tokens of each row of a CSV trace."""
+    """Yield the seconds since the first row, the prompt tokens and the output tokens of each row of a CSV trace.
+
+    Raises ConfigError if the file cannot be read or a row is no such row.
+    """
     start: datetime | None = None
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
+    rows = csv.DictReader(_text(path).splitlines())
+    for row in rows:
+        try:
             when = datetime.fromisoformat(row["TIMESTAMP"][:26])
             start = start or when
             yield (when - start).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        except (KeyError, TypeError, ValueError):  # TypeError: a row that is cut off, or two forms of time
+            fix = "it needs the columns TIMESTAMP, ContextTokens and GeneratedTokens"
+            raise ConfigError(f"line {rows.line_num} of {path} is no row of a trace", fix=fix) from None
+
+
+def warm_up_workload(requests: list[LoadRequest], count: int, *, vocab_size: int, seed: int = 0) -> list[LoadRequest]:
+    """Return requests as long as those that are measured, with other prompts: these would be cached otherwise."""
+    rng = random.Random(f"warm-up {seed}")
+
+    def other(prompt: str | list[int]) -> str | list[int]:
+        return f"{rng.random()} {prompt}" if isinstance(prompt, str) else random_prompt(rng, len(prompt), vocab_size)
+
+    return [replace(request, prompt=other(request.prompt), at=None) for request in islice(cycle(requests), count)]
 
 
 def poisson(requests: list[LoadRequest], rate: float, *, seed: int = 0) -> list[LoadRequest]:

@@ -9,24 +9,26 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-import httpx2
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from jaxserve.api.shared.body_cost import max_line_bytes
 from jaxserve.bench.load import root_url
+from jaxserve.cli.batch_server import BatchServer, until_reached
 from jaxserve.cli.offline_batch import OfflineBatch, run_offline, validate
+from jaxserve.cli.options.arguments import api_key
 from jaxserve.cli.options.settings import load_config
 from jaxserve.cli.terminal.progress import StartProgress
 from jaxserve.client.async_engine import AsyncEngine
 from jaxserve.config import Config
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineDeadError, UnexpectedEndError
 from jaxserve.log import configure_logging
 from jaxserve.store import BatchRecord, BatchStatus
 
@@ -37,11 +39,29 @@ MAX_SHOWN_ERRORS = 20
 def run(words: Sequence[str]) -> int:
     """Run the command `batch`. Raises ConfigError for an unknown argument."""
     options, rest = _parser().parse_known_args(words)
-    if (output := getattr(options, "output", None)) is not None and not output.parent.is_dir():
-        raise ConfigError(f"there is no directory {output.parent}")  # now, not once a batch has run
+    if (output := getattr(options, "output", None)) is not None:
+        _check_output(output)  # now, not once a batch has run
     if rest and options.run is not _run:
         raise ConfigError(f"unknown argument {rest[0]}", fix="see jaxserve batch --help")
     return options.run(options, rest)
+
+
+def _check_output(output: Path) -> None:
+    """Raise ConfigError if no file can be written at `output`."""
+    if not output.name:
+        raise ConfigError(f"-o {str(output)!r} is no name of a file")
+    if not output.parent.is_dir():
+        raise ConfigError(f"there is no directory {output.parent}")
+    for path in (output, errors_path(output)):
+        if path.is_dir():
+            raise ConfigError(f"cannot write {path}: it is a directory", fix="name another output with -o")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"should be KEY=VALUE, not {text!r}")
+    return name, value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     submit = commands.add_parser("submit", help="upload a file to a server and run it there")
     submit.add_argument("input", type=Path)
     submit.add_argument("--endpoint", default="/v1/chat/completions")
-    submit.add_argument("--metadata", action="append", default=[], metavar="KEY=VALUE")
+    submit.add_argument("--metadata", action="append", type=_pair, default=[], metavar="KEY=VALUE")
     submit.add_argument("--wait", action="store_true", help="show the progress until the end")
     submit.add_argument("-o", "--output", type=Path, help="download the output here; implies --wait")
     submit.set_defaults(run=_submit)
@@ -82,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (submit, status, cancel):
         command.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
-        command.add_argument("--api-key", default=os.environ.get("JAXSERVE_SERVER__API_KEY"))
+        command.add_argument("--api-key", type=api_key, default=os.environ.get("JAXSERVE_SERVER__API_KEY"))
     return parser
 
 
@@ -92,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = load_config(rest, os.environ)
     configure_logging(config.logging)
-    batch = OfflineBatch(options.input, options.output, options.errors or _errors_path(options.output))
+    batch = OfflineBatch(options.input, options.output, options.errors or errors_path(options.output))
     batch.check()
     endpoint, found = validate(batch, max_line_bytes(config.server))
     if found.errors:
@@ -109,12 +129,22 @@ def _run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 async def _run_here(batch: OfflineBatch, endpoint: str, config: Config) -> BatchRecord:
     engine = AsyncEngine(config)
-    try:
-        await _start(engine)
-        with _Bar() as bar:
-            return await run_offline(
-                batch, endpoint, engine, config, lambda record: bar.show(record.total, record.completed, record.failed)
+
+    def _show_record(record: BatchRecord) -> None:
+        if engine.status.phase == "dead":
+            raise engine.failure or UnexpectedEndError(
+                f"the engine is dead: {engine.status.detail}",
+                fix="see the lines above; finished requests are kept, and the same call goes on",
             )
+        bar.show(record.total, record.completed, record.failed)
+
+    try:
+        try:
+            await _start(engine)
+        except EngineDeadError as error:
+            raise UnexpectedEndError(str(error), fix="see the lines above") from None
+        with _Bar() as bar:
+            return await run_offline(batch, endpoint, engine, config, _show_record)
     finally:
         await engine.stop()
 
@@ -131,7 +161,8 @@ async def _start(engine: AsyncEngine) -> None:
     await starting
 
 
-def _errors_path(output: Path) -> Path:
+def errors_path(output: Path) -> Path:
+    """Return the default file for failed requests."""
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 
@@ -178,85 +209,24 @@ class _Bar:
 # at a server
 
 
-class _BatchClient:
-    """Client of a server's files and batches. Raises ConfigError with the server's message."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        self._base_url = options.base_url
-        try:
-            self._http = httpx2.Client(base_url=f"{self._base_url}/v1", headers=headers, timeout=600)
-        except httpx2.InvalidURL as error:
-            raise ConfigError(f"cannot reach {self._base_url}: {error}", fix="set --base-url") from None
-
-    def __enter__(self) -> _BatchClient:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._http.close()
-
-    def call(self, method: str, path: str, **keys: Any) -> dict[str, Any]:
-        """Return the server's answer. Raises ConfigError if it refuses, is not reached, or answers no JSON."""
-        answer = self._checked(lambda: self._http.request(method, path, **keys))
-        try:
-            return answer.json()
-        except ValueError:
-            raise ConfigError(f"what answers at {self._base_url} is no such server", fix="set --base-url") from None
-
-    def download(self, file_id: str, target: Path) -> None:
-        """Write a file of the server to `target`. Raises ConfigError if the server refuses, or it cannot be written."""
-        temporary = target.with_name(f"{target.name}.part")
-        try:
-            with self._http.stream("GET", f"/files/{file_id}/content") as answer, open(temporary, "wb") as file:
-                if answer.status_code != 200:
-                    raise ConfigError(f"the server answered {answer.status_code} for {file_id}")
-                for data in answer.iter_bytes():
-                    file.write(data)
-            temporary.rename(target)
-        except httpx2.HTTPError as error:
-            raise ConfigError(f"cannot reach {self._base_url}: {error}", fix="set --base-url") from None
-        except OSError as error:
-            raise ConfigError(f"cannot write {target}: {error.strerror}", fix="name another output with -o") from None
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _checked(self, send: Callable[[], httpx2.Response]) -> httpx2.Response:
-        try:
-            answer = send()
-        except httpx2.HTTPError as error:
-            raise ConfigError(f"cannot reach {self._base_url}: {error}", fix="set --base-url") from None
-        if answer.status_code >= 400:
-            raise ConfigError(f"the server answered {answer.status_code}: {_message(answer)}")
-        return answer
-
-
-def _message(answer: httpx2.Response) -> str:
-    try:
-        return answer.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:200]
-
-
 def _submit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not options.input.is_file():
         raise ConfigError(f"there is no file {options.input}")
-    body = {
-        "endpoint": options.endpoint,
-        "completion_window": "24h",
-        "metadata": dict(pair.partition("=")[::2] for pair in options.metadata) or None,
-    }
-    with _BatchClient(options) as server:
-        with open(options.input, "rb") as data:
-            parts = {"file": (options.input.name, data)}
-            body["input_file_id"] = server.call("POST", "/files", data={"purpose": "batch"}, files=parts)["id"]
-        batch = server.call("POST", "/batches", json=body, headers={"Idempotency-Key": uuid.uuid4().hex})
-        print(batch["id"])
+    with BatchServer(options) as server:
+        body = {
+            "endpoint": options.endpoint,
+            "completion_window": "24h",
+            "metadata": dict(options.metadata) or None,
+            "input_file_id": server.upload(options.input),
+        }
+        batch = server.create(body, uuid.uuid4().hex)
+        print(batch["id"], flush=True)  # for another command, while this one waits
         return _follow(server, batch, options) if options.wait or options.output else 0
 
 
 def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    with _BatchClient(options) as server:
-        batch = server.call("GET", f"/batches/{options.batch_id}")
+    with BatchServer(options) as server:
+        batch = server.batch(options.batch_id)
         if options.wait or options.output:
             return _follow(server, batch, options)
     _show(batch)
@@ -264,12 +234,12 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _cancel(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    with _BatchClient(options) as server:
-        print(server.call("POST", f"/batches/{options.batch_id}/cancel")["status"])
+    with BatchServer(options) as server:
+        print(server.cancel(options.batch_id))
     return 0
 
 
-def _follow(server: _BatchClient, batch: dict[str, Any], options: argparse.Namespace) -> int:
+def _follow(server: BatchServer, batch: dict[str, Any], options: argparse.Namespace) -> int:
     """Show a batch until its end, then download its files. Returns 0 if every request succeeded, else 1."""
     shown_pause = ""
     with _Bar() as bar:
@@ -280,15 +250,19 @@ def _follow(server: _BatchClient, batch: dict[str, Any], options: argparse.Names
                 bar.note(pause or "the batch goes on")
             shown_pause = pause
             time.sleep(STATUS_INTERVAL)
-            batch = server.call("GET", f"/batches/{batch['id']}")
+            batch = until_reached(partial(server.batch, batch["id"]), bar.note, batch["id"])
         bar.show(**batch["request_counts"])
     _show(batch)
     if options.output:
-        targets = {"output_file_id": options.output, "error_file_id": _errors_path(options.output)}
+        targets = {"output_file_id": options.output, "error_file_id": errors_path(options.output)}
         for file_id, target in ((batch[name], target) for name, target in targets.items()):
             if file_id is not None:
-                server.download(file_id, target)
+                until_reached(partial(server.download, file_id, target), _note, batch["id"])
     return 0 if batch["status"] == "completed" and not batch["request_counts"]["failed"] else 1
+
+
+def _note(text: str) -> None:
+    print(f"jaxserve: {text}", file=sys.stderr)
 
 
 def _errors(batch: dict[str, Any]) -> list[dict[str, Any]]:

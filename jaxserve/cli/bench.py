@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,17 +15,38 @@ from rich.progress import track
 
 from jaxserve.bench.load import LoadTarget, Timing, find_model, root_url, run_load
 from jaxserve.bench.offline import run_offline
-from jaxserve.bench.plot import plot
+from jaxserve.bench.plot import check_plot, plot
 from jaxserve.bench.report import summarize, table, write_json
-from jaxserve.bench.workload import LoadRequest, dataset_workload, poisson, random_workload, trace_workload
+from jaxserve.bench.workload import (
+    LoadRequest,
+    dataset_workload,
+    poisson,
+    random_workload,
+    trace_workload,
+    warm_up_workload,
+)
+from jaxserve.cli.options.arguments import api_key, at_least, positive, share
 from jaxserve.cli.options.settings import load_config
 from jaxserve.engine.engine import TextEngine
 from jaxserve.errors import ConfigError
+
+# flag -> its default, and the workloads that it is for
+_WORKLOAD_FLAGS = {
+    "dataset": (None, ("dataset",)),
+    "input_len": (128, ("random",)),
+    "output_len": (64, ("random", "dataset")),
+    "spread": (0.0, ("random",)),
+    "vocab_size": (1000, ("random", "trace")),
+    "request_rate": (None, ("random", "dataset")),
+    "trace_speed": (1.0, ("trace",)),
+    "max_len": (2048, ("trace",)),
+}
 
 
 def run(words: Sequence[str]) -> int:
     """Run the command `bench`. Raises ConfigError."""
     options = _parser().parse_args(words)
+    _check_file(options.json, "--json")
     return options.run(options)
 
 
@@ -34,29 +56,31 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="measure a server with OpenAI's API")
     serve.add_argument("--base-url", type=root_url, default="http://127.0.0.1:8000", help="with or without /v1")
     serve.add_argument("--model", help="default: the first one served")
-    serve.add_argument("--api-key")
+    serve.add_argument("--api-key", type=api_key)
     serve.add_argument("--chat", action="store_true", help="use chat/completions; needs --dataset")
     serve.add_argument("--stop-at-eos", action="store_true", help="default: every request runs to --output-len")
-    serve.add_argument("--vocab-size", type=int, default=1000, help="random prompts use token ids below it")
+    serve.add_argument("--vocab-size", type=at_least(2), help="random prompts use token ids below it (1000)")
     serve.add_argument("--dataset", type=Path, help="JSONL file with prompts, instead of random ones")
     serve.add_argument("--trace", type=Path, help="CSV file with TIMESTAMP, ContextTokens, GeneratedTokens")
-    serve.add_argument("--trace-speed", type=float, default=1.0)
-    serve.add_argument("--max-len", type=int, default=2048, help="maximum tokens of prompt plus output of a trace")
-    serve.add_argument("--concurrency", type=int, help="maximum number of requests in flight")
-    serve.add_argument("--request-rate", type=float, help="requests per second; default: all at once")
-    serve.add_argument("--warmup", type=int, default=0, help="number of requests sent before the measurement")
-    serve.add_argument("--ttft-limit", type=float, help="limit for goodput in ms")
-    serve.add_argument("--tpot-limit", type=float, help="limit for goodput in ms")
+    serve.add_argument("--trace-speed", type=positive, help="2: in half the time of the trace (1)")
+    serve.add_argument("--max-len", type=at_least(3), help="maximum tokens of prompt plus output of a trace (2048)")
+    serve.add_argument("--concurrency", type=at_least(1), help="maximum number of requests in flight")
+    serve.add_argument("--request-rate", type=positive, help="requests per second; default: all at once")
+    serve.add_argument(
+        "--warmup", type=at_least(0), default=0, help="number of requests with other prompts before the measurement"
+    )
+    serve.add_argument("--ttft-limit", type=positive, help="limit for goodput in ms")
+    serve.add_argument("--tpot-limit", type=positive, help="limit for goodput in ms")
     serve.add_argument("--plot", type=Path, help="PNG file for the latencies (extra: bench)")
     serve.set_defaults(run=_serve)
     offline = commands.add_parser("offline", help="run a workload in process, without HTTP")
     offline.add_argument("flags", nargs=argparse.REMAINDER, help="after --: flags of launch, e.g. -- --model DIR")
     offline.set_defaults(run=_offline)
     for command, count in ((serve, 64), (offline, 32)):
-        command.add_argument("--num-prompts", type=int, default=count)
-        command.add_argument("--input-len", type=int, default=128, help="tokens per random prompt")
-        command.add_argument("--output-len", type=int, default=64, help="tokens per output")
-        command.add_argument("--spread", type=float, default=0.0, help="0.5: lengths from 0.5 to 1.5 times these")
+        command.add_argument("--num-prompts", type=at_least(1), default=count, help=f"({count})")
+        command.add_argument("--input-len", type=at_least(1), help="tokens per random prompt (128)")
+        command.add_argument("--output-len", type=at_least(1), help="tokens per output, except of a trace (64)")
+        command.add_argument("--spread", type=share, help="0.5: lengths from 0.5 to 1.5 times these (0)")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--json", type=Path, help="file for the report; of serve also every timing")
     return parser
@@ -68,22 +92,42 @@ def launch_flags(options: argparse.Namespace) -> list[str]:
 
 
 def _offline(options: argparse.Namespace) -> int:
-    engine = TextEngine(config=load_config(launch_flags(options), os.environ))
-    report = asdict(run_offline(engine, _random_workload(options, engine.info.vocab_size)))
+    _fill_defaults(options, "random")
+    with TextEngine(config=load_config(launch_flags(options), os.environ)) as engine:
+        requests = _random_workload(options, engine.info.vocab_size)
+        _check_context(requests, engine)
+        report = asdict(run_offline(engine, requests))
     for name, value in report.items():
         print(f"{name:16} {value}")
     write_json({"model": engine.info.served_names[0], "report": report}, options.json)
     return 0
 
 
+def _check_context(requests: Sequence[LoadRequest], engine: TextEngine) -> None:
+    """Raise ConfigError if a request cannot run."""
+    if engine.info.task != "generate":
+        raise ConfigError(f"{engine.info.architecture} generates no text, and bench offline measures that")
+    longest = max(len(request.prompt) + request.max_tokens for request in requests)
+    if longest > engine.info.max_model_len:
+        raise ConfigError(
+            f"a prompt and its output have {longest} tokens, and the context is {engine.info.max_model_len}",
+            fix="lower --input-len or --output-len",
+        )
+
+
 def _serve(options: argparse.Namespace) -> int:
-    model = options.model or asyncio.run(find_model(options.base_url, options.api_key))
+    kind = "trace" if options.trace else "dataset" if options.dataset else "random"
+    _fill_defaults(options, kind)
     if options.chat and options.dataset is None:
         raise ConfigError("--chat needs --dataset: a chat prompt is text")
+    _check_file(options.plot, "--plot")
+    if options.plot is not None:
+        check_plot(options.plot)
+    requests = _workload(options, kind)
+    model = asyncio.run(find_model(options.base_url, options.api_key)) if options.model is None else options.model
     target = LoadTarget(options.base_url, model, options.api_key, options.chat, not options.stop_at_eos)
-    requests = _workload(options)
     if options.warmup:
-        asyncio.run(run_load(target, requests[: options.warmup], concurrency=options.concurrency))
+        _warm_up(target, requests, options)
     timings, seconds = asyncio.run(_with_progress(target, requests, options.concurrency))
     limits = {"ttft_limit": _seconds(options.ttft_limit), "tpot_limit": _seconds(options.tpot_limit)}
     report = summarize(timings, seconds, **limits)
@@ -93,6 +137,29 @@ def _serve(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot(timings, options.plot)
     return 1 if report.failed else 0
+
+
+def _fill_defaults(options: argparse.Namespace, kind: str) -> None:
+    """Set the flags that are not given. Raises ConfigError for one that the workload `kind` does not read."""
+    for name, (default, kinds) in _WORKLOAD_FLAGS.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, default)
+        elif kind not in kinds:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} has no effect on a {kind} workload", fix=f"leave {flag} out")
+
+
+def _check_file(path: Path | None, flag: str) -> None:
+    """Raise ConfigError now, not after the measurement, if a file cannot be written."""
+    if path is not None and (not path.parent.is_dir() or path.is_dir()):
+        raise ConfigError(f"{flag}: no file can be written at {path}", fix="name a file in a directory that exists")
+
+
+def _warm_up(target: LoadTarget, requests: list[LoadRequest], options: argparse.Namespace) -> None:
+    others = warm_up_workload(requests, options.warmup, vocab_size=options.vocab_size, seed=options.seed)
+    timings, _ = asyncio.run(run_load(target, others, concurrency=options.concurrency))
+    if failed := [timing.error for timing in timings if timing.error is not None]:
+        print(f"jaxserve: {len(failed)} requests of the warm-up failed: {failed[0]}", file=sys.stderr)
 
 
 async def _with_progress(
@@ -106,8 +173,8 @@ async def _with_progress(
     return await run_load(target, requests, concurrency=concurrency, on_done=step)
 
 
-def _workload(options: argparse.Namespace) -> list[LoadRequest]:
-    if options.trace is not None:
+def _workload(options: argparse.Namespace, kind: str) -> list[LoadRequest]:
+    if kind == "trace":
         return trace_workload(
             options.trace,
             options.num_prompts,
@@ -116,7 +183,7 @@ def _workload(options: argparse.Namespace) -> list[LoadRequest]:
             max_len=options.max_len,
             seed=options.seed,
         )
-    if options.dataset is not None:
+    if kind == "dataset":
         requests = dataset_workload(
             options.dataset, options.num_prompts, output_len=options.output_len, seed=options.seed
         )

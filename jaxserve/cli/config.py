@@ -21,11 +21,13 @@ USAGE = """usage: jaxserve config show|validate|schema [--config FILE] [flags of
 
 def run(words: Sequence[str]) -> int:
     """Run the command `config`. Raises ConfigError."""
-    if not words or words[0] in ("-h", "--help"):
+    if not words or any(word in ("-h", "--help") for word in words):
         print(USAGE)
         return 0
     action, *flags = words
     if action == "schema":
+        if flags:
+            raise ConfigError(f"schema takes no {flags[0]}", fix="leave it out")
         print(json.dumps(Config.model_json_schema(), indent=2))
         return 0
     if action not in ("show", "validate"):

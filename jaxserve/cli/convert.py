@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxserve.cli.options.arguments import at_least
 from jaxserve.cli.plan import WEIGHT_DTYPES
 from jaxserve.errors import ConfigError
 from jaxserve.model_files import gguf_file
@@ -60,6 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantize-head", action="store_true", help="as model.quantize_head")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
-    parser.add_argument("--tensor", type=int, default=1, help="devices that hold the weights during conversion")
-    parser.add_argument("--expert", type=int, default=1)
+    parser.add_argument("--tensor", type=at_least(1), default=1, help="devices that hold the weights during conversion")
+    parser.add_argument("--expert", type=at_least(1), default=1)
     return parser

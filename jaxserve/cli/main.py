@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import signal
@@ -15,6 +16,8 @@ from typing import Any
 from jaxserve.errors import ConfigError, UnexpectedEndError
 from jaxserve.transport.child_process import without_empty_entries
 from jaxserve.version import __version__
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a write that are no bug
 
 # command -> (module, description). A module is imported when its command runs, so `--help` is instant.
 COMMANDS = {
@@ -38,6 +41,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0 done, 1 failed, 2 a mistake in the command or the configuration."""
     words = list(sys.argv[1:] if argv is None else argv)
     sys.path[:] = without_empty_entries(sys.path)
+    _open_closed()
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()  # so that an error is told here, not while Python ends
+    except ConfigError as error:
+        print(describe(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the output left, as `| head` does
+        _drop_output()
+        return 141
+    except UnexpectedEndError as error:
+        print(describe(error), file=sys.stderr)
+    except OSError as error:
+        if error.errno not in _FULL:
+            return _bug(error)
+        _drop_output()
+        where = "" if error.filename is None else f": {error.filename}"
+        print(f"jaxserve: cannot write{where}: {error.strerror} -> make room on the disk", file=sys.stderr)
+    except Exception as error:
+        return _bug(error)
+    return 1
+
+
+def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_usage())
         return 0
@@ -49,22 +80,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage(), file=sys.stderr)
         print(f"jaxserve: no command {words[0]!r}{f', did you mean {near[0]}?' if near else ''}", file=sys.stderr)
         return 2
-    try:
-        return imported(COMMANDS[words[0]][0]).run(words[1:])
-    except ConfigError as error:
-        print(describe(error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of the output left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes there once more when it ends
-        return 141
-    except UnexpectedEndError as error:
-        print(describe(error), file=sys.stderr)
-    except Exception as error:
-        traceback.print_exc()
-        print(f"jaxserve: {type(error).__name__}: {error} -> a bug: report it with the lines above", file=sys.stderr)
+    return imported(COMMANDS[words[0]][0]).run(words[1:])
+
+
+def _bug(error: Exception) -> int:
+    traceback.print_exception(error)
+    print(f"jaxserve: {type(error).__name__}: {error} -> a bug: report it with the lines above", file=sys.stderr)
     return 1
+
+
+def _open_closed() -> None:
+    """Open the streams that the shell closed (`2>&-`), so that no other file gets their descriptors."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest descriptor that is free
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", encoding="utf-8", closefd=False))
+
+
+def _drop_output() -> None:
+    """Let stdout end in nothing: Python writes there once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def imported(name: str) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from jaxserve.config import Config
 from jaxserve.errors import ConfigError
 from jaxserve.store import BATCH_LINE, BatchRecord, NewBatch, Store, Validation, Validator, normalize_url
 from jaxserve.store.jsonl import read_lines
-from jaxserve.store.sqlite.directory import FILES, TMP, remove
+from jaxserve.store.sqlite.directory import FILES, remove
 
 UNLIMITED_SECONDS = 100 * 365 * 24 * 3600  # completion window
 UNLIMITED_REQUESTS = 10**9  # only a digest of each id is kept in memory
@@ -52,7 +51,7 @@ class OfflineBatch:
         that the run did not begin.
         """
         if not self.input.is_file():
-            raise ConfigError(f"there is no file {self.input}")
+            raise ConfigError(f"there is no file {self.input}", fix="name the input before the flags of launch")
         for path in (self.output, self.errors):
             if not path.parent.is_dir():
                 raise ConfigError(f"there is no directory {path.parent}")
@@ -151,12 +150,18 @@ def _digest(path: Path) -> str:
 
 
 def _deliver(batch: OfflineBatch, record: BatchRecord) -> None:
-    """Move the finished files to their targets, each whole or not at all."""
+    """Move the finished files to their targets, each whole or not at all. Raises ConfigError if that fails."""
     for file_id, target in ((record.output_file_id, batch.output), (record.error_file_id, batch.errors)):
         if file_id is None:
             continue
-        temporary = batch.directory / TMP / secrets.token_hex(12)
-        shutil.copyfile(batch.directory / FILES / file_id, temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.rename(target)
+        # Beside the target, which may be on another file system. The name is always the same, for the next call.
+        temporary = target.with_name(f"{target.name}.jaxserve-part")
+        try:
+            shutil.copyfile(batch.directory / FILES / file_id, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            temporary.rename(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            fix = "mend that and call again: the results are kept"
+            raise ConfigError(f"cannot write {target}: {error.strerror}", fix=fix) from None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from jaxserve.cli.options.arguments import at_least, positive
 from jaxserve.cli.options.help import GIB
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.models.config import ModelConfig
@@ -25,7 +26,7 @@ from jaxserve.models.loading.file_formats.gguf_model import config_file
 from jaxserve.models.loading.hub import resolve
 from jaxserve.models.loading.published_size import published_size
 from jaxserve.models.loading.structure import build
-from jaxserve.runtime.runner_config import resolve_cache_dtype
+from jaxserve.runtime.runner_config import context_length, resolve_cache_dtype
 from jaxserve.runtime.shape_plan import ShapePlan, default_mesh, plan_by_shape
 
 MESHES = ("1", "8", "16")
@@ -41,23 +42,20 @@ def run(words: Sequence[str]) -> int:
     options = _parse(words)
     path = _config_file(options.model)
     config = read_config_file(path)
+    if config.bidirectional:
+        raise ConfigError(f"{config.architecture} is an encoder: it has no KV cache to plan")
+    config = config.replace(quantization=choose_quantization(options.quantization, config, path.parent))
     if is_converted(path.parent):
-        quantization = choose_quantization(options.quantization, config, path.parent)
-        config = as_converted(config.replace(quantization=quantization), path.parent)
-    else:
-        kept = "none" if config.stored_form is None else "stored"
-        config = config.replace(quantization=kept if options.quantization == "auto" else options.quantization)
+        config = as_converted(config, path.parent)
     head = choose_head(options.quantize_head, config.quantization, path.parent)
     config = config.replace(quantized_head=head)
     dtype = jnp.dtype(options.dtype)
-    if config.bidirectional:
-        raise ConfigError(f"{config.architecture} is an encoder: it has no KV cache to plan")
+    context = context_length(options.max_model_len, config.max_position_embeddings)
     meshes = [_mesh(text, config) for text in options.mesh]
     cache_dtype = resolve_cache_dtype(options.cache_dtype, dtype)
     plans = [_plan(config, dtype, cache_dtype, mesh) for mesh in meshes]
     if all(isinstance(plan, ModelLoadError) for plan in plans):
         raise plans[0]  # type: ignore[misc]
-    context = options.max_model_len or config.max_position_embeddings
     print(_head(config, dtype))
     print(f"each device has {options.memory:g} GiB; a full context is {context} tokens\n")
     columns = _Columns(int(options.memory * GIB), context, options.max_num_seqs, options.length)
@@ -142,8 +140,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         *options.mesh, options.model = options.mesh
     if options.model is None:
         parser.error("the model is missing: jaxserve plan MODEL")
-    if options.length is not None and options.length < 1:
-        parser.error("--length is at least 1")
     return options
 
 
@@ -151,19 +147,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("jaxserve plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", nargs="?", help="hub id, directory, config.json or GGUF file")
     parser.add_argument("--mesh", nargs="+", default=MESHES, metavar="N", help="devices, or TENSORxEXPERT (1 8 16)")
-    parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory per device (80)")
+    parser.add_argument("--memory", type=positive, default=80.0, metavar="GIB", help="memory per device (80)")
     parser.add_argument("--dtype", choices=WEIGHT_DTYPES, default="bfloat16")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto", help="as model.quantization")
     parser.add_argument("--quantize-head", action="store_true", help="as model.quantize_head")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="as cache.dtype")
     parser.add_argument(
         "--max-num-seqs",
-        type=int,
+        type=at_least(1),
         default=512,
-        help="number of requests for which sliding windows are reserved (512)",
+        help="number of requests that run at once: no more pages than for twice as many full contexts (512)",
     )
-    parser.add_argument("--max-model-len", type=int, help="tokens of a full context (the model's)")
+    parser.add_argument("--max-model-len", type=at_least(8), help="tokens of a full context (the model's)")
     parser.add_argument(
-        "--length", type=int, metavar="TOKENS", help="show the largest batch of requests of this many tokens"
+        "--length", type=at_least(1), metavar="TOKENS", help="show the largest batch of requests of this many tokens"
     )
     return parser

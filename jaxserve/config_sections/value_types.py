@@ -75,6 +75,8 @@ def _key(value: SecretStr) -> SecretStr:
         raise ValueError("is empty")
     if key.lower() in _NO_KEYS:
         raise ValueError("is the word for no key; for an open server leave it out, or write null in YAML")
+    if not key.strip("*"):
+        raise ValueError("is the mask of a key, as jaxserve config show prints it")
     if not _KEY.fullmatch(key):
         raise ValueError("may hold visible ASCII characters only: no space, no newline")
     return value
@@ -119,8 +121,10 @@ def _size(value: Any) -> Any:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper()))
 
 
+_Texts = str | list[str]  # what a list of texts may be written as
 Auto = Literal["auto"]
-Bytes = Annotated[int, BeforeValidator(_size), Field(ge=1, le=2**50)]
+_Size = Annotated[int, Field(ge=1, le=2**50)]
+Bytes = Annotated[_Size, BeforeValidator(_size, json_schema_input_type=_Size | str)]
 Int = Annotated[int, BeforeValidator(_not_bool)]
 Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(_finite)]
 Seconds = Annotated[Float, Field(ge=0.001, le=WEEK)]
@@ -143,12 +147,14 @@ def _words(value: Any) -> Any:
     return value.split(",") if isinstance(value, str) else value
 
 
-Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_list)]
-Words = Annotated[tuple[Text, ...], BeforeValidator(_words)]
-Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_one_or_list)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_one_or_list, json_schema_input_type=_Texts)]
+Words = Annotated[tuple[Text, ...], BeforeValidator(_words, json_schema_input_type=_Texts)]
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(_one_or_list, json_schema_input_type=_Texts)
+]
 DirPath = Annotated[Path, BeforeValidator(_path)]
 FilePath = Annotated[Path, BeforeValidator(_path)]
-DirPaths = Annotated[tuple[DirPath, ...], BeforeValidator(_one_or_list)]
+DirPaths = Annotated[tuple[DirPath, ...], BeforeValidator(_one_or_list, json_schema_input_type=_Texts)]
 Key = Annotated[SecretStr, AfterValidator(_key)]
 SecretSeed = Secret[Annotated[Int, Field(ge=0, lt=2**63)]]
 Url = Annotated[str, AfterValidator(_url), PlainSerializer(_without_password, when_used="json")]

@@ -72,7 +72,7 @@ class RunnerConfig:
         return cls(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=_or(scheduler.max_num_batched_tokens, max(tokens, max_num_seqs)),
-            max_model_len=_context(config.model.max_model_len, model.max_position_embeddings),
+            max_model_len=context_length(config.model.max_model_len, model.max_position_embeddings),
             page_size=_or(cache.page_size, 128 if tpu else 16),
             cache_dtype=resolve_cache_dtype(cache.dtype, dtype),
             attention=config.runtime.attention,
@@ -146,7 +146,8 @@ def _or(value: int | str, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def _context(asked: int | None, longest: int) -> int:
+def context_length(asked: int | None, longest: int) -> int:
+    """Return the context. asked: model.max_model_len. longest: of the model. Raises ConfigError if more is asked."""
     if asked is not None and asked > longest:
         raise ConfigError(
             f"model.max_model_len is {asked}, and the model was made for {longest} tokens",

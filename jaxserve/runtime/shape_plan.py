@@ -69,7 +69,8 @@ class ShapePlan:
         Plans as the server does, for `max_num_seqs` requests and sequences of at most `context` tokens.
         """
         if self.window is None or self.window >= context:
-            tokens = self.kv_tokens(device_bytes, memory_fraction)
+            most = 2 * max_num_seqs * -(-context // PAGE_SIZE) * PAGE_SIZE  # as in memory.split_pool
+            tokens = min(self.kv_tokens(device_bytes, memory_fraction), most)
             return tokens, tokens / context
         size = WindowSize(self.window, PAGE_SIZE, _CHUNK)
         sizes = Sizes(

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.api.batch.route_handler import BATCH_PRIORITY, RouteHandler
+from jaxserve.api.batch.route_handler import BATCH_PRIORITY, RouteHandler, with_batch_priority
 from jaxserve.api.routes.chat import create_chat_completion
 from jaxserve.errors import InvalidValueError
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
@@ -317,6 +317,26 @@ def test_what_can_never_run_is_a_400_online_and_in_a_batch_at_once(client: Any, 
     assert failed["custom_id"] == "never" and failed["response"]["status_code"] == 400
     assert failed["response"]["body"]["error"]["param"] == param
     assert live.app.state.batches.window.num_running == 0
+
+
+@pytest.mark.parametrize("number", ["18446744073709551617", "-123456789012345678901234567890", "0.1000000000000000055"])
+def test_a_number_of_a_batch_keeps_its_digits(number: str) -> None:
+    raw = b'{"tools": [{"const": %b}], "prompt": "\\u00e9 \\ud83d\\ude00"}' % number.encode()
+    moved = with_batch_priority(raw)
+    assert number.encode() in moved
+    assert json.loads(moved) == json.loads(raw) | {"priority": BATCH_PRIORITY}
+
+
+@pytest.mark.parametrize("priority", ["2147483648", "-2147483649", "1.0", "true", '"1"', "9e999"])
+def test_a_priority_that_the_route_refuses_stays(priority: str) -> None:
+    raw = b'{"prompt": "a", "priority": %b}' % priority.encode()
+    assert with_batch_priority(raw) == raw
+
+
+@pytest.mark.parametrize(("own", "moved"), [("null", 0), ("-7", -7), ("2147483647", 2**29 - 1)])
+def test_a_priority_is_moved_into_that_of_batches(own: str, moved: int) -> None:
+    raw = b'{"prompt": "a", "priority": %b}' % own.encode()
+    assert json.loads(with_batch_priority(raw))["priority"] == BATCH_PRIORITY + moved
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "[1, NaN]", "-1e999"])

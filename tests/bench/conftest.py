@@ -4,14 +4,19 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Streams as many chunks as max_tokens asks for, without text for a prompt "silent"; refuses a prompt "bad"."""
+    """Streams as many chunks as max_tokens asks for, without text for a prompt "silent"; refuses a prompt "bad".
+
+    prompts: all that came
+    """
 
     models = json.dumps({"data": [{"id": "m"}]}).encode()
+    prompts: ClassVar[list[str | list[int]]] = []
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
@@ -24,6 +29,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         assert body["stream"] and body["ignore_eos"] and body["model"] == "m"
         if self.path == "/v1/chat/completions":
             body["prompt"] = body["messages"][0]["content"]
+        self.prompts.append(body["prompt"])
         if body["prompt"] == "bad":
             self._reply(400, b'{"error": {"message": "no"}}')
             return
@@ -33,9 +39,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if body["prompt"] == "think":
             deltas = [{"role": "assistant"}, {"reasoning_content": "hm"}, {"reasoning": "hm"}, {"content": "x"}]
             events = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
+        if body["prompt"] in ("ends", "silent end"):
+            events = [] if body["prompt"] == "silent end" else events
+            events.append({"choices": [{"text": "", "finish_reason": "length"}]})
         events.append({"choices": [], "usage": {"completion_tokens": body["max_tokens"], "prompt_tokens": 3}})
-        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-        self._reply(200, text.encode())
+        events = events[:-1] if body["prompt"] in ("cut", "uncounted") else events
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        text += "" if body["prompt"] == "cut" else "data: [DONE]\n\n"
+        self._reply(200, b"data: <html>\n\n" if body["prompt"] == "html" else text.encode())
 
     def _reply(self, status: int, content: bytes) -> None:
         self.send_response(status)

@@ -43,6 +43,25 @@ def test_tokens_of_reasoning_are_timed(url: str) -> None:
     assert (timing.error, len(timing.token_times)) == (None, 3)
 
 
+@pytest.mark.parametrize(("prompt", "times"), [("ends", 3), ("silent end", 1)])
+def test_the_chunk_that_ends_an_answer_is_no_token_of_its_own(url: str, prompt: str, times: int) -> None:
+    (timing,), _ = asyncio.run(run_load(LoadTarget(url, "m"), [LoadRequest(prompt, None, 3)], concurrency=None))
+    assert (timing.error, len(timing.token_times)) == (None, times)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"), [("cut", "before its end"), ("uncounted", "no usage"), ("html", "JSONDecodeError")]
+)
+def test_a_stream_that_is_not_whole_is_a_failure(url: str, prompt: str, said: str) -> None:
+    (timing,), _ = asyncio.run(run_load(LoadTarget(url, "m"), [LoadRequest(prompt, None, 3)], concurrency=None))
+    assert timing.error is not None and said in timing.error
+
+
+def test_an_address_that_is_none_is_a_failure() -> None:
+    (timing,), _ = asyncio.run(run_load(LoadTarget("http://[::1", "m"), [LoadRequest("a", None, 3)], concurrency=None))
+    assert timing.error is not None
+
+
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://[::1", "127.0.0.1:9", "ftp://x"])
 def test_no_server_is_said(address: str) -> None:
     with pytest.raises(ConfigError, match="no OpenAI-compatible server"):

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from jaxserve.cli import bench
+from jaxserve.cli.main import main
 from jaxserve.errors import ConfigError
+
+from .conftest import Handler
 
 
 def _serve(url: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
@@ -68,3 +71,68 @@ def test_a_plot(url: str, tmp_path: Path) -> None:
             bench.run(words)
     else:
         assert bench.run(words) == 0 and path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--concurrency", "-1"),
+        ("--concurrency", "0"),
+        ("--num-prompts", "0"),
+        ("--num-prompts", "many"),
+        ("--input-len", "0"),
+        ("--output-len", "-3"),
+        ("--spread", "nan"),
+        ("--spread", "2"),
+        ("--vocab-size", "0"),
+        ("--request-rate", "0"),
+        ("--request-rate", "-5"),
+        ("--request-rate", "inf"),
+        ("--trace-speed", "0"),
+        ("--max-len", "1"),
+        ("--warmup", "-1"),
+        ("--ttft-limit", "nan"),
+        ("--api-key", "schl\u00fcssel"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_name(
+    words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        bench.run(["serve", *words])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and last.startswith(f"jaxserve bench serve: error: argument {words[0]}: "), last
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dataset", "none.jsonl"), "cannot read none.jsonl"),
+        (("--trace", "none.csv"), "cannot read none.csv"),
+        (("--trace", "none.csv", "--request-rate", "5"), "--request-rate has no effect on a trace workload"),
+        (("--trace", "none.csv", "--dataset", "a.jsonl"), "--dataset has no effect on a trace workload"),
+        (("--dataset", "none.jsonl", "--input-len", "5"), "--input-len has no effect on a dataset workload"),
+        (("--max-len", "500"), "--max-len has no effect on a random workload"),
+        (("--json", "none/report.json"), "--json: no file can be written at none/report.json"),
+        (("--plot", "none/plot.png"), "--plot: no file can be written at none/plot.png"),
+        (("--plot", "plot.xyz"), "--plot writes a PNG"),
+    ],
+)
+def test_what_cannot_run_is_told_before_a_request_is_sent(
+    url: str, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Handler.prompts.clear()
+    assert main(["bench", "serve", "--base-url", url, *words]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and len(shown.splitlines()) == 1 and not Handler.prompts
+
+
+def test_no_measured_prompt_was_warmed_up(url: str, tmp_path: Path) -> None:
+    Handler.prompts.clear()
+    _serve(url, tmp_path, "--num-prompts", "3", "--output-len", "1", "--warmup", "4")
+    assert len(Handler.prompts) == 7 and len({tuple(prompt) for prompt in Handler.prompts}) == 7
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text('{"prompt": "hello"}\n')
+    Handler.prompts.clear()
+    _serve(url, tmp_path, "--dataset", str(dataset), "--num-prompts", "2", "--output-len", "1", "--warmup", "2")
+    assert Handler.prompts[2:] == ["hello"] * 2 and "hello" not in Handler.prompts[:2]

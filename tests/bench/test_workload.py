@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench.workload import dataset_workload, poisson, random_workload, trace_workload
+from jaxserve.bench.workload import dataset_workload, poisson, random_workload, trace_workload, warm_up_workload
 from jaxserve.errors import ConfigError
 
 
@@ -46,3 +46,46 @@ def test_a_trace_gives_times_and_lengths(tmp_path: Path) -> None:
     requests = trace_workload(path, 2, vocab_size=50, speed=2.0, max_len=64)
     assert [(r.num_prompt_tokens, r.max_tokens) for r in requests] == [(5, 7), (62, 1)]
     assert [r.at for r in requests] == [0.0, pytest.approx(0.25)]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot read"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"prompt": "a"}\n{"prompt": "b', "line 2 of .* no JSON object"),
+        (b"[1]", "line 1 of .* no JSON object"),
+        (b'{"messages": [{}]}', "no line with a prompt"),
+    ],
+)
+def test_a_dataset_that_is_none_is_told(content: bytes | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        dataset_workload(path, 1, output_len=3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (None, "cannot read"),
+        ("a,b\n1,2\n", "line 2 of .* no row"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,5,7\n2023-11-16 18:1", "line 3 of .* no row"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,5,7\n", "has 1 requests"),
+    ],
+)
+def test_a_trace_that_is_none_is_told(rows: str | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    if rows is not None:
+        path.write_text(rows)
+    with pytest.raises(ConfigError, match=said):
+        trace_workload(path, 2, vocab_size=50, max_len=64)
+
+
+def test_a_warm_up_has_the_lengths_and_not_the_prompts() -> None:
+    requests = poisson(random_workload(3, input_len=40, output_len=4, vocab_size=300, spread=0.5), rate=1.0)
+    others = warm_up_workload(requests, 5, vocab_size=300)
+    assert [len(r.prompt) for r in others] == [len(requests[n % 3].prompt) for n in range(5)]
+    assert {r.at for r in others} == {None} and others[3].prompt != others[0].prompt
+    assert not {tuple(r.prompt[:8]) for r in requests} & {tuple(r.prompt[:8]) for r in others}

@@ -1,13 +1,16 @@
 """`jaxserve batch` against a server whose engine has known tokens; running a file here is held in tests/api/batch."""
 
+import http.server
 import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from jaxserve.cli import batch_server
 from jaxserve.cli.main import main
 from tests.api.batch.helpers import input_file, input_line
 from tests.api.conftest import LiveServer
@@ -93,6 +96,9 @@ def test_a_bad_file_is_explained(live: LiveServer, data: Path, capsys: pytest.Ca
         (("submit", "none.jsonl"), "there is no file none.jsonl"),
         (("status", "b", "-o", "none/x.jsonl"), "there is no directory none"),
         (("status", "b", "--base-url", "http://[::1"), "cannot reach http://[::1"),
+        (("status", "../files"), "the server answered 404"),
+        (("status", "b", "-o", ""), "is no name of a file"),
+        (("run", "none.jsonl", "-o", ""), "is no name of a file"),
         (("run", "none.jsonl", "-o", "x.jsonl"), "there is no file none.jsonl"),
         (("run", "none.jsonl", "-o", "x.jsonl", "--scheduler.max-nums", "3"), "unknown"),
     ],
@@ -121,3 +127,82 @@ def test_an_unfit_file_needs_no_engine(data: Path, capsys: pytest.CaptureFixture
     assert main(["batch", "run", str(data), "-o", str(data.with_name("out.jsonl"))]) == 1
     assert "line 1: invalid_json_line" in capsys.readouterr().err
     assert not data.with_name("out.jsonl.jaxserve").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("submit", "in.jsonl", "--metadata", "night"), "argument --metadata: should be KEY=VALUE, not 'night'"),
+        (("status", "b", "--api-key", "schl\u00fcssel"), "argument --api-key: may hold visible ASCII"),
+    ],
+)
+def test_an_argument_of_another_form_is_named(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["batch", *words])
+    assert end.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+class Restarted(http.server.BaseHTTPRequestHandler):
+    """A server with one batch, of which some requests meet a connection that ends, or a proxy's 503."""
+
+    fates: ClassVar[list[str]] = []  # of the next requests; the others are answered
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        fate = self.fates.pop(0) if self.fates else "answered"
+        if fate == "ended":
+            self.close_connection = True
+            return
+        content = b"line\n"
+        if not self.path.endswith("/content"):
+            status = "in_progress" if self.fates or fate == "runs" else "completed"
+            fields = dict.fromkeys(("errors", "usage", "output_file_id", "error_file_id", "metadata"))
+            counts = {"total": 1, "completed": 1, "failed": 0}
+            fields |= {"id": "b", "status": status, "request_counts": counts, "output_file_id": "file-1"}
+            content = b"[]" if fate == "other" else json.dumps(fields).encode()
+        self.send_response(503 if fate == "503" else 200)
+        self.send_header("Content-Length", str(len(content) + 1 if fate == "cut" else len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(batch_server, "RETRY_INTERVAL", 0.01)
+    monkeypatch.setattr("jaxserve.cli.batch.STATUS_INTERVAL", 0.01)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Restarted)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.01)
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+    server.server_close()
+
+
+def test_a_wait_outlives_a_start_of_the_server(
+    restarted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Restarted.fates[:] = ["runs", "ended", "503", "runs", "answered", "ended", "cut"]
+    target = tmp_path / "out.jsonl"
+    assert main(["batch", "status", "b", "--wait", "-o", str(target), "--base-url", restarted]) == 0
+    assert target.read_bytes() == b"line\n" and list(tmp_path.iterdir()) == [target]
+    told = capsys.readouterr().err
+    assert told.count("it is tried again") == 2 and told.count("the server is reached again") == 2
+
+
+def test_a_server_that_stays_away_ends_the_wait(
+    restarted: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(batch_server, "RETRY_SECONDS", 0.05)
+    Restarted.fates[:] = ["runs", *["503"] * 1000]
+    assert main(["batch", "status", "b", "--wait", "--base-url", restarted]) == 2
+    assert "follow it later: jaxserve batch status b --wait" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_is_no_server_of_batches_is_told(restarted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Restarted.fates[:] = ["other"]
+    assert main(["batch", "status", "b", "--base-url", restarted]) == 2
+    assert "is no such server" in capsys.readouterr().err

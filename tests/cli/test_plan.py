@@ -132,6 +132,7 @@ def test_a_plan_says_what_windows_spare(tmp_path: Path, capsys: pytest.CaptureFi
         (["--mesh", "0"], "--mesh 0 is neither"),
         (["--mesh", "8x2x1"], "--mesh 8x2x1 is neither"),
         (["--mesh", "3"], "cannot be split over 3 devices"),
+        (["--max-model-len", "131073"], "the model was made for 131072 tokens"),
     ],
 )
 def test_a_wrong_plan_is_explained(
@@ -189,3 +190,35 @@ def test_a_quantised_model_is_planned(
         return float(words.splitlines()[-1].split()[3])
 
     assert gib("--quantization", kind) / gib() == pytest.approx(part, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("--memory", value) for value in ("0", "-1", "nan", "inf", "much")),
+        *(("--max-num-seqs", value) for value in ("0", "-1")),
+        *(("--max-model-len", value) for value in ("0", "-5")),
+        ("--length", "0"),
+    ],
+)
+def test_a_number_that_cannot_be_meant_is_named(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(tmp_path), flag, value])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"jaxserve plan: error: argument {flag}: should be ")
+
+
+def test_a_form_that_launch_refuses_is_not_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    form = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    hf = TINY_LLAMA | {"hidden_size": 64, "intermediate_size": 128, "quantization_config": form}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    assert main(["plan", str(tmp_path), "--mesh", "1", "--quantization", "int8"]) == 2
+    assert "already -> set model.quantization: auto" in capsys.readouterr().err
+
+
+def test_tokens_are_no_more_than_the_server_makes_pages_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    assert main(["plan", str(tmp_path), "--mesh", "1", "--max-num-seqs", "3", "--max-model-len", "40"]) == 0
+    assert capsys.readouterr().out.split()[-2:] == [str(2 * 3 * 48), f"{2 * 3 * 48 / 40:.1f}"]

@@ -244,3 +244,37 @@ def test_the_page_of_the_keys_is_up_to_date() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == reference(), "run: python -m docgen.configuration > docs/configuration.md"
     assert all(f"| `{key}` |" in page for key in known_keys())
+
+
+def test_the_schema_takes_what_a_file_may_have() -> None:
+    """Editors show what a schema refuses as a mistake."""
+    definitions = Config.model_json_schema()["$defs"]
+
+    def kinds(entry: dict[str, Any]) -> set[str]:
+        return {entry["type"]} if "type" in entry else {kind for each in entry["anyOf"] for kind in kinds(each)}
+
+    assert kinds(definitions["CacheSection"]["properties"]["host_memory"]) == {"integer", "string", "null"}
+    for section, key in (
+        ("ModelSection", "served_name"),
+        ("ModelSection", "classifier_from_token"),
+        ("ServerSection", "cors_origins"),
+        ("ServerSection", "weights_directories"),
+    ):
+        assert kinds(definitions[section]["properties"][key]) == {"array", "string"}
+
+
+def test_a_masked_key_is_no_key(tmp_path: Path) -> None:
+    shown = dump(load_config(["--api-key", "secret"], {}))
+    with pytest.raises(ConfigError, match=r"server.api_key: is the mask of a key"):
+        load_config(["--config", write(tmp_path, shown)], {})
+
+
+@pytest.mark.parametrize("words", [["--help"], ["show", "--help"], ["validate", "-h"], ["schema", "--help"]])
+def test_the_help_of_config(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *words]) == 0
+    assert capsys.readouterr().out.startswith("usage: jaxserve config show|validate|schema")
+
+
+def test_schema_takes_no_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema", "--port", "1"]) == 2
+    assert "schema takes no --port" in capsys.readouterr().err

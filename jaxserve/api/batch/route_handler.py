@@ -10,20 +10,24 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import orjson
+import msgspec
 from fastapi import FastAPI
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
 from jaxserve.api.batch.batch_request import Answered, RequestHandler
-from jaxserve.api.http.body import invalid_json
+from jaxserve.api.protocol.limits import Priority
 from jaxserve.api.shared.body_cost import is_large
 from jaxserve.api.shared.keys import Caller, set_caller
 from jaxserve.api.shared.state import ServerState
 from jaxserve.types.sampling import BACKGROUND_PRIORITY
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_OWN = TypeAdapter(Priority | None, config=ConfigDict(strict=True))
 
 # The priority of a batch request is clamped to this range around the middle of the engine's background priorities.
 OWN_PRIORITIES = 2**29 - 1
@@ -39,8 +43,7 @@ class RouteHandler:
     """Call the function of one POST route without the middleware. The batch checks the API key and the engine's
     readiness.
 
-    body: JSON. Returns the status and the JSON body of the answer. Raises the HTTPErrors of the route, and
-    InvalidValueError if the body is not JSON.
+    body: JSON. Returns the status and the JSON body of the answer. Raises the HTTPErrors of the route.
     """
 
     def __init__(self, app: FastAPI, path: str, endpoint: Endpoint) -> None:
@@ -93,18 +96,15 @@ def _one_body(body: bytes) -> Callable[[], Awaitable[Message]]:
 def with_batch_priority(body: bytes) -> bytes:
     """Return the body with its priority moved into the background range.
 
-    A priority that is not a whole number is left as it is; the route refuses it.
-    Raises InvalidValueError for a number beyond a float's range.
+    The other fields keep their bytes, so that numbers keep all their digits. A body that the route refuses, for its
+    priority or because it is not JSON, is left as it is.
     """
     try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise invalid_json(error) from None
-    own = fields.get("priority") or 0
-    if type(own) is not int:
+        fields = _FIELDS.decode(body)
+        own = _OWN.validate_json(bytes(fields.get("priority", b"null")))
+    except (msgspec.DecodeError, ValidationError, RecursionError):
         return body
-    fields["priority"] = batch_priority(own)
-    return orjson.dumps(fields)
+    return msgspec.json.encode(fields | {"priority": batch_priority(own or 0)})
 
 
 def batch_priority(own: int) -> int:

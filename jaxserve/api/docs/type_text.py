@@ -37,6 +37,8 @@ def type_text(field: Json, *, named: Text = str, text: Text = str) -> str:
 
 
 def _branch(branch: Json, named: Text, text: Text) -> str:
+    if "anyOf" in branch:
+        return type_text(branch, named=named, text=text)
     if "$ref" in branch:
         return named(branch["$ref"].rpartition("/")[2])
     if "enum" in branch or "const" in branch:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,24 @@ def test_the_endpoint_is_that_of_the_first_line(batch: OfflineBatch, url: str, e
     assert [error.code for error in validation.errors] == ([] if endpoint else ["url_mismatch"])
     batch.input.write_bytes(b"not json")
     assert validate(batch, 2**20)[1].errors
+
+
+def test_files_on_two_file_systems(batch: OfflineBatch) -> None:
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == batch.output.parent.stat().st_dev:
+        pytest.skip("one file system")
+    batch.input.write_bytes(input_file(1) + json.dumps(input_line(2, temperature=9)).encode())
+    with tempfile.TemporaryDirectory(dir=elsewhere) as folder:
+        split = OfflineBatch(batch.input, batch.output, Path(folder, "bad.jsonl"))
+        run = Run(split)
+        assert run.record and (lines(split.output), lines(split.errors)) == (["c1"], ["c2"])
+        assert list(Path(folder).iterdir()) == [split.errors]
+
+
+def test_results_that_cannot_be_delivered_are_kept(batch: OfflineBatch) -> None:
+    batch.output.mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        Run(batch)
+    batch.output.rmdir()
+    run = Run(batch)
+    assert run.record and lines(batch.output) == ALL and not run.link.seen  # nothing was computed again
