@@ -211,7 +211,7 @@ class AsyncEngine:
             *(request.client_id, len(sequences), sequences[0].engine_id, len(prompt_token_ids), self.num_live),
         )
         remaining = len(sequences)
-        abort = functools.partial(self.abort_sequences, sequences)
+        abort = functools.partial(self._abort_choice, sequences)
         if signal is not None:
             signal.attach(abort)
         try:
@@ -295,6 +295,10 @@ class AsyncEngine:
             self._replicas.abort(sent)
         self._replicas.settle()
         return bool(found)
+
+    def _abort_choice(self, sequences: Sequence[LiveSequence], index: int | None) -> None:
+        """Abort one choice of a request; None: all."""
+        self.abort_sequences(sequences if index is None else sequences[index : index + 1])
 
     def _answer_abort(self, sequence: LiveSequence) -> None:
         """Answer an abort in place of an engine that does not have the sequence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI
@@ -65,11 +66,10 @@ class FrontMetrics:
     async def render(self) -> bytes:
         """Return them in Prometheus' text format. A model that does not answer is left out."""
         own: Families = [each for each in read_families(self.own.registry) if each["name"].startswith("process_")]
-        readings = [[*own, self._loaded()]]
-        for resident in self._residents.all:
-            if resident.state == "loaded" and resident.process is not None:
-                readings.append(_labelled(await resident.process.metrics(), resident.plan.name))
-        return generate_latest(FamilyCollector(merge_families(readings)))
+        loaded = [(name, process.metrics()) for name, process in self._residents.loaded_processes()]
+        found = await asyncio.gather(*(reading for _, reading in loaded))
+        models = [_labelled(families, name) for families, (name, _) in zip(found, loaded, strict=True)]
+        return generate_latest(FamilyCollector(merge_families([[*own, self._loaded()], *models])))
 
     def _loaded(self) -> MetricFamily:
         name = "jaxserve:model_loaded"

@@ -22,8 +22,8 @@ _NAMED = msgspec.json.Decoder(_Named)
 _NAME = msgspec.json.Decoder(str | None)
 
 
-async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLimits) -> ModelPlan:
-    """Return the model. body: empty if there is none, or it is forwarded unread
+async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLimits) -> ModelPlan | None:
+    """Return the model; None if nothing names one. body: empty if there is none, or it is forwarded unread
 
     Raises InvalidValueError, ModelNotFoundError, and PayloadTooLargeError for a body that is costly to read.
     """
@@ -35,7 +35,7 @@ async def choose(catalog: Catalog, request: Request, body: bytes, limits: BodyLi
     if named is not None and in_query is not None and catalog.find(named) is not catalog.find(in_query):
         raise InvalidValueError("model: the body and the query name different models.", param="model")
     name = in_query if named is None else named
-    return catalog.default if name is None else catalog.find(name)
+    return None if name is None else catalog.find(name)
 
 
 def _model_of(body: bytes, limits: BodyLimits, path: str) -> str | None:

@@ -19,7 +19,7 @@ from jaxserve.front.resident import Resident
 from jaxserve.front.residents import Residents
 
 # an object that one of the models has; its id does not say which
-_OBJECT = re.compile(r"(/v1)?/(files|batches|responses|conversations)/[^/]+(/.*)?")
+_OBJECT = re.compile(r"(/v1)?/(files|batches|responses|conversations)/(?!input_tokens$)[^/]+(/.*)?")
 _WRITTEN_HERE = frozenset({b"x-request-id", b"openai-processing-ms", b"request-id"})  # by RequestContext
 
 
@@ -33,9 +33,9 @@ class ForwardToModels:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         body = None if _is_upload(scope) else await _read(request)
-        plan = await choose(self._residents.catalog, request, body or b"", self._limits)
-        wanted = [self._residents.of(plan)]
-        if body == b"" and "model" not in request.query_params and _OBJECT.fullmatch(scope["path"]):
+        named = await choose(self._residents.catalog, request, body or b"", self._limits)
+        wanted = [self._residents.of(named or self._residents.catalog.default)]
+        if named is None and body is not None and _OBJECT.fullmatch(scope["path"]):
             wanted = self._places(wanted[0])
         for resident in wanted:
             answer = ForwardedAnswer(scope, send, hold_missing=resident is not wanted[-1])

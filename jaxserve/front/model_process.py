@@ -102,9 +102,9 @@ class ModelProcess:
         end = asyncio.ensure_future(self.ended())
         try:
             while not end.done():
-                status, body = await self._ask("/health")
+                status, body = await self.ask("/health")
                 if status == 200:
-                    return json.loads((await self._ask("/v1/models"))[1])["data"]
+                    return json.loads((await self.ask("/v1/models"))[1])["data"]
                 if status == 503:
                     self.progress = str(json.loads(body).get("phase", ""))
                 await asyncio.wait((end,), timeout=LOAD_INTERVAL)
@@ -120,7 +120,7 @@ class ModelProcess:
 
     async def metrics(self) -> Families:
         """Return the child's metrics; [] if it does not answer."""
-        status, text = await self._ask("/metrics")
+        status, text = await self.ask("/metrics")
         if status != 200:
             return []
         return [
@@ -133,7 +133,7 @@ class ModelProcess:
             for metric in text_string_to_metric_families(text.decode())
         ]
 
-    async def _ask(self, path: str) -> tuple[int, bytes]:
+    async def ask(self, path: str) -> tuple[int, bytes]:
         """Return status and body of a GET; status 0 if there is no answer in time."""
         scope = {"method": "GET", "raw_path": path.encode(), "query_string": b"", "headers": self._headers}
         status, body, first = 0, bytearray(), True

@@ -48,6 +48,10 @@ class Residents:
     def of(self, plan: ModelPlan) -> Resident:
         return self._by_name[plan.name]
 
+    def loaded_processes(self) -> list[tuple[str, ModelProcess]]:
+        """Return (name, process) of each loaded model."""
+        return [(each.plan.name, each.process) for each in self.all if each.state == "loaded" and each.process]
+
     @property
     def draining(self) -> bool:
         return self._stopping

@@ -3,6 +3,10 @@ for."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import orjson
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import ClientDisconnect, Request
@@ -10,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from jaxserve.api.errors.responses import ClientDisconnected
 from jaxserve.api.http.body import validated
+from jaxserve.api.ollama.protocol import API_VERSION
 from jaxserve.api.protocol.common import Body
 from jaxserve.api.respond.wire import json_response
 from jaxserve.front.resident import Resident
@@ -68,6 +73,36 @@ async def retrieve_model(model: str, request: Request) -> Response:
     residents = _residents(request)
     entries = residents.of(residents.catalog.find(model)).listed()
     return json_response(next((each for each in entries if each["id"] == model), entries[0]))
+
+
+@router.get("/api/version")
+@router.head("/api/version")
+async def version() -> Response:
+    """Show the version of Ollama whose API this is, as a model's server does, but load no model for it."""
+    return json_response({"version": API_VERSION})
+
+
+@router.get("/api/tags")
+@router.head("/api/tags")
+async def tags(request: Request) -> Response:
+    """List all models in Ollama's form; of a model that is not loaded, its names only."""
+    residents = _residents(request)
+    found = await _models_below(residents, "/api/tags")
+    known = {model["name"] for model in found}
+    unloaded = [name for each in residents.all for name in each.plan.names if name not in known]
+    return json_response({"models": [*found, *({"name": name, "model": name} for name in unloaded)]})
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> Response:
+    """List the loaded models in Ollama's form."""
+    return json_response({"models": await _models_below(_residents(request), "/api/ps")})
+
+
+async def _models_below(residents: Residents, path: str) -> list[dict[str, Any]]:
+    """Return the `models` that the loaded models' servers list. One that does not answer is left out."""
+    answers = await asyncio.gather(*(process.ask(path) for _, process in residents.loaded_processes()))
+    return [model for status, body in answers if status == 200 for model in orjson.loads(body)["models"]]
 
 
 @router.post("/models/load")

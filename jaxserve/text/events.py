@@ -46,12 +46,17 @@ Event = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallDelta | ToolCall
 class OutputParser(Protocol):
     """Reads one output's text. Never raises for what a model wrote: text it cannot read is content."""
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the text read so far ends within reasoning, or may do so."""
+        ...
+
     def feed(self, delta: str) -> list[Event]:
         """Return the events that this text completes."""
         ...
 
-    def finish(self) -> list[Event]:
-        """Return the events still held at the end of the output. Call once."""
+    def finish(self, *, whole: bool = False) -> list[Event]:
+        """Return the events still held at the end of the output. Call once. whole: the model itself ended it"""
         ...
 
 

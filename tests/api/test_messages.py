@@ -312,10 +312,22 @@ def result(call_id: str, text: str, **fields: Any) -> dict[str, Any]:
 
 def test_a_call_that_a_stop_sequence_cuts_is_not_one_to_run(server: LiveServer, claude: Any) -> None:
     reply_with(server, CALL)
-    cut = both(claude, tools=[WEATHER], stop_sequences=["Paris"])
+    cut = claude.messages.create(model="demo", messages=USER, max_tokens=200, tools=[WEATHER], stop_sequences=["Paris"])
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", "Paris")
+    assert cut.content[0].input == {"INVALID_JSON": '{"city": "'}
+    early = both(claude, tools=[WEATHER], stop_sequences=["arguments"])  # the call has begun, its arguments have not
+    assert (early.stop_reason, early.content[0].input) == ("stop_sequence", {})
     complete = both(claude, tools=[WEATHER], stop_sequences=["</tool_call>"])
     assert complete.stop_reason == "tool_use" and complete.content[0].input == {"city": "Paris"}
+
+
+def test_arguments_that_are_no_json_are_not_lost(server: LiveServer, claude: Any) -> None:
+    reply_with(server, CALL.replace('"Paris"', "Paris"))
+    keys = {"model": "demo", "messages": USER, "max_tokens": 200, "tools": [WEATHER]}
+    message = claude.messages.create(**keys)
+    assert message.stop_reason == "tool_use" and message.content[0].input == {"INVALID_JSON": '{"city": Paris}'}
+    events = [event for event in claude.messages.create(**keys, stream=True) if event.type == "content_block_delta"]
+    assert "".join(event.delta.partial_json for event in events) == '{"city": Paris}'
 
 
 def test_arguments_are_passed_on_as_written(server: LiveServer) -> None:

@@ -24,6 +24,16 @@ def test_the_same_form_in_any_pieces(piece: int) -> None:
     assert form.complete
 
 
+@pytest.mark.parametrize("given", ["filename*=utf-8''%C3%A9%20b.jsonl", "filename*=\"UTF-8'en'%C3%A9%20b.jsonl\""])
+def test_a_name_in_the_encoded_form_alone_is_the_files_name(given: str) -> None:
+    form = UploadForm(TYPE)
+    form.feed(f'--XX\r\nContent-Disposition: form-data; name="file"; {given}\r\n\r\nx\r\n'.encode() + END)
+    assert form.filename == "é b.jsonl"
+    both = UploadForm(TYPE)
+    both.feed(f'--XX\r\nContent-Disposition: form-data; name="file"; filename="a"; {given}\r\n\r\n'.encode())
+    assert both.filename == "a"
+
+
 def test_a_body_that_ends_early_is_not_complete() -> None:
     form = UploadForm(TYPE)
     assert form.feed(part("file", b"abc", "a")[:-2]) == b"abc"

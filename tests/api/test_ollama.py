@@ -87,13 +87,19 @@ def test_reasoning_is_a_field_of_its_own(server: LiveServer) -> None:
     assert "/think" not in prompt_of(server)
 
 
-def test_calls_are_whole_and_a_cut_one_is_not_written(server: LiveServer) -> None:
+def test_calls_are_whole_and_other_ones_are_text(server: LiveServer) -> None:
     reply_with(server, f"Let me look.\n{CALL}")
     answer = both(server, tools=[WEATHER])
     (call,) = answer["message"]["tool_calls"]
     assert call["function"] == {"index": 0, "name": "weather", "arguments": {"city": "Paris"}}
-    cut = both(server, tools=[WEATHER], options={"num_predict": 24})
-    assert cut["done_reason"] == "length" and "tool_calls" not in cut["message"]
+    cut = both(server, tools=[WEATHER], options={"stop": ["ris"]})
+    assert "tool_calls" not in cut["message"]
+    assert cut["message"]["content"] == 'Let me look.{"name": "weather", "arguments": {"city": "Pa'
+    early = both(server, tools=[WEATHER], options={"stop": ["arguments"]})
+    assert "tool_calls" not in early["message"] and early["message"]["content"] == 'Let me look.{"name": "weather"'
+    reply_with(server, CALL.replace('"Paris"', "Paris"))
+    broken = both(server, tools=[WEATHER])
+    assert broken["message"]["content"] == '{"name": "weather", "arguments": {"city": Paris}'
 
 
 def test_the_conversation_of_a_loop_has_the_prompt_that_chat_gives_it(server: LiveServer) -> None:

@@ -376,3 +376,9 @@ def test_truncation(server: LiveServer, client: Any) -> None:
     assert [number for number in range(12) if f"result {number}!" in prompt] == kept
     alone = {"input": "word " * 2000, "truncation": "auto"}
     assert server.post("/v1/responses", alone).json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_call_that_is_cut_before_its_arguments_is_not_whole(server: LiveServer, client: Any) -> None:
+    reply_with(server, CALL)
+    (item,) = both(client, tools=[WEATHER], extra_body={"stop": "arguments"}).output
+    assert (item.arguments, item.status) == ("", "incomplete")

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
+from jaxserve.api.protocol.common import SessionParams
+from jaxserve.api.protocol.sessions import OpenSessionRequest
 from jaxserve.api.shared import sessions
-from jaxserve.errors import QueueFullError
+from jaxserve.client.abort_signal import AbortSignal
+from jaxserve.errors import InvalidValueError, QueueFullError
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types.output import FinishReason
 
 from .conftest import LiveServer, reply_with
+from .fakes import DEMO
 
 A, B, C = [7, 8, 9], [20, 21], [30]
 REPLY = [11, 12]
@@ -229,3 +235,21 @@ def test_an_idle_session_is_closed_after_its_timeout(server: LiveServer) -> None
     time.sleep(0.05)
     error = server.post("/generate", {"input_ids": A, "session_params": {"id": name}}).json()["error"]
     assert error["param"] == "session_params.id"
+
+
+def test_a_session_is_not_idle_while_its_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, tokenizer = [0.0], Tokenizer.from_directory(DEMO)
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: clock[0])
+    kept = sessions.Sessions()
+    name = kept.open(OpenSessionRequest.model_validate({"timeout": 10.0}))
+    continued = SessionParams.model_validate({"id": name, "rid": "a"})
+    turn = kept.begin(SessionParams.model_validate({"id": name}), "a", A, AbortSignal())
+    clock[0] = 15.0
+    kept.open(OpenSessionRequest.model_validate({}))  # looks for idle ones
+    kept.extend(turn, REPLY)
+    kept.end(turn, FinishReason.STOP)
+    clock[0] = 24.0  # 9 seconds without a request
+    assert kept.context(continued, B, tokenizer) == A + REPLY + B
+    clock[0] = 26.0
+    with pytest.raises(InvalidValueError):
+        kept.context(continued, B, tokenizer)

@@ -103,6 +103,26 @@ def test_the_tokens_of_the_reasoning_are_not_those_of_a_group(server: LiveServer
     assert least <= counts[2] <= most and counts[2] <= counts[1] + 3 <= counts[0] + 6, counts
 
 
+def test_the_head_of_a_call_is_no_reasoning(server: LiveServer, client: Any) -> None:
+    reply_with(server, f"<think>\nabc\n</think>\n\n{CALL}")
+    whole, _ = both(client, tools=[WEATHER])
+    expected = len(server.link.tokenizer.encode("<think>\nabc\n</think>\n\n"))
+    assert whole.choices[0].message.tool_calls
+    assert whole.usage.completion_tokens_details.reasoning_tokens == expected
+
+
+def test_a_choice_that_has_ended_is_computed_no_further(server: LiveServer, client: Any) -> None:
+    """The others go on: here the second choice has no call and is long."""
+    served = server.link
+    served.script = lambda prompt, params: CALL + " x" * 100 if params.seed == 5 else " a" * 150
+    served.delay = 0.002
+    keys = {"model": "demo", "messages": MESSAGES, "tools": [WEATHER], "parallel_tool_calls": False, "n": 2, "seed": 5}
+    whole = client.chat.completions.create(**keys, max_tokens=300)
+    assert [choice.finish_reason for choice in whole.choices] == ["tool_calls", "stop"]
+    assert len(served.aborted) == 1
+    assert whole.usage.completion_tokens < len(served.tokenizer.encode(CALL + " a" * 150)) + 100
+
+
 def test_an_output_that_ends_after_its_call_counts_its_cached_tokens(server: LiveServer, client: Any) -> None:
     reply_with(server, CALL)
     many = client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=200, tools=[WEATHER])

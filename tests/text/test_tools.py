@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.text.events import ToolCallDelta, merged
 from jaxserve.text.output.harmony import HarmonyParser
+from jaxserve.text.output.output_parser import ParserChoice
 from jaxserve.text.tools import ToolParser, ToolSet
 from jaxserve.text.tools.json_tags import HermesParser
 from jaxserve.text.tools.registry import TOOL_FORMATS
@@ -107,6 +108,8 @@ CASES = [
      None, [WEATHER]),
     ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>"
                 "commentary json<|message|>{}<|call|>", "I look.", [NOW]),
+    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=now json<|message|>"
+                "{}<|call|>", None, [NOW]),
 ]  # fmt: skip
 
 # what must come back as content, word for word
@@ -274,6 +277,25 @@ def test_arguments_stream_in_fragments(family: str) -> None:
     parser = make(family)
     events = [event for char in text for event in parser.feed(char)]
     assert sum(isinstance(event, ToolCallDelta) for event in events) > 10
+
+
+@pytest.mark.parametrize("end", ["<|message|>", "", " <|constrain|>json"])
+def test_a_harmony_call_without_arguments_has_an_empty_object(end: str) -> None:
+    """The token <|call|> ends the output and is not in its text. An output that was cut there has no whole call."""
+    text = "<|channel|>commentary to=functions.now" + end
+    for whole, arguments in ((True, ["{}"]), (False, [""] if end == "<|message|>" else [])):
+        parser, output = ParserChoice(tool="harmony").make(tools=TOOLS), ParsedOutput()
+        output.add(parser.feed(text))
+        output.add(parser.finish(whole=whole))
+        assert [call.arguments for call in output.tool_calls] == arguments
+
+
+@pytest.mark.parametrize("text", ["Then <tool_call>", '<tool_call>\n{"na', "a"])
+def test_the_beginning_of_a_call_is_text_if_the_model_ended_it(text: str) -> None:
+    parser, output = ParserChoice(tool="hermes").make(tools=TOOLS), ParsedOutput()
+    output.add(parser.feed(text))
+    output.add(parser.finish(whole=True))
+    assert output.content == text
 
 
 def test_neighbouring_events_are_joined() -> None:

@@ -83,7 +83,7 @@ def with_repetition_rule(prompt: PromptTask, rule: RepetitionRule | None) -> Pro
         return prompt
 
     def run(generate: Generate) -> Stream:
-        return end_repetitions(_stream(prompt, generate), rule, prompt.params.n)
+        return end_repetitions(_stream(prompt, generate), rule, prompt.params.n, prompt.signal.abort_choice)
 
     return replace(prompt, run=run)
 

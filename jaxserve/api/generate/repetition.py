@@ -5,6 +5,7 @@ The rule wraps the engine's stream of one prompt and yields a stream of the same
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import aclosing
 
 import msgspec
@@ -39,8 +40,10 @@ class Repetitions:
         return any(runs[size] >= size * (rule.min_count - 1) for size in sizes)
 
 
-async def end_repetitions(stream: Stream, rule: RepetitionRule, num_choices: int) -> Stream:
-    """Cut each choice at the point where it begins to repeat itself. Once all have ended, abort the rest."""
+async def end_repetitions(
+    stream: Stream, rule: RepetitionRule, num_choices: int, abort_choice: Callable[[int], object]
+) -> Stream:
+    """Cut each choice at the point where it begins to repeat itself, and abort it."""
     found: dict[int, Repetitions] = {}
     ended: set[int] = set()
     async with aclosing(stream):
@@ -50,6 +53,8 @@ async def end_repetitions(stream: Stream, rule: RepetitionRule, num_choices: int
             repeats = found.setdefault(output.index, Repetitions(rule)).add(output.token_ids)
             if output.finish_reason is None and repeats:
                 output = msgspec.structs.replace(output, finish_reason=FinishReason.STOP, matched_stop=REPETITION)
+                if len(ended) < num_choices - 1:
+                    abort_choice(output.index)
             if output.finish_reason is not None:
                 ended.add(output.index)
             yield output

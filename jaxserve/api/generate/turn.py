@@ -20,6 +20,7 @@ from jaxserve.text.events import (
     ToolCallStart,
 )
 from jaxserve.text.output.sequence_text import RequestOutput
+from jaxserve.types.output import FinishReason
 
 _SOUGHT = 64  # characters of an event by which its place in the output's text is found
 
@@ -53,7 +54,8 @@ class Turn:
         """Return the events that `output` completes."""
         events = self._parser.feed(output.text) if output.text else []
         if output.finish_reason is not None:
-            events += self._parser.finish()
+            ended_by_model = output.finish_reason is FinishReason.STOP and not isinstance(output.matched_stop, str)
+            events += self._parser.finish(whole=ended_by_model)
             self.ended = True
         elif len(events) == 1 and type(events[0]) is ContentDelta and not self._thinking:
             self._unsure_tokens = 0  # the common case
@@ -84,6 +86,10 @@ class Turn:
                 self._thinking = False
                 self._usage.reasoning_tokens += max(0, self._unsure_tokens - num_tokens)
             self._unsure_tokens = 0
+        if self._thinking and not self._parser.thinking:  # the head of a call follows, which is no event yet
+            self._thinking = False
+            self._usage.reasoning_tokens += max(0, self._unsure_tokens - num_tokens)
+            self._unsure_tokens = min(self._unsure_tokens, num_tokens)
 
     def _tokens_after(self, reasoning: ReasoningDelta, following: Event, output: RequestOutput) -> int:
         """Return how many of the output's tokens have text after its reasoning and the tag behind it."""
@@ -116,8 +122,12 @@ class RawInputParser:
     def feed(self, delta: str) -> list[Event]:
         return self._through(self._reasoning.feed(delta))
 
-    def finish(self) -> list[Event]:
-        events = self._through(self._reasoning.finish())
+    @property
+    def thinking(self) -> bool:
+        return self._reasoning.thinking
+
+    def finish(self, *, whole: bool = False) -> list[Event]:
+        events = self._through(self._reasoning.finish(whole=whole))
         if self._reasoned and not self._begun:
             return events
         return [*events, *(() if self._begun else [self._start()]), ToolCallEnd(0)]

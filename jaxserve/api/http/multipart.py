@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from urllib.parse import unquote_to_bytes
+
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
@@ -9,6 +12,7 @@ from jaxserve.errors import InvalidValueError, RequestError
 
 MAX_FIELD_BYTES = 64 * 1024  # bytes of all fields except the file, headers included
 MAX_PARTS = 32
+_ENCODED_NAME = re.compile(rb";\s*filename\*=\"?utf-8'[^'\"]*'([^\";\s]+)", re.IGNORECASE)
 
 
 class UploadForm:
@@ -85,7 +89,7 @@ class UploadForm:
         elif self.filename is not None:
             raise InvalidValueError("The form has more than one file.", param="file")
         else:
-            self.filename = options.get(b"filename", b"").decode(errors="replace")
+            self.filename = options.get(b"filename", b"").decode(errors="replace") or _encoded_name(disposition)
 
     def _on_headers_finished(self) -> None:
         if self._name is None:
@@ -109,6 +113,15 @@ class UploadForm:
 
     def _on_end(self) -> None:
         self.complete = True
+
+
+def _encoded_name(disposition: bytes) -> str:
+    """Return the file's name in the form of RFC 5987, which older clients send alone; "" if there is none.
+
+    The parser skips it, because RFC 7578 has no such form in multipart/form-data.
+    """
+    found = _ENCODED_NAME.search(disposition)
+    return "" if found is None else unquote_to_bytes(found[1]).decode(errors="replace")
 
 
 def _too_large() -> RequestError:

@@ -92,6 +92,11 @@ def tool_id(call_id: str) -> str:
     return "toolu_" + call_id.removeprefix("call_")
 
 
+def _input(arguments: str) -> Any:
+    """Return a call's input, which must be an object. Other text is wrapped as Anthropic's documentation wraps it."""
+    return orjson.Fragment(arguments) if is_object(arguments) else {"INVALID_JSON": arguments}
+
+
 class JoinedBlocks:
     """Join block events into the content of an unstreamed answer, in linear time."""
 
@@ -113,7 +118,7 @@ class JoinedBlocks:
         for name, parts in self._texts.items():
             text: Any = "".join(parts)
             if name == "partial_json":
-                name, text = "input", orjson.Fragment(text or "{}") if is_object(text) else {}
+                name, text = "input", _input(text)
             block[name] = text
         self._texts = {}
 

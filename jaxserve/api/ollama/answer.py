@@ -5,6 +5,7 @@ Durations are nanoseconds.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -145,7 +146,9 @@ class OllamaAnswer:
         yield from lines
 
     def _write(self, event: Event) -> Json | None:
-        """Return the line for an event. A call is written whole at its end; one that was cut is not written."""
+        """Return the line for an event. A call is written whole at its end. Ollama's form has no place for arguments
+        that are not an object, as those of a call that was cut: they become text.
+        """
         match event:
             case ContentDelta(text):
                 return self._line.of(text) if text else None
@@ -157,8 +160,13 @@ class OllamaAnswer:
                 self._arguments.append(text)
             case ToolCallEnd(index):
                 arguments = "".join(self._arguments)
-                if is_object(arguments):
-                    written = orjson.Fragment(arguments or "{}")
-                    function = {"index": index, "name": self._call.name, "arguments": written}
-                    return self._line.of("", tool_calls=[{"id": self._call.id, "function": function}])
+                if not is_object(arguments):
+                    return self._line.of(_as_text(self._call.name, arguments))
+                function = {"index": index, "name": self._call.name, "arguments": orjson.Fragment(arguments)}
+                return self._line.of("", tool_calls=[{"id": self._call.id, "function": function}])
         return None
+
+
+def _as_text(name: str, arguments: str) -> str:
+    """Return a call whose arguments are not an object, as far as the model wrote it."""
+    return f'{{"name": {json.dumps(name)}' + (f', "arguments": {arguments}' if arguments else "")

@@ -21,6 +21,7 @@ from jaxserve.api.http.body import read_body
 from jaxserve.api.http.sse import EventStream, until_disconnect
 from jaxserve.api.ollama.answer import OllamaAnswer, loaded, nanoseconds, timestamp
 from jaxserve.api.ollama.protocol import (
+    API_VERSION,
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
@@ -38,8 +39,6 @@ from jaxserve.api.tasks.fields import new_id
 from jaxserve.api.tasks.task import RequestOptions, TextPrompt
 from jaxserve.errors import HTTPError, InvalidValueError
 
-# the version of Ollama whose routes these are: clients compare three plain numbers and ask for 0.6.4 at least
-API_VERSION = "0.12.6"
 NEVER = 2**33  # Unix seconds, the year 2242: the model is not unloaded
 
 router = APIRouter()

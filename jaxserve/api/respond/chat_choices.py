@@ -197,6 +197,8 @@ class ChatChoices:
     def _last(self, choice: _Choice, output: RequestOutput) -> list[Chunk]:
         self._running -= 1
         self.complete = self._running == 0
+        if output.finish_reason is None and not self.complete:
+            self._plan.prompt.signal.abort_choice(choice.index)
         prompt, num_calls = self._plan.prompt, choice.turn.num_calls
         chunks = [] if choice.begun else [self._first(choice, num_calls == 0 and not choice.held_reasoning)]
         finish = finish_fields(output, prompt.params.stop_token_ids)

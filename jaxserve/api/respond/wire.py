@@ -34,9 +34,10 @@ async def json_answer(content: Any) -> Response:
 
 
 def is_object(text: str) -> bool:
-    """Return whether the arguments of a call are a whole JSON object. The token limit or a stop string may cut them."""
+    """Return whether the arguments of a call are a whole JSON object. The token limit or a stop string may cut them,
+    also before their first character."""
     try:
-        return isinstance(json.loads(text or "{}", parse_constant=int), dict)
+        return isinstance(json.loads(text, parse_constant=int), dict)
     except (ValueError, RecursionError):
         return False
 

@@ -48,7 +48,10 @@ class Session:
 
     @property
     def expired(self) -> bool:
-        return self.timeout is not None and time.monotonic() > self.used + self.timeout
+        """Whether no request has run for the timeout."""
+        if self.timeout is None or time.monotonic() <= self.used + self.timeout:
+            return False
+        return all(turn.finished for turn in self.turns.values())
 
     def previous(self, wanted: SessionParams) -> SessionTurn | None:
         """Return the turn that a request continues from; None: the session's start. Raises InvalidValueError."""
@@ -177,7 +180,7 @@ class Sessions:
         A turn without output is dropped. A streaming session drops every turn that did not end by itself, so it
         continues from its last complete one.
         """
-        turn.finished = True
+        turn.finished, turn.session.used = True, time.monotonic()
         if turn.forgotten:
             return
         whole = reason not in (None, FinishReason.ABORT)

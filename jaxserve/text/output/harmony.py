@@ -4,7 +4,8 @@
     <|message|>{"x": 1}<|call|>            or            <|start|>assistant<|channel|>final<|message|>...<|return|>
 
 analysis is reasoning, final and commentary without a recipient are content, to=functions.NAME is a call. Messages to
-tools that the model has built in (browser, python) belong to its reasoning.
+tools that the model has built in (browser, python) belong to its reasoning. gpt-oss also writes to=NAME: a call if
+the request offers the tool.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class HarmonyParser(ToolParser):
             if marker in ENDS:
                 self.reader.unmark()
                 continue
+            self.thinking = False
             header, end = yield from self.reader.until(MESSAGE, limit=_MAX_HEADER)
-            if not end:
+            is_bare_call = self.is_whole and self.reader.ended and self._called(header) in self.tools
+            if not (end or is_bare_call):
                 self.give_up()
                 continue
             self.reader.unmark()
@@ -44,9 +47,8 @@ class HarmonyParser(ToolParser):
 
     def _message(self, header: str) -> Reading[None]:
         channel = _CHANNEL_NAME.search(header)
-        recipient = _RECIPIENT.search(header.replace(CHANNEL, " ").replace(CONSTRAIN, " "))
-        function = recipient is not None and recipient[1].startswith("functions.")
-        name = recipient[1].removeprefix("functions.") if recipient else ""
+        recipient, name = self._recipient(header), self._called(header)
+        function = name != recipient or name in self.tools
         if function and self.offered(name):
             yield from self._call(name)
         elif function:
@@ -54,14 +56,23 @@ class HarmonyParser(ToolParser):
             yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
         elif (channel and channel[1] == "analysis") or recipient:
             self._break_reasoning()
+            self.thinking = True
             yield from self.reader.copy_until((*ENDS, START), self._reasoning, take=False)
         else:
             yield from self.reader.copy_until((*ENDS, START), self.content, take=False)
 
+    def _recipient(self, header: str) -> str:
+        """Return whom a message is to; "" if it is to the user."""
+        found = _RECIPIENT.search(header.replace(CHANNEL, " ").replace(CONSTRAIN, " "))
+        return found[1] if found else ""
+
+    def _called(self, header: str) -> str:
+        return self._recipient(header).removeprefix("functions.")
+
     def _call(self, name: str) -> Reading[None]:
         self.start_call(name)
         end = yield from self.reader.copy_until((*ENDS, START), self.arguments, take=False, drop_partial=True)
-        self.end_call(whole=bool(end))
+        self.end_call(whole=bool(end) or self.is_whole)  # <|call|> ends the output and is not part of its text
 
     def _break_reasoning(self) -> None:
         if self._reasoned:

@@ -120,9 +120,13 @@ class _Pipeline:
             return events
         return merged(self._through(events))
 
-    def finish(self) -> list[Event]:
+    @property
+    def thinking(self) -> bool:
+        return self._reasoning is not None and self._reasoning.thinking is not False
+
+    def finish(self, *, whole: bool = False) -> list[Event]:
         events = self._through(self._reasoning.finish() if self._reasoning else [])
-        return merged(events + (self._tools.finish() if self._tools else []))
+        return merged(events + (self._tools.finish(whole=whole) if self._tools else []))
 
     def _through(self, events: Iterable[Event]) -> list[Event]:
         out: list[Event] = []
@@ -144,8 +148,12 @@ class _Harmony:
     def feed(self, delta: str) -> list[Event]:
         return self._through(self._parser.feed(delta))
 
-    def finish(self) -> list[Event]:
-        return self._through(self._parser.finish())
+    @property
+    def thinking(self) -> bool:
+        return self._parser.thinking
+
+    def finish(self, *, whole: bool = False) -> list[Event]:
+        return self._through(self._parser.finish(whole=whole))
 
     def _through(self, events: list[Event]) -> list[Event]:
         if self._separate:

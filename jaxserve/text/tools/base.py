@@ -66,7 +66,10 @@ def _schema_types(schema: Any, depth: int) -> set[str]:
 
 
 class ToolParser(ABC):
-    """A streaming parser of one family's tool calls. Each output needs its own object."""
+    """A streaming parser of one family's tool calls. Each output needs its own object.
+
+    is_whole: the model itself ended the output
+    """
 
     # texts that the parser must see, even if they are special tokens
     markers: ClassVar[tuple[str, ...]] = ()
@@ -75,6 +78,8 @@ class ToolParser(ABC):
         self.tools = tools or ToolSet()
         self.reader = TextReader()
         self.num_calls = 0
+        self.thinking = False  # the text read so far ends within reasoning
+        self.is_whole = False
         self._events: list[Event] = []
         self._space: list[str] = []  # white space that is dropped if a call comes next
         self._trim = False  # white space that comes next follows a call and is dropped
@@ -100,8 +105,8 @@ class ToolParser(ABC):
         self.reader.push(delta)
         return self._advance()
 
-    def finish(self) -> list[Event]:
-        self.reader.closed = True
+    def finish(self, *, whole: bool = False) -> list[Event]:
+        self.reader.closed, self.is_whole = True, whole
         events = self._advance()
         if self._space and not self.num_calls:
             events.append(ContentDelta("".join(self._space)))
@@ -194,9 +199,10 @@ class ToolParser(ABC):
         return False
 
     def give_up(self) -> None:
-        """Emit what was read since `mark` as content. A call that the output's end cut off is dropped."""
+        """Emit what was read since `mark` as content. A call that the token limit or a stop string cut is dropped."""
         text = self.reader.unmark()
-        if not (self.reader.ended and self._begins_call(text)):
+        is_cut = self.reader.ended and not self.is_whole
+        if not (is_cut and self._begins_call(text)):
             self.content(text)
 
     def _begins_call(self, text: str) -> bool:

@@ -16,13 +16,15 @@ SECOND: list[Event] = [ToolCallStart(1, "b", "f"), ToolCallDelta(1, "{}"), ToolC
 class Scripted:
     """A parser that returns the events of each output in turn."""
 
+    thinking = True
+
     def __init__(self, *events: list[Event]) -> None:
         self._events = list(events)
 
     def feed(self, delta: str) -> list[Event]:
         return list(self._events.pop(0))
 
-    def finish(self) -> list[Event]:
+    def finish(self, *, whole: bool = False) -> list[Event]:
         return []
 
 

@@ -1,0 +1,109 @@
+"""What the front asks the servers of its models: real sockets, on which a test answers in their place."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from jaxserve.config import Config
+from jaxserve.config_sections.models import ModelEntry
+from jaxserve.front.app import create_front
+from jaxserve.front.model_plan import Catalog, ModelPlan
+from jaxserve.front.model_process import ModelProcess
+from jaxserve.front.residents import Residents
+
+Answer = Callable[[], Awaitable[str]]
+
+
+class ModelServer:
+    """The server of one loaded model. answers: by path; another path is a 404"""
+
+    def __init__(self, answers: dict[str, Answer]) -> None:
+        self._answers = answers
+        self.bodies: list[bytes] = []
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        sizes = [line.partition(":")[2] for line in head.splitlines() if line.startswith("content-length:")]
+        self.bodies.append(await reader.readexactly(int(sizes[0])) if sizes else b"")
+        found = self._answers.get(head.split()[1])
+        body = "{}" if found is None else await found()
+        status = "404 Not Found" if found is None else "200 OK"
+        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+
+def says(value: Any) -> Answer:
+    async def answer() -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return answer
+
+
+def run(tmp_path: Path, servers: dict[str, ModelServer], test: Callable[[httpx2.AsyncClient], Awaitable[None]]) -> None:
+    """Run a test with a front of these models, all loaded, and of the model `idle`, which is not."""
+
+    async def main() -> None:
+        config = Config()
+        plans = [ModelPlan(ModelEntry.model_validate({"name": name}), config, (name,)) for name in (*servers, "idle")]
+        residents = Residents(Catalog(plans), config.models, config.server, tmp_path)
+        async with AsyncExitStack() as stack:
+            for resident in residents.all[:-1]:
+                socket = tmp_path / resident.plan.name
+                server = await asyncio.start_unix_server(servers[resident.plan.name].answer, socket)
+                await stack.enter_async_context(server)
+                resident.state, resident.process = "loaded", ModelProcess(config, socket)
+            app = create_front(residents, config)
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://front") as client:
+                await test(client)
+            assert residents.all[-1].state == "unloaded"
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize("query, status", [("", 200), ("?model=a", 404)])
+def test_an_object_is_looked_for_also_by_a_request_with_a_body(tmp_path: Path, query: str, status: int) -> None:
+    servers = {"a": ModelServer({}), "b": ModelServer({"/v1/conversations/conv_1": says({"id": "conv_1"})})}
+    body = {"metadata": {"topic": "x"}}
+
+    async def test(client: httpx2.AsyncClient) -> None:
+        assert (await client.post(f"/v1/conversations/conv_1{query}", json=body)).status_code == status
+
+    run(tmp_path, servers, test)
+    assert [json.loads(raw) for raw in servers["a"].bodies] == [body]
+    assert [json.loads(raw) for raw in servers["b"].bodies] == [body] * (status == 200)
+
+
+def test_ollamas_lists_have_all_models_and_load_none(tmp_path: Path) -> None:
+    def lists(name: str) -> ModelServer:
+        model = {"name": name, "size": 5}
+        return ModelServer({path: says({"models": [model]}) for path in ("/api/tags", "/api/ps")})
+
+    async def test(client: httpx2.AsyncClient) -> None:
+        tags = (await client.get("/api/tags")).json()["models"]
+        assert [(model["name"], model.get("size")) for model in tags] == [("a", 5), ("b", 5), ("idle", None)]
+        assert [model["name"] for model in (await client.get("/api/ps")).json()["models"]] == ["a", "b"]
+        assert (await client.get("/api/version")).json()["version"]
+
+    run(tmp_path, {"a": lists("a"), "b": lists("b")}, test)
+
+
+def test_the_metrics_of_all_models_are_asked_for_at_once(tmp_path: Path) -> None:
+    """Each answers only once both have been asked."""
+    both = asyncio.Barrier(2)
+
+    async def metrics() -> str:
+        await both.wait()
+        return "# TYPE x gauge\nx 1.0\n"
+
+    async def test(client: httpx2.AsyncClient) -> None:
+        text = (await client.get("/metrics")).text
+        assert 'x{model="a"} 1.0' in text and 'x{model="b"} 1.0' in text
+
+    run(tmp_path, {name: ModelServer({"/metrics": metrics}) for name in "ab"}, test)
