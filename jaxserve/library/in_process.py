@@ -25,6 +25,7 @@ from jaxserve.api.protocol.answers import ChatCompletion, ChatCompletionChunk
 from jaxserve.api.protocol.chat import ChatCompletionRequest
 from jaxserve.api.respond.chat_answer import ChatAnswer
 from jaxserve.api.routes.chat import answer_chat
+from jaxserve.api.shared.grammar_checks import GrammarChecks
 from jaxserve.api.shared.keys import DEFAULT_CALLER
 from jaxserve.api.shared.start_checks import check_template, check_vocabulary
 from jaxserve.api.shared.state import ServerState
@@ -74,7 +75,7 @@ class Engine(TextEngine):
     @cached_property
     def _chats(self) -> _Chats:
         chats = _Chats(_SteppedEngine(self))
-        self._end_chats = weakref.finalize(self, _close, chats.loop, chats.state)
+        self._end_chats = weakref.finalize(self, _close, chats.loop, chats.state.grammars, chats.stops)
         return chats
 
     def close(self) -> None:
@@ -171,6 +172,9 @@ class _Chats:
         self.state = ServerState(engine, engine.config, Metrics(), make_tracing(engine.config.logging))
         check_template(self.state)
         check_vocabulary(self.state)
+        template, texts = self.state.chat_template, self.state.text_work
+        # without the state, which refers to the engine
+        self.stops = [texts.stop, self.state.template_work.stop, *([] if template is None else [template.stop])]
         self.loop = LoopThread("jaxserve-chat")
 
     def prepare(self, fields: dict[str, Any]) -> ChatAnswer:
@@ -217,8 +221,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
-def _close(loop: LoopThread, state: ServerState) -> None:
-    loop.settle(state.grammars.stop())
-    state.text_work.stop()
-    state.stop_rendering()
+def _close(loop: LoopThread, grammars: GrammarChecks, stops: Sequence[Callable[[], object]]) -> None:
+    loop.settle(grammars.stop())
+    for stop in stops:
+        stop()
     loop.close()

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import jax
@@ -106,6 +107,8 @@ class ModelRunner:
         self._num_dispatches = 0
         self.compile_seconds = time.perf_counter() - started
         self._counter = compiler.CompileCounter(self.late.is_this_thread)
+        for close in (self._counter.close, self.host.close):  # of an engine that is dropped without `close`
+            weakref.finalize(self, close)
 
     def _take(self, name: str, program: jax.stages.Compiled) -> None:
         self.compiled[name] = program

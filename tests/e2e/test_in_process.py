@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import itertools
 import re
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from jaxserve import Engine, SamplingParams
 from jaxserve.errors import InvalidSchemaError, InvalidValueError, RequestError, ServerError, UnsupportedParameterError
 from jaxserve.library.loop_thread import LoopThread
 from jaxserve.library.serving import RunningServer
-from tests.conftest import SMALL
+from tests.conftest import ONE_ROW, SMALL
 
 README = Path(__file__).parents[2] / "README.md"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
@@ -243,6 +245,20 @@ def test_a_closed_engine_answers_no_conversation(compile_cache: str) -> None:
         engine.chat(FRANCE)
     left = {thread.name for thread in set(threading.enumerate()) - before}
     assert not [name for name in left if name.startswith(("jaxserve-chat", "masks"))], left
+
+
+def test_an_engine_that_is_dropped_frees_its_memory_and_its_file(compile_cache: str, tmp_path: Path) -> None:
+    """As in a notebook, where another one takes its name: nothing of the process may keep the weights."""
+    before = set(threading.enumerate())
+    engine = Engine(compile_cache=compile_cache, host_memory="1MiB", disk=str(tmp_path), **ONE_ROW)
+    assert engine.chat(FRANCE, max_tokens=1).choices[0].finish_reason == "length"
+    left = [weakref.ref(engine), weakref.ref(engine.runner), weakref.ref(engine.runner.leaves[0])]
+    del engine
+    gc.collect()
+    assert [each() for each in left] == [None] * 3
+    with next(tmp_path.glob("*.pages")).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not [thread.name for thread in set(threading.enumerate()) - before if not thread.name.startswith("masks")]
 
 
 def test_a_loop_thread_passes_errors_on_and_ends() -> None:

@@ -6,6 +6,7 @@ engine.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -33,6 +34,7 @@ class LateCompilation:
 
     total   how many there are; with `done` all are there
     error   why a thread ended early; the engine goes on with the programs that it has
+    is_this_thread  whether it is called in a thread that compiles these programs. Refers to nothing else
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class LateCompilation:
         self._stopped = False
         self._began = 0.0
         self._own = threading.local()
+        self.is_this_thread: Callable[[], bool] = functools.partial(getattr, self._own, "compiles", False)
         count = min(self.total, num_threads(len(os.sched_getaffinity(0))))
         self._threads = [threading.Thread(target=self._run, name="compile-late", daemon=True) for _ in range(count)]
 
@@ -70,10 +73,6 @@ class LateCompilation:
             self._began = time.monotonic()
             for thread in self._threads:
                 thread.start()
-
-    def is_this_thread(self) -> bool:
-        """Return whether it is called in a thread that compiles these programs."""
-        return getattr(self._own, "compiles", False)
 
     def close(self) -> None:
         """Begin no more programs. Does not wait for those that are being compiled."""
