@@ -8,29 +8,43 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxserve.grammar.schemas import with_parts
+
 _ASCII = {"d": "[0-9]", "w": "[0-9A-Za-z_]"}
-_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # keys whose values are not schemas
 
 
 def ascii_classes(pattern: str) -> str:
-    r"""Return the pattern with `\d` and `\w` written out, also inside classes."""
+    r"""Return the pattern with `\d` and `\w` written out, also inside classes.
+
+    Inside a class, `[`, `&&`, `~~` and `--` are escaped: they are characters, not operators as in Rust.
+    """
     out: list[str] = []
-    negated: list[bool] = []  # of the open classes
+    opening = ""  # of the class that is open
     at = 0
     while at < len(pattern):
         piece = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
-        if len(piece) == 2 and piece[1] in _ASCII and not any(negated):
-            out.append(_ASCII[piece[1]])
-        elif piece == "[":
-            negated.append(pattern.startswith("[^", at))
-            piece = _class_start(pattern, at)
-            out.append(piece)
-        else:
-            if piece == "]" and negated:
-                negated.pop()
-            out.append(piece)
-        at += len(piece)
+        size = len(piece)
+        if size == 2 and piece[1] in _ASCII and not opening.startswith("[^"):
+            piece = _ASCII[piece[1]]
+        elif not opening and piece == "[":
+            opening = piece = _class_start(pattern, at)
+            size = len(piece)
+        elif opening and pattern.startswith("[:", at) and ":]" in pattern[at:]:
+            piece = pattern[at : pattern.index(":]", at) + 2]
+            size = len(piece)
+        elif opening and piece in ("[", "&", "~", "-"):
+            piece = _in_class(piece, out, pattern[at + 1 : at + 2], opening)
+        elif piece == "]":
+            opening = ""
+        out.append(piece)
+        at += size
     return "".join(out)
+
+
+def _in_class(char: str, before: list[str], after: str, opening: str) -> str:
+    """Return a character of a class, escaped if it or a pair of it would be an operator."""
+    starts_range = char == "-" == after and before[-1] == opening
+    return "\\" + char if char == "[" or before[-1] == char or starts_range else char
 
 
 def _class_start(pattern: str, at: int) -> str:
@@ -45,12 +59,9 @@ def ascii_schema(schema: Any) -> Any:
         return [ascii_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: value if key in _DATA else _ascii_keyword(key, value) for key, value in schema.items()}
-
-
-def _ascii_keyword(key: str, value: Any) -> Any:
-    if key == "pattern" and isinstance(value, str):
-        return ascii_classes(value)
-    if key == "patternProperties" and isinstance(value, dict):
-        return {ascii_classes(pattern): ascii_schema(part) for pattern, part in value.items()}
-    return ascii_schema(value)
+    result = with_parts(schema, ascii_schema)
+    if isinstance(pattern := result.get("pattern"), str):
+        result["pattern"] = ascii_classes(pattern)
+    if isinstance(named := result.get("patternProperties"), dict):
+        result["patternProperties"] = {ascii_classes(pattern): part for pattern, part in named.items()}
+    return result

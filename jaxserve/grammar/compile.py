@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from jaxserve.errors import InvalidSchemaError, QueueFullError, ServerError
-from jaxserve.grammar.translate import MAX_SOURCE_BYTES
+from jaxserve.grammar.translate import check_source
 from jaxserve.grammar.worker import Cancel, Check, GrammarSetup, Verdict
 from jaxserve.transport.child_frames import frame
 from jaxserve.transport.child_process import child_environment, python_command
@@ -119,8 +119,7 @@ class GrammarCompiler:
 
         Raises InvalidSchemaError (400, `param`) with the reason, QueueFullError if too many checks wait.
         """
-        if len(spec.source.encode()) > MAX_SOURCE_BYTES:
-            raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param=param)
+        check_source(spec.source, param)
         key = hashlib.sha256(f"{spec.kind}\0{spec.source}".encode()).digest()
         found = self._cache.get(key)
         if found is None:

@@ -12,9 +12,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.lark import LarkWriter
+from jaxserve.grammar.translate import check_source
 
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _TOKEN = re.compile(
@@ -24,8 +26,8 @@ _TOKEN = re.compile(
     | (?P<foreign>[%@~<>\\&]|\[(?=[a-z_]+\s*[=\],])) | (?P<rest>\s+|.)""",
     re.VERBOSE,
 )
-_STATEMENT = re.compile(r"^[ \t]*(?=%|[?!]*[A-Za-z_][A-Za-z0-9_]*\s*(?:\.\d+)?\s*:)", re.MULTILINE)
-_DEFINITION = re.compile(r"\s*[?!]*([A-Za-z_][A-Za-z0-9_]*)\s*(?:\.-?\d+)?\s*:(.*)", re.DOTALL)
+_STATEMENT = re.compile(r"^[ \t]*(?=%|[?!]*[A-Za-z_][A-Za-z0-9_]*\s*(?:\.\d+\s*)?:)", re.MULTILINE)
+_DEFINITION = re.compile(r"\s*[?!]*([A-Za-z_][A-Za-z0-9_]*)\s*(?:\.-?\d+\s*)?:(.*)", re.DOTALL)
 _IMPORT = re.compile(r"\s*%import\s+[\w.]+?(?:\.(\w+)(?:\s*->\s*(\w+))?|\s*\(([\w\s,]+)\))\s*")
 _NEEDS_NO_ESCAPE = r'/[^"\\\x00-\x1f\x7f]*/'
 
@@ -81,8 +83,15 @@ class _Embedding:
     _imported: set[str] = field(default_factory=set)
     _terminals: dict[str, str] = field(default_factory=dict)  # expression -> name of the terminal that restricts it
 
+    @cached_property
+    def _prefix(self) -> str:
+        """The names of the limited terminals begin with it, and no name of the source does."""
+        taken = re.findall("LIMITED_*", self.source)
+        return max(taken, key=len, default="LIMITED") + "_" * bool(taken)
+
     def text(self) -> str:
         """Return the embedded grammar. Raises InvalidSchemaError (param tools) if it cannot be embedded."""
+        check_source(self.source, "tools")
         statements = list(self._statements())
         for statement in statements:
             self._learn(statement)
@@ -139,10 +148,7 @@ class _Embedding:
 
     def _limited(self, expression: str) -> str:
         if expression not in self._terminals:
-            prefix = "LIMITED"
-            while prefix in self.source:
-                prefix += "_"
-            self._terminals[expression] = f"{prefix}{len(self._terminals)}"
+            self._terminals[expression] = f"{self._prefix}{len(self._terminals)}"
         return self._terminals[expression]
 
 

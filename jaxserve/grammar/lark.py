@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.char_classes import ascii_classes
-from jaxserve.grammar.translate import json_schema_part
+from jaxserve.grammar.translate import MAX_SOURCE_BYTES, json_schema_part, quoted
 
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -26,6 +26,7 @@ class LarkWriter:
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     rules: list[str] = field(default_factory=list)
     _count: int = 0
+    _size: int = 0  # characters of the rules
 
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
@@ -40,14 +41,20 @@ class LarkWriter:
     def _literal_part(self, part: str) -> str:
         if part in self.special_tokens:
             return f"<[{self.special_tokens[part]}]>"
-        return json.dumps(part, ensure_ascii=False)
+        return quoted(part)
 
     def is_special(self, text: str) -> bool:
         return text in self.special_tokens
 
     def rule(self, expression: str, *, lazy: bool = False, terminal: bool = False) -> str:
-        """Add a rule and return its name. lazy: the shortest match counts."""
+        """Add a rule and return its name. lazy: the shortest match counts.
+
+        Raises InvalidSchemaError if the grammar becomes too large: a small request can describe an enormous one.
+        """
         self._count += 1
+        self._size += len(expression)
+        if self._size > MAX_SOURCE_BYTES:
+            raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param="tools")
         name = f"R{self._count}" if terminal else f"r{self._count}"
         self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
         return name
@@ -63,10 +70,9 @@ class LarkWriter:
 
     def matching_until(self, regex: str, end: str, without: Sequence[str]) -> str:
         """Match a text that matches `regex` and contains none of `without`, and then `end`."""
-        slashed = ascii_classes(regex).replace("/", r"\/")
         banned = "|".join(map(_regex_escape, without))
-        allowed = self.rule(f"/({slashed})/ & ~/(.|\\n)*({banned})(.|\\n)*/", terminal=True)
-        return self.rule(f"{allowed} {json.dumps(end, ensure_ascii=False)}", lazy=True)
+        allowed = self.rule(f"{between_slashes(f'({regex})')} & ~/(.|\\n)*({banned})(.|\\n)*/", terminal=True)
+        return self.rule(f"{allowed} {quoted(end)}", lazy=True)
 
     def text(self) -> str:
         """Match any text without special tokens, also the empty text."""
@@ -82,6 +88,12 @@ class LarkWriter:
 
     def finish(self, start: str) -> str:
         return "\n".join(["%llguidance {}", f"start: {start}", *self.rules])
+
+
+def between_slashes(regex: str) -> str:
+    """Return a client's regex as a terminal of a Lark grammar."""
+    lark = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return "/" + re.sub(r"\\.|/|\n", lambda piece: lark.get(piece[0], piece[0]), ascii_classes(regex), flags=re.S) + "/"
 
 
 def _regex_escape(text: str) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.char_classes import ascii_classes
-from jaxserve.grammar.lark import LarkWriter, one_of
+from jaxserve.grammar.lark import LarkWriter, between_slashes, one_of
 from jaxserve.grammar.translate import MAX_SOURCE_BYTES, loads
 from jaxserve.types.sampling import GrammarSpec
 
@@ -87,7 +86,7 @@ class _Formats:
         return self.writer.schema(node.get("json_schema", {}))
 
     def regex(self, node: Mapping[str, Any], depth: int) -> str:
-        return "/" + ascii_classes(_text(node, "pattern")).replace("/", "\\/").replace("\n", "\\n") + "/"
+        return between_slashes(_text(node, "pattern"))
 
     def any_text(self, node: Mapping[str, Any], depth: int) -> str:
         return self.writer.text()

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.embed import embed_before, embed_in_json
 from jaxserve.grammar.lark import ANY_TEXT, LarkWriter, one_of
+from jaxserve.grammar.parameters import is_text, parameters_of, texts_of
+from jaxserve.grammar.schemas import moved
 from jaxserve.grammar.translate import closed
 from jaxserve.text.tools.format import CallFormat, JsonCall, NamedCall, PythonCall, TaggedCall
 from jaxserve.text.tools.registry import HARMONY, HARMONY_CALLS, TOOL_FORMATS
@@ -224,23 +225,9 @@ def _json_call(call: JsonCall, writer: LarkWriter, tool: GrammarTool, skip: int)
 def _json_value(call: JsonCall, writer: LarkWriter, tool: GrammarTool) -> str:
     """Match a call as a JSON value: the lexer does not backtrack from a literal that begins like the other value."""
     schema, arguments = tool.arguments_schema, call.arguments
-    properties = {"name": {"const": tool.name}, arguments: _moved(schema, f"#/properties/{arguments}")}
+    properties = {"name": {"const": tool.name}, arguments: moved(schema, f"#/properties/{arguments}")}
     value = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return writer.schema({"$schema": schema["$schema"], **value} if "$schema" in schema else value)
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references hold after moving it to `place` of another. One with an $id is not changed."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict) or "$id" in schema:
-        return schema
-    return {
-        key: place + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else (value if key in ("enum", "const", "default", "examples") else _moved(value, place))
-        for key, value in schema.items()
-    }
 
 
 def _named_call(call: NamedCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
@@ -249,42 +236,6 @@ def _named_call(call: NamedCall, writer: LarkWriter, tool: GrammarTool, skip: in
     if index:
         head = f"{head} /[0-9]{{1,3}}/ {writer.literal(rest)}"
     return writer.rule(f"{head} {_arguments(writer, tool)} {writer.literal(call.after)}")
-
-
-def _properties(tool: GrammarTool) -> list[tuple[str, Any, bool]]:
-    """Yield (name, schema, required) of the parameters, for formats that write them one by one."""
-    schema = tool.arguments_schema
-    properties = schema.get("properties")
-    if not isinstance(properties, dict):
-        return []
-    required = schema.get("required") or []
-    return [(name, _standing_alone(part, schema), name in required) for name, part in properties.items()]
-
-
-def _standing_alone(part: Any, schema: Mapping[str, Any]) -> Any:
-    """Return a parameter's schema with the targets of its references into the whole schema."""
-    if not isinstance(part, dict):
-        return part
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema} | part
-
-
-def _is_text(schema: Any) -> bool:
-    return isinstance(schema, dict) and schema.get("type") == "string"
-
-
-def _parameter(writer: LarkWriter, before: str, schema: Any, after: str) -> str:
-    """Match one parameter: strings are written without quotes, anything else as JSON."""
-    if not _is_text(schema):
-        return _around(writer, before, writer.schema(schema), after)
-    if isinstance(schema.get("enum"), list):
-        values = [writer.literal(value) for value in schema["enum"] if isinstance(value, str) and value]
-        return _around(writer, before, one_of(values), after)
-    if {"const", "pattern", "format", "minLength", "maxLength"} & set(schema):
-        raise InvalidSchemaError(
-            "a text parameter with a pattern, format or length cannot be enforced in this model's format of calls",
-            param="tools",
-        )
-    return writer.rule(f"{writer.literal(before)} {writer.text_until(after)}")
 
 
 def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str, ends: Sequence[str]) -> str | None:
@@ -299,17 +250,30 @@ def _custom_input(writer: LarkWriter, tool: GrammarTool, before: str, after: str
 def _tagged_call(call: TaggedCall, writer: LarkWriter, tool: GrammarTool, skip: int) -> str:
     ends = (call.after.strip(), *call.ends)
     parts = [writer.literal(call.head.replace("NAME", tool.name)[skip:])]
-    for name, schema, required in _properties(tool):
-        opening = call.before.replace("KEY", name).replace("TEXT", json.dumps(_is_text(schema)))
+    for name, schema, required in parameters_of(tool.arguments_schema):
+        opening = call.before.replace("KEY", name).replace("TEXT", json.dumps(is_text(schema)))
         custom = _custom_input(writer, tool, opening, call.after, ends)
-        parameter = custom or _parameter(writer, opening, schema, call.after)
+        parameter = custom or writer.rule(f"{writer.literal(opening)} {_value(writer, schema, call.after, ends)}")
         parts.append(parameter if required else f"{parameter}?")
     return writer.rule(" ".join([*parts, writer.literal(call.tail)]))
 
 
+def _value(writer: LarkWriter, schema: Any, after: str, ends: Sequence[str]) -> str:
+    """Match one value and `after`: strings are written without quotes, anything else as JSON. ends: as in TaggedCall"""
+    if not is_text(schema):
+        return f"{writer.schema(schema)} {writer.literal(after)}"
+    texts = texts_of(schema)
+    if texts is None:
+        return writer.text_until(after)
+    values = [writer.literal(text) or '""' for text in texts if not any(end.strip() in text for end in ends)]
+    if not values:
+        raise InvalidSchemaError("no value of a text parameter can be written in this model's format", param="tools")
+    return f"{one_of(values)} {writer.literal(after)}"
+
+
 def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
     """Match f(a=1, b="x"), with the parameters in the order of the schema."""
-    parameters = _properties(tool)
+    parameters = parameters_of(tool.arguments_schema)
     comma, empty = '", "', '""'
     values = [
         _around(writer, 'input="', embed_in_json(writer, tool.lark), '"')
@@ -318,16 +282,14 @@ def _python_call(writer: LarkWriter, tool: GrammarTool) -> str:
         for name, part, _ in parameters
     ]
 
-    @cache
-    def rest(index: int, separator: str) -> str:
-        if index == len(parameters):
-            return ""
-        written = f"{separator} {values[index]} {rest(index + 1, comma)}"
-        if parameters[index][2]:
-            return writer.rule(written)
-        return writer.rule(f"{written} | {rest(index + 1, separator) or empty}")
-
-    return _around(writer, f"{tool.name}(", rest(0, ""), ")")
+    rest = {"": "", comma: ""}  # the parameters behind, by the separator before them
+    for value, (_, _, required) in zip(reversed(values), reversed(parameters), strict=True):
+        written = {separator: f"{separator} {value} {rest[comma]}" for separator in rest}
+        rest = {
+            separator: writer.rule(text if required else f"{text} | {rest[separator] or empty}")
+            for separator, text in written.items()
+        }
+    return _around(writer, f"{tool.name}(", rest[""], ")")
 
 
 def _python_value(writer: LarkWriter, schema: Any) -> str:

@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from jaxserve.errors import InvalidSchemaError
 from jaxserve.grammar.char_classes import ascii_classes, ascii_schema
+from jaxserve.grammar.schemas import with_parts
 from jaxserve.types.sampling import GrammarSpec
 
 if TYPE_CHECKING:
@@ -32,14 +33,23 @@ def translate(spec: GrammarSpec) -> str:
     """Return the grammar text for llguidance.LLMatcher. Raises InvalidSchemaError with the reason."""
     if spec.checked:
         return spec.checked
-    if len(spec.source.encode()) > MAX_SOURCE_BYTES:
-        raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param="response_format")
+    check_source(spec.source)
     if spec.kind not in _TRANSLATIONS:
         raise InvalidSchemaError(f"{spec.kind!r} is no kind of grammar", param="response_format")
     try:
         return _TRANSLATIONS[spec.kind](spec.source)
     except RecursionError as error:
         raise InvalidSchemaError("the grammar is nested too deep", param="response_format") from error
+
+
+def check_source(source: str, param: str = "response_format") -> None:
+    """Raise InvalidSchemaError if the source of a grammar is too large, or cannot be written in UTF-8."""
+    try:
+        size = len(source.encode())
+    except UnicodeEncodeError:
+        raise InvalidSchemaError("a text in the grammar has half of a surrogate pair", param=param) from None
+    if size > MAX_SOURCE_BYTES:
+        raise InvalidSchemaError(f"the grammar is larger than {MAX_SOURCE_BYTES} bytes", param=param)
 
 
 def schema_spec(schema: Mapping[str, Any] | bool, *, strict: bool = False) -> GrammarSpec:
@@ -62,6 +72,11 @@ def json_schema_part(schema: Mapping[str, Any] | bool) -> str:
     return "%json " + json.dumps({**checked, "x-guidance": JSON_OPTIONS})
 
 
+def quoted(text: str) -> str:
+    """Return a text as a literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 def closed(schema: Any, depth: int = 0) -> Any:
     """Return `schema` with additionalProperties false in each object that lists properties and does not mention others.
 
@@ -73,8 +88,7 @@ def closed(schema: Any, depth: int = 0) -> Any:
         return [closed(item, depth + 1) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    data = {"enum", "const", "default", "examples", "example"}  # keys whose values are not schemas
-    result = {key: value if key in data else closed(value, depth + 1) for key, value in schema.items()}
+    result = with_parts(schema, lambda part: closed(part, depth + 1))
     if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
         result["additionalProperties"] = False
     return result
@@ -166,7 +180,7 @@ def _choice(source: str) -> str:
         raise InvalidSchemaError(f"there must be 1 to {MAX_ALTERNATIVES} choices", param="response_format")
     if not all(isinstance(choice, str) for choice in choices):
         raise InvalidSchemaError("a choice must be a text", param="response_format")
-    texts = [json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices) if choice]
+    texts = [quoted(choice) for choice in dict.fromkeys(choices) if choice]
     if not texts:
         return _lark('start: ""')
     # One terminal, not one rule a choice: the parser takes at most 2,000 rules that begin at one place.

@@ -30,6 +30,9 @@ THREE, E_ACUTE = "\u0663", "\u00e9"  # a digit and a letter of other scripts
         (r"[]\w]", "[][0-9A-Za-z_]]"),
         (r"[[:alpha:]\d]\d", "[[:alpha:][0-9]][0-9]"),
         ("a\\", "a\\"),
+        (r"[^a&&b][~~]&&--", r"[^a&\&b][~\~]&&--"),
+        (r"[+--][--/][a-]", r"[+-\-][\--/][a-]"),
+        (r"\[[^[\]]+\]\d", r"\[[^\[\]]+\][0-9]"),
     ],
 )
 def test_what_is_written_out(pattern: str, expected: str) -> None:

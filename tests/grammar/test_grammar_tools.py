@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -234,6 +235,21 @@ def test_lark_that_cannot_be_carried_over_is_refused(name: str, source: str) -> 
     assert caught.value.param == "tools"
 
 
+NAMES = " ".join("LIMITED" + "_" * i for i in range(400))
+
+
+@pytest.mark.parametrize("source", [
+    "start: /a/\nb" + " " * 200_000,
+    f"start: /a/ // {NAMES}" + "".join(f"\nr{i}: /{i}/" for i in range(8000)),
+    'start: "' + "a" * 300_000 + '"',
+])  # fmt: skip
+def test_a_lark_tool_does_not_take_long(source: str) -> None:
+    began = time.thread_time()
+    with pytest.raises(InvalidSchemaError):
+        tool_grammar(CallModel("hermes"), [GrammarTool("f", custom=True, lark=source), NOW], required=True)
+    assert time.thread_time() - began < 2
+
+
 RICH = r"""
 %import common.INT
 %import common (WS, CNAME)
@@ -281,9 +297,10 @@ def test_what_stands_in_a_call_with_a_rich_grammar(factory: MatcherFactory, toke
 
 
 def test_a_text_between_tags_never_holds_the_closing_tag(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    slashed = GrammarTool("h", custom=True, regex=r"a\/b\\/")
     free = GrammarTool("f", custom=True, lark=r"start: /(.|\n)+/ (/[<]/ /.+/)?")
     loose = GrammarTool("g", custom=True, regex=r"(.|\n)+/b (.|\n)+")
-    heads = {free: "a/b > c", loose: "a\n/b < c"}
+    heads = {free: "a/b > c", loose: "a\n/b < c", slashed: "a/b\\/"}
     for tool, text in heads.items():
         head = f"<tool_call>\n<function=%s>\n<parameter=input>\n{text}"
         for tail, good in (("\n</parameter>\n</function>\n</tool_call>", True), ("</parameter> more", False)):

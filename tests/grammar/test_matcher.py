@@ -46,6 +46,7 @@ def feed(matcher: GrammarMatcher, tokenizer: Tokenizer, text: str) -> bool:
     (choice_spec(["yes", 'n"o']), 'n"o', "maybe"),
     (choice_spec(["a", "ab", "abc", ""]), "ab", "ac"),
     (choice_spec(["same"] * 4096), "same", "some"),
+    (choice_spec(["a\x7f\x00"]), "a\x7f\x00", "ab"),
     (choice_spec([f"choice {i:04}" for i in range(4096)]), "choice 4095", "choice 4096"),
     (grammar_spec('root ::= "x" digit+\ndigit ::= [0-9]'), "x12", "xy"),
     (grammar_spec('start: "x" DIGIT+\nDIGIT: /[0-9]/'), "x12", "xy"),

@@ -50,6 +50,7 @@ CASES = [
      ["<note>a\n<b</note>=12"], ["<note></note>12"]),
     (fmt(type="or", elements=[schema({"type": "integer"}), {"type": "regex", "pattern": "[a/]+b"}]),
      ["12", "a/b"], ["c"]),
+    (fmt(type="regex", pattern="^a\\/\n\\\n\\\\/b$"), ["a/\n\n\\/b"], ["a\\"]),
     (fmt(type="tags_with_separator", tags=[TAG_F, TAG_ANY], separator=", ", at_least_one=True),
      ['<fn=f>{"x": 1}</fn>', '<note>a</note>, <fn=f>{"x": 1}</fn>'], ["<note>a</note><fn", "x"]),
     (fmt(type="tags_with_separator", tags=[TAG_F], separator=";"), [""], ["x"]),
@@ -78,6 +79,15 @@ def nested(depth: int) -> dict[str, Any]:
     return fmt(**inner)
 
 
+def triggers(count: int, depth: int) -> dict[str, Any]:
+    """Each of `count` triggers begins each tag, so that the grammar has count ** depth parts."""
+    inner: dict[str, Any] = {"type": "any_text"}
+    for _ in range(depth):
+        tag = {"begin": "<" * count, "content": inner, "end": ">"}
+        inner = {"type": "triggered_tags", "triggers": ["<" * (i + 1) for i in range(count)], "tags": [tag]}
+    return inner
+
+
 @pytest.mark.parametrize("tag, reason", [
     ("{", "not valid JSON"),
     ("[]", "must be an object"),
@@ -91,6 +101,7 @@ def nested(depth: int) -> dict[str, Any]:
     (fmt(type="tag", begin="a", end=None), "end must be a text"),
     (nested(20), "nested deeper"),
     (fmt(type="const_string", value="x" * 300_000), "larger than"),
+    (fmt(**triggers(12, 12)), "larger than"),
 ])  # fmt: skip
 def test_refused_by_name(tag: Any, reason: str) -> None:
     with pytest.raises(InvalidSchemaError, match=reason):

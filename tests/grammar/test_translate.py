@@ -56,6 +56,19 @@ def test_strict_closes_objects() -> None:
         closed(json.loads(nested(70)))
 
 
+@pytest.mark.parametrize("name", ["default", "enum", "example", "properties"])
+def test_a_property_may_have_the_name_of_a_keyword(name: str) -> None:
+    part = {"type": "object", "properties": {"a": {"pattern": r"\d"}}}
+    assert closed({"properties": {name: part}})["properties"] == {name: part | {"additionalProperties": False}}
+    assert "[0-9]" in json_schema_part({"properties": {name: part}})
+
+
+@pytest.mark.parametrize("kind", ["regex", "lark"])
+def test_half_a_character_is_refused(kind: str) -> None:
+    with pytest.raises(InvalidSchemaError, match="half"):
+        translate(GrammarSpec(kind=kind, source='start: "\ud800"'))
+
+
 @pytest.mark.parametrize("draft", [[1, [2]], {"a": "2020-12"}, 7, None, "http://json-schema.org/draft-07/schema#"])
 def test_schema_may_be_any_json(draft: Any) -> None:
     """And is looked at once, not at every object: 80,000 numbers there took half a second of Python."""

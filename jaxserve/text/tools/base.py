@@ -49,10 +49,11 @@ class ToolSet:
             return {"string"}
         properties = self.parameters.get(name, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, Mapping) else None
-        return _schema_types(schema, 0)
+        return schema_types(schema)
 
 
-def _schema_types(schema: Any, depth: int) -> set[str]:
+def schema_types(schema: Any, depth: int = 0) -> set[str]:
+    """Return the JSON types that a schema's values may have; empty if it does not name any. References are not read."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     declared = schema.get("type")
@@ -61,7 +62,7 @@ def _schema_types(schema: Any, depth: int) -> set[str]:
     types |= {"string" if isinstance(value, str) else "other" for value in values} if not types else set()
     for key in ("anyOf", "oneOf"):
         for option in schema[key] if isinstance(schema.get(key), list) else []:
-            types |= _schema_types(option, depth + 1)
+            types |= schema_types(option, depth + 1)
     return types
 
 
@@ -378,7 +379,7 @@ def as_json(text: str, types: Collection[str] = ()) -> str:
         value = json.loads(stripped)
     except (ValueError, RecursionError):
         value = _PYTHON_WORDS.get(stripped, _NO_VALUE)
-    if value is _NO_VALUE or (isinstance(value, str) and stripped.startswith('"') and "string" in types):
+    if value is _NO_VALUE:
         return json.dumps(text.removeprefix("\n").removesuffix("\n"), ensure_ascii=False)
     if types and not _fits(value, types) and "string" in types:
         return json.dumps(stripped, ensure_ascii=False)

@@ -1,0 +1,118 @@
+"""Parameters that a format of calls writes one by one: what the grammar allows is read back as the schema says."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from jaxserve.errors import InvalidSchemaError
+from jaxserve.grammar.matcher import MatcherFactory
+from jaxserve.grammar.tools import CallModel, GrammarTool, tool_grammar
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tools import ToolSet
+from jaxserve.text.tools.registry import TOOL_FORMATS
+from jaxserve.types.sampling import GrammarSpec
+from tests.grammar.test_grammar_tools import grammar, sample
+from tests.grammar.test_matcher import feed
+from tests.text.whole_outputs import parse_whole
+
+ONE_BY_ONE = ["qwen3_coder", "glm45", "deepseek_v32", "pythonic"]
+NULL = {"type": "null"}
+VALUES = [
+    {"type": ["string", "null"]},
+    {"type": ["string"], "enum": ["a", ""]},
+    {"type": ["string", "null"], "enum": ["a", None]},
+    {"enum": ["a", "b"]},
+    {"const": "a"},
+    {"anyOf": [{"const": "a"}, {"type": "string", "enum": ["b"]}]},
+    {"anyOf": [{"type": "string", "enum": ["ab"]}, NULL]},
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "maxLength": 1}, "maxItems": 1}]},
+    {"type": ["string", "integer"], "enum": ["1", 2]},
+]
+
+
+def one(schema: dict[str, Any]) -> GrammarTool:
+    return GrammarTool("f", {"type": "object", "properties": {"x": schema}, "required": ["x"]})
+
+
+def spec_of(family: str, tool: GrammarTool) -> GrammarSpec:
+    spec = tool_grammar(CallModel(family), [tool], required=True, parallel=False)
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize("family", ONE_BY_ONE)
+@pytest.mark.parametrize("schema", VALUES, ids=json.dumps)
+def test_a_value_is_read_as_it_was_meant(
+    factory: MatcherFactory, tokenizer: Tokenizer, family: str, schema: dict[str, Any]
+) -> None:
+    tool, rng, found = one(schema), random.Random(family), 0
+    for _ in range(8):
+        text = sample(grammar(factory, tokenizer, family, [tool], required=True, parallel=False), tokenizer, rng)
+        parser = TOOL_FORMATS[family].parser(ToolSet({"f": tool.arguments_schema}))
+        for call in parse_whole(parser, text or "").tool_calls:
+            jsonschema.validate(json.loads(call.arguments), tool.arguments_schema)
+            found += 1
+    assert found >= 2
+
+
+@pytest.mark.parametrize("reference", ["#", "#/properties/x", "#/$defs/node"])
+@pytest.mark.parametrize("family", ["qwen3_coder", "pythonic"])
+def test_references_keep_their_targets(
+    factory: MatcherFactory, tokenizer: Tokenizer, family: str, reference: str
+) -> None:
+    whole = {"type": "object", "properties": {"x": {"type": "array", "items": {"$ref": reference}}}, "required": ["x"]}
+    tool = GrammarTool("f", whole | {"$defs": {"node": {"$ref": "#"}}})
+    inner = "[[]]" if reference == "#/properties/x" else '[{"x": []}]'
+    frame = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\n%s\n</parameter>\n</function>\n</tool_call>",
+        "pythonic": "[f(x=%s)]",
+    }[family]
+    for text in ("[[]]", '[{"x": []}]'):
+        matcher = grammar(factory, tokenizer, family, [tool], required=True, parallel=False)
+        assert feed(matcher, tokenizer, frame % text) is (text == inner)
+
+
+@pytest.mark.parametrize("family", ["qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, "anyOf"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {}}}, r"\$ref"),
+        ({"properties": {"a": {}}, "minProperties": 1}, "minProperties"),
+        ({"properties": {"a": {}}, "required": True}, "required"),
+        ({"properties": []}, "properties"),
+    ],
+)
+def test_what_limits_all_parameters_is_refused_by_name(family: str, schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidSchemaError, match=reason) as caught:
+        spec_of(family, GrammarTool("f", schema))
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("schema", [{"enum": []}, {"enum": [1]}, {"enum": ["a</parameter>"]}, {"pattern": "a"}])
+def test_a_text_that_cannot_be_written_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSchemaError, match="text parameter"):
+        spec_of("qwen3_coder", one({"type": "string"} | schema))
+
+
+def test_a_required_parameter_without_a_schema_is_written(factory: MatcherFactory, tokenizer: Tokenizer) -> None:
+    tool = GrammarTool("f", {"properties": {"a": False}, "required": ["b"]})
+    for text, good in (("[f(b=1)]", True), ("[f()]", False), ("[f(a=1,", False)):
+        assert feed(factory(spec_of("pythonic", tool)), tokenizer, text) is good
+
+
+def test_many_parameters() -> None:
+    names = [f"p{i}" for i in range(1200)]
+    tool = GrammarTool("f", {"properties": {name: {"type": "null"} for name in names}, "required": names[::2]})
+    assert spec_of("pythonic", tool).source.count("%json") == len(names)
+    with pytest.raises(InvalidSchemaError, match="larger than"):
+        spec_of("pythonic", GrammarTool("f", {"properties": {f"p{i}": {"type": "null"} for i in range(9000)}}))
+
+
+def test_a_small_request_makes_no_huge_grammar() -> None:
+    references = {f"p{i}": {"$ref": f"#/$defs/p{i}"} for i in range(3000)}
+    with pytest.raises(InvalidSchemaError, match="larger than"):
+        spec_of("qwen3_coder", GrammarTool("f", {"properties": references, "$defs": {name: {} for name in references}}))
