@@ -144,6 +144,8 @@ class TextEngine:
         If this raises or is interrupted, running sequences are aborted.
         """
         batch = _as_list(prompts)
+        if not batch:
+            return []
         each = _params_for(batch, params)
         pairs = list(zip(batch, each, strict=True))
         groups = [self._siblings(prompt, one, f"request-{next(self._names)}") for prompt, one in pairs]

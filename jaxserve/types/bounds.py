@@ -8,4 +8,8 @@ import msgspec
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+TopCount = Annotated[int, msgspec.Meta(ge=0, le=20)]  # as many likeliest tokens as a step reports
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 Real = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]  # refuses NaN and infinity too

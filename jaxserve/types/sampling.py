@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from jaxserve.types.bounds import Count, Int32, Real
+from jaxserve.types.bounds import Count, Int32, NotNegative, Positive, Real, Share, TopCount
 from jaxserve.types.extras import ExtraParams
 
 # Requests with this or a higher number are background work (batches). Under every policy online requests start before
@@ -59,11 +59,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: Count = 1
-    temperature: Real = 1.0  # 0: greedy
+    temperature: NotNegative = 1.0  # 0: greedy
     top_k: Count = 0  # 0: off (the API maps -1 to 0)
-    top_p: Real = 1.0
-    min_p: Real = 0.0
-    repetition_penalty: Real = 1.0  # multiplicative, on prompt and output tokens
+    top_p: Share = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Positive = 1.0  # multiplicative, on prompt and output tokens
     frequency_penalty: Real = 0.0  # additive per occurrence, on output tokens
     presence_penalty: Real = 0.0  # additive once, on output tokens
     logit_bias: dict[Int32, Real] = {}
@@ -74,8 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: Count = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[Int32, ...] = ()
-    logprobs: Count | None = None  # None: off; k: of the sampled token and of the k most likely tokens (k <= 20)
-    prompt_logprobs: Count | None = None
+    logprobs: TopCount | None = None  # None: off; k: of the sampled token and of the k most likely tokens
+    prompt_logprobs: TopCount | None = None
     grammar: GrammarSpec | None = None
     embed: bool = False  # return the prompt's pooled hidden state instead of tokens
     # with embed, of a pair of texts: the first token of token type 1; 0: all tokens have type 0

@@ -87,6 +87,12 @@ def take(engine: TextEngine, seen: dict[tuple[str, int], Completion]) -> list[Re
         ([[1], 2], GREEDY, InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(n=0)], InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(top_k=-1)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(min_p=1.5)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(top_p=1.5)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(temperature=-1.0)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(repetition_penalty=0.0)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(logprobs=21)], InvalidValueError),
+        ([[1], [2]], [GREEDY, SamplingParams(prompt_logprobs=21)], InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(logit_bias={VOCAB: 1.0})], InvalidValueError),
         ([[1], [2]], [GREEDY, SamplingParams(thinking=BUDGET)], InvalidValueError),
         ([[1], [2]], [GREEDY], ValueError),
@@ -97,6 +103,10 @@ def test_prompts_are_queued_all_or_none(engine: TextEngine, prompts: Any, params
         engine.generate(prompts, params)
     assert engine.core.stats().num_waiting == 0
     check_usable(engine)
+
+
+def test_no_prompts_have_no_completions(engine: TextEngine) -> None:
+    assert engine.generate([], GREEDY) == []
 
 
 @pytest.mark.parametrize("n", [1, 3])
