@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import httpx2
 from rich.console import Console
 
 from jaxserve.bench.load import root_url
+from jaxserve.cli.options.arguments import api_key
 from jaxserve.cli.terminal.chat_shell import ChatShell, answer
 from jaxserve.cli.terminal.conversation import Conversation, error_message
 from jaxserve.errors import ConfigError, UnexpectedEndError
@@ -32,13 +32,20 @@ def run(words: Sequence[str]) -> int:
     options, rest = _parser().parse_known_args(words)
     name = None if options.url is None else _only_name(rest)
     with _server(options, rest) as url:
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        with httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(600, connect=10)) as http:
+        with _client(url, options.api_key) as http:
             served = _served(http, url)
             talk = Conversation(http, name or served[0], system=options.system)
             if sys.stdin.isatty():
                 return ChatShell(talk, Console(soft_wrap=False)).run()
             return _answer_all(talk)
+
+
+def _client(url: str, key: str | None) -> httpx2.Client:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        return httpx2.Client(base_url=url, headers=headers, timeout=httpx2.Timeout(600, connect=10))
+    except httpx2.InvalidURL as error:
+        raise ConfigError(f"--url {url} is no address: {error}") from None
 
 
 def _only_name(words: Sequence[str]) -> str | None:
@@ -52,12 +59,21 @@ def _only_name(words: Sequence[str]) -> str | None:
 
 
 def _answer_all(talk: Conversation) -> int:
-    """Answer the whole standard input as one question. The answer goes to stdout, errors to stderr."""
-    question = sys.stdin.read().strip()
+    """Answer the whole standard input as one question. The answer goes to stdout, errors to stderr.
+
+    Returns 1, with a line on stderr, if the answer is not whole.
+    """
+    try:
+        question = sys.stdin.buffer.read().decode().strip()
+    except UnicodeDecodeError:
+        raise ConfigError("the question is not UTF-8") from None
     if not question:
         raise ConfigError("there is no question", fix="echo question | jaxserve chat")
-    answer(talk, question, Console(highlight=False), markdown=False)
-    return 0
+    reason = answer(talk, question, Console(highlight=False), markdown=False)
+    if reason == "stop":
+        return 0
+    print(f"jaxserve: the answer is not whole, it ended: {reason}", file=sys.stderr)
+    return 1
 
 
 def _served(http: httpx2.Client, url: str) -> list[str]:
@@ -71,7 +87,12 @@ def _served(http: httpx2.Client, url: str) -> list[str]:
         raise ConfigError(error_message(reply), fix="set --api-key or JAXSERVE_SERVER__API_KEY")
     if reply.status_code != httpx2.codes.OK:
         raise ConfigError(error_message(reply))
-    return [model["id"] for model in reply.json()["data"]]
+    try:
+        if names := [str(model["id"]) for model in reply.json()["data"]]:
+            return names
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise ConfigError(f"what answers at {url} serves no model of OpenAI's API", fix="set --url")
 
 
 @contextlib.contextmanager
@@ -83,12 +104,12 @@ def _server(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
     if options.url is not None:
         yield options.url
         return
-    command = python_command("jaxserve", "launch", "--port", "0", "--logging.level", "warning", *words)
+    command = python_command("jaxserve.cli.owned_server", "--port", "0", "--logging.level", "warning", *words)
     # A session of its own: Ctrl-C is for the answer, not for the server.
     process = subprocess.Popen(
         command,
         env=child_environment() | ({"JAXSERVE_SERVER__API_KEY": options.api_key} if options.api_key else {}),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # it ends when this closes, however this process ends
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -96,9 +117,8 @@ def _server(options: argparse.Namespace, words: Sequence[str]) -> Iterator[str]:
     try:
         yield _ready_url(process)
     finally:
-        process.send_signal(signal.SIGTERM)
         try:
-            process.communicate(timeout=_STOP_SECONDS)
+            process.communicate(timeout=_STOP_SECONDS)  # closes its stdin
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -124,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", type=root_url, help="of a running server, with or without /v1")
     key = os.environ.get("JAXSERVE_SERVER__API_KEY") or os.environ.get("OPENAI_API_KEY")
-    parser.add_argument("--api-key", default=key, help="default: JAXSERVE_SERVER__API_KEY or OPENAI_API_KEY")
+    parser.add_argument(
+        "--api-key", type=api_key, default=key, help="default: JAXSERVE_SERVER__API_KEY or OPENAI_API_KEY"
+    )
     parser.add_argument("--system", default="", help="the system prompt")
     return parser

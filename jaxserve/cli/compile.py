@@ -34,6 +34,8 @@ def run(words: Sequence[str]) -> int:
     tuning = _prepare(options.target, options.autotuning, options.save_autotuning)
     began = time.monotonic()
     maker = imported("jaxserve.engine.bundle_maker")  # imports jax, which reads the environment
+    if options.save_autotuning is not None and maker.platform_of(config) != "gpu":
+        raise ConfigError("--save-autotuning is for a GPU", fix="leave it out")
     made = maker.make_bundle(config, Path(options.output), target=options.target, tuning=tuning, progress=_progress)
     print(
         f"{made.directory}: {made.num_programs} programs for {made.device}, {made.num_bytes / 2**20:.1f} MiB, compiled "
@@ -57,6 +59,8 @@ def _prepare(target: str | None, load: str | None, dump: str | None) -> str | No
         flags.append(f"{_LOAD}={path}")
         tuning = f"with autotuning results {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     if dump is not None:
+        if not Path(dump).absolute().parent.is_dir() or Path(dump).is_dir():
+            raise ConfigError(f"--save-autotuning: no file can be written at {dump}")
         flags.append(f"{_DUMP}={Path(dump).absolute()}")
     if flags:
         os.environ["XLA_FLAGS"] = " ".join(flags)

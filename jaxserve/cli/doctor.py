@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from jaxserve.cli.checks.findings import BAD, Finding, Findings, examined
 from jaxserve.cli.checks.host_findings import caches, disk, host_memory, hub, port, store, versions
@@ -43,13 +44,18 @@ def findings(words: Sequence[str]) -> Iterator[Finding]:
         config = load_config(words, os.environ, notice=notices.append)
     except ConfigError as error:
         yield Finding.of("config", error)
-        config = Config()
-    else:
-        for notice in notices:
-            yield Finding("config", "warn", notice)
-        yield Finding("config", "ok", "the configuration is valid")
+        yield from examined("memory", host_memory)
+        yield from _device_checks().findings(Config(), with_model=False)  # of which model is not known
+        return
+    for notice in notices:
+        yield Finding("config", "warn", notice)
+    yield Finding("config", "ok", "the configuration is valid")
     yield from host_findings(config)
-    yield from imported("jaxserve.cli.checks.device_findings").findings(config)  # imports jax
+    yield from _device_checks().findings(config)
+
+
+def _device_checks() -> Any:
+    return imported("jaxserve.cli.checks.device_findings")  # imports jax
 
 
 def host_findings(config: Config) -> Iterator[Finding]:

@@ -53,9 +53,13 @@ def make_bundle(
     """
     if config.runtime.bundle is not None:
         raise ConfigError("runtime.bundle is set, and this command writes one", fix="leave runtime.bundle out")
+    if config.mesh.hosts > 1:
+        raise ConfigError("a bundle is for one host", fix="leave mesh.hosts out")
     section = config.mesh
     elsewhere = None if target is None else make_target(target, tensor=section.tensor, expert=section.expert)
     mesh = elsewhere.mesh if elsewhere else make_mesh(section.device, tensor=section.tensor, expert=section.expert)
+    if tuning is not None and mesh.platform in ("cpu", "tpu"):
+        raise ConfigError("autotuning results are for a GPU", fix="leave --autotuning out")
     source = locate(config)
     structure = _structure(config, source, mesh)
     if structure.config.bidirectional:
@@ -76,6 +80,11 @@ def make_bundle(
     said = tuning or (TUNED if elsewhere is None else UNTUNED)
     size = writer.finish(settings, said, (plan.num_pages, plan.num_window_pages), plan.max_model_len)
     return MadeBundle(directory, mesh.devices[0].device_kind, len(compiled), size, said)
+
+
+def platform_of(config: Config) -> str:
+    """Return the platform of this machine's devices. Raises ConfigError if there is none."""
+    return make_mesh(config.mesh.device).platform
 
 
 def _for(programs: list[Program], target: Target | None) -> list[Program]:

@@ -11,13 +11,12 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
-import psutil
 
 from jaxserve.errors import ConfigError
+from jaxserve.machine_memory import machine_memory
 from jaxserve.runtime.runner_config import RunnerConfig
 from jaxserve.types.scheduling.window_size import WindowSize
 
@@ -26,7 +25,6 @@ logger = logging.getLogger(__name__)
 MIB = 2**20
 CPU_POOL_FLOOR = 512 * MIB  # on a CPU the pages take this or as much as the weights, whichever is more
 _REACH = 2**31  # numbers that an offset of 32 bits reaches
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -276,16 +274,6 @@ def device_memory(devices: Sequence[Any]) -> int:
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() or {} for device in own]
     return sum(int(stat.get("bytes_limit", 0)) for stat in stats) * len(devices) // len(own)
-
-
-def machine_memory() -> int:
-    """Return the bytes of memory of this machine, or of its container if that has less."""
-    return min([psutil.virtual_memory().total, *_container_limits()])
-
-
-def _container_limits() -> list[int]:
-    texts = [path.read_text().strip() for path in _CGROUP_LIMITS if path.exists()]
-    return [int(text) for text in texts if text.isdigit()]
 
 
 def scratch_bytes(compiled: jax.stages.Compiled) -> int:

@@ -1,5 +1,6 @@
 """`jaxserve chat` at a real server: in a pipe, and in a real terminal with Ctrl-C, commands and hostile text."""
 
+import http.server
 import io
 import json
 import os
@@ -8,7 +9,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -138,6 +140,72 @@ def test_what_is_refused_is_one_line(server: RunningServer, words: tuple[str, ..
     assert len(done.stderr.splitlines()) == 1 and said in done.stderr, done.stderr
 
 
+class Cut(http.server.BaseHTTPRequestHandler):
+    """A server whose answers are at the end of their context after two words."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        self._reply(json.dumps({"data": [{"id": "m"}]}))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        deltas = [({"content": "two words"}, None), ({}, "length")]
+        chunks = [json.dumps({"choices": [{"delta": delta, "finish_reason": end}]}) for delta, end in deltas]
+        self._reply("".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"]))
+
+    def _reply(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+def test_an_answer_that_is_cut_is_not_taken_for_whole() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), Cut) as cut, ThreadPoolExecutor(1) as pool:
+        pool.submit(cut.serve_forever, 0.01)
+        done = piped(f"http://127.0.0.1:{cut.server_address[1]}", QUESTION)
+        cut.shutdown()
+    assert (done.returncode, done.stdout) == (1, "two words\n")
+    assert done.stderr == "jaxserve: the answer is not whole, it ended: length\n"
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "ftp://127.0.0.1", "127.0.0.1:8000", ""])
+def test_an_address_that_is_none_is_one_line(address: str) -> None:
+    done = piped(address, QUESTION)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_question_that_is_no_text_is_one_line(server: RunningServer) -> None:
+    environ = {key: value for key, value in os.environ.items() if key != "OPENAI_API_KEY"}
+    line = command(server.url, "--api-key", "secret")
+    done = subprocess.run(line, input=b"\xff\xfe", env=environ, capture_output=True, timeout=LAST_RESORT, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"", b"jaxserve: the question is not UTF-8\n")
+
+
+def test_a_chat_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxserve", "chat", "--store.path", str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as chat:
+        started = _children(tmp_path, lambda found: len(found) > 0)
+        chat.kill()
+    assert started and not _children(tmp_path, lambda found: not found)
+
+
+def _children(tmp_path: Path, fits: Callable[[list[int]], bool]) -> list[int]:
+    """Return the processes of the server that chat started, once there are as many as wanted."""
+    end = time.monotonic() + LAST_RESORT
+    while True:
+        processes = [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in (each.info["cmdline"] or ())]
+        found = [each.pid for each in processes if "chat" not in each.info["cmdline"]]
+        if fits(found) or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
+
+
 def test_no_server_and_no_question(server: RunningServer) -> None:
     assert "no server answers at http://127.0.0.1:9" in piped("http://127.0.0.1:9/v1", QUESTION).stderr
     assert "there is no question" in piped(server.url, " \n", "--api-key", "secret").stderr
@@ -156,7 +224,11 @@ def test_a_session_in_a_terminal(server: RunningServer, tmp_path: Path) -> None:
         screen.wait(">>> ")
         screen.type("/image a.png\n")
         screen.wait("no model that is served takes images")
-        screen.type("/nope\n")
+        screen.type("/set top_p NaN\n/save ~nobody-of-this-name/x\n")
+        screen.wait("there is no such user")
+        os.write(screen.descriptor, b"a \xff b\n")
+        screen.wait("not UTF-8")
+        screen.type("/set top_p\n/nope\n")
         screen.wait("no command /nope")
         screen.type("/set temperature hot\n")
         screen.wait(">>> ")

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from jaxserve import machine_memory
+from jaxserve.cli.checks import device_findings
+from jaxserve.cli.checks import host_findings as host_checks
 from jaxserve.cli.doctor import host_findings
 from jaxserve.config import Config
 from tests.waiting import LAST_RESORT
@@ -83,6 +86,8 @@ def test_a_wrong_flag_does_not_end_the_other_checks(sound: Path) -> None:
     assert code == 1
     assert "bad  config    unknown flag --prot, did you mean --port?" in stdout
     assert "ok   numbers   sums" in stdout
+    checked = {line.split()[1] for line in stdout.splitlines() if line.startswith(("ok", "warn", "bad"))}
+    assert not checked & {"port", "store", "model"}, stdout  # of the defaults, which were not meant
 
 
 def findings(**sections: Any) -> dict[str, str]:
@@ -98,3 +103,54 @@ def test_a_model_that_must_be_downloaded_needs_the_hub() -> None:
 def test_a_server_without_store_or_cache_can_serve() -> None:
     states = findings(store={"path": None}, runtime={"compile_cache": None})
     assert states["store"] == "warn" and "bad" not in states.values()
+
+
+def of_model(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[str, str]:
+    """State and text of the finding about the model, without a check of kernels."""
+    monkeypatch.setattr(device_findings, "serving_cases", lambda *_, **keys: [])
+    monkeypatch.setattr(device_findings, "backend_names", lambda platform: [])
+    (found,) = (each for each in device_findings.findings(config) if each.check == "model")
+    return found.state, found.text
+
+
+def test_the_weights_are_counted_as_they_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU those of a bfloat16 checkpoint stay bfloat16, so they fit where float32 would not."""
+    size = sum(path.stat().st_size for path in Path(DEMO).glob("*.safetensors"))
+    monkeypatch.setattr(device_findings, "device_memory", lambda devices: int(1.5 * size))
+    assert of_model(monkeypatch, Config())[0] == "ok"
+    assert of_model(monkeypatch, Config.of(dtype="float32"))[0] == "bad"
+
+
+def test_what_launch_refuses_of_a_model_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, text = of_model(monkeypatch, Config.of(max_model_len=9999999))
+    assert state == "bad" and text.startswith("model.max_model_len is 9999999")
+    state, text = of_model(monkeypatch, Config.of(quantize_head=True))
+    assert state == "bad" and text.startswith("model.quantize_head is for weights")
+
+
+def test_the_hub_is_looked_for_where_a_download_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setattr(host_checks.constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr(host_checks.constants, "ENDPOINT", "https://hub.invalid")
+        monkeypatch.setenv("HTTPS_PROXY", f"http://{address}")
+        (found,) = host_checks.hub(Config().model)
+        assert found.state == "ok" and found.text.startswith("the proxy 127.0.0.1 on the way to hub.invalid is reached")
+        monkeypatch.setenv("NO_PROXY", "hub.invalid")
+        (found,) = host_checks.hub(Config().model)
+        assert found.state == "warn" and found.text.startswith("hub.invalid is not reached")
+        monkeypatch.setattr(host_checks.constants, "ENDPOINT", f"http://{address}")
+        (found,) = host_checks.hub(Config().model)
+        assert found.state == "ok" and found.text.startswith(f"{address} is reached")
+
+
+def test_the_memory_is_at_most_the_containers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{2**30}\n")
+    monkeypatch.setattr(machine_memory, "_CGROUP_LIMITS", (tmp_path / "memory.max",))
+    (found,) = host_checks.host_memory()
+    assert found.state == "warn" and found.text == "1.0 of 1.0 GiB are free"

@@ -148,3 +148,17 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         compile_command(["-o", str(tmp_path / "b"), "--autotuning", str(tmp_path / "none")])
     with pytest.raises(ConfigError, match="needs the device"):
         compile_command(["-o", str(tmp_path / "b"), "--target", "h200", "--save-autotuning", "f"])
+
+
+def test_what_no_start_could_use_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")  # the command sets it
+    target = str(tmp_path / "b")
+    with pytest.raises(ConfigError, match="a bundle is for one host"):
+        compile_command(["-o", target, "--nnodes", "2", "--master-addr", "127.0.0.1"])
+    with pytest.raises(ConfigError, match="autotuning results are for a GPU"):
+        make_bundle(Config.of(**LIMITS), tmp_path / "b", tuning="with some", progress=lambda *each: None)
+    with pytest.raises(ConfigError, match="--save-autotuning is for a GPU"):
+        compile_command(["-o", target, "--save-autotuning", str(tmp_path / "results")])
+    with pytest.raises(ConfigError, match="no file can be written"):
+        compile_command(["-o", target, "--save-autotuning", str(tmp_path / "none" / "results")])
+    assert not (tmp_path / "b").exists()

@@ -10,12 +10,10 @@ import jax
 
 from jaxserve.cli.checks.findings import Finding, examined
 from jaxserve.config import Config
-from jaxserve.engine.factory import locate
+from jaxserve.engine.factory import locate, read_model
 from jaxserve.errors import ConfigError
 from jaxserve.model_directory import local_directory
 from jaxserve.model_files import check_directory
-from jaxserve.models.loading.chosen_form import choose_quantization
-from jaxserve.models.loading.config.hf_config import read_config
 from jaxserve.models.loading.loader import inspect
 from jaxserve.ops.paged_attention import backend_names, get_backend
 from jaxserve.runtime.compilation.compiler import compiler_options
@@ -23,15 +21,15 @@ from jaxserve.runtime.memory import device_memory
 from jaxserve.runtime.mesh import DeviceMesh, make_mesh
 from jaxserve.runtime.numerics.numeric_cases import NumericCase
 from jaxserve.runtime.numerics.numeric_check import attention_case, serving_cases, wrong_numbers
-from jaxserve.runtime.runner_config import resolve_dtypes
+from jaxserve.runtime.runner_config import context_length, resolve_dtypes
 from jaxserve.text.tokenizer import Tokenizer
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _GIB = 2**30
 
 
-def findings(config: Config) -> Iterator[Finding]:
-    """Yield what is found on the devices and in the model's files."""
+def findings(config: Config, *, with_model: bool = True) -> Iterator[Finding]:
+    """Yield what is found on the devices and in the model's files. with_model: False leaves the files out"""
     section = config.mesh
     try:
         mesh = make_mesh(section.device, data=section.data, tensor=section.tensor, expert=section.expert)
@@ -41,7 +39,8 @@ def findings(config: Config) -> Iterator[Finding]:
     if mesh is not None:
         yield from examined("devices", lambda: _devices(mesh))
         yield from examined("kernels", lambda: _kernels(config, mesh))
-    yield from examined("model", lambda: _model(config, mesh))
+    if with_model:
+        yield from examined("model", lambda: _model(config, mesh))
 
 
 def _devices(mesh: DeviceMesh) -> Iterator[Finding]:
@@ -94,10 +93,9 @@ def _model(config: Config, mesh: DeviceMesh | None) -> Iterator[Finding]:
         yield Finding("model", "ok", f"{path} is a hub id: its files are checked at launch")
         return
     check_directory(directory)
-    model = read_config(directory)
     Tokenizer.from_directory(directory if config.model.tokenizer is None else config.model.tokenizer)
-    model = model.replace(quantization=choose_quantization(config.model.quantization, model, directory))
-    dtype = resolve_dtypes(config.model.dtype, "cpu" if mesh is None else mesh.platform)[0]
+    model, dtype = read_model(config, directory, make_mesh("cpu") if mesh is None else mesh)
+    context_length(config.model.max_model_len, model.max_position_embeddings)
     size = inspect(directory, dtype=dtype, config=model).num_bytes
     text = f"{model.architecture} in {directory}: {size / _GIB:.2f} GiB of weights"
     if mesh is not None and size > config.cache.memory_fraction * device_memory(mesh.devices):

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-import psutil
 from huggingface_hub import constants, get_token, try_to_load_from_cache
 
 from jaxserve.cache_directory import CacheDirectoryError, opened, user_cache
@@ -21,6 +22,7 @@ from jaxserve.cli.options.help import GIB
 from jaxserve.cli.serving.listening import bind, check_certificates
 from jaxserve.config import DEFAULT_STORE, Config, ModelSection, RuntimeSection, ServerSection, StoreSection
 from jaxserve.errors import ConfigError
+from jaxserve.machine_memory import free_memory, machine_memory
 from jaxserve.model_directory import local_directory
 from jaxserve.version import __version__
 
@@ -38,9 +40,9 @@ def versions() -> Iterator[Finding]:
 
 def host_memory() -> Iterator[Finding]:
     """Compare the free memory with what the demo model's server needs."""
-    memory = psutil.virtual_memory()
-    text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are free"
-    if memory.available < _NEEDED_MEMORY:
+    free = free_memory()
+    text = f"{free / GIB:.1f} of {machine_memory() / GIB:.1f} GiB are free"
+    if free < _NEEDED_MEMORY:
         fix = "end other processes; the smallest server needs 2 GiB"
         yield Finding("memory", "warn", text, fix)
     else:
@@ -96,14 +98,23 @@ def hub(section: ModelSection) -> Iterator[Finding]:
         fix = "unset HF_HUB_OFFLINE, or name a local directory" if needed else ""
         yield Finding("hub", "bad" if needed else "ok", "HF_HUB_OFFLINE is set: nothing is downloaded", fix)
         return
-    host = constants.ENDPOINT.split("://")[-1].split("/")[0]
-    name, _, number = host.partition(":")
+    host, through = urlsplit(constants.ENDPOINT).netloc, _first_host(constants.ENDPOINT)
+    way = host if through[0] in host else f"the proxy {through[0]} on the way to {host}"
     try:
-        with socket.create_connection((name, int(number or 443)), timeout=_HUB_SECONDS):
-            yield Finding("hub", "ok", f"{host} is reached{'' if _has_token() else '; no token for gated models'}")
+        with socket.create_connection(through, timeout=_HUB_SECONDS):
+            yield Finding("hub", "ok", f"{way} is reached{'' if _has_token() else '; no token for gated models'}")
     except OSError as error:
         fix = "check the network or HF_ENDPOINT, or name a local directory"
-        yield Finding("hub", "bad" if needed else "warn", f"{host} is not reached: {error.strerror or error}", fix)
+        yield Finding("hub", "bad" if needed else "warn", f"{way} is not reached: {error.strerror or error}", fix)
+
+
+def _first_host(url: str) -> tuple[str, int]:
+    """Return host and port that a request for `url` connects to: those of the proxy, if the environment sets one."""
+    parts = urlsplit(url)
+    proxy = getproxies().get(parts.scheme)
+    if proxy and not proxy_bypass(parts.netloc):
+        parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
 
 
 def _has_token() -> bool:

@@ -25,19 +25,22 @@ _BLOCK = '"""'
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def answer(talk: Conversation, question: str, console: Console, *, markdown: bool = True) -> None:
-    """Ask and show the answer while it comes. Raises ConfigError."""
-    stream = talk.ask(question)
+def answer(talk: Conversation, question: str, console: Console, *, markdown: bool = True) -> str:
+    """Ask, show the answer while it comes, and return why it ended. Raises ConfigError."""
+    stream, reason = talk.ask(question), ""
     with contextlib.closing(stream), contextlib.closing(_Page(console, markdown=markdown)) as page:
         for part in stream:
-            if part.kind == "end" and part.text != "stop":
-                page.note(f"[ended: {part.text}]")
+            if part.kind == "end":
+                reason = part.text
+                if reason != "stop":
+                    page.note(f"[ended: {reason}]")
             elif part.kind == "thinking" and markdown:
                 page.note(part.text, end="")
             elif part.kind == "tool" and markdown:
                 page.note(part.text, end="")
             elif part.kind == "text":
                 page.add(part.text)
+    return reason
 
 
 class _Page:
@@ -115,8 +118,8 @@ class ChatShell:
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "/system": ("TEXT: set the system prompt, without TEXT show it", self._system),
             "/set": ("NAME VALUE: set a field of the request, as temperature 0.7; NAME alone unsets it", self._set),
-            "/save": ("FILE: write the conversation", lambda name: self._talk.save(Path(name).expanduser())),
-            "/load": ("FILE: go on with a conversation", lambda name: self._talk.load(Path(name).expanduser())),
+            "/save": ("FILE: write the conversation", lambda name: self._talk.save(_path(name))),
+            "/load": ("FILE: go on with a conversation", lambda name: self._talk.load(_path(name))),
             "/clear": (": begin anew", lambda _: self._talk.messages.clear()),
             "/image": ("FILE: refused, no model that is served takes images", self._image),
             "/help": (": show this", self._help),
@@ -132,6 +135,8 @@ class ChatShell:
                     self._do(self._read())
                 except KeyboardInterrupt:
                     self._console.print()
+                except UnicodeError:
+                    self._console.print(Text("the entry is not UTF-8", style="red"))
                 except ConfigError as error:
                     fix = f" -> {error.fix}" if error.fix else ""
                     self._console.print(Text(_clean(f"{error}{fix}"), style="red"))
@@ -150,6 +155,7 @@ class ChatShell:
         return text
 
     def _do(self, entry: str) -> None:
+        entry.encode()  # raises UnicodeEncodeError for bytes of the terminal that are not UTF-8
         word, _, rest = entry.strip().partition(" ")
         if not word:
             return
@@ -181,8 +187,8 @@ class ChatShell:
             self._talk.settings.pop(name, None)
         else:
             try:
-                self._talk.settings[name] = json.loads(value)
-            except ValueError:
+                self._talk.settings[name] = json.loads(value, parse_constant=_no_number)
+            except (ValueError, RecursionError):
                 self._talk.settings[name] = value
 
     def _image(self, _: str) -> None:
@@ -194,6 +200,17 @@ class ChatShell:
 
     def _exit(self, _: str) -> None:
         raise EOFError
+
+
+def _path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{name}: there is no such user") from None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)  # NaN and Infinity are no JSON
 
 
 @contextlib.contextmanager

@@ -66,6 +66,8 @@ class Conversation:
                             yield part
         except httpx2.HTTPError as error:
             raise ConfigError(f"the server ended the connection: {error}", fix="ask again") from None
+        except ValueError as error:  # NaN or half a character in the conversation, or an event of another form
+            raise ConfigError(f"the request or the answer is not JSON: {error}") from None
         if not ended:
             raise ConfigError("the server ended the stream before the answer was whole", fix="ask again")
 
@@ -86,6 +88,8 @@ class Conversation:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError:
             raise ConfigError(f"{path} is not JSON") from None
+        except RecursionError:
+            raise ConfigError(f"{path} is nested too deeply") from None
         kinds = {"system": str, "settings": dict, "messages": list}
         if not isinstance(saved, dict) or not all(isinstance(saved.get(key), kind) for key, kind in kinds.items()):
             raise ConfigError(f"{path} is no saved conversation")

@@ -1,0 +1,24 @@
+"""`python -m jaxserve.cli.owned_server FLAGS`: `jaxserve launch` for one parent. Drains and ends when stdin closes.
+
+So no server is left, with the memory of its devices, if the parent ends by a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from jaxserve.cli.main import main
+
+
+def _end_with_stdin() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_stdin, name="parent-watch", daemon=True).start()
+    sys.exit(main(["launch", *sys.argv[1:]]))
