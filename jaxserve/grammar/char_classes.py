@@ -6,6 +6,7 @@ also accept ASCII. Negations (`\D`, `\W`, `[^\d]`) keep Unicode's meaning, which
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from jaxserve.grammar.schemas import with_parts
@@ -39,6 +40,11 @@ def ascii_classes(pattern: str) -> str:
         out.append(piece)
         at += size
     return "".join(out)
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _in_class(char: str, before: list[str], after: str, opening: str) -> str:

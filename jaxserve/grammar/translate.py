@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import llguidance
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from jaxserve.errors import InvalidSchemaError
-from jaxserve.grammar.char_classes import ascii_classes, ascii_schema
+from jaxserve.grammar.char_classes import ascii_classes, ascii_schema, quoted
+from jaxserve.grammar.gbnf import gbnf_to_lark
 from jaxserve.grammar.schemas import with_parts
 from jaxserve.types.sampling import GrammarSpec
 
@@ -70,11 +70,6 @@ def json_schema_part(schema: Mapping[str, Any] | bool) -> str:
     """Return a JSON schema as a part of a Lark grammar."""
     checked = _checked_schema(schema)
     return "%json " + json.dumps({**checked, "x-guidance": JSON_OPTIONS})
-
-
-def quoted(text: str) -> str:
-    """Return a text as a literal of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def closed(schema: Any, depth: int = 0) -> Any:
@@ -164,14 +159,7 @@ def _lark(source: str) -> str:
 
 
 def _ebnf(source: str) -> str:
-    try:
-        return _lark(gbnf_to_lark(source))
-    except GbnfToLarkError as error:
-        raise InvalidSchemaError(f"the grammar cannot be read: {error}", param="response_format") from error
-    except RecursionError:
-        raise
-    except Exception as error:  # the library raises bare Exception, e.g. for an undefined rule
-        raise InvalidSchemaError(f"the grammar cannot be used: {error}", param="response_format") from error
+    return _lark(gbnf_to_lark(source))
 
 
 def _choice(source: str) -> str:

@@ -249,7 +249,10 @@ class SamplingFields(CommonFields):
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
     json_schema: str | dict[str, Any] | None = Field(None, description="The same: a schema, or its JSON text.")
     regex: str | None = Field(None, description="The output must match the pattern, in which \\d and \\w are ASCII.")
-    ebnf: str | None = Field(None, description="The output must match the grammar.")
+    ebnf: str | None = Field(
+        None,
+        description="The output must match the grammar. Literals and rules without recursion match the longest text.",
+    )
     guided_json: str | dict[str, Any] | None = Field(None, description="The older name of structured_outputs.json.")
     guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
     guided_choice: Annotated[list[str], Field(min_length=1, max_length=limits.MAX_GRAMMAR_CHOICES)] | None = Field(
