@@ -184,11 +184,11 @@ def _middleware(state: ServerState) -> list[Middleware]:
     section = state.config.server
     log_requests = state.config.logging.requests
     chain = [Middleware(RequestContext, metrics=state.metrics, tracing=state.tracing, log_requests=log_requests)]
+    if section.cors_origins:  # around all that writes an answer: a page cannot read an error without its headers
+        headers = {"allow_origins": section.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        chain.insert(0, Middleware(CORSMiddleware, **headers))
     if state.group is not None and state.group.is_worker:
         chain.insert(0, Middleware(ForwardToMain, main_socket=state.group.main_socket))
-    if section.cors_origins:
-        headers = {"allow_origins": section.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
-        chain.append(Middleware(CORSMiddleware, **headers))
     return [
         *chain,
         Middleware(Authentication, config=section),

@@ -52,7 +52,7 @@ def _middleware(config: Config, limits: BodyLimits, metrics: Metrics) -> list[Mi
     ]
     if section.cors_origins:
         headers = {"allow_origins": section.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
-        chain.insert(1, Middleware(CORSMiddleware, **headers))
+        chain.insert(0, Middleware(CORSMiddleware, **headers))
     return chain
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.api.errors.responses import ClientDisconnected
 from jaxserve.api.http.begun_answer import BegunAnswer
 from jaxserve.api.http.forward import PeerEndedError, forward
-from jaxserve.api.http.middleware import UPLOAD_PATHS
+from jaxserve.api.http.middleware import ADMIN_PATHS, GENERATING_PATHS, UPLOAD_PATHS
 from jaxserve.api.http.sse import until_disconnect
 from jaxserve.api.shared.body_cost import BodyLimits
 from jaxserve.errors import ModelEndedError
@@ -20,17 +21,32 @@ from jaxserve.front.residents import Residents
 
 # an object that one of the models has; its id does not say which
 _OBJECT = re.compile(r"(/v1)?/(files|batches|responses|conversations)/(?!input_tokens$)[^/]+(/.*)?")
+_BELOW = ("/v1/", "/v2/", "/api/")
+_OTHER_PATHS = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/tokenizer_info", "/open_session", "/close_session", "/health_generate"),
+        *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/version"),
+        *("/docs", "/redoc", "/openapi.json"),
+    }
+)
+_PATHS = GENERATING_PATHS | ADMIN_PATHS | _OTHER_PATHS
 _WRITTEN_HERE = frozenset({b"x-request-id", b"openai-processing-ms", b"request-id"})  # by RequestContext
 
 
 class ForwardToModels:
-    """ASGI application: every route that the front does not answer itself."""
+    """ASGI application: every route that the front does not answer itself.
+
+    A GET of a path that no model's server has is a 404 here: a probe or a browser that asks for one must not load a
+    model, for which another one may be unloaded.
+    """
 
     def __init__(self, residents: Residents, limits: BodyLimits) -> None:
         self._residents = residents
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] in ("GET", "HEAD") and not may_be_route(scope["path"]):
+            raise HTTPException(404)
         request = Request(scope, receive)
         body = None if _is_upload(scope) else await _read(request)
         named = await choose(self._residents.catalog, request, body or b"", self._limits)
@@ -60,6 +76,11 @@ class ForwardToModels:
             await answer.end(ModelEndedError(f"The process of the model {resident.plan.name!r} ended."), error)
         finally:
             self._residents.release(resident)
+
+
+def may_be_route(path: str) -> bool:
+    """Return whether a model's server may have a route of this path."""
+    return path in _PATHS or path.startswith(_BELOW)
 
 
 def _is_upload(scope: Scope) -> bool:

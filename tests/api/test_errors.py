@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from jaxserve.api.shared.state import ServerState
+from jaxserve.config import Config
+
 from .conftest import LiveServer
 from .fakes import MAX_MODEL_LEN
 
@@ -242,3 +245,21 @@ def test_a_body_of_many_mistakes_holds_up_nobody(
     response = server.http.post(f"/v1/{route}", content=data, headers={"content-type": "application/json"})
     assert time.process_time() - started < 5  # CPU seconds, beside whatever else runs; about 0.1 alone
     check(response, 400, param)
+
+
+def test_a_page_of_an_allowed_origin_can_read_every_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer without the header is a failed connection to the page. The last error is that of a bug."""
+    config = Config().replace(server={"cors_origins": ["http://page"], "api_key": "k"})
+    with LiveServer(config) as server:
+        headers = {"Origin": "http://page", "Authorization": "Bearer k"}
+        answers = [server.http.get("/v1/models", headers={"Origin": "http://page"})]
+        answers += [server.http.get(path, headers=headers) for path in ("/v1/models", "/nowhere", "/v1/completions")]
+        answers += [server.http.post("/v1/completions", headers=headers, json={})]
+        monkeypatch.setattr(ServerState, "check_generates", None)
+        answers += [server.http.post("/v1/completions", headers=headers, json=TEXT)]
+        assert [answer.status_code for answer in answers] == [401, 200, 404, 405, 400, 500]
+        for answer in answers:
+            assert answer.headers.get("access-control-allow-origin") == "http://page", answer.status_code
+            assert answer.headers["x-request-id"]
+        other = server.http.get("/v1/models", headers=headers | {"Origin": "http://other"})
+        assert "access-control-allow-origin" not in other.headers

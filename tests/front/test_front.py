@@ -10,12 +10,17 @@ from typing import Any
 import httpx2
 import pytest
 
+from jaxserve.api.app import create_app
+from jaxserve.api.http.middleware import ADMIN_PATHS, OPEN_PATHS
+from jaxserve.api.http.page_paths import PAGE_PATHS
 from jaxserve.config import Config
 from jaxserve.config_sections.models import ModelEntry
 from jaxserve.front.app import create_front
+from jaxserve.front.forward_to_models import may_be_route
 from jaxserve.front.model_plan import Catalog, ModelPlan
 from jaxserve.front.model_process import ModelProcess
 from jaxserve.front.residents import Residents
+from tests.api.fakes import fake_engine
 
 Answer = Callable[[], Awaitable[str]]
 
@@ -78,6 +83,22 @@ def test_an_object_is_looked_for_also_by_a_request_with_a_body(tmp_path: Path, q
     run(tmp_path, servers, test)
     assert [json.loads(raw) for raw in servers["a"].bodies] == [body]
     assert [json.loads(raw) for raw in servers["b"].bodies] == [body] * (status == 200)
+
+
+def test_a_path_that_no_server_has_loads_no_model(tmp_path: Path) -> None:
+    async def test(client: httpx2.AsyncClient) -> None:
+        for path in ("/favicon.ico", "/healthz", "/v1", "/chat/completions"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+    run(tmp_path, {}, test)
+
+
+def test_every_route_of_a_models_server_is_forwarded() -> None:
+    app = create_app(fake_engine()[0], Config())
+    paths = set(app.openapi()["paths"]) | set(ADMIN_PATHS) | {"/docs", "/redoc", "/openapi.json", "/get_server_info"}
+    here = OPEN_PATHS | PAGE_PATHS | {"/metrics"}
+    assert [path for path in sorted(paths - here) if not may_be_route(path)] == ["/models"] * ("/models" in paths)
 
 
 def test_ollamas_lists_have_all_models_and_load_none(tmp_path: Path) -> None:
