@@ -108,9 +108,12 @@ class AsyncEngine:
         return not self._live
 
     async def stop(self) -> None:
-        """Stop the engine. Live requests end with EngineDeadError."""
+        """Stop the engine. Live requests end with EngineDeadError, before a stuck engine makes this wait."""
+        error = EngineDeadError("the server stopped")
+        for sequence in self._live:
+            self._end_with_error(sequence, error)
         await self._replicas.stop()
-        self._fail_all(EngineDeadError("the server stopped"))
+        self._fail_all(error)
 
     # -- properties ----------------------------------------------------------------------------------------
 

@@ -330,3 +330,23 @@ def test_a_signal_aborts_its_own_requests_now_and_later() -> None:
         await other.leave()
 
     run(test)
+
+
+def test_requests_are_answered_before_the_engine_has_ended() -> None:
+    """One that is stuck is waited for as long as HTTP waits for its clients."""
+    answered: list[bool] = []
+
+    async def test(engine: AsyncEngine, link: HandLink) -> None:
+        client = Client(engine, "a")
+        await until(lambda: link.requests)
+
+        async def stop() -> None:
+            await asyncio.wait((client.task,), timeout=0.5)
+            answered.append(client.task.done())
+
+        link.stop = stop  # type: ignore[method-assign]
+        await engine.stop()
+        assert isinstance(client.task.exception(), EngineDeadError)
+
+    run(test)
+    assert answered[0]
