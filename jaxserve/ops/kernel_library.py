@@ -132,7 +132,11 @@ def _put(cache: int, name: str, made: Path) -> None:
 
 
 def _compiler() -> list[str]:
-    if asked := shlex.split(os.environ.get("CC", "")):
+    try:
+        asked = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise ConfigError(f"CC is no command: {error}", fix="set CC, or unset it") from error
+    if asked:
         if shutil.which(asked[0]) is None:
             raise ConfigError(f"the C compiler of CC, {asked[0]!r}, is not there", fix="set CC, or unset it")
         return asked
@@ -152,7 +156,9 @@ def _headers() -> str:
 def _compile(command: Sequence[str]) -> None:
     fix = "set runtime.attention: xla"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"the CPU's kernels cannot be compiled: {error}", fix=fix) from error
     if done.returncode != 0:

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import platform
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -314,6 +315,34 @@ def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with opened(tmp_path / "cache") as cache:
             builder.kept(cache, tmp_path)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_compiler_that_speaks_another_encoding(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says, a warning or the reason, need not be UTF-8."""
+    compiler = tmp_path / "latin-cc"
+    compiler.write_bytes(
+        b"#!/bin/sh\necho 'error: f\xfcr immer' >&2\n: > $(echo $* | sed 's/.*-o //; s/ .*//')\nexit %d\n" % code
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    if code:
+        with pytest.raises(ConfigError, match=r"error: f.r immer"):
+            builder.build(tmp_path)
+    else:
+        assert builder.build(tmp_path).exists()
+
+
+def test_what_is_no_command_in_cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc '-O2")
+    with pytest.raises(ConfigError, match=r"CC.*No closing quotation"):
+        builder.build(tmp_path)
+
+
+def test_without_a_temporary_directory_auto_is_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", native.load.__wrapped__)
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    assert get_backend("auto", "cpu").name == "xla"
 
 
 def test_without_kernels_auto_is_xla_and_native_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,11 @@ def load() -> ctypes.CDLL:
 
     Raises ConfigError with the reason if they cannot be compiled.
     """
-    with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
-        library = _open(Path(scratch))  # a loaded library stays usable after its file is deleted
+    try:
+        with tempfile.TemporaryDirectory(prefix="jaxserve-") as scratch:
+            library = _open(Path(scratch))  # a loaded library stays usable after its file is deleted
+    except OSError as error:
+        raise ConfigError(f"the CPU's kernels cannot be compiled: {error}", fix="set runtime.attention: xla") from error
     products = (_MATMUL, _MATMUL_FEW, _ROUNDED, _ROUNDED_FEW, _GROUPED, _GROUPED_FEW)
     for name in (*products, _ATTEND, _ATTEND_PROMPTS):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
