@@ -67,6 +67,7 @@ class _Thread:
         self._launch: Launch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: BaseException | None = None
+        self._is_left = False  # `_stop` was called
 
     def _run(self) -> None:
         try:
@@ -79,10 +80,19 @@ class _Thread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._launch = Launch(self._config, self._listener, quiet=True, make_link=self._make_link)
+        if self._is_left:
+            self._launch.stop()
         await self._launch.serve(on_ready=self._started.set)
 
     def __enter__(self) -> RunningServer:
         self._thread.start()
+        try:
+            return self._ready()
+        except BaseException:  # an interrupt, or too long a start: nobody else would end the engine process
+            self._stop()
+            raise
+
+    def _ready(self) -> RunningServer:
         if not self._started.wait(START_TIMEOUT):
             raise ConfigError(f"the server was not ready within {START_TIMEOUT:.0f} s")
         if self._error is not None:
@@ -92,6 +102,10 @@ class _Thread:
         return RunningServer(self._launch.url, self._config, self._launch)
 
     def __exit__(self, *exc: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        self._is_left = True
         if self._loop is not None and self._launch is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._launch.stop)
         self._thread.join()

@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 import jaxserve
 from jaxserve import Engine, SamplingParams
-from jaxserve.errors import InvalidSchemaError, InvalidValueError, RequestError, ServerError, UnsupportedParameterError
+from jaxserve.errors import (
+    ConfigError,
+    InvalidSchemaError,
+    InvalidValueError,
+    RequestError,
+    ServerError,
+    UnsupportedParameterError,
+)
+from jaxserve.library import serving
 from jaxserve.library.loop_thread import LoopThread
 from jaxserve.library.serving import RunningServer
 from tests.conftest import ONE_ROW, SMALL
@@ -259,6 +268,15 @@ def test_an_engine_that_is_dropped_frees_its_memory_and_its_file(compile_cache: 
     with next(tmp_path.glob("*.pages")).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert not [thread.name for thread in set(threading.enumerate()) - before if not thread.name.startswith("masks")]
+
+
+def test_a_start_that_is_given_up_leaves_no_process(compile_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate()), set(psutil.Process().children())
+    monkeypatch.setattr(serving, "START_TIMEOUT", 0.5)
+    with pytest.raises(ConfigError, match="not ready"), jaxserve.launch_server(compile_cache=compile_cache, **ONE_ROW):
+        pass
+    assert not [each.name for each in set(threading.enumerate()) - before[0] if each.name.startswith("jaxserve")]
+    assert set(psutil.Process().children()) <= before[1]
 
 
 def test_a_loop_thread_passes_errors_on_and_ends() -> None:
